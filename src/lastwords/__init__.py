@@ -1,0 +1,58 @@
+"""Last-words checkpoints for distributed PyTorch training: `kill -9` of a worker costs nothing.
+
+Importing this package is cheap: names are loaded on first use, so that a controller starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lastwords.errors import (
+        CheckpointError,
+        ConfigError,
+        FormatError,
+        IncompleteError,
+        LastWordsError,
+        MismatchError,
+        ProtocolError,
+        StorageError,
+        UnavailableError,
+    )
+    from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
+    from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "FormatError",
+    "IncompleteError",
+    "LastWordsError",
+    "MismatchError",
+    "OptTFTWrapper",
+    "ProtocolError",
+    "ResumePoint",
+    "StorageError",
+    "TFTRegister",
+    "UnavailableError",
+    "__version__",
+]
+
+_WHERE = {
+    "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
+    "TFTRegister": "lastwords.optim_wrapper.register",
+    "ResumePoint": "lastwords.optim_wrapper.register",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'lastwords' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE.get(name, "lastwords.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

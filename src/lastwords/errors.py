@@ -1,0 +1,80 @@
+"""Every exception that lastwords raises on purpose.
+
+There is one class for each different *reaction* of the caller, and each carries its data.
+A message says what happened, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LastWordsError(Exception):
+    """Root of all errors raised by lastwords."""
+
+
+class ConfigError(LastWordsError, ValueError):
+    """The caller asked for something that cannot work; fix the call or the environment."""
+
+
+class NotAnOptimizerError(ConfigError, TypeError):
+    """`OptTFTWrapper` was given something that is not a `torch.optim.Optimizer`."""
+
+
+class ProtocolError(LastWordsError):
+    """A peer sent something that the protocol does not allow; it is refused and logged."""
+
+
+class UnavailableError(LastWordsError):
+    """A peer could not be reached in a bounded time; worth a retry."""
+
+
+class CheckpointError(LastWordsError):
+    """Root of the errors about checkpoint files."""
+
+
+class FormatError(CheckpointError):
+    """A file is damaged, of another step or model, or of a format newer than this code."""
+
+
+class IncompleteError(CheckpointError):
+    """Something that a checkpoint needs is not there.
+
+    `missing` names what is absent (files, ranks, units or tensors).
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing: tuple[str, ...] = tuple(missing)
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint is sound but belongs to another model, optimizer or world size.
+
+    `missing` is in the model but not in the checkpoint, `extra` the reverse;
+    `different` maps a tensor's name to "saved ... here ...".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        different: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing: tuple[str, ...] = tuple(missing)
+        self.extra: tuple[str, ...] = tuple(extra)
+        self.different: dict[str, str] = dict(different or {})
+
+
+class StorageError(CheckpointError):
+    """The file system refused: no space, no permission, a failed write or fsync.
+
+    `errno` is the system's error number, 0 where there is none.
+    """
+
+    def __init__(self, message: str, *, errno: int = 0) -> None:
+        super().__init__(message)
+        self.errno = errno
