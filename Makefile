@@ -1,0 +1,59 @@
+# Two commands are all that a new user needs: `make demo` and `make test`. Both create .venv by themselves.
+#
+#   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
+#   make test      all tests that fit into minutes
+#   make check     format, lint, strict types, import contracts, generated code
+#   make matrix    the full cross product of phase x victim x launcher x layout (long)
+#   make chaos     kills at random instants: make chaos N=50 SEED=1
+#   make bench     measures the budgets, beside the machine's own limits
+#   make proto     writes src/lastwords/_pb from proto/lastwords.proto
+#   make clean     removes .venv and everything that was built
+
+PYTHON ?= $(or $(shell command -v python3.11),python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+N ?= 20
+SEED ?= 1
+
+.PHONY: install venv demo test check matrix chaos bench proto clean
+.DELETE_ON_ERROR:
+
+install venv: $(READY)
+
+# constraints.txt pins every version, torch's included: without the pin, pip would take the newest build.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python demo/run.py $(ARGS)
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_proto.py --check
+
+matrix: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -k 'not chaos' --timeout 7200 $(ARGS)
+
+chaos: $(READY)
+	OMP_NUM_THREADS=1 LASTWORDS_CHAOS_N=$(N) LASTWORDS_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -m slow -k chaos --timeout 7200 $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m bench $(ARGS)
+
+proto: $(READY)
+	$(BIN)/python tools/generate_proto.py
+
+clean:
+	rm -rf $(VENV) build dist src/lastwords.egg-info demo/out bench/out ttp_checkpoints
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
