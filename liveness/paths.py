@@ -1,0 +1,104 @@
+"""Names of what a job keeps in shared memory: one directory for each job and generation, private to its user.
+
+    /dev/shm/lastwords-{uid}-{job}-g{generation}/rank_{k}.life   the robust mutex of rank k
+    /dev/shm/lastwords-{uid}-{job}-g{generation}/rank_{k}.box    the black box of rank k
+
+A job's name comes from the environment or from the wire, so it is checked here before it becomes a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from pathlib import Path
+
+from lastwords.errors import ConfigError, StorageError
+
+SHM_ROOT = Path("/dev/shm")
+"""A tmpfs on every Linux: pages that outlive the process that wrote them, and no disk behind them."""
+
+_JOB = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OURS = re.compile(r"rank_\d+\.(life|box)(\.\d+\.new)?")
+
+
+def check_job(job: str) -> str:
+    """The job's name, unchanged, if it may become part of a path; raises ConfigError otherwise.
+
+    >>> check_job("digits-42")
+    'digits-42'
+    """
+    if not _JOB.fullmatch(job):
+        raise ConfigError(f"job name {job!r} must be 1 to 64 characters out of A-Z a-z 0-9 _ . -")
+    return job
+
+
+def job_dir(job: str, generation: int, *, root: Path = SHM_ROOT) -> Path:
+    """Directory of one generation of a job; not created here.
+
+    >>> job_dir("digits", 2).name.endswith("-digits-g2")
+    True
+    """
+    if generation < 0:
+        raise ConfigError(f"generation {generation} must not be negative")
+    return root / f"lastwords-{os.getuid()}-{check_job(job)}-g{generation}"
+
+
+def life_path(job: str, generation: int, rank: int, *, root: Path = SHM_ROOT) -> Path:
+    """File of rank `rank`'s robust mutex.
+
+    >>> life_path("digits", 2, 3).name
+    'rank_3.life'
+    """
+    return job_dir(job, generation, root=root) / f"rank_{_check_rank(rank)}.life"
+
+
+def box_path(job: str, generation: int, rank: int, *, root: Path = SHM_ROOT) -> Path:
+    """File of rank `rank`'s black box.
+
+    >>> box_path("digits", 2, 3).name
+    'rank_3.box'
+    """
+    return job_dir(job, generation, root=root) / f"rank_{_check_rank(rank)}.box"
+
+
+def make_job_dir(job: str, generation: int, *, root: Path = SHM_ROOT) -> Path:
+    """Create the directory (mode 0700) or accept the one that is there; every rank of a host may call it.
+
+    Raises ConfigError if something else has the name (a link, a file, another user's directory): /dev/shm is
+    writable for everybody. Raises StorageError if the system refuses.
+    """
+    path = job_dir(job, generation, root=root)
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+    except OSError as error:
+        raise StorageError(
+            f"cannot create {path}: {error.strerror}; lastwords keeps its black boxes there", errno=error.errno or 0
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{path} is not a directory of mode 0700 of user {os.getuid()}; remove it or rename the job")
+    return path
+
+
+def remove_job_dir(job: str, generation: int, *, root: Path = SHM_ROOT) -> None:
+    """Remove the directory with everything of ours in it; a file of another name stays, and so does the directory then.
+
+    Harmless when nothing is there. Processes that still have a file mapped keep their memory.
+    """
+    path = job_dir(job, generation, root=root)
+    if path.is_symlink() or not path.is_dir():
+        return
+    for entry in sorted(path.iterdir()):
+        if _OURS.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _check_rank(rank: int) -> int:
+    if rank < 0:
+        raise ConfigError(f"rank {rank} must not be negative")
+    return rank

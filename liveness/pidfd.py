@@ -1,0 +1,153 @@
+"""Deaths seen through pidfds: slower than a robust mutex (the memory is freed first), but no file is needed.
+
+One thread polls any number of processes. See pidfd_open(2); Linux >= 5.3.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from lastwords.errors import UnavailableError
+from lastwords.liveness.process_id import is_alive
+from lastwords.vocabulary import ProcessId
+
+_log = logging.getLogger(__name__)
+
+
+class PidWatcher:
+    """Watches processes of this host. `add` and `remove` from any thread; call-backs come from the watcher's own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: dict[int, tuple[int, Callable[[], None]]] = {}  # token -> pidfd (-1: dead already), call-back
+        self._newest_token = 0
+        self._stopping = False
+        self._poll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._wake_fd, select.EPOLLIN)
+        self._thread: threading.Thread | None = None
+
+    def add(self, process: ProcessId, on_end: Callable[[], None]) -> int:
+        """Call `on_end` once when `process` ends, or at once if it already has; returns a token for `remove`.
+
+        Raises UnavailableError where the kernel has no pidfds or does not allow them.
+        """
+        try:
+            fd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            fd = -1
+        except OSError as error:
+            raise UnavailableError(f"cannot watch process {process.pid}: pidfd_open: {error.strerror}") from error
+        if fd >= 0 and not is_alive(process):  # looked at after the open: from here on the pid cannot be reused
+            os.close(fd)
+            fd = -1
+        with self._lock:
+            assert not self._stopping, "a stopped watcher takes no more processes"
+            self._newest_token += 1
+            token = self._newest_token
+            self._watched[token] = (fd, on_end)
+            if fd >= 0:
+                self._poll.register(fd, select.EPOLLIN)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lastwords-pidfd", daemon=True)
+                self._thread.start()
+        if fd < 0:
+            self._wake()
+        return token
+
+    def remove(self, token: int) -> None:
+        """Forget a process; harmless if it has been reported or removed before."""
+        with self._lock:
+            entry = self._watched.pop(token, None)
+            if entry is not None and entry[0] >= 0:
+                self._poll.unregister(entry[0])
+                os.close(entry[0])
+
+    def stop(self) -> None:
+        """Forget all processes and end the thread; on return no call-back runs (unless called from one)."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            thread = self._thread
+        self._wake()
+        if thread is None:
+            self._close()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    def _wake(self) -> None:
+        try:
+            os.eventfd_write(self._wake_fd, 1)
+        except BlockingIOError:
+            pass  # the counter is full: a wake-up is under way in any case
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                ready = {fd for fd, _ in self._poll.poll()}
+                if self._wake_fd in ready:
+                    os.eventfd_read(self._wake_fd)
+                with self._lock:
+                    ended = sorted(token for token, (fd, _) in self._watched.items() if fd < 0 or fd in ready)
+                for token in ended:
+                    with self._lock:
+                        entry = self._watched.get(token)
+                    if entry is None or self._stopping:
+                        continue  # removed meanwhile
+                    self.remove(token)
+                    entry[1]()
+        except Exception:
+            _log.exception("watching processes failed")
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        with self._lock:
+            for fd, _ in self._watched.values():
+                if fd >= 0:
+                    os.close(fd)
+            self._watched.clear()
+            self._poll.close()
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+
+
+class PidWatch:
+    """A watch of a single process, made by `watch_pid`."""
+
+    def __init__(self, watcher: PidWatcher) -> None:
+        self._watcher = watcher
+
+    def stop(self) -> None:
+        """End the watch without a call-back."""
+        self._watcher.stop()
+
+
+def watch_pid(process: ProcessId, on_end: Callable[[], None]) -> PidWatch:
+    """Call `on_end` once, in a thread of its own, when `process` ends or if it already has.
+
+    A new process with the same pid is not mistaken for it: `process.start_ticks` is compared.
+    """
+    watcher = PidWatcher()
+    try:
+        watcher.add(process, on_end)
+    except UnavailableError:
+        watcher.stop()
+        raise
+    return PidWatch(watcher)
+
+
+def available() -> bool:
+    """Whether pidfds work here (some containers forbid them)."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.EPERM)
+    return True

@@ -1,0 +1,71 @@
+"""Identity of a process: a pid alone is reused, a pid with its start time is not.
+
+Reads /proc only. `start_ticks` is field 22 of /proc/PID/stat, see proc(5).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from lastwords.vocabulary import ProcessId
+
+
+def host_id() -> str:
+    """Opaque text, equal for two processes exactly if they share this boot, this pid namespace and /dev/shm.
+
+    A host name would not do: containers of one host have different names, and clones of one image the same.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = socket.gethostname()
+    return f"{boot}/{_inode('/proc/self/ns/pid'):x}/{_device('/dev/shm'):x}"
+
+
+def start_ticks(pid: int) -> int | None:
+    """Clock ticks between boot and the start of `pid`; None if there is no such process or it is a zombie.
+
+    >>> start_ticks(os.getpid()) == start_ticks(os.getpid())
+    True
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command name stands in parentheses and may itself contain blanks and parentheses.
+    fields = text[text.rfind(b")") + 2 :].split()
+    if fields[0] in (b"Z", b"X", b"x"):
+        return None
+    return int(fields[19])
+
+
+def this_process(nonce: str) -> ProcessId:
+    """Identity of the calling process. `nonce` is drawn by the caller, once at start-up."""
+    pid = os.getpid()
+    ticks = start_ticks(pid)
+    assert ticks is not None, "a running process has an entry in /proc"
+    return ProcessId(host_id=host_id(), pid=pid, start_ticks=ticks, nonce=nonce)
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether this very process still runs; a zombie or a new process with the same pid does not count.
+
+    Only meaningful for a process of this host (`process.host_id == host_id()`).
+    """
+    return start_ticks(process.pid) == process.start_ticks
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
+
+
+def _device(path: str) -> int:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return 0

@@ -1,0 +1,118 @@
+"""All ranks of this host, each watched through its robust mutex and its pidfd; whichever speaks first counts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastwords.clock import Clock, mono_s
+from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
+from lastwords.liveness.pidfd import PidWatcher
+from lastwords.liveness.robust_mutex import EndKind, Watch, state_of, watch
+from lastwords.vocabulary import DeathSource, ProcessId
+
+_log = logging.getLogger(__name__)
+
+OnDeath = Callable[[int, DeathSource, float], None]
+"""Called with the rank that died, who says so, and the monotonic second at which it was known."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    process: ProcessId
+    life_path: Path | None
+    life: Watch | None = None
+    pid_token: int | None = None
+
+
+class HostWatch:
+    """Calls `on_death` at most once for each added process, from a thread of its own; the calls may overlap.
+
+    A process that released its life line before it ended is not reported. `add`, `remove` and `stop` may be called
+    from any thread, `remove` and `stop` also from within `on_death`.
+    """
+
+    def __init__(self, on_death: OnDeath, *, clock: Clock = mono_s) -> None:
+        self._on_death = on_death
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: dict[int, _Entry] = {}
+        self._pids = PidWatcher()
+
+    def add(self, rank: int, life_path: Path | None, process: ProcessId) -> tuple[DeathSource, ...]:
+        """Watch `process` as `rank`, in place of an earlier process of that rank; returns the sources in use.
+
+        A life line that is missing, or is another process's, is logged and left out; the same for a pidfd.
+        Raises UnavailableError if neither can be had. Must be a process of this host.
+        """
+        self.remove(rank)
+        entry = _Entry(process, life_path)
+        with self._lock:
+            self._entries[rank] = entry
+        sources: list[DeathSource] = []
+        problems: list[str] = []
+        if life_path is not None:
+            try:
+                entry.life = watch(life_path, functools.partial(self._life_ended, rank, entry), process=process)
+                sources.append(DeathSource.ROBUST_MUTEX)
+            except (UnavailableError, ConfigError, FormatError, StorageError) as error:
+                problems.append(str(error))
+        try:
+            entry.pid_token = self._pids.add(process, functools.partial(self._pid_ended, rank, entry))
+            sources.append(DeathSource.PIDFD)
+        except UnavailableError as error:
+            problems.append(str(error))
+        if problems:
+            _log.warning("rank %d (process %d) is watched less closely: %s", rank, process.pid, "; ".join(problems))
+        if not sources:
+            with self._lock:
+                if self._entries.get(rank) is entry:
+                    del self._entries[rank]
+            raise UnavailableError(f"cannot watch rank {rank} on this host: {'; '.join(problems)}")
+        return tuple(sources)
+
+    def remove(self, rank: int) -> None:
+        """Stop watching a rank; afterwards its end is not reported. Harmless if it is not watched."""
+        with self._lock:
+            entry = self._entries.pop(rank, None)
+        if entry is not None:
+            self._forget(entry)
+
+    def stop(self) -> None:
+        """Stop watching all ranks."""
+        with self._lock:
+            entries = [self._entries.pop(rank) for rank in sorted(self._entries)]
+        for entry in entries:
+            self._forget(entry)
+        self._pids.stop()
+
+    def _forget(self, entry: _Entry) -> None:
+        if entry.life is not None:
+            entry.life.stop()
+        if entry.pid_token is not None:
+            self._pids.remove(entry.pid_token)
+
+    def _life_ended(self, rank: int, entry: _Entry, kind: EndKind) -> None:
+        self._ended(rank, entry, DeathSource.ROBUST_MUTEX, kind)
+
+    def _pid_ended(self, rank: int, entry: _Entry) -> None:
+        kind = EndKind.DIED
+        if entry.life_path is not None:
+            try:
+                kind = state_of(entry.life_path, process=entry.process) or EndKind.DIED
+            except (UnavailableError, ConfigError, FormatError, StorageError):
+                pass  # the file is gone or another process's by now; the pidfd's word stands
+        self._ended(rank, entry, DeathSource.PIDFD, kind)
+
+    def _ended(self, rank: int, entry: _Entry, source: DeathSource, kind: EndKind) -> None:
+        now_s = self._clock()
+        with self._lock:
+            if self._entries.get(rank) is not entry:
+                return  # removed, replaced, or reported by the other source
+            del self._entries[rank]
+        if kind is EndKind.DIED:
+            self._on_death(rank, source, now_s)
