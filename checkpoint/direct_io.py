@@ -1,0 +1,277 @@
+"""Streaming a file of known size past the page cache, with its checksums taken on the way.
+
+The producer copies into one of a few aligned buffers and hashes it, while another thread writes the buffers before it:
+`pwrite`, the copy and the hash all release the interpreter lock. Why O_DIRECT: the kernel neither copies the bytes a
+second time nor has to find memory for them, in a process whose memory is full of tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from lastwords.checkpoint.system import BLOCK_BYTES, REAL_OS, Os, storage_error, storage_errors
+from lastwords.errors import StorageError
+
+CHUNK_BYTES = 4 << 20
+"""Bytes under one checksum, and of one write. Large enough to keep the disk busy, small enough to re-read alone."""
+
+BUFFERS = 6
+"""6 x 4 MiB = 24 MiB: one being filled, one being written, the others for uneven speeds."""
+
+_SYNC_EVERY_CHUNKS = 64
+"""Without O_DIRECT, fsync every 256 MiB: errors come early, and the last fsync is short enough to show progress."""
+
+Bytes = npt.NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview | mmap.mmap | npt.NDArray[Any]
+"""Contiguous memory of any element type (collections.abc.Buffer needs Python 3.12)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """Size of a file and the xxh3_64 of each of its chunks of 4 MiB (the last one may be shorter), as hexadecimal."""
+
+    bytes: int
+    chunks: tuple[str, ...]
+
+
+def as_bytes(data: Buffer) -> Bytes:
+    """The memory of a contiguous buffer as uint8, without a copy.
+
+    >>> as_bytes(memoryview(b"ab")).tolist()
+    [97, 98]
+    """
+    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    if view.nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(view, np.uint8)
+
+
+class DirectWriter:
+    """Writes one new file of exactly `size` bytes. Used by one thread, as a context manager:
+
+    ```python
+    with DirectWriter(path, size) as writer:
+        writer.write(memory)
+        total = writer.finish()
+    ```
+    Without `finish()` the file is left as it is, closed and unsynced. Every failure of the file system is a
+    StorageError. After one, and after a failed fsync in particular, the file is abandoned: the kernel has marked its
+    pages clean, so a second fsync would report success for bytes that are lost.
+
+    progress: called from the writing thread's caller (never concurrently) with the bytes written so far, at least
+    once a chunk; it may raise to cancel.
+    """
+
+    def __init__(
+        self, path: Path, size: int, *, os: Os = REAL_OS, progress: Callable[[int], None] | None = None
+    ) -> None:
+        self._path = path
+        self._size = size
+        self._os = os
+        self._progress = progress
+        self._fd = -1
+        self._direct = True
+        self._chunks: list[str] = []
+        self._fill = 0
+        self._offset = 0
+        self._current = -1
+        self._written = 0
+        self._error: BaseException | None = None
+        self._buffers: list[Bytes] = []
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> DirectWriter:
+        self._create()
+        try:
+            self._reserve()
+            count = min(BUFFERS, -(-self._size // CHUNK_BYTES))
+            if count:
+                # An anonymous map is page-aligned, as O_DIRECT demands, and goes back to the system at once.
+                memory = np.frombuffer(mmap.mmap(-1, count * CHUNK_BYTES), np.uint8)
+                self._buffers = [memory[at : at + CHUNK_BYTES] for at in range(0, memory.size, CHUNK_BYTES)]
+                for index in range(count):
+                    self._free.put(index)
+                self._thread = threading.Thread(target=self._write_out, name="lastwords-write", daemon=True)
+                self._thread.start()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._abandon()
+
+    @property
+    def direct(self) -> bool:
+        """False once the file system has refused O_DIRECT."""
+        return self._direct
+
+    def write(self, data: Buffer) -> None:
+        """Appends the bytes of a contiguous buffer. They may change again as soon as this returns."""
+        source = as_bytes(data)
+        at = 0
+        while at < source.size:
+            if self._current < 0:
+                self._current = self._free.get()
+                self._check()
+            count = min(CHUNK_BYTES - self._fill, source.size - at)
+            np.copyto(self._buffers[self._current][self._fill : self._fill + count], source[at : at + count])
+            self._fill += count
+            at += count
+            if self._fill == CHUNK_BYTES:
+                self._hand_over()
+
+    def finish(self) -> FileSum:
+        """Writes the rest and makes the file's content durable (its name is the caller's: fsync the directory)."""
+        if self._fill:
+            self._hand_over()
+        self._stop_thread()
+        self._check()
+        assert self._offset == self._size, f"{self._path}: {self._offset} bytes were written, {self._size} announced"
+        if self._size % BLOCK_BYTES:
+            with storage_errors("setting the size of", self._path):
+                self._os.ftruncate(self._fd, self._size)
+        fd, self._fd = self._fd, -1
+        try:
+            with storage_errors("fsync of", self._path):
+                self._os.fsync(fd)
+        finally:
+            self._os.close(fd)
+        return FileSum(self._size, tuple(self._chunks))
+
+    # ------------------------------------------------------------------ the caller's thread
+
+    def _create(self) -> None:
+        with storage_errors("creating", self._path):
+            try:
+                self._fd = self._os.create(self._path, direct=True)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = False
+                try:
+                    self._fd = self._os.create(self._path, direct=False)
+                except FileExistsError:
+                    # Some file systems create the name before they refuse the flag.
+                    self._os.unlink(self._path)
+                    self._fd = self._os.create(self._path, direct=False)
+            try:
+                self._os.try_lock(self._fd)
+            except OSError:
+                pass  # A file system without locks: only the tidying of stale directories looks at them.
+
+    def _reserve(self) -> None:
+        padded = -(-self._size // BLOCK_BYTES) * BLOCK_BYTES
+        if not padded:
+            return
+        try:
+            self._os.fallocate(self._fd, padded)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._full_disk(error) from error
+            # Not every file system can reserve: then a full disk shows at some write.
+
+    def _full_disk(self, error: OSError) -> StorageError:
+        failure = storage_error(f"reserving {self._size} bytes for", self._path, error)
+        try:
+            free = self._os.free_bytes(self._path.parent)
+        except OSError:
+            return failure
+        return StorageError(f"{failure} ({free} bytes are free)", errno=failure.errno)
+
+    def _hand_over(self) -> None:
+        buffer = self._buffers[self._current]
+        self._chunks.append(xxhash.xxh3_64_hexdigest(buffer[: self._fill].data))
+        self._full.put((self._current, self._fill, self._offset))
+        self._offset += self._fill
+        self._fill = 0
+        self._current = -1
+        if self._progress is not None:
+            self._progress(self._written)
+        self._check()
+
+    def _check(self) -> None:
+        error = self._error
+        if isinstance(error, OSError):
+            raise storage_error("writing", self._path, error) from error
+        if error is not None:
+            raise error
+
+    def _stop_thread(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._full.put(None)
+        while thread.is_alive():
+            # What is queued (at most BUFFERS chunks) is still being written: keep saying so.
+            thread.join(timeout=0.25)
+            if self._progress is not None and self._error is None:
+                self._progress(self._written)
+
+    def _abandon(self) -> None:
+        """Stops without another write; harmless after `finish()`."""
+        if self._thread is not None:
+            self._error = self._error or OSError(errno.ECANCELED, "abandoned")
+            self._full.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self._os.close(fd)
+
+    # ------------------------------------------------------------------ the writing thread
+
+    def _write_out(self) -> None:
+        while (item := self._full.get()) is not None:
+            index, length, offset = item
+            if self._error is None:
+                try:
+                    self._write_chunk(self._buffers[index], length, offset)
+                    self._written = offset + length
+                except BaseException as error:  # handed to the caller's thread, which raises it
+                    self._error = error
+            self._free.put(index)
+
+    def _write_chunk(self, buffer: Bytes, length: int, offset: int) -> None:
+        padded = length
+        if self._direct and length % BLOCK_BYTES:
+            padded = -(-length // BLOCK_BYTES) * BLOCK_BYTES
+            buffer[length:padded] = 0
+        view = buffer.data
+        done = 0
+        while done < padded:
+            try:
+                count = self._os.pwrite(self._fd, view[done:padded], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                # Refused only now, or a short write has left an odd rest: go on through the page cache.
+                self._plain()
+                continue
+            if count == 0:
+                raise OSError(errno.EIO, "the file system wrote nothing")
+            done += count
+            if done % BLOCK_BYTES and done < padded and self._direct:
+                self._plain()
+        if not self._direct and (offset // CHUNK_BYTES) % _SYNC_EVERY_CHUNKS == _SYNC_EVERY_CHUNKS - 1:
+            self._os.fsync(self._fd)
+
+    def _plain(self) -> None:
+        self._os.clear_direct(self._fd)
+        self._direct = False

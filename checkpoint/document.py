@@ -1,0 +1,130 @@
+"""A JSON file that knows when one of its bytes is wrong: manifest.json and part.json.
+
+Its bytes are a function of its content (`encode_document`): sorted keys, one top-level key a line, ASCII. The field
+`checksum` is the xxh3_64 of those bytes with sixteen zeros in its own place. Reading encodes again and compares, so
+that a flip in mere white space is found too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import xxhash
+
+from lastwords.errors import FormatError
+
+_NO_SUM = "0" * 16
+DOCUMENT_BYTES_MAX = 1 << 30
+"""A manifest has about 200 bytes a tensor and 17 a chunk of 4 MiB: this is far more than any job needs."""
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def encode_document(content: Mapping[str, Any]) -> bytes:
+    """Bytes of the file, checksum included."""
+    assert "checksum" not in content
+    return _encode(content, xxhash.xxh3_64_hexdigest(_encode(content, _NO_SUM)))
+
+
+def _encode(content: Mapping[str, Any], checksum: str) -> bytes:
+    lines = [f"{_compact(key)}: {_compact(value)}" for key, value in sorted({**content, "checksum": checksum}.items())]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
+
+
+def decode_document(raw: bytes, *, where: Path, version_max: int) -> dict[str, Any]:
+    """Content of the file; FormatError if it is damaged or of a format that is newer than `version_max`."""
+    try:
+        content: Any = json.loads(raw.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(damage(where, f"it is not JSON ({error})")) from error
+    if not isinstance(content, dict):
+        raise FormatError(damage(where, "it is not a JSON object"))
+    found = content.pop("checksum", None)
+    try:
+        expected = encode_document(content)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(damage(where, f"it is not canonical ({error})")) from error
+    if expected != raw:
+        raise FormatError(damage(where, f"its bytes do not fit its checksum {found!r}"))
+    version = content.get("format_version")
+    if type(version) is not int or version < 1:
+        raise FormatError(damage(where, f"its format version is {version!r}"))
+    if version > version_max:
+        raise FormatError(
+            f"{where} was written by a newer lastwords, format {version}; this one reads up to {version_max}; upgrade"
+        )
+    return content
+
+
+def damage(where: Path | str, what: str) -> str:
+    """Text of a FormatError about a damaged file."""
+    return f"{where} is damaged: {what}; restore the file or use another checkpoint (`lastwords verify` lists them)"
+
+
+class Fields:
+    """Typed access to a JSON object; every complaint is a FormatError that names the file and the field."""
+
+    def __init__(self, table: Any, where: Path | str, path: str = "") -> None:
+        self._where = where
+        self._path = path
+        if not isinstance(table, dict):
+            self.refuse(f"{path or 'it'} is not an object")
+        self._table: dict[str, Any] = table
+
+    def refuse(self, what: str) -> NoReturn:
+        raise FormatError(damage(self._where, what))
+
+    def _get(self, key: str) -> Any:
+        if key not in self._table:
+            self.refuse(f"{self._path}{key} is missing")
+        return self._table[key]
+
+    def keys(self) -> list[str]:
+        return sorted(self._table)
+
+    def raw(self, key: str) -> Any:
+        return self._get(key)
+
+    def integer(self, key: str, *, least: int = 0) -> int:
+        value = self._get(key)
+        if type(value) is not int or value < least:
+            self.refuse(f"{self._path}{key} is {value!r}, not an integer of at least {least}")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self._get(key)
+        if not isinstance(value, str):
+            self.refuse(f"{self._path}{key} is not text")
+        return value
+
+    def truth(self, key: str) -> bool:
+        value = self._get(key)
+        if type(value) is not bool:
+            self.refuse(f"{self._path}{key} is not true or false")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self._get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.refuse(f"{self._path}{key} is not a list of texts")
+        return tuple(value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self._get(key)
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            self.refuse(f"{self._path}{key} is not a list of numbers")
+        return tuple(value)
+
+    def inner(self, key: str) -> Fields:
+        return Fields(self._get(key), self._where, f"{self._path}{key}.")
+
+    def inners(self, key: str) -> list[Fields]:
+        value = self._get(key)
+        if not isinstance(value, list):
+            self.refuse(f"{self._path}{key} is not a list")
+        return [Fields(item, self._where, f"{self._path}{key}[{index}].") for index, item in enumerate(value)]

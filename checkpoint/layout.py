@@ -1,0 +1,242 @@
+"""Names on disk, and their way back: the only place that builds or parses one.
+
+```
+{root}/tft_saved_checkpoints-step_{N}/manifest.json
+{root}/tft_saved_checkpoints-step_{N}/rank_{k}/ttp_rank_{k}-{epoch}_{step}.ckpt
+{root}/.tmp-tft_saved_checkpoints-step_{N}-g{generation}-i{incident}-a{attempt}/rank_{k}/...   while it is written
+```
+Everything is matched in full, so a name from the wire or from a manifest can never lead out of its directory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastwords.errors import ConfigError, FormatError
+
+MANIFEST_NAME = "manifest.json"
+PART_NAME = "part.json"
+
+_NUMBER = r"(0|[1-9][0-9]{0,17})"
+_CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER})?")
+_TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-g{_NUMBER}-i{_NUMBER}-a{_NUMBER}")
+_RANK = re.compile(rf"rank_{_NUMBER}")
+_PART = re.compile(rf"rank_{_NUMBER}/ttp_rank_{_NUMBER}-{_NUMBER}_{_NUMBER}\.ckpt")
+_UNIT = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
+_JOB = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+UNIT_KINDS = ("model", "buffer", "optim")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointName:
+    """Name of a published directory. `replaced` is set on one that another job's checkpoint has pushed aside."""
+
+    global_step: int
+    replaced: int | None = None
+
+    def __str__(self) -> str:
+        name = f"tft_saved_checkpoints-step_{self.global_step}"
+        return name if self.replaced is None else f"{name}-replaced-{self.replaced}"
+
+    @staticmethod
+    def parse(name: str) -> CheckpointName | None:
+        """None for every other name.
+
+        >>> CheckpointName.parse("tft_saved_checkpoints-step_37")
+        CheckpointName(global_step=37, replaced=None)
+        >>> CheckpointName.parse("tft_saved_checkpoints-step_037") is None
+        True
+        """
+        found = _CHECKPOINT.fullmatch(name)
+        if found is None:
+            return None
+        return CheckpointName(int(found[1]), None if found[2] is None else int(found[2]))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TemporaryName:
+    """Name of a directory that is being written: fenced by generation, incident and attempt, hidden from scans."""
+
+    global_step: int
+    generation: int
+    incident: int
+    attempt: int
+
+    def __str__(self) -> str:
+        fence = f"g{self.generation}-i{self.incident}-a{self.attempt}"
+        return f".tmp-tft_saved_checkpoints-step_{self.global_step}-{fence}"
+
+    @staticmethod
+    def parse(name: str) -> TemporaryName | None:
+        """None for every other name.
+
+        >>> TemporaryName.parse(".tmp-tft_saved_checkpoints-step_37-g0-i1-a2")
+        TemporaryName(global_step=37, generation=0, incident=1, attempt=2)
+        """
+        found = _TEMPORARY.fullmatch(name)
+        return None if found is None else TemporaryName(int(found[1]), int(found[2]), int(found[3]), int(found[4]))
+
+
+def checkpoint_dir(root: Path, global_step: int) -> Path:
+    """Final name of the checkpoint for `global_step`."""
+    return root / str(CheckpointName(global_step))
+
+
+def tmp_dir_name(global_step: int, generation: int, incident: int, attempt: int) -> str:
+    """Name of the directory that one attempt writes into.
+
+    >>> tmp_dir_name(37, 0, 1, 2)
+    '.tmp-tft_saved_checkpoints-step_37-g0-i1-a2'
+    """
+    return str(TemporaryName(global_step, generation, incident, attempt))
+
+
+def tmp_dir(root: Path, global_step: int, generation: int, incident: int, attempt: int) -> Path:
+    """Directory that one attempt writes into."""
+    return root / tmp_dir_name(global_step, generation, incident, attempt)
+
+
+def rank_dir_name(rank: int) -> str:
+    return f"rank_{rank}"
+
+
+def parse_rank_dir(name: str) -> int | None:
+    """Rank of a directory `rank_{k}`; None for every other name."""
+    found = _RANK.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PartPath:
+    """Path of a writer's file, relative to the checkpoint's directory. epoch and step are 1-based."""
+
+    rank: int
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"rank_{self.rank}/ttp_rank_{self.rank}-{self.epoch}_{self.step}.ckpt"
+
+    @staticmethod
+    def parse(text: str, *, where: str) -> PartPath:
+        """FormatError for anything that is not exactly such a path: absolute, with `..`, or of two ranks.
+
+        >>> PartPath.parse("rank_3/ttp_rank_3-1_37.ckpt", where="manifest.json")
+        PartPath(rank=3, epoch=1, step=37)
+        """
+        found = _PART.fullmatch(text)
+        if found is None or found[1] != found[2]:
+            raise FormatError(
+                f"{where} names the file {text!r}, which is not of the form rank_K/ttp_rank_K-EPOCH_STEP.ckpt; "
+                "the manifest is damaged or forged: use another checkpoint"
+            )
+        return PartPath(int(found[1]), int(found[3]), int(found[4]))
+
+
+def epoch_and_step(global_step: int, steps_per_epoch: int) -> tuple[int, int]:
+    """Epoch and step within it, both 1-based. Unknown `steps_per_epoch` (0): everything is epoch 1.
+
+    >>> epoch_and_step(10, 10), epoch_and_step(11, 10), epoch_and_step(11, 0)
+    ((1, 10), (2, 1), (1, 11))
+    """
+    if global_step < 1 or steps_per_epoch < 0:
+        raise ConfigError(f"no epoch for global step {global_step} with {steps_per_epoch} steps per epoch")
+    if steps_per_epoch == 0:
+        return 1, global_step
+    return (global_step - 1) // steps_per_epoch + 1, (global_step - 1) % steps_per_epoch + 1
+
+
+def global_step_of(epoch: int, step: int, steps_per_epoch: int) -> int:
+    """Inverse of `epoch_and_step`.
+
+    >>> global_step_of(2, 1, 10)
+    11
+    """
+    if epoch < 1 or step < 1 or (steps_per_epoch and step > steps_per_epoch):
+        raise ConfigError(f"epoch {epoch}, step {step} does not exist with {steps_per_epoch} steps per epoch")
+    return (epoch - 1) * steps_per_epoch + step
+
+
+def check_unit_name(unit: str) -> str:
+    """The unit's name, if it can be part of a tensor's name; ConfigError otherwise."""
+    if _UNIT.fullmatch(unit) is None:
+        raise ConfigError(f"unit name {unit!r} must match [A-Za-z0-9_.:=+-]{{1,128}}")
+    return unit
+
+
+def check_job_name(job: str) -> str:
+    """The job's name, if it is one; ConfigError otherwise."""
+    if _JOB.fullmatch(job) is None:
+        raise ConfigError(f"job name {job!r} must match [A-Za-z0-9_.-]{{1,64}}")
+    return job
+
+
+def unit_tensor_name(unit: str, kind: str, fqn: str, key: str | None = None) -> str:
+    """Name inside a .ckpt of a tensor that belongs to a unit; `key` is the optimizer's, for kind "optim" only.
+
+    >>> unit_tensor_name("replicated", "optim", "fc.weight", "exp_avg")
+    'unit/replicated/optim/fc.weight/exp_avg'
+    """
+    check_unit_name(unit)
+    if kind not in UNIT_KINDS or (kind == "optim") != (key is not None) or not fqn:
+        raise ConfigError(f"no tensor name for kind {kind!r}, {fqn!r}, key {key!r}")
+    if key is None:
+        return f"unit/{unit}/{kind}/{fqn}"
+    if not key or "/" in key:
+        raise ConfigError(f"optimizer state {key!r} of {fqn!r} cannot be stored: its name is empty or contains '/'")
+    return f"unit/{unit}/optim/{fqn}/{key}"
+
+
+def local_tensor_name(rank: int, name: str) -> str:
+    """Name inside a .ckpt of a tensor that belongs to one rank alone.
+
+    >>> local_tensor_name(3, "rng/torch")
+    'local/3/rng/torch'
+    """
+    if not name:
+        raise ConfigError(f"a rank-local tensor of rank {rank} has no name")
+    return f"local/{rank}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTensorName:
+    """Parts of `unit/{unit}/{kind}/{fqn}[/{key}]`."""
+
+    unit: str
+    kind: str
+    fqn: str
+    key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensorName:
+    """Parts of `local/{rank}/{name}`."""
+
+    rank: int
+    name: str
+
+
+def parse_tensor_name(name: str) -> UnitTensorName | LocalTensorName:
+    """Inverse of `unit_tensor_name` and `local_tensor_name`; FormatError for any other name.
+
+    >>> parse_tensor_name("unit/replicated/optim/fc.weight/exp_avg")
+    UnitTensorName(unit='replicated', kind='optim', fqn='fc.weight', key='exp_avg')
+    >>> parse_tensor_name("local/3/rng/torch")
+    LocalTensorName(rank=3, name='rng/torch')
+    """
+    first, _, rest = name.partition("/")
+    owner, _, rest = rest.partition("/")
+    if first == "local" and rest and re.fullmatch(_NUMBER, owner):
+        return LocalTensorName(int(owner), rest)
+    if first == "unit" and _UNIT.fullmatch(owner):
+        kind, _, rest = rest.partition("/")
+        if kind in ("model", "buffer") and rest:
+            return UnitTensorName(owner, kind, rest, None)
+        if kind == "optim":
+            fqn, _, key = rest.rpartition("/")
+            if fqn and key:
+                return UnitTensorName(owner, kind, fqn, key)
+    raise FormatError(f"tensor name {name!r} is neither unit/UNIT/model|buffer|optim/... nor local/RANK/...")

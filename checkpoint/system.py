@@ -1,0 +1,275 @@
+"""The system calls that decide whether a checkpoint survives, behind one object that tests replace.
+
+A test that crashes at every call in turn, a disk that is full, an fsync that fails and a machine that loses
+power are all other implementations of `Os`. Nothing in this package touches the file system in another way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os as posix
+import platform
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lastwords.errors import StorageError
+
+BLOCK_BYTES = 4096
+"""Alignment of O_DIRECT addresses, lengths and offsets: the largest logical block size in common use."""
+
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_SYS_RENAMEAT2 = {"x86_64": 316, "aarch64": 276, "riscv64": 276, "ppc64le": 357, "s390x": 347}
+_UNSUPPORTED = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY))
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _raise_errno(path: Path | None = None) -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, posix.strerror(number), None if path is None else str(path))
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> None:
+    """Linux renameat2(2); OSError(ENOSYS) where neither libc nor this table knows it."""
+    old, new = posix.fsencode(source), posix.fsencode(target)
+    if hasattr(_libc, "renameat2"):
+        failed = _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, flags)
+    else:
+        number = _SYS_RENAMEAT2.get(platform.machine())
+        if number is None:
+            raise OSError(errno.ENOSYS, posix.strerror(errno.ENOSYS))
+        failed = _libc.syscall(number, _AT_FDCWD, old, _AT_FDCWD, new, flags)
+    if failed:
+        _raise_errno(source)
+
+
+class Os:
+    """The real system. Every method may raise OSError; callers wrap it into StorageError at the edge."""
+
+    def create(self, path: Path, *, direct: bool) -> int:
+        """Creates a new file for writing; FileExistsError if the name is taken, EINVAL where O_DIRECT is refused."""
+        flags = posix.O_CREAT | posix.O_EXCL | posix.O_WRONLY | posix.O_CLOEXEC
+        return posix.open(path, flags | (posix.O_DIRECT if direct else 0), 0o644)
+
+    def open_read(self, path: Path) -> int:
+        """Opens a regular file for reading. A FIFO or device is refused, since reading one could block for ever."""
+        fd = posix.open(path, posix.O_RDONLY | posix.O_CLOEXEC | posix.O_NONBLOCK)
+        if not stat.S_ISREG(posix.fstat(fd).st_mode):
+            posix.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return fd
+
+    def open_directory(self, path: Path) -> int:
+        return posix.open(path, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        posix.close(fd)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        return posix.pwrite(fd, data, offset)
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        return posix.preadv(fd, list(views), offset)
+
+    def size(self, fd: int) -> int:
+        return posix.fstat(fd).st_size
+
+    def fallocate(self, fd: int, size: int) -> None:
+        """Reserves `size` bytes, so that a full disk is known before the first byte is written.
+
+        Not posix_fallocate: where the file system cannot reserve, glibc emulates that by writing every block.
+        """
+        if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+            _raise_errno()
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        posix.ftruncate(fd, size)
+
+    def clear_direct(self, fd: int) -> None:
+        """Turns O_DIRECT off for a file that is already open."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~posix.O_DIRECT)
+
+    def fsync(self, fd: int) -> None:
+        posix.fsync(fd)
+
+    def try_lock(self, fd: int) -> bool:
+        """Takes an exclusive flock that ends with the process; False if a living process has it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def advise_sequential(self, fd: int) -> None:
+        posix.posix_fadvise(fd, 0, 0, posix.POSIX_FADV_SEQUENTIAL)
+
+    def mkdir(self, path: Path) -> None:
+        posix.mkdir(path, 0o755)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Renames; FileExistsError if the target exists (never replaces anything)."""
+        try:
+            _renameat2(source, target, _RENAME_NOREPLACE)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            # NFS and old kernels. The check can race, but rename(2) itself never replaces a directory that is
+            # not empty, and every directory with a final name has a manifest in it.
+            if posix.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, posix.strerror(errno.EEXIST), str(target)) from None
+            posix.rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Swaps two names in one step; False where the file system or kernel cannot."""
+        try:
+            _renameat2(one, other, _RENAME_EXCHANGE)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return False
+            raise
+        return True
+
+    def unlink(self, path: Path) -> None:
+        posix.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        posix.rmdir(path)
+
+    def listdir(self, path: Path) -> list[str]:
+        return sorted(posix.listdir(path))
+
+    def is_directory(self, path: Path) -> bool:
+        """True for a directory itself; a symbolic link to one does not count."""
+        try:
+            return stat.S_ISDIR(posix.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def exists(self, path: Path) -> bool:
+        return posix.path.lexists(path)
+
+    def free_bytes(self, path: Path) -> int:
+        facts = posix.statvfs(path)
+        return facts.f_bavail * facts.f_frsize
+
+
+REAL_OS = Os()
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space there or configure a fallback directory",
+    errno.EDQUOT: "the disk quota is used up: free some space there or configure a fallback directory",
+    errno.EROFS: "the file system is mounted read-only: remount it or choose another directory",
+    errno.EACCES: "check the permissions of the directory and its parents",
+    errno.EPERM: "check the permissions of the directory and its parents",
+    errno.EIO: "the device reports an error: see the kernel log; do not trust this disk",
+    errno.ENOENT: "check that the directory exists and is mounted",
+    errno.ENOTDIR: "a file stands where a directory is needed: choose another path",
+    errno.EEXIST: "something else uses this name: remove it or choose another directory",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.ESTALE: "the network file system lost the file: check the mount",
+}
+
+
+def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
+    """What the caller sees of an OSError: what was being done, where, why it failed, and what to do."""
+    number = error.errno or 0
+    why = error.strerror or str(error)
+    remedy = _REMEDIES.get(number, "check the file system and the kernel log")
+    return StorageError(f"{doing} {path} failed: {why} (errno {number}); {remedy}", errno=number)
+
+
+@contextmanager
+def storage_errors(doing: str, path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a StorageError that says what was being done."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(doing, path, error) from error
+
+
+def sync_directory(path: Path, os: Os) -> None:
+    """Makes the names inside `path` durable."""
+    with storage_errors("making the entries durable of", path):
+        fd = os.open_directory(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def make_directories(path: Path, os: Os) -> None:
+    """Creates `path` and its missing parents, each made durable in its own parent; races are harmless."""
+    with storage_errors("creating the directory", path):
+        if os.is_directory(path):
+            return
+        if path.parent != path and not os.exists(path.parent):
+            make_directories(path.parent, os)
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            # Another writer was faster, or it is a symbolic link to a directory: both are fine; a file is not,
+            # and says so when something is created in it.
+            return
+    sync_directory(path.parent, os)
+
+
+def remove_tree(path: Path, os: Os) -> None:
+    """Removes a directory with everything in it; a name that vanishes meanwhile is fine. Follows no links."""
+    with storage_errors("removing", path):
+        _remove_tree(path, os)
+
+
+def _remove_tree(path: Path, os: Os) -> None:
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return
+    for name in names:
+        child = path / name
+        if os.is_directory(child):
+            _remove_tree(child, os)
+            continue
+        try:
+            os.unlink(child)
+        except FileNotFoundError:
+            pass
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        pass
+
+
+def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None) -> bytes:
+    """Content of a small file, or its first `first` bytes; StorageError where that fails.
+
+    FileNotFoundError is left to the caller, since a missing file means something else than a failing disk.
+    """
+    try:
+        fd = os.open_read(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise storage_error("opening", path, error) from error
+    with storage_errors("reading", path):
+        try:
+            size = os.size(fd)
+            wanted = size if first is None else min(first, size)
+            if wanted > bytes_max:
+                raise OSError(errno.EFBIG, f"{wanted} bytes where at most {bytes_max} are expected")
+            buffer = bytearray(wanted)
+            view = memoryview(buffer)
+            done = 0
+            while done < wanted:
+                count = os.preadv(fd, [view[done:]], done)
+                if count == 0:
+                    break
+                done += count
+            return bytes(view[:done])
+        finally:
+            os.close(fd)
