@@ -1,0 +1,399 @@
+"""`OptTFTWrapper`: an optimizer that says where its step stands.
+
+It is a `torch.optim.Optimizer` to everything around it and owns nothing: `state`, `param_groups` and
+`defaults` are the inner optimizer's own objects at any time. Until `attach` is called (by `TFTRegister`),
+and after `detach`, its step is the inner optimizer's step and nothing else.
+
+The order inside an attached step:
+
+1. the wrapper's own step pre-hooks, then the inner optimizer's (torch's global ones first), so that whatever
+   they do to the gradients is done;
+2. `ready()`: the gradients are final;
+3. the gate, where the job has one;
+4. `enter_update()`: may block, which parks the rank;
+5. the inner optimizer writes;
+6. `leave_update()`, or `torn(error)` if it raised while it wrote;
+7. the inner optimizer's step post-hooks, then the wrapper's own.
+
+With a closure 2 to 4 come after the closure's first backward pass, as only then the gradients are final. An
+optimizer that calls its closure again and again (LBFGS) does so while it writes: a rank that dies then tears
+the update of every other rank, and that step's checkpoint has to come from a rank that is not yet so far.
+An optimizer that writes before it calls its closure (SAM) is found out in its first step, which therefore
+counts as an update from its beginning to its end, and so do all later ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+from lastwords.errors import ConfigError, NotAnOptimizerError
+
+_HOOK_KEY = "lastwords"
+"""Key of our entry in the inner optimizer's hook tables; torch's own keys are integers."""
+
+_wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[OptTFTWrapper]] = weakref.WeakKeyDictionary()
+
+
+class StepHooks(Protocol):
+    """Who is told where a step stands. All are called on the thread that calls `step`."""
+
+    def ready(self) -> None:
+        """This rank's gradients are final."""
+
+    def enter_update(self) -> None:
+        """The optimizer is about to write. May block (the rank is parked), and may raise instead of returning."""
+
+    def leave_update(self) -> None:
+        """The optimizer has written everything."""
+
+    def torn(self, error: BaseException) -> None:
+        """The optimizer raised while it wrote; `error` goes on to the caller afterwards."""
+
+
+Gate = Callable[[], None]
+"""A collective that every rank enters when its gradients are final; called between ready and enter_update."""
+
+
+class OptTFTWrapper(Optimizer):
+    """Wraps any `torch.optim.Optimizer`; hand it to schedulers, scalers and loops in the inner one's place.
+
+    Raises NotAnOptimizerError for anything that is not an Optimizer and ConfigError for one that is wrapped
+    already. Copies made by deepcopy or pickle are not attached, just as they have no hooks.
+    """
+
+    _inner: Optimizer
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+            raise NotAnOptimizerError(
+                f"OptTFTWrapper takes a torch.optim.Optimizer, not {kind}; "
+                "pass an instance, for example OptTFTWrapper(torch.optim.AdamW(model.parameters(), lr=1e-3))"
+            )
+        _refuse_second_wrapper(optimizer)
+        self._adopt(optimizer)
+
+    def _adopt(self, inner: Optimizer) -> None:
+        # Optimizer.__init__ makes the hook tables and would make a state and groups of its own; `_inner` is not
+        # set yet, so the setters below and add_param_group let those pass by without touching the inner ones.
+        self.__dict__.pop("_inner", None)
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner = inner
+        self._hooks: StepHooks | None = None
+        self._gate: Gate | None = None
+        self._entered = False
+        self._left = False
+        self._hook_tables_work = True
+        self._writes_before_closure: bool | None = None
+        _wrappers[inner] = weakref.ref(self)
+
+    # ------------------------------------------------------------------ the lastwords side
+
+    @property
+    def inner(self) -> Optimizer:
+        """The wrapped optimizer."""
+        return self._inner
+
+    def attach(self, hooks: StepHooks, gate: Gate | None = None) -> None:
+        """Report every later step to `hooks`; `gate` is None for jobs whose ranks all hold one unit."""
+        if self._hooks is not None:
+            raise ConfigError("this optimizer is attached to a TFTRegister already; leave that one first")
+        self._hooks, self._gate = hooks, gate
+
+    def detach(self) -> None:
+        """Back to a plain step. Harmless if nothing is attached."""
+        self._hooks = self._gate = None
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The inner optimizer's step; see the head of this module for what is reported when."""
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return self._step_with_own_hooks(closure, *args, **kwargs)
+        if self._hooks is None:
+            if closure is None and not args:
+                return self._inner.step(**kwargs)
+            return self._inner.step(closure, *args, **kwargs)  # type: ignore[call-overload]
+        return self._reported_step(closure, args, kwargs)
+
+    # torch would wrap `step` once more, to run hooks and to open a profiler range. The inner step does both
+    # itself; done twice, torch's global step hooks would count every step twice.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step_with_own_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        call_args: tuple[Any, ...] = (self, *(args if args[0] is not None or len(args) > 1 else ()))
+        for pre_hook in tuple(self._optimizer_step_pre_hooks.values()):
+            result = pre_hook(self, call_args, kwargs)
+            if result is not None:
+                if not (isinstance(result, tuple) and len(result) == 2):
+                    raise RuntimeError(f"step pre-hook must return None or (args, kwargs), but got {result}")
+                call_args, kwargs = result
+        closure = kwargs.get("closure") if len(call_args) < 2 else call_args[1]
+        if self._hooks is None:
+            value = self._inner.step(*call_args[1:], **kwargs)
+        else:
+            rest = {key: item for key, item in kwargs.items() if key != "closure"}
+            value = self._reported_step(closure, call_args[2:], rest)
+        for post_hook in tuple(self._optimizer_step_post_hooks.values()):
+            post_hook(self, call_args, kwargs)
+        return value
+
+    def _reported_step(self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = self._hooks
+        assert hooks is not None
+        inner: Any = self._inner
+        self._entered = self._left = False
+        in_tables = self._hook_tables_work and _has_step_hooks(inner)
+        if in_tables:
+            self._put_into_tables(before=closure is None)
+        try:
+            if closure is not None:
+                value = inner.step(self._wrap_closure(closure), *args, **kwargs)
+            else:
+                if not in_tables:
+                    self._enter(hooks)
+                # No None in the call without a closure: some optimizers' steps take no argument at all.
+                value = inner.step(None, *args, **kwargs) if args else inner.step(**kwargs)
+        except BaseException as error:
+            if self._entered and not self._left:
+                hooks.torn(error)
+            raise
+        finally:
+            if in_tables:
+                self._take_from_tables()
+        if not self._entered:
+            # The step ran neither our pre-hook nor the closure: it has been replaced by something that knows no
+            # hooks. Report this step afterwards and, from the next one on, do not count on the tables.
+            self._hook_tables_work = False
+            self._enter(hooks)
+        if not self._left:
+            self._leave(hooks)
+        return value
+
+    def _enter(self, hooks: StepHooks) -> None:
+        hooks.ready()
+        if self._gate is not None:
+            self._gate()
+        hooks.enter_update()
+        self._entered = True
+
+    def _leave(self, hooks: StepHooks) -> None:
+        self._left = True
+        hooks.leave_update()
+
+    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        hooks = self._hooks
+        assert hooks is not None
+        fingerprint: list[Any] | None = None
+        if self._writes_before_closure is None:
+            fingerprint = _fingerprint(self._inner)
+        if self._writes_before_closure is not False:
+            self._enter(hooks)
+
+        def reported_closure() -> Any:
+            nonlocal fingerprint
+            if fingerprint is not None:
+                self._writes_before_closure = not _same_fingerprint(fingerprint, _fingerprint(self._inner))
+                fingerprint = None
+            value = closure()
+            if not self._entered:
+                self._enter(hooks)
+            return value
+
+        return reported_closure
+
+    # -------- our place between the inner optimizer's hooks and its writing
+
+    def _put_into_tables(self, *, before: bool) -> None:
+        pre: Any = self._inner._optimizer_step_pre_hooks
+        post: Any = self._inner._optimizer_step_post_hooks
+        if before:
+            pre[_HOOK_KEY] = self._on_inner_pre_hook
+        post[_HOOK_KEY] = self._on_inner_post_hook
+        post.move_to_end(_HOOK_KEY, last=False)
+
+    def _take_from_tables(self) -> None:
+        tables: Any = (self._inner._optimizer_step_pre_hooks, self._inner._optimizer_step_post_hooks)
+        for table in tables:
+            table.pop(_HOOK_KEY, None)
+
+    def _on_inner_pre_hook(self, *_: object) -> None:
+        if self._hooks is not None and not self._entered:
+            self._enter(self._hooks)
+
+    def _on_inner_post_hook(self, *_: object) -> None:
+        if self._hooks is not None and self._entered and not self._left:
+            self._leave(self._hooks)
+
+    # ------------------------------------------------------------------ the Optimizer side, all the inner one's
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's own state object."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if "_inner" in self.__dict__:
+            self._inner.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's own list of groups."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if "_inner" in self.__dict__:
+            self._inner.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's own defaults."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        if "_inner" in self.__dict__:
+            self._inner.defaults = value
+
+    @property
+    def grad_scale(self) -> Any:
+        """GradScaler's scale while it steps a fused optimizer; lives on the inner optimizer, which reads it."""
+        return self._inner.grad_scale  # type: ignore[attr-defined]
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        self._inner.grad_scale = value  # type: ignore[attr-defined]
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        del self._inner.grad_scale  # type: ignore[attr-defined]
+
+    @property
+    def found_inf(self) -> Any:
+        """GradScaler's verdict while it steps a fused optimizer; lives on the inner optimizer, which reads it."""
+        return self._inner.found_inf  # type: ignore[attr-defined]
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self._inner.found_inf = value  # type: ignore[attr-defined]
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        del self._inner.found_inf  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for names that the wrapper does not have: `train`, `consolidate_state_dict`,
+        # `_step_supports_amp_scaling`, whatever else the inner optimizer offers.
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "_step_supports_amp_scaling" and "grad_scaler" in inspect.signature(inner.step).parameters:
+            # The old contract hands the scaler to step(), found by its signature, which is not visible here: let
+            # GradScaler unscale and skip by itself, as it does for every plain optimizer.
+            return False
+        return getattr(inner, name)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The inner optimizer's zero_grad."""
+        self._inner.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        if "_inner" in self.__dict__:
+            self._inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state_dict; hooks of both run, each with its own optimizer."""
+        for pre_hook in tuple(self._optimizer_state_dict_pre_hooks.values()):
+            pre_hook(self)
+        state_dict = self._inner.state_dict()
+        for post_hook in tuple(self._optimizer_state_dict_post_hooks.values()):
+            result = post_hook(self, state_dict)
+            if result is not None:
+                state_dict = result
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the inner optimizer; hooks of both run, each with its own optimizer."""
+        state_dict = state_dict.copy()
+        for pre_hook in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
+            result = pre_hook(self, state_dict)
+            if result is not None:
+                state_dict = result
+        self._inner.load_state_dict(state_dict)
+        for post_hook in tuple(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self._inner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Code that swaps the state in place (as torch's own load_state_dict does) calls this on a live optimizer.
+        if "inner" in state:
+            self._adopt(state["inner"])
+        else:
+            self._inner.__setstate__(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._inner!r})"
+
+
+def _refuse_second_wrapper(optimizer: Optimizer) -> None:
+    seen: Any = optimizer
+    for _ in range(8):  # wrappers of other libraries (Accelerate's, for one) keep theirs under this name
+        if isinstance(seen, OptTFTWrapper):
+            raise ConfigError("this optimizer is an OptTFTWrapper already, or holds one; wrap it once")
+        seen = getattr(seen, "__dict__", {}).get("optimizer")
+    earlier = _wrappers.get(optimizer)
+    if earlier is not None and earlier() is not None:
+        raise ConfigError(
+            f"this {type(optimizer).__name__} is wrapped by another OptTFTWrapper already; wrap it once and use that"
+        )
+
+
+def _has_step_hooks(inner: Optimizer) -> bool:
+    own = inner.__dict__
+    if own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"):
+        return True
+    return "_optimizer_step_pre_hooks" in own and bool(_global_pre_hooks or _global_post_hooks)
+
+
+_global_pre_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
+_global_post_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_post_hooks", {})
+
+
+def _fingerprint(inner: Optimizer) -> list[Any]:
+    """Enough of parameters and state to see whether an optimizer has written; entries (place, version, norm)."""
+    entries: list[Any] = []
+
+    def add(place: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                plain = getattr(value, "_local_tensor", value).detach()  # a DTensor's norm would be a collective
+                norm = plain.norm() if plain.is_floating_point() or plain.is_complex() else plain.double().norm()
+            # Writing through `.data` leaves the version as it is, so the norm is looked at too.
+            entries.append((place, value._version, repr(norm.item())))
+        elif isinstance(value, int | float | str | bool | None):
+            entries.append((place, value, ""))
+
+    for g, group in enumerate(inner.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            add((g, i), parameter)
+            for key, value in inner.state.get(parameter, {}).items() if parameter in inner.state else ():
+                add((g, i, key), value)
+    return entries
+
+
+def _same_fingerprint(before: list[Any], now: list[Any]) -> bool:
+    # State that an optimizer creates on its first step (LBFGS sets its counters up) is new, not written over.
+    known = {entry[0]: entry[1:] for entry in now}
+    return all(known.get(place) == tuple(rest) for place, *rest in before)
