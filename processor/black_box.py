@@ -1,0 +1,345 @@
+"""A rank's last words: a file in shared memory that is always readable, also after kill -9 in the middle of a write.
+
+One writer (the training thread), any number of readers (other processes; savers of this one). A page of a tmpfs
+file keeps every store of a killed process, in program order, so nothing is ever flushed.
+
+**Which copies can be needed.** Let the dead rank have ended M. The controller picks N = the largest step that a
+healthy rank h has ended or begun to update.
+- N >= M-1: the collective of M completed for the dead rank, so h had entered it and therefore had ended M-1.
+- N <= M+1: h has begun N only after the collective of N completed, so the dead rank had entered that one; it
+  enters the collective of M+2 only after it has ended M+1.
+- N = M+1 is possible although M+1 was not ended here: hence the *tentative* copy of M+1, taken when the forward is
+  done and before the collective. As it is complete before the collective is entered, N = M+1 implies that it is.
+So the committed copies of M-1 and M and the newest tentative copy are all that can be needed at any instant.
+
+**The rule.** A write goes into a slot that holds none of these three. Hence four slots, and a kill at any store
+leaves all three whole; readers know the slot under way by its odd sequence number. Three slots would do if the
+tentative copy were taken exactly once in a step (its write may then take the place of the older one, the committed
+write that of M-1, which is not needed any more once the collective is passed); but a loop that calls the model
+twice in a step rewrites the tentative copy when it may already be needed, and one more slot is cheaper than that
+condition.
+
+Epoch records: M-1, M and M+1 lie in at most three consecutive epochs (one step an epoch), the record of the newest
+is complete before its first tentative copy is, and while it is written only the two before it can be needed: three
+slots. Facts (constant for the run) alternate between two.
+
+A loop that skips steps without any collective can run further ahead than this; then `read` finds nothing and the
+caller has to say "not exact".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lastwords.errors import ConfigError, StorageError
+from lastwords.processor.box_layout import (
+    FIRST_DIFFERENCE_AT,
+    FIRST_DIFFERENCE_BYTES_MAX,
+    PAGE_BYTES,
+    SLOT_COUNTER,
+    SLOT_JSON_BYTES,
+    SLOT_JSON_LOST_BYTES,
+    SLOT_KIND,
+    SLOT_SEQUENCE,
+    SLOT_STEP,
+    WORD_DIFFERS,
+    WORD_FIRST_DIFFERENT_STEP,
+    WORD_MATCHES,
+    WORD_STAND,
+    BoxLayout,
+    BoxMap,
+    RegionSpec,
+    SlotKind,
+    map_layout,
+)
+from lastwords.processor.box_reader import BoxReader, RegionCopy, SlotCopy
+
+__all__ = ["BlackBox", "BoxLayout", "BoxReader", "RegionCopy", "RegionSpec", "SlotCopy", "SlotKind"]
+
+_JSON_RESERVE_BYTES = 4 * PAGE_BYTES
+_NO_SLOT = -1
+
+
+class _HookedView:
+    """A memoryview that reports each store; only for tests that kill the writer between any two stores."""
+
+    def __init__(self, view: memoryview, after_store: Callable[[], None]) -> None:
+        self._view = view
+        self._after_store = after_store
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._view[key] = value
+        self._after_store()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._view[key]
+
+
+class BlackBox:
+    """The writer's side. Made by `create`; all methods belong to the training thread.
+
+    The mapping stays until the process ends: views of it are handed out and kept.
+    """
+
+    def __init__(self, path: Path, places: BoxMap, fd: int, after_store: Callable[[], None] | None) -> None:
+        self.path = path
+        self.layout = places.layout
+        self._map = places
+        self._fd = fd
+        self._mapping = mmap.mmap(fd, places.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._bytes = memoryview(self._mapping)
+        self._words: Any = self._bytes.cast("Q")
+        self._json: Any = self._bytes
+        if after_store is not None:
+            self._words = _HookedView(self._words, after_store)
+            self._json = _HookedView(self._bytes, after_store)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._head_words = tuple(slot.head_at // 8 for slot in places.slots)
+        self._json_at = tuple(slot.json_at for slot in places.slots)
+        self._sequences = [0] * len(places.slots)
+        self._counter = 0
+        self._json_reserved = min(_JSON_RESERVE_BYTES, places.layout.json_bytes_max)
+        # Which lazy regions are in use, and up to which activation each slot's head says so.
+        self._present = bytearray(0 if region.lazy else 1 for region in places.layout.regions)
+        self._activations = 1
+        self._slot_activations = [0] * len(places.slots)
+        self._committed = _NO_SLOT
+        self._committed_step = -1
+        self._committed_before = _NO_SLOT
+        self._tentative = _NO_SLOT
+        self._tentative_step = -1
+        self._next_of = {SlotKind.EPOCH: places.epoch_slots[0], SlotKind.FACTS: places.facts_slots[0]}
+        self._kinds = [SlotKind.FACTS] * len(places.slots)
+        self._steps = [0] * len(places.slots)
+
+    @classmethod
+    def create(cls, path: Path, layout: BoxLayout, *, after_store: Callable[[], None] | None = None) -> BlackBox:
+        """Make the file, with its memory reserved, and open it for writing; an older file of that name is replaced.
+
+        Raises StorageError if there is no room (the default /dev/shm of a container has 64 MB): without the
+        reservation the process would be killed by SIGBUS at some later store instead.
+        `after_store` is for tests: it is called after each store into the file.
+        """
+        places = map_layout(layout)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            draft.unlink(missing_ok=True)
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.ftruncate(fd, places.file_bytes)
+                os.posix_fallocate(fd, 0, places.heads_end)
+                reserve = min(_JSON_RESERVE_BYTES, layout.json_bytes_max)
+                for slot in places.slots:
+                    if slot.eager_end > slot.data_at:
+                        os.posix_fallocate(fd, slot.data_at, slot.eager_end - slot.data_at)
+                    os.posix_fallocate(fd, slot.json_at, reserve)
+                os.pwrite(fd, places.preamble(), 0)
+                os.pwrite(fd, places.header_json, PAGE_BYTES)
+                os.replace(draft, path)
+                return cls(path, places, fd, after_store)
+            except OSError:
+                os.close(fd)
+                raise
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise StorageError(
+                f"cannot create the black box {path}: {error.strerror}; enlarge /dev/shm (docker: --shm-size)",
+                errno=error.errno or 0,
+            ) from error
+
+    @staticmethod
+    def open(path: Path) -> BoxReader:
+        """The reader's side of a box, in any process."""
+        return BoxReader(path)
+
+    def set_stand(self, phase: int, step: int) -> None:
+        """Say where the rank stands: one 8-byte store, readable from outside at any time."""
+        self._words[WORD_STAND] = step << 8 | phase
+
+    def region(self, slot: int, name: str) -> memoryview:
+        """Bytes of one region of one slot. Stable for the life of the box: make tensors over them once.
+
+        A lazy region must be activated before its bytes are touched.
+        """
+        place = self._map.slots[slot].regions[name]
+        return self._bytes[place.offset : place.offset + place.spec.nbytes]
+
+    @property
+    def step_slots(self) -> tuple[int, ...]:
+        """Slot numbers that `begin` gives for TENTATIVE and COMMITTED."""
+        return self._map.step_slots
+
+    @property
+    def epoch_slots(self) -> tuple[int, ...]:
+        """Slot numbers that `begin` gives for EPOCH; only regions with `in_epoch` are in them."""
+        return self._map.epoch_slots
+
+    def is_active(self, name: str) -> bool:
+        """Whether a region is part of the copies that are written from now on."""
+        return bool(self._present[self._map.slots[0].regions[name].index])
+
+    def activate(self, name: str) -> None:
+        """Make a lazy region part of all copies begun from now on. Raises StorageError if there is no room for it."""
+        if self.is_active(name):
+            return
+        for slot in self._map.slots:
+            place = slot.regions.get(name)
+            if place is not None and place.spec.nbytes:
+                self._reserve(place.offset, place.spec.nbytes)
+        self._present[self._map.slots[0].regions[name].index] = 1
+        self._activations += 1
+
+    def begin(self, kind: SlotKind, step: int) -> int:
+        """Open a slot for a copy of `step` (of an epoch: its number; facts: 0); returns the slot's number.
+
+        The slot is not readable until `commit`; if that never comes, it is as if `begin` had not happened.
+        """
+        slot = self._free_slot(kind, step)
+        words = self._words
+        head = self._head_words[slot]
+        sequence = (self._sequences[slot] + 1) | 1
+        self._sequences[slot] = sequence
+        words[head + SLOT_SEQUENCE] = sequence  # odd: before anything else in the slot changes
+        words[head + SLOT_KIND] = kind
+        words[head + SLOT_STEP] = step
+        if self._slot_activations[slot] != self._activations:
+            at = self._map.slots[slot].present_at
+            self._json[at : at + len(self._present)] = self._present
+            self._slot_activations[slot] = self._activations
+        self._kinds[slot] = kind
+        self._steps[slot] = step
+        return slot
+
+    def commit(self, slot: int, json_bytes: bytes = b"{}") -> None:
+        """Close the slot that `begin` gave. `json_bytes` is an encoded JSON object.
+
+        JSON for which there is no room is left out and the copy says so (`SlotCopy.problem`): training goes on.
+        """
+        words = self._words
+        head = self._head_words[slot]
+        nbytes = len(json_bytes)
+        if nbytes <= self._json_reserved or self._reserve_json(nbytes):
+            at = self._json_at[slot]
+            self._json[at : at + nbytes] = json_bytes
+            words[head + SLOT_JSON_BYTES] = nbytes
+            words[head + SLOT_JSON_LOST_BYTES] = 0
+        else:
+            words[head + SLOT_JSON_BYTES] = 0
+            words[head + SLOT_JSON_LOST_BYTES] = nbytes
+        self._counter += 1
+        words[head + SLOT_COUNTER] = self._counter
+        sequence = self._sequences[slot] + 1
+        self._sequences[slot] = sequence
+        words[head + SLOT_SEQUENCE] = sequence  # even: the very last store
+        kind = self._kinds[slot]
+        if kind is SlotKind.COMMITTED:
+            step = self._steps[slot]
+            if step != self._committed_step:
+                self._committed_before = self._committed
+                self._committed_step = step
+            self._committed = slot
+        elif kind is SlotKind.TENTATIVE:
+            self._tentative = slot
+            self._tentative_step = self._steps[slot]
+        else:
+            slots = self._map.epoch_slots if kind is SlotKind.EPOCH else self._map.facts_slots
+            self._next_of[kind] = slots[(slots.index(slot) + 1) % len(slots)]
+
+    def write_slot(self, kind: SlotKind, step: int, fill: Callable[[int], None], json_bytes: bytes = b"{}") -> int:
+        """`begin`, `fill(slot)`, `commit`; returns the slot's number."""
+        slot = self.begin(kind, step)
+        fill(slot)
+        self.commit(slot, json_bytes)
+        return slot
+
+    def set_facts(self, facts: bytes) -> None:
+        """Store what holds for the whole run (an encoded JSON object); may be replaced later."""
+        self.commit(self.begin(SlotKind.FACTS, 0), facts)
+
+    def compare_tentative(self) -> str | None:
+        """Compare the newest committed copy with the tentative one of the same step and count the outcome.
+
+        Returns the name of the first region that differs, None if all are equal (or there is no such pair).
+        Costs a memcmp of the regions in use.
+        """
+        committed, tentative = self._committed, self._tentative
+        if self._tentative_step != self._committed_step or committed < 0:
+            return None
+        different = self._first_difference(committed, tentative)
+        words = self._words
+        if different is None:
+            words[WORD_MATCHES] += 1
+            return None
+        if words[WORD_DIFFERS] == 0:
+            text = different.encode()[:FIRST_DIFFERENCE_BYTES_MAX]
+            at = FIRST_DIFFERENCE_AT
+            self._json[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
+            words[WORD_FIRST_DIFFERENT_STEP] = self._committed_step
+        words[WORD_DIFFERS] += 1
+        return different
+
+    def _free_slot(self, kind: SlotKind, step: int) -> int:
+        if kind > SlotKind.COMMITTED:
+            return self._next_of[kind]
+        if step < self._committed_step or (kind is SlotKind.TENTATIVE and step == self._committed_step):
+            raise ConfigError(
+                f"black box: a {kind.name.lower()} copy of step {step} after step {self._committed_step} was ended"
+            )
+        for slot in self._map.step_slots:
+            if slot not in (self._committed, self._committed_before, self._tentative):
+                return slot
+        raise AssertionError("three of four slots at most are in use")
+
+    def _first_difference(self, one: int, other: int) -> str | None:
+        here, there = self._map.slots[one], self._map.slots[other]
+        same_set = self._slot_activations[one] == self._slot_activations[other]
+        # Regions that are not lazy lie side by side, and the gaps between them are never written.
+        eager_bytes = here.eager_end - here.data_at
+        if same_set and _memcmp(self._address + here.data_at, self._address + there.data_at, eager_bytes) == 0:
+            lazy = [place.spec.name for place in here.regions.values() if place.spec.lazy]
+            if all(self._same(name, one, other) for name in lazy if self.is_active(name)):
+                return None
+        for name, place in here.regions.items():
+            if self._bytes[here.present_at + place.index] != self._bytes[there.present_at + place.index]:
+                return name
+            if self._present[place.index] and not self._same(name, one, other):
+                return name
+        return None
+
+    def _same(self, name: str, one: int, other: int) -> bool:
+        here, there = self._map.slots[one].regions[name], self._map.slots[other].regions[name]
+        return bool(_memcmp(self._address + here.offset, self._address + there.offset, here.spec.nbytes) == 0)
+
+    def _reserve_json(self, nbytes: int) -> bool:
+        if nbytes > self.layout.json_bytes_max:
+            return False
+        # Twice what is needed now, so that slowly growing JSON does not reserve in every step.
+        wanted = min(self.layout.json_bytes_max, 2 * nbytes)
+        try:
+            for at in self._json_at:
+                self._reserve(at, wanted)
+        except StorageError:
+            return False
+        self._json_reserved = wanted
+        return True
+
+    def _reserve(self, at: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, at, nbytes)
+        except OSError as error:
+            raise StorageError(
+                f"no room for {nbytes} more bytes in the black box {self.path}: {error.strerror}; enlarge /dev/shm",
+                errno=error.errno or 0,
+            ) from error
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp.restype = ctypes.c_int
