@@ -45,8 +45,8 @@ _U32 = (1 << 32) - 1
 _I63 = (1 << 63) - 1
 _YEAR_S = 366 * 86400.0
 
-_UNIT_NAME = re.compile(r"[A-Za-z0-9_.=,:;+@()\[\]-]{1,200}")
-"""No slash and no white space: unit names become parts of tensor names and of lines in logs."""
+_UNIT_NAME = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
+"""As in checkpoint.layout: unit names become parts of tensor names and of lines in logs, so no slash, no blank."""
 _OPAQUE_ID = re.compile(r"[!-~]{1,256}")
 
 _INT_BOUNDS: dict[str, tuple[int, int]] = {

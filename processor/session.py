@@ -1,0 +1,235 @@
+"""A rank's session with the controller: one daemon thread that connects, listens, and connects again.
+
+Nothing in here raises into a caller or makes it wait: `send` leaves a report in a bounded outbox, and everything
+that the network does is told through call-backs. They come from the session's thread, one at a time:
+
+    on_up() -> on_order(order) ... -> on_down(reason) -> on_up() -> ...     and, once and last, on_refused(reason)
+
+Each connection begins with a fresh `hello()`. What was in the outbox when a connection broke is sent over the next
+one; what was on its way is lost, so `on_up` is the signal to repeat whatever still needs an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lastwords import codec
+from lastwords.errors import ProtocolError
+from lastwords.transport import CLIENT_KEEPALIVE, Keepalive, call_metadata, channel_options, grpc
+from lastwords.vocabulary import Hello, Order, Report, SaveProgress, Settled, Status
+
+_log = logging.getLogger(__name__)
+
+OUTBOX_REPORTS_MAX = 1024
+"""Far more than a rank ever owes: status, settled and progress are coalesced, the rest is one of a kind."""
+
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 1.0
+"""A broken session is only a suspicion as long as the rank is back within the controller's lost_confirm_s (2 s)."""
+
+_FATAL = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""Trying again would give the same answer: wrong token, other protocol, not a controller at all."""
+
+
+class _Outbox:
+    """Reports that wait to be sent, newest status only. Any thread."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.Lock())
+        self._reports: dict[object, Report] = {}
+        self._ended = False
+        self._connection = 0
+
+    def put(self, report: Report) -> bool:
+        """Take a report; False if it displaced the oldest one, because nobody reads."""
+        key: object = report
+        if isinstance(report, Status | Settled | SaveProgress):
+            key = type(report)  # only the newest one means anything
+        with self._condition:
+            self._reports.pop(key, None)
+            self._reports[key] = report
+            full = len(self._reports) > OUTBOX_REPORTS_MAX
+            if full:
+                del self._reports[next(iter(self._reports))]
+            self._condition.notify_all()
+        return not full
+
+    def open(self) -> int:
+        """Begin a connection; iterators of earlier ones end."""
+        with self._condition:
+            self._connection += 1
+            self._condition.notify_all()
+            return self._connection
+
+    def end(self) -> None:
+        """Iterators end as soon as everything is sent."""
+        with self._condition:
+            self._ended = True
+            self._condition.notify_all()
+
+    def messages(self, connection: int, hello: Hello) -> Iterator[bytes]:
+        """What connection number `connection` sends; gRPC takes it from a thread of its own."""
+        yield codec.reports_to_bytes([hello])
+        while True:
+            with self._condition:
+                while not self._reports and not self._ended and self._connection == connection:
+                    self._condition.wait()
+                if self._connection != connection:
+                    return
+                keys = list(self._reports)[: codec.REPORTS_PER_MESSAGE_MAX]
+                reports = [self._reports.pop(key) for key in keys]
+            if not reports:
+                return  # ended, and everything is sent
+            yield from _encoded(reports)
+
+
+def _encoded(reports: list[Report]) -> Iterator[bytes]:
+    try:
+        yield codec.reports_to_bytes(reports)
+    except ProtocolError as error:
+        if len(reports) == 1:
+            _log.error("a report cannot be sent and is dropped: %s", error)  # our own mistake: peers are not told it
+            return
+        for report in reports:
+            yield from _encoded([report])
+
+
+class Session:
+    """Keeps one rank connected with its controller until `close`. Methods may be called by any thread.
+
+    address: as `transport.host_port` gives it. `jitter` spreads the reconnects of thousands of ranks.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        rank: int,
+        *,
+        on_order: Callable[[Order], None],
+        on_up: Callable[[], None],
+        on_down: Callable[[str], None],
+        on_refused: Callable[[str], None],
+        hello: Callable[[], Hello],
+        keepalive: Keepalive = CLIENT_KEEPALIVE,
+        jitter: random.Random | None = None,
+    ) -> None:
+        self.address = address
+        self.rank = rank
+        self._metadata = call_metadata(token)
+        self._on_order = on_order
+        self._on_up = on_up
+        self._on_down = on_down
+        self._on_refused = on_refused
+        self._hello = hello
+        self._options = channel_options(keepalive)
+        self._jitter = jitter if jitter is not None else random.Random()
+        self._outbox = _Outbox()
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._up = False
+        self._closing = threading.Event()
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="lastwords-session", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._thread.start()
+
+    @property
+    def up(self) -> bool:
+        """Whether a connection is open at the moment."""
+        return self._up
+
+    def send(self, report: Report) -> None:
+        """Send a report as soon as possible. Never waits, never raises; a newer status replaces an older one."""
+        if not self._outbox.put(report):
+            _log.warning("the controller at %s does not listen; the oldest report is dropped", self.address)
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is left and end, at most `timeout_s` later; at once where there is no connection. Idempotent."""
+        self._closing.set()
+        self._outbox.end()
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            return
+        if self._up:
+            self._thread.join(timeout_s)
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+        self._thread.join(timeout_s)
+
+    # ------------------------------------------------------------------ the session's thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                if not self._connect():
+                    return
+            except Exception:  # outermost loop of a thread: whatever it was, the next connection may do better
+                _log.exception("session of rank %d with %s failed", self.rank, self.address)
+            pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10))
+            self._failures += 1
+            self._closing.wait(pause_s * self._jitter.uniform(0.5, 1.0))
+
+    def _connect(self) -> bool:
+        """One connection from beginning to end; False if there is no point in another one."""
+        hello = self._hello()
+        with grpc.insecure_channel(self.address, options=self._options) as channel:
+            method = channel.stream_stream(codec.SESSION_METHOD)
+            connection = self._outbox.open()
+            call = method(self._outbox.messages(connection, hello), metadata=self._metadata)
+            with self._lock:
+                self._call = call
+            if self._closing.is_set():
+                call.cancel()
+            try:
+                call.initial_metadata()  # the controller sends it as soon as it has accepted the call
+                if not call.done():
+                    self._failures = 0
+                    self._up = True
+                    self._on_up()
+                for raw in call:
+                    self._take(raw)
+            except grpc.RpcError:
+                pass  # the status below says what happened
+            finally:
+                was_up, self._up = self._up, False
+                self._outbox.open()  # ends the iterator of this connection
+                call.cancel()
+                with self._lock:
+                    self._call = None
+                code, details = _status_of(call)
+                if was_up:
+                    self._on_down(f"{code.name}: {details}")
+        if code in _FATAL:
+            self._on_refused(f"the controller at {self.address} refuses rank {self.rank}: {details}")
+            return False
+        if not was_up and self._failures in (0, 5):
+            _log.info("rank %d cannot reach the controller at %s yet: %s", self.rank, self.address, details)
+        return True
+
+    def _take(self, raw: bytes) -> None:
+        try:
+            orders = codec.orders_from_bytes(raw)
+        except ProtocolError as error:
+            _log.error("the controller at %s sent something that is no order; dropped: %s", self.address, error)
+            return
+        for ranks, order in orders:
+            if self.rank in ranks:
+                self._on_order(order)
+
+
+def _status_of(call: Any) -> tuple[Any, str]:
+    """Status of a call that is over. `cancel` before this makes sure that it is."""
+    code = call.code()
+    return code if code is not None else grpc.StatusCode.UNKNOWN, call.details() or ""
