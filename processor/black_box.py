@@ -196,6 +196,11 @@ class BlackBox:
         self._present[self._map.slots[0].regions[name].index] = 1
         self._activations += 1
 
+    def deactivate(self, name: str) -> None:
+        """Leave a region out of all copies begun from now on."""
+        self._present[self._map.slots[0].regions[name].index] = 0
+        self._activations += 1
+
     def begin(self, kind: SlotKind, step: int) -> int:
         """Open a slot for a copy of `step` (of an epoch: its number; facts: 0); returns the slot's number.
 

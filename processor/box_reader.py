@@ -40,7 +40,7 @@ class RegionCopy:
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes = field(repr=False)
+    data: bytes | bytearray | memoryview = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
