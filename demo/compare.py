@@ -1,0 +1,103 @@
+"""Are two runs the same, bit for bit? Names the first step and the first tensor that differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """One rank's file, read back. `losses` maps a global step to its loss, `sums` a tensor's name to its checksum."""
+
+    pid: int = 0
+    steps: int = 0
+    losses: Mapping[int, float] = field(default_factory=dict)
+    mono_s: Mapping[int, float] = field(default_factory=dict)
+    sums: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_logs(folder: Path) -> dict[int, RankLog]:
+    """Every `rank_{k}.jsonl` in `folder`, by rank. A last line that is cut short, after a kill, is left out."""
+    return {int(path.stem.removeprefix("rank_")): _read_log(path) for path in sorted(folder.glob("rank_*.jsonl"))}
+
+
+def _read_log(path: Path) -> RankLog:
+    first: dict[str, Any] = {}
+    losses: dict[int, float] = {}
+    mono_s: dict[int, float] = {}
+    sums: dict[str, str] = {}
+    text = path.read_text(encoding="utf-8")
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        record = json.loads(line)
+        if "loss" in record:
+            losses[record["global_step"]] = record["loss"]
+            mono_s[record["global_step"]] = record["mono_s"]
+        elif "tensor" in record:
+            sums[record["tensor"]] = record["xxh3"]
+        else:
+            first = record
+    return RankLog(first.get("pid", 0), first.get("steps", 0), losses, mono_s, sums)
+
+
+def first_difference(
+    uninterrupted: Mapping[int, RankLog], killed: Mapping[int, RankLog], resumed: Mapping[int, RankLog], *, step: int
+) -> str | None:
+    """None if the runs are the same; else, in words, the first thing that differs.
+
+    `step` is the step of the checkpoint: the killed run has to agree wherever it got to, the resumed run has to have
+    every later step, and both have to agree with the uninterrupted run in every bit of every loss and, at the end, of
+    every tensor.
+    """
+    ranks = sorted(uninterrupted)
+    if sorted(resumed) != ranks or sorted(killed) != ranks:
+        return f"ranks {ranks} ran uninterrupted, {sorted(killed)} were killed, {sorted(resumed)} resumed"
+    if not uninterrupted:
+        return "no rank has left a log"
+    last = uninterrupted[ranks[0]].steps
+    found = _first_loss("the killed run", uninterrupted, killed, range(1, last + 1), all_of_them=False)
+    found = found or _first_loss("the resumed run", uninterrupted, resumed, range(step + 1, last + 1), all_of_them=True)
+    return found or _first_tensor(uninterrupted, resumed)
+
+
+def _first_loss(
+    name: str,
+    expected: Mapping[int, RankLog],
+    found: Mapping[int, RankLog],
+    steps: Sequence[int],
+    *,
+    all_of_them: bool,
+) -> str | None:
+    for step in steps:
+        for rank in sorted(expected):
+            want, have = expected[rank].losses.get(step), found[rank].losses.get(step)
+            if want is None or (have is None and all_of_them):
+                return f"step {step}, rank {rank}: loss is {_bits(want)} uninterrupted and {_bits(have)} in {name}"
+            if have is not None and _bits(want) != _bits(have):
+                return f"step {step}, rank {rank}: loss is {_bits(want)} uninterrupted and {_bits(have)} in {name}"
+    extra = {step for log in found.values() for step in log.losses} - {*steps}
+    if extra:
+        return f"step {min(extra)}: {name} took it, which it should not have"
+    return None
+
+
+def _first_tensor(expected: Mapping[int, RankLog], found: Mapping[int, RankLog]) -> str | None:
+    for rank in sorted(expected):
+        want, have = expected[rank].sums, found[rank].sums
+        if not want:
+            return f"rank {rank}: the uninterrupted run has left no checksums; did it finish?"
+        for name in [*want, *sorted(set(have) - set(want))]:
+            if want.get(name) != have.get(name):
+                return (
+                    f"tensor {name} on rank {rank} after the last step: checksum {want.get(name, 'missing')} "
+                    f"uninterrupted, {have.get(name, 'missing')} in the resumed run"
+                )
+    return None
+
+
+def _bits(loss: float | None) -> str:
+    """All bits of a loss, so that two NaNs are equal and 0.0 and -0.0 are not."""
+    return "missing" if loss is None else float(loss).hex()
