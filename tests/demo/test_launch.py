@@ -17,8 +17,12 @@ import subprocess, sys
 sys.path.insert(0, sys.argv[1])
 from launch import no_process_left_behind
 GRANDCHILD = "import time; print(1, flush=True); time.sleep(600)"
-CHILD = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {GRANDCHILD!r}], start_new_session=True, " \
-        "stdout=subprocess.PIPE); p.stdout.readline(); print(p.pid, flush=True)"
+CHILD = (
+    "import subprocess, sys\\n"
+    f"child = subprocess.Popen([sys.executable, '-c', {GRANDCHILD!r}], start_new_session=True, stdout=subprocess.PIPE)\\n"
+    "child.stdout.readline()\\n"
+    "print(child.pid, flush=True)"
+)
 with no_process_left_behind():
     child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True, stdout=subprocess.PIPE)
     print(int(child.stdout.readline()), flush=True)
