@@ -19,7 +19,8 @@ from launch import no_process_left_behind
 GRANDCHILD = "import time; print(1, flush=True); time.sleep(600)"
 CHILD = (
     "import subprocess, sys\\n"
-    f"child = subprocess.Popen([sys.executable, '-c', {GRANDCHILD!r}], start_new_session=True, stdout=subprocess.PIPE)\\n"
+    f"command = [sys.executable, '-c', {GRANDCHILD!r}]\\n"
+    "child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)\\n"
     "child.stdout.readline()\\n"
     "print(child.pid, flush=True)"
 )
