@@ -1,0 +1,140 @@
+"""Faults that the training script carries out on itself, in exactly the phase that a test asks for.
+
+Actions, carried out in order:
+
+    kill            kill -9 of this process
+    kill:2          kill -9 of rank 2
+    raise           InjectedError
+    raise:TEXT      RuntimeError(TEXT), for errors that look like those of a collective
+    mark:NAME       tell the other ranks that this point was reached
+    await:NAME      wait until a rank has marked NAME
+    await_death:2   wait until rank 2 is dead
+    await_frozen    wait until lastwords has frozen this rank
+    sleep:0.5       do nothing for so many seconds, in the interpreter
+    hang            do nothing until killed
+    stop:1.0        SIGSTOP for so many seconds
+    term            SIGTERM to this process
+    break           leave the loop
+    garbage         write over a parameter (inside the update)
+    flip            negate a parameter, so that a second `flip` undoes it exactly
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.integration.plan import Fault, Plan
+
+AWAIT_S = 60.0
+"""Longest wait for another rank's mark; a test that gets here is broken, and exits with AWAIT_CODE."""
+AWAIT_CODE = 99
+
+
+class InjectedError(Exception):
+    """The exception that a test asked for."""
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll; a condition that never holds ends the process, so that no test waits for ever."""
+    deadline_mono_s = time.monotonic() + AWAIT_S
+    while not condition():
+        if time.monotonic() > deadline_mono_s:
+            os.write(2, f"the test script waited {AWAIT_S} s for {what}\n".encode())
+            os._exit(AWAIT_CODE)
+        time.sleep(0.001)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process is dead, collected by its parent or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+class Faults:
+    """The faults of one rank. `step` and `micro` say where the training loop is."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.rank = rank
+        self.step = 0
+        self.is_last_micro = True
+        self.micro = 0
+        self.leave = False
+        self.frozen: Callable[[], bool] = lambda: False
+        self.write_garbage: Callable[[], None] = lambda: None
+        self.flip: Callable[[], None] = lambda: None
+        self._directory = Path(plan.directory)
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._armed: dict[tuple[str, int], list[Fault]] = {}
+        for fault in plan.faults:
+            if fault.rank == rank and fault.restart == restart:
+                self._armed.setdefault((fault.phase, fault.step), []).append(fault)
+        self._pid_path(rank).write_text(f"{os.getpid()}\n")
+
+    def has(self, phase: str) -> bool:
+        """Whether a fault waits in this phase of the current step."""
+        return (phase, self.step) in self._armed
+
+    def at(self, phase: str) -> None:
+        """The loop is in `phase` of step `self.step`: carry out what is armed for it."""
+        for fault in self._armed.get((phase, self.step), ()):
+            if self.micro == fault.micro or (fault.micro < 0 and self.is_last_micro):
+                for action in fault.actions:
+                    self._act(action)
+
+    def _act(self, action: str) -> None:
+        verb, _, value = action.partition(":")
+        if verb == "kill":
+            os.kill(self._pid(int(value)) if value else os.getpid(), signal.SIGKILL)
+        elif verb == "raise":
+            raise RuntimeError(value) if value else InjectedError(f"injected on rank {self.rank} at step {self.step}")
+        elif verb == "mark":
+            self._mark_path(value).touch()
+        elif verb == "await":
+            wait_until(self._mark_path(value).exists, f"the mark {value!r}")
+        elif verb == "await_death":
+            pid = self._pid(int(value))
+            wait_until(lambda: is_gone(pid), f"the death of rank {value}")
+        elif verb == "await_frozen":
+            wait_until(self.frozen, "the freeze")
+        elif verb == "sleep":
+            self._sleep(float(value))
+        elif verb == "hang":
+            self._sleep(AWAIT_S)
+        elif verb == "stop":
+            subprocess.Popen(["sh", "-c", f"sleep {float(value)}; kill -CONT {os.getpid()}"], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif verb == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif verb == "break":
+            self.leave = True
+        elif verb == "garbage":
+            self.write_garbage()
+        elif verb == "flip":
+            self.flip()
+        else:
+            raise AssertionError(f"unknown action {action!r}")
+
+    @staticmethod
+    def _sleep(seconds: float) -> None:
+        # In small pieces: a Python signal handler runs between two of them, as it would in an optimizer's loop.
+        deadline_mono_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_mono_s:
+            time.sleep(0.005)
+
+    def _pid(self, rank: int) -> int:
+        path = self._pid_path(rank)
+        wait_until(lambda: path.exists() and path.read_text().endswith("\n"), f"the start of rank {rank}")
+        return int(path.read_text())
+
+    def _pid_path(self, rank: int) -> Path:
+        return self._directory / f"rank_{rank}.pid"
+
+    def _mark_path(self, name: str) -> Path:
+        return self._directory / f"mark-{name}"

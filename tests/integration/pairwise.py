@@ -1,0 +1,62 @@
+"""A small set of rows in which every pair of values of every two parameters occurs at least once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+Row = dict[str, Hashable]
+Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
+
+
+def pairs_of(row: Mapping[str, Hashable]) -> set[Pair]:
+    """Every pair of settings in a row."""
+    return set(itertools.combinations(sorted(row.items(), key=lambda item: item[0]), 2))
+
+
+def pairwise(
+    parameters: Mapping[str, Sequence[Hashable]],
+    is_allowed: Callable[[Mapping[str, Hashable]], bool],
+    *,
+    seed: int = 1,
+    tries: int = 60,
+) -> tuple[list[Row], set[Pair]]:
+    """Rows that cover every pair, and the pairs that no allowed row was found for.
+
+    Greedy: each row starts from a pair that is still missing and is filled at random; the best of `tries` is taken.
+    The same arguments give the same rows. `is_allowed` gets whole rows only.
+
+    >>> rows, never = pairwise({"a": (1, 2), "b": (1, 2), "c": (1, 2)}, lambda row: True)
+    >>> len(rows) < 8, never
+    (True, set())
+    """
+    draw = random.Random(seed)
+    names = sorted(parameters)
+    missing: list[Pair] = [
+        ((first, x), (second, y))
+        for first, second in itertools.combinations(names, 2)
+        for x in parameters[first]
+        for y in parameters[second]
+    ]
+    draw.shuffle(missing)
+    rows: list[Row] = []
+    never: set[Pair] = set()
+    while missing:
+        best: Row | None = None
+        best_gain: set[Pair] = set()
+        left = set(missing)
+        for attempt in range(tries * 20):
+            row = {name: draw.choice(parameters[name]) for name in names} | dict(missing[0])
+            if is_allowed(row):
+                gain = pairs_of(row) & left
+                if len(gain) > len(best_gain):
+                    best, best_gain = row, gain
+            if best is not None and attempt >= tries:
+                break
+        if best is None:
+            never.add(missing.pop(0))
+            continue
+        rows.append(best)
+        missing = [pair for pair in missing if pair not in best_gain]
+    return rows, never

@@ -1,0 +1,270 @@
+"""Runs the training script for a test: references, launches with faults, resumes, and what must hold after each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.integration.compare import Difference, Track, differing, first_difference, resumed_difference
+from tests.integration.harness import Cluster, Job, Port
+from tests.integration.kills import Kill
+from tests.integration.plan import Fault, Layout, Plan
+
+MODULE = "tests.integration.training"
+RUN_TIMEOUT_S = 90.0
+GONE_TIMEOUT_S = 20.0
+EXIT_SAVED = 75
+EXIT_NOT_SAVED = 76
+KILLED = -9
+FINAL_PREFIX = "tft_saved_checkpoints-step_"
+
+
+@dataclass
+class Launch:
+    """One launch of the training script."""
+
+    job: Job
+    plan: Plan
+    directory: Path
+
+    @property
+    def layout(self) -> Layout:
+        """What is trained."""
+        return self.plan.layout
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """Exit codes so far: by rank, or of torchrun as -1."""
+        return {rank: end.code for rank, end in self.job.exits.items()}
+
+    @cached_property
+    def track(self) -> Track:
+        """What the ranks recorded; read once the launch is over."""
+        return Track(self.directory, self.layout.world_size)
+
+    def track_now(self, rank: int) -> int:
+        """Newest step that a rank has recorded so far."""
+        return Track(self.directory, self.layout.world_size).last_step(rank)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Published directories, oldest step first."""
+        found = [path for path in Path(self.plan.checkpoints).glob(f"{FINAL_PREFIX}*") if path.name[-1].isdigit()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix(FINAL_PREFIX).split("-")[0]))
+
+    @property
+    def leftovers(self) -> list[str]:
+        """Temporary directories and shared memory that should not be there any more."""
+        shared = {Path(line).parent for path in self.directory.glob("rank_*.shm") for line in path.read_text().split()}
+        partial = list(Path(self.plan.checkpoints).glob(".tmp-*")) if self.plan.checkpoints else []
+        return sorted(str(path) for path in [*shared, *partial] if path.exists())
+
+    def finish(self, timeout_s: float = RUN_TIMEOUT_S) -> None:
+        """Wait for the ranks, then for every other process of the job, and see that nothing is left lying about."""
+        self.job.wait(timeout_s)
+        self.job.wait_gone(GONE_TIMEOUT_S)
+        deadline_mono_s = time.monotonic() + 5
+        while self.leftovers and time.monotonic() < deadline_mono_s:
+            time.sleep(0.02)
+        assert not self.leftovers, f"left behind: {self.leftovers}\n{self.job.report()}"
+        self.job.close()
+
+    def manifest(self, checkpoint: Path) -> dict[str, Any]:
+        """The manifest's JSON."""
+        return dict(json.loads((checkpoint / "manifest.json").read_text()))
+
+    def last_words(self, rank: int) -> list[str]:
+        """The lines on stderr that lastwords has written for people."""
+        return [line for line in self.job.output(rank).splitlines() if line.startswith(f"lastwords: rank {rank}:")]
+
+    def fail(self, message: str) -> AssertionError:
+        """An error with everything that a person needs to see."""
+        return AssertionError(f"{message}\n{self.job.report()}")
+
+
+class Rig:
+    """Runs jobs in a directory of the test's own. References are shared by all tests of a session."""
+
+    def __init__(self, cluster: Cluster, directory: Path, references: Path) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        self.references = references
+        self.launches: list[Launch] = []
+        self._count = 0
+
+    def launch(
+        self,
+        layout: Layout,
+        *,
+        faults: Sequence[Fault] = (),
+        launcher: str = "fork",
+        launcher_arguments: Sequence[str] = (),
+        checkpoints: Path | None = None,
+        port: Port | None = None,
+        env: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Launch:
+        """Start the training script; `settings` are fields of Plan."""
+        self._count += 1
+        directory = self.directory / f"launch_{self._count}"
+        port = port or Port()
+        saved = checkpoints or self.directory / "checkpoints"
+        plan = Plan(
+            layout,
+            str(directory),
+            checkpoints=str(saved),
+            ctrl_port=settings.pop("ctrl_port", port.number),
+            faults=tuple(faults),
+            redirect=launcher == "torchrun",
+            **settings,
+        )
+        plan.save(directory / "plan.json")
+        job = self.cluster.start(
+            directory,
+            module=MODULE,
+            arguments=[str(directory / "plan.json")],
+            world_size=layout.world_size,
+            launcher=launcher,
+            launcher_arguments=launcher_arguments,
+            env=env,
+            watched=[saved],
+            ports=[port],
+        )
+        launch = Launch(job, plan, directory)
+        self.launches.append(launch)
+        return launch
+
+    def reference(self, layout: Layout) -> Track:
+        """What the ranks compute when nothing happens, with torch alone; run once per layout and session."""
+        directory = self.references / layout.key
+        if not (directory / "complete").exists():
+            elsewhere = Rig(self.cluster, directory, self.references)
+            launch = elsewhere.launch(layout, mode="plain")
+            self.launches.append(launch)
+            launch.finish()
+            if set(launch.codes.values()) != {0}:
+                raise launch.fail(f"the uninterrupted run ended with {launch.codes}")
+            (directory / "complete").write_text(str(launch.directory))
+        track = Track(Path((directory / "complete").read_text()), layout.world_size)
+        assert all(track.last_step(rank) == layout.steps for rank in range(layout.world_size))
+        return track
+
+    def close(self) -> None:
+        """End everything that this rig has started."""
+        for launch in self.launches:
+            launch.job.close()
+
+    # ------------------------------------------------------------------ what must hold
+
+    def die(self, layout: Layout, kill: Kill, **settings: Any) -> tuple[Launch, int]:
+        """Launch, kill, and check everything about the last words; returns the launch and N (0: nothing to save)."""
+        launch = self.launch(layout, faults=kill.faults(layout), **settings)
+        launch.finish()
+        return launch, self.check_last_words(launch, kill.victims, kill.steps_expected(layout))
+
+    def check_last_words(
+        self, launch: Launch, victims: Collection[int], expected: Collection[int], *, exact: bool = True
+    ) -> int:
+        """The launch has ended as it has to: one sound checkpoint of an expected step, and every survivor says so.
+
+        Returns N; 0 where nothing was to be saved.
+        """
+        layout = launch.layout
+        before = first_difference(self.reference(layout), launch.track)
+        if before is not None:
+            raise launch.fail(f"already before the incident {before}")
+        survivors = [rank for rank in range(layout.world_size) if rank not in victims]
+        if not launch.checkpoints:
+            if 0 not in expected:
+                raise launch.fail(f"no checkpoint was published; expected one of step {sorted(expected)}")
+            if launch.job.launcher != "torchrun":
+                assert launch.codes == expected_codes(layout, victims, EXIT_NOT_SAVED), launch.job.report()
+            assert all(len(launch.last_words(rank)) == 1 for rank in survivors), launch.job.report()
+            return 0
+        checkpoint = launch.checkpoints[-1]
+        manifest = launch.manifest(checkpoint)
+        step = int(manifest["global_step"])
+        if step not in expected:
+            raise launch.fail(f"the last words are of step {step}, expected {sorted(expected)}: {manifest['reason']}")
+        assert checkpoint.name == f"{FINAL_PREFIX}{step}"
+        reached = max(launch.track.last_step(rank) for rank in survivors)
+        if step < reached:
+            raise launch.fail(f"the last words are of step {step}, but a survivor had updated at step {reached}")
+        if manifest["exact"] is not exact:
+            raise launch.fail(f"the manifest says exact={manifest['exact']}, because {manifest['reasons']}")
+        check_sound(checkpoint)
+        if launch.job.launcher != "torchrun" and launch.codes != expected_codes(layout, victims, EXIT_SAVED):
+            raise launch.fail(f"the ranks ended with {launch.codes}")
+        for rank in survivors:
+            lines = launch.last_words(rank)
+            if len(lines) != 1 or str(checkpoint) not in lines[0] or f"step {step}" not in lines[0]:
+                raise launch.fail(f"rank {rank} said {lines}, and should name {checkpoint} once")
+        return step
+
+    def resume(self, killed: Launch, **settings: Any) -> Launch:
+        """Start again from the last words and train to the end."""
+        arguments: dict[str, Any] = {"api": killed.plan.api, "recover": True, **settings}
+        launch = self.launch(killed.layout, checkpoints=Path(killed.plan.checkpoints), **arguments)
+        launch.finish()
+        if launch.job.launcher != "torchrun" and set(launch.codes.values()) != {0}:
+            raise launch.fail(f"the resumed run ended with {launch.codes}")
+        return launch
+
+    def difference(self, resumed: Launch, step: int) -> Difference | None:
+        """First bit in which the run resumed after `step` differs from the uninterrupted one; None if none does."""
+        reference, layout = self.reference(resumed.layout), resumed.layout
+        restored = resumed_difference(reference, resumed.track)
+        if restored is not None:
+            return restored
+        later = first_difference(reference, resumed.track, steps=range(step + 1, layout.steps + 1))
+        if later is not None:
+            return later
+        for rank in range(layout.world_size):
+            ours, theirs = resumed.track.one(rank, "done"), reference.one(rank, "done")
+            names = differing(theirs["values"] if theirs else {}, ours["values"] if ours else {})
+            if names or ours is None:
+                return Difference(rank, layout.steps, tuple(names), f"at the very end {names}")
+        return None
+
+    def check_resume(self, killed: Launch, step: int, **settings: Any) -> Launch:
+        """Resume after `step` and compare every bit of every rank with the uninterrupted run."""
+        resumed = self.resume(killed, **settings)
+        for rank in range(resumed.layout.world_size):
+            record = resumed.track.one(rank, "resumed")
+            if record is None or record["step"] != step:
+                raise resumed.fail(f"rank {rank} resumed at {record and record['step']}, not after step {step}")
+        difference = self.difference(resumed, step)
+        if difference is not None:
+            raise resumed.fail(str(difference))
+        return resumed
+
+    def survive(self, layout: Layout, kill: Kill, **settings: Any) -> int:
+        """The whole story of one death: last words, resume, the same bits. Returns N."""
+        killed, step = self.die(layout, kill, **settings)
+        if step:
+            self.check_resume(killed, step)
+        return step
+
+
+def expected_codes(layout: Layout, victims: Collection[int], code: int) -> dict[int, int]:
+    """Exit codes after an incident: the victims by signal 9, the others with `code`."""
+    return {rank: KILLED if rank in victims else code for rank in range(layout.world_size)}
+
+
+def check_sound(checkpoint: Path) -> None:
+    """Every byte of a published checkpoint is what was written."""
+    from lastwords.checkpoint import load
+
+    problems = load.verify(checkpoint, deep=True)
+    assert not problems, problems
+
+
+def with_changes(layout: Layout, **changes: Any) -> Layout:
+    """The same layout but for these fields."""
+    return dataclasses.replace(layout, **changes)

@@ -1,0 +1,278 @@
+"""The tests' training script: `python -m tests.integration.training PLAN.json`, one process per rank.
+
+It trains what the plan's layout says, with lastwords or (mode "plain") with torch alone, comes by every phase
+that a fault may wait in, and records each step. A reference run and a resumed run differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.integration import sabotage
+from tests.integration.faults import Faults
+from tests.integration.network import Net, make_loader
+from tests.integration.plan import Plan
+from tests.integration.recording import Recording, digest, floats
+
+GROUP_TIMEOUT_S = 120
+LEARNING_RATE = 3e-3
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class PhasedAdamW(torch.optim.AdamW):
+    """AdamW that comes by the phases "update" and "update_end" where it has begun and finished to write."""
+
+    faults: Faults
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One AdamW step; nothing else unless a fault is armed."""
+        self.faults.at("update")
+        result = super().step(closure)
+        self.faults.at("update_end")
+        return result
+
+
+class Trainer:
+    """Model, optimizer, loader and the body of the training loop of one rank."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.layout, self.rank = plan, plan.layout, rank
+        layout = plan.layout
+        self.faults = faults = Faults(plan, rank)
+        torch.manual_seed(layout.seed)
+        self.net = Net(layout, faults)
+        options: dict[str, Any] = {} if layout.broadcast_buffers else {"broadcast_buffers": False}
+        if layout.static_graph:
+            options["static_graph"] = True
+        if layout.find_unused:
+            options["find_unused_parameters"] = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch has another name for broadcast_buffers
+            self.model = DDP(self.net, **options)
+        decayed = [p for p in self.net.parameters() if p.requires_grad and p.ndim > 1]
+        others = [p for p in self.net.parameters() if p.requires_grad and p.ndim <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.inner = PhasedAdamW(groups, lr=LEARNING_RATE)
+        self.inner.faults = faults
+        faults.write_garbage = self._write_garbage
+        faults.flip = self._flip
+        self.optimizer: torch.optim.Optimizer = self.inner
+        if plan.mode == "tft":
+            import lastwords
+
+            self.optimizer = lastwords.OptTFTWrapper(self.inner)
+        self.extras: dict[str, Any] = {}
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        if layout.scheduler:
+            self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=layout.steps)
+            self.extras["scheduler"] = self.scheduler
+        self.scaler: torch.amp.GradScaler | None = None
+        if layout.inf_steps is not None:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+            self.extras["scaler"] = self.scaler
+        self.recording = Recording(Path(plan.directory), rank, self.net, self.inner)
+        self.loader = make_loader(layout, rank, self._on_epoch_start)
+        seed = 1000 * layout.seed + rank
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        self.epoch = 0
+        self.micro = 0
+        self.values: dict[str, str] = {}
+
+    def _parameter(self) -> nn.Parameter:
+        return self.net.second.weight
+
+    def _write_garbage(self) -> None:
+        with torch.no_grad():
+            self._parameter().add_(1.0)
+
+    def _flip(self) -> None:
+        with torch.no_grad():
+            self._parameter().neg_()
+
+    def _on_epoch_start(self) -> None:
+        self.faults.step = self.epoch * self.layout.steps_per_epoch + 1
+        self.faults.is_last_micro = True
+        self.faults.at("epoch_start")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of a loop of one's own: what DistributedSampler wants to be told; 1-based."""
+        sampler = self.loader.sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch - 1)
+
+    def batches(self) -> Iterator[tuple[int, int, Batch]]:
+        """Epoch, step in the epoch and batch, from the beginning, without lastwords."""
+        for epoch in range(1, self.layout.epochs + 1):
+            self.set_epoch(epoch)
+            for index, batch in enumerate(self.loader):
+                yield epoch, index // self.layout.accumulate + 1, batch
+
+    def train_batch(self, epoch: int, step_in_epoch: int, batch: Batch) -> bool:
+        """The body of the loop; False asks the loop to break. A step ends with every `accumulate`-th call."""
+        layout, faults = self.layout, self.faults
+        self.epoch = epoch
+        step = (epoch - 1) * layout.steps_per_epoch + step_in_epoch
+        is_last = self.micro == layout.accumulate - 1
+        faults.step, faults.micro, faults.is_last_micro = step, self.micro, is_last
+        faults.at("body")
+        self.values[f"batch{self.micro}"] = f"{digest(batch[0])} {digest(batch[1])}"
+        quiet = self.model.no_sync() if layout.no_sync and not is_last else contextlib.nullcontext()
+        with quiet:
+            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1]) / layout.accumulate
+            if layout.inf_steps is not None and step in layout.inf_steps:
+                loss = loss * float("inf")
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.values[f"loss{self.micro}"] = floats([loss.item()])
+        self.micro = 0 if is_last else self.micro + 1
+        if is_last:
+            self.finish_step(loss.detach().clone())
+            self.recording.write_step(step, epoch, self.values, self.extras)
+            self.values = {}
+            faults.at("end")
+        return not faults.leave
+
+    def finish_step(self, loss: torch.Tensor) -> None:
+        """Everything after the last backward of a step."""
+        layout, faults = self.layout, self.faults
+        if layout.clip:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        faults.at("before_step")
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        faults.at("after_update")
+        if layout.log_reduce == "before":
+            self.log_mean(loss)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if layout.log_reduce == "after":
+            self.log_mean(loss)
+        faults.at("logged")
+        self.optimizer.zero_grad()
+
+    def log_mean(self, loss: torch.Tensor) -> None:
+        """The collective between update and step end that many loops have."""
+        dist.all_reduce(loss)
+        self.values["logged"] = floats([loss.item()])
+
+    def train_plain(self) -> None:
+        """The uninterrupted run: torch alone."""
+        for epoch, step, batch in self.batches():
+            if not self.train_batch(epoch, step, batch):
+                break
+
+    def train_protected(self) -> None:
+        """The run with lastwords."""
+        import lastwords
+
+        plan = self.plan
+        more: dict[str, Any] = {"fallback_path": plan.fallback} if plan.fallback else {}
+        tft = lastwords.TFTRegister(
+            plan.ctrl_rank,
+            "127.0.0.1",
+            plan.ctrl_port,
+            plan.checkpoints,
+            model=self.model,
+            optimizer=self.optimizer,
+            extras=self.extras,
+            data=plan.data,
+            **more,
+        )
+        if plan.context:
+            with tft:
+                self.run_registered(tft)
+        else:
+            tft.start()
+            self.run_registered(tft)
+            tft.close()
+
+    def run_registered(self, tft: Any) -> None:
+        """What stands inside `with tft:`."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        shared = sorted({line.split(maxsplit=5)[5] for line in maps if "/dev/shm/lastwords-" in line})
+        (Path(self.plan.directory) / f"rank_{self.rank}.shm").write_text("\n".join(shared))
+        self.faults.frozen = lambda: sabotage.is_frozen(tft)
+        self.faults.at("before_loop")
+        point = tft.resume(**({"missing_ok": True} if self.plan.missing_ok else {})) if self.plan.recover else None
+        if point is not None:
+            where = {"epoch": point.epoch, "step_in_epoch": point.step, "step": point.global_step}
+            self.recording.write("resumed", **where, values=self.recording.state())
+        if self.plan.api == "steps":
+            for epoch, step, batch in tft.steps(
+                self.loader, epochs=self.layout.epochs, accumulate=self.layout.accumulate
+            ):
+                if not self.train_batch(epoch, step, batch):
+                    break
+        else:
+            self.train_own_loop(tft, point)
+        self.faults.is_last_micro = True
+        self.faults.at("left")
+
+    def train_own_loop(self, tft: Any, point: Any) -> None:
+        """A loop of the user's own: `step_end` once a step."""
+        skipped = (0, 0) if point is None else (point.epoch, point.step)
+        for epoch, step, batch in self.batches():
+            if (epoch, step) <= skipped:
+                continue
+            more = self.train_batch(epoch, step, batch)
+            if self.micro == 0:
+                tft.step_end(epoch, step)
+            if not more:
+                break
+
+
+def take_output(directory: Path, rank: int) -> None:
+    """Append stdout and stderr to files of this rank's own, as the forking launcher does."""
+    for number, stream in ((1, "out"), (2, "err")):
+        file = os.open(directory / f"rank_{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+
+
+def main(arguments: list[str]) -> None:
+    """Train as the plan says; the exit code is the interpreter's."""
+    plan = Plan.load(Path(arguments[0])).of_rank(int(os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
+    if plan.redirect:
+        take_output(Path(plan.directory), rank)
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    sabotage.apply(plan, rank)
+    trainer = Trainer(plan, rank)
+    if plan.mode == "plain":
+        trainer.train_plain()
+    else:
+        trainer.train_protected()
+    trainer.recording.write("done", values={**trainer.recording.state()})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
