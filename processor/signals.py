@@ -1,0 +1,289 @@
+"""Signals that may neither tear an update nor an incident.
+
+SIGTERM and SIGINT ask the job to stop; that is an incident like any other. They are reported to the agent through
+`signal.set_wakeup_fd`, from a thread of its own: C code writes the wake-up byte whatever the main thread is doing,
+while a Python-level handler waits until the main thread leaves its collective, which may be never.
+
+SIGCHLD belongs to others: torch's DataLoader sets a handler that raises in the main thread when a worker has died,
+even in the middle of `optimizer.step()`. Whatever handler is set (usually after ours) is wrapped: it runs at once
+outside an update, later when it arrives inside one, and not at all once an incident is on, when dead workers are
+nothing new (a launcher kills them together with their trainer).
+
+Forked children inherit handlers and wake-up fd; without the hook below the SIGTERM of a data-loader worker would be
+reported as one of its parent's.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # typeshed does not list it
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+_getsignal: Callable[[int], Any] = _signal.getsignal  # signal.getsignal makes an enum of it: 2 us instead of 0.05
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_Handler = Callable[[int, types.FrameType | None], Any]
+
+
+class SignalGuard:
+    """Takes SIGTERM, SIGINT and SIGCHLD from `install` to `uninstall`. Made for the main thread, where handlers run.
+
+    on_signal: called in the guard's own thread, once for SIGTERM and once for SIGINT.
+    deferred: signals of other owners whose handlers must not run inside an update.
+
+    A stop signal that is ignored (SIG_IGN, as for a job in the background) stays ignored. The first SIGINT only
+    reports; the second runs the handler that was there before (KeyboardInterrupt), after the update if one is under
+    way; every further one at once.
+    """
+
+    def __init__(
+        self, on_signal: Callable[[int], None], *, deferred: Iterable[signal.Signals] = (signal.SIGCHLD,)
+    ) -> None:
+        self._on_signal = on_signal
+        self._deferred = tuple(deferred)
+        self._updating = False
+        self._incident = False
+        self._stop_requested = False
+        self._installed = False
+        self._reasons: list[str] = []
+        self._ours: dict[int, _Handler] = {}
+        self._before: dict[int, Any] = {}
+        self._checks: tuple[tuple[int, _Handler], ...] = ()
+        self._pending: dict[int, _Handler] = {}
+        self._interrupts = 0
+        self._reported: set[int] = set()
+        self._outer_wakeup_fd = -1
+        self._pid = os.getpid()
+        self._write_end: socket.socket | None = None
+        self._read_end: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def install(self) -> None:
+        """Take the signals; harmless if done before. Where that is impossible `degraded` says why, and nothing raises.
+
+        Only the main thread of a process may set handlers.
+        """
+        if self._installed:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self._degrade("training does not run in the main thread, so no signal handler can be set")
+            return
+        self._pid = os.getpid()
+        self._read_end, self._write_end = socket.socketpair()
+        self._write_end.setblocking(False)
+        self._thread = threading.Thread(
+            target=self._read_signals, args=(self._read_end,), name="lastwords-signals", daemon=True
+        )
+        self._thread.start()
+        self._installed = True
+        for number in (*_STOPS, *self._deferred):
+            self._take(number)
+        self._outer_wakeup_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+        _guards.add(self)
+
+    def uninstall(self) -> None:
+        """Give every signal back to whom it was taken from; harmless if nothing is installed.
+
+        A handler that was set over ours meanwhile stays; what it calls of ours only passes on.
+        """
+        if not self._installed:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self._degrade("uninstall was not called in the main thread, so signal handlers stay")
+            return
+        _guards.discard(self)
+        self._restore()
+        read_end, write_end, thread = self._read_end, self._write_end, self._thread
+        self._read_end = self._write_end = self._thread = None
+        if write_end is not None:
+            write_end.close()  # the reader sees the end of the stream
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5.0)
+        if read_end is not None:
+            read_end.close()
+
+    @property
+    def degraded(self) -> str:
+        """Why some signal can still tear an update, "" if none can."""
+        return "; ".join(self._reasons)
+
+    # ------------------------------------------------------------------ hot path (training thread)
+
+    def refresh(self) -> None:
+        """Take back what others have set since; call it before each update. About 0.3 us if nothing has changed."""
+        for number, ours in self._checks:
+            if _getsignal(number) is not ours:
+                self._take(number)
+
+    def enter_update(self) -> None:
+        """From here on no handler runs that could raise."""
+        self._updating = True
+
+    def leave_update(self) -> None:
+        """The update is whole; `run_deferred` may follow at a place where an exception does no harm."""
+        self._updating = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether `run_deferred` has something to do once it may."""
+        return bool(self._pending)
+
+    @property
+    def deferring(self) -> bool:
+        """Whether handlers of others have to wait now."""
+        return self._updating or self._incident or self._stop_requested
+
+    def run_deferred(self) -> None:
+        """Run the handlers that had to wait, in the training thread; they may raise. Nothing while `deferring`."""
+        if self._pending and not self._updating:
+            for number in sorted(self._pending):
+                # A second Ctrl-C is meant for the incident, too.
+                if number == signal.SIGINT or not self.deferring:
+                    self._pending.pop(number)(number, None)
+
+    # ------------------------------------------------------------------ incident (any thread)
+
+    def begin_incident(self) -> None:
+        """From here on handlers of others wait."""
+        self._incident = True
+
+    def end_incident(self) -> None:
+        """A false alarm: training goes on. `run_deferred` catches up."""
+        self._incident = False
+
+    # ------------------------------------------------------------------ handlers
+
+    def _take(self, number: int) -> None:
+        """Put ours over the handler that is set now."""
+        before = signal.getsignal(number)
+        if before is None:
+            self._degrade(f"{signal.Signals(number).name} has a handler that was not set by Python")
+            return
+        stops = number in _STOPS
+        if stops and before is signal.SIG_IGN:
+            return
+        # Each time a new function: an older one may be called by the handler that it is put over.
+        ours = self._stop_handler(before) if stops else self._deferring_handler(before)
+        try:
+            signal.signal(number, ours)
+        except ValueError as error:
+            self._degrade(str(error))
+            return
+        if number in self._ours:
+            _log.info("%s was taken by %r meanwhile; lastwords calls it", signal.Signals(number).name, before)
+        self._ours[number] = ours
+        self._before[number] = before
+        self._checks = tuple(sorted(self._ours.items()))
+
+    def _stop_handler(self, before: Any) -> _Handler:
+        def on_stop(number: int, frame: types.FrameType | None) -> None:
+            if not self._installed or os.getpid() != self._pid:
+                _pass_on(before, number, frame)
+                return
+            self._stop_requested = True
+            if number not in self._reported:
+                self._nudge(number)  # somebody else (asyncio) may have taken the wake-up fd
+            if number == signal.SIGINT and callable(before):
+                self._interrupts += 1
+                if self._interrupts > 2 or (self._interrupts == 2 and not self._updating):
+                    before(number, frame)
+                elif self._interrupts == 2:
+                    self._pending[number] = before
+
+        return on_stop
+
+    def _deferring_handler(self, before: Any) -> _Handler:
+        def on_other(number: int, frame: types.FrameType | None) -> None:
+            if not callable(before):
+                return  # SIGCHLD's default is to do nothing
+            if self._installed and self.deferring and os.getpid() == self._pid:
+                self._pending[number] = before
+            else:
+                before(number, frame)
+
+        return on_other
+
+    def _nudge(self, number: int) -> None:
+        if self._write_end is not None:
+            with contextlib.suppress(OSError):  # full: the reader is awake in any case
+                self._write_end.send(bytes((number,)))
+
+    def _restore(self) -> None:
+        """Handlers and wake-up fd as they were, as far as they still are ours."""
+        self._installed = False
+        for number, ours in self._ours.items():
+            if _getsignal(number) is ours:
+                signal.signal(number, self._before[number])
+        self._ours.clear()
+        self._before.clear()
+        self._checks = ()
+        current = signal.set_wakeup_fd(-1)
+        mine = self._write_end.fileno() if self._write_end is not None else -1
+        back = self._outer_wakeup_fd if current == mine else current
+        if back >= 0:
+            with contextlib.suppress(OSError, ValueError):  # its owner has closed it
+                signal.set_wakeup_fd(back)
+
+    def _in_child(self) -> None:
+        """After a fork, in the child: its signals are its own."""
+        if self._installed:
+            self._outer_wakeup_fd = -1
+            self._restore()
+
+    def _degrade(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+            _log.warning("signals are not fully guarded: %s", reason)
+
+    # ------------------------------------------------------------------ the guard's own thread
+
+    def _read_signals(self, read_end: socket.socket) -> None:
+        while True:
+            try:
+                numbers = read_end.recv(256)
+            except OSError:
+                return
+            if not numbers:
+                return
+            outer = self._outer_wakeup_fd
+            if outer >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(outer, numbers)
+            for number in numbers:
+                if number in _STOPS and number in self._ours and number not in self._reported:
+                    self._reported.add(number)
+                    try:
+                        self._on_signal(number)
+                    except Exception:
+                        _log.exception("reporting signal %d failed", number)
+
+
+_guards: weakref.WeakSet[SignalGuard] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for guard in list(_guards):
+        guard._in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _pass_on(before: Any, number: int, frame: types.FrameType | None) -> None:
+    """What would have happened without us."""
+    if callable(before):
+        before(number, frame)
+    elif before is signal.SIG_DFL:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
