@@ -39,7 +39,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/generate_proto.py --check
+	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator --check
 
 matrix: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -k 'not chaos' --timeout 7200 $(ARGS)
@@ -51,7 +51,7 @@ bench: $(READY)
 	$(BIN)/python -m bench $(ARGS)
 
 proto: $(READY)
-	$(BIN)/python tools/generate_proto.py
+	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
 
 clean:
 	rm -rf $(VENV) build dist src/lastwords.egg-info demo/out bench/out ttp_checkpoints
