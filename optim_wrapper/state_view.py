@@ -1,0 +1,226 @@
+"""A model and its optimizer as one unit's state: enumerated through the optimizer's own references.
+
+`model.state_dict()` is never called: hooks of sharded models move parameters about, and it leaves frozen
+moments and non-persistent buffers out. The tensors that are listed *are* the training's tensors; on the CPU
+their memory is handed to the writer as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.part import UnitState
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.tensor_bytes import Source, dtype_name, refuse_unsupported, source_of, spec_of
+from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, take_apart
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.vocabulary import UNIT_REPLICATED
+
+META_VERSION = 1
+_COMPILED = "_orig_mod."
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module under DDP, DataParallel and torch.compile, in any order."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):  # torch.compile's OptimizedModule
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Every tensor of a unit by its name. A tied tensor stands under its first name, `aliases` has the others."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    absent_buffers: tuple[str, ...]
+    volatile_buffers: frozenset[str]
+    groups: tuple[tuple[str, ...], ...]
+    """Names of each param group's parameters."""
+    owners: dict[str, tuple[torch.nn.Module, str]] = field(repr=False)
+    """Buffer name -> (module, name in it), absent ones included."""
+
+
+class UnitView:
+    """State of `model` and `optimizer` as unit `unit`.
+
+    exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit.
+    The constructor looks at names only and raises ConfigError for what cannot be stored or does not fit together;
+    `check` looks at everything that is there by then (optimizer state appears with the first step).
+    Methods may be called from any thread while the weights do not change.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        unit: str = UNIT_REPLICATED,
+        *,
+        exclude_buffers: Collection[str] = (),
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"model must be a torch.nn.Module, the one that the loop calls, not {type(model).__name__}"
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        self.model = unwrap(model)
+        self.optimizer = optimizer.inner if isinstance(optimizer, OptTFTWrapper) else optimizer
+        self.unit = unit
+        self.exclude_buffers = frozenset(exclude_buffers)
+        self.names()
+        in_model = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(p) in in_model for group in self.optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                f"model ({type(self.model).__name__}) and optimizer ({type(self.optimizer).__name__}) share no "
+                "parameters; pass the model whose parameters() this optimizer was made from"
+            )
+
+    def names(self) -> Names:
+        """Enumerate again; the tensors are the live ones."""
+        parameters: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for raw, parameter in self.model.named_parameters(remove_duplicate=False):
+            name = raw.replace(_COMPILED, "")
+            if id(parameter) in first:
+                if first[id(parameter)] != name:
+                    aliases[name] = first[id(parameter)]
+                continue
+            refuse_unsupported(parameter, f"parameter {name!r}")
+            first[id(parameter)] = name
+            parameters[name] = parameter
+        groups = []
+        for g, group in enumerate(self.optimizer.param_groups):
+            group_names = []
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in first:
+                    name = f"~group{g}.{i}"
+                    refuse_unsupported(parameter, f"optimizer.param_groups[{g}]['params'][{i}]")
+                    first[id(parameter)] = name
+                    parameters[name] = parameter
+                group_names.append(first[id(parameter)])
+            groups.append(tuple(group_names))
+        buffers: dict[str, torch.Tensor] = {}
+        absent: list[str] = []
+        volatile: list[str] = []
+        owners: dict[str, tuple[torch.nn.Module, str]] = {}
+        for prefix, module in self.model.named_modules(remove_duplicate=True):
+            for key, buffer in module._buffers.items():
+                name = f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key
+                if name in self.exclude_buffers:
+                    continue
+                owners[name] = (module, key)
+                if key in module._non_persistent_buffers_set:
+                    volatile.append(name)
+                if buffer is None:
+                    absent.append(name)
+                elif id(buffer) in first:
+                    aliases[name] = first[id(buffer)]
+                else:
+                    refuse_unsupported(buffer, f"buffer {name!r}")
+                    first[id(buffer)] = name
+                    buffers[name] = buffer
+        return Names(parameters, buffers, aliases, tuple(absent), frozenset(volatile), tuple(groups), owners)
+
+    def check(self) -> None:
+        """ConfigError for anything that could not be stored now: found at start (and after step 1), not at death."""
+        self.state()
+
+    def state(self, groups: list[dict[str, Any]] | None = None) -> UnitState:
+        """Everything of the unit, to be written by `lastwords.checkpoint.part.write_part`.
+
+        groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them.
+        """
+        names = self.names()
+        tensors: list[tuple[TensorSpec, Source]] = []
+        taken: dict[str, str] = {}
+
+        def add(name: str, tensor: torch.Tensor, path: str) -> None:
+            if name in taken:
+                raise ConfigError(f"{path} and {taken[name]} would both be stored as {name!r}; rename one of them")
+            taken[name] = path
+            tensors.append((spec_of(name, tensor), source_of(tensor)))
+
+        for name, parameter in names.parameters.items():
+            add(unit_tensor_name(self.unit, "model", name), parameter, f"parameter {name!r}")
+        for name, buffer in names.buffers.items():
+            add(unit_tensor_name(self.unit, "buffer", name), buffer, f"buffer {name!r}")
+        optimizer_state, found = self._optimizer_state(names)
+        group_trees, found_in_groups = self._group_trees(groups)
+        for item in (*found, *found_in_groups):
+            add(item.name, item.tensor, item.path)
+        return UnitState(
+            tensors=tensors,
+            meta={
+                "version": META_VERSION,
+                "optimizer": type(self.optimizer).__name__,
+                "parameters": {name: dtype_name(p.dtype) for name, p in names.parameters.items()},
+                "buffers": {name: dtype_name(b.dtype) for name, b in names.buffers.items()},
+                "aliases": names.aliases,
+                "absent_buffers": list(names.absent_buffers),
+                "groups": group_trees,
+                "group_parameters": [list(group) for group in names.groups],
+                "optimizer_state": optimizer_state,
+            },
+        )
+
+    def _optimizer_state(self, names: Names) -> tuple[dict[str, Tree], list[NamedTensor]]:
+        name_of = {id(parameter): name for name, parameter in names.parameters.items()}
+        trees: dict[str, Tree] = {}
+        found: list[NamedTensor] = []
+        for key, value in list(self.optimizer.state.items()):
+            name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else f"~{key}"
+            if name is None:
+                continue  # a parameter that has left every group: nothing reads its state any more
+            path = f"optimizer.state[{name!r}]"
+            if not isinstance(value, dict) or not all(isinstance(inner_key, str) for inner_key in value):
+                raise ConfigError(f"{path} is not a dict with string keys; such an optimizer cannot be stored")
+            home = key.device if isinstance(key, torch.Tensor) else None
+            trees[name] = self._dict_tree(value, name, path, home, found)
+        return trees, found
+
+    def _group_trees(self, groups: list[dict[str, Any]] | None) -> tuple[list[Tree], list[NamedTensor]]:
+        found: list[NamedTensor] = []
+        trees = []
+        for g, group in enumerate(copy_groups(self.optimizer) if groups is None else groups):
+            first = next(iter(self.optimizer.param_groups[g]["params"]), None)
+            home = None if first is None else first.device
+            trees.append(self._dict_tree(group, f"~groups.{g}", f"optimizer.param_groups[{g}]", home, found))
+        return trees, found
+
+    def _dict_tree(
+        self, value: dict[str, Any], name: str, path: str, home: torch.device | None, found: list[NamedTensor]
+    ) -> Tree:
+        pairs = []
+        for key, item in list(value.items()):
+            stored = unit_tensor_name(self.unit, "optim", name, key)
+            node, more = take_apart(item, stored, f"{path}[{key!r}]", home)
+            pairs.append([key, node])
+            found += more
+        return {"dict": pairs}
+
+
+def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Hyperparameters of every param group, without the parameters; tensors (a tensor lr) are cloned."""
+    return [
+        {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,114 @@
+"""Tensors as plain bytes in C order, and back: without a copy where the memory allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.errors import ConfigError
+
+_CODE_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+_CODES: dict[torch.dtype, str] = {
+    getattr(torch, name): code for name, code in _CODE_NAMES.items() if hasattr(torch, name)
+}
+
+Bytes = memoryview
+Source = Bytes | Callable[[], Bytes]
+"""A tensor's bytes, or a function that makes them when their turn to be written has come."""
+
+
+def refuse_unsupported(tensor: torch.Tensor, path: str) -> None:
+    """ConfigError with `path` for a tensor whose bytes are not simply its elements."""
+    what = None
+    if torch.nn.parameter.is_lazy(tensor):
+        what = "is not initialised yet; run the model once before this"
+    elif tensor.layout is not torch.strided:
+        what = f"has the layout {tensor.layout}; only strided (dense) tensors can be stored"
+    elif tensor.is_quantized:
+        what = "is quantized; store its int_repr() and scales instead"
+    elif tensor.device.type == "meta":
+        what = "is on the meta device and has no content; materialise the model first"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        what = f"is a {kind}; sharded or subclassed tensors are not supported"
+    if what is not None:
+        raise ConfigError(f"{path} {what}")
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """How `tensor` is written down. A type that safetensors lacks (complex128) becomes bytes in one more dimension.
+
+    >>> spec_of("local/0/x", torch.zeros(2, dtype=torch.complex128))
+    TensorSpec(name='local/0/x', dtype='U8', shape=(2, 16), global_shape=(2, 16), offsets=(0, 0))
+    """
+    shape = tuple(tensor.shape)
+    code = _CODES.get(tensor.dtype)
+    if code is None:
+        return TensorSpec(name, "U8", (*shape, tensor.element_size()))
+    return TensorSpec(name, code, shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a dtype without "torch.".
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Inverse of `dtype_name`; ConfigError for a name that this torch does not know."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"this torch {torch.__version__} has no element type {name!r}; use the torch it was saved with"
+        )
+    return dtype
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes | None:
+    """The memory of a CPU tensor whose elements lie in C order, writable and without a copy; None for all others."""
+    plain = tensor.detach()
+    if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        return None
+    return plain.view(-1).view(torch.uint8).numpy().data
+
+
+def staged_bytes(tensor: torch.Tensor) -> Bytes:
+    """A copy in C order, on the CPU."""
+    with torch.no_grad():
+        copy = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    view = bytes_of(copy)
+    assert view is not None
+    return view
+
+
+def source_of(tensor: torch.Tensor) -> Source:
+    """The tensor's memory itself where that is possible, else a function that copies it when it is called."""
+    view = bytes_of(tensor)
+    return view if view is not None else lambda: staged_bytes(tensor)
+
+
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.copy_(value)`, also into tensors that were made by expand()."""
+    target, source = tensor.detach(), value
+    for dimension, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def tensor_over(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A CPU tensor whose memory is `memory`."""
+    if not memory:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

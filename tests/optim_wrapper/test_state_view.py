@@ -1,0 +1,421 @@
+"""A unit's state goes out and comes back bit for bit, or is refused before anything has changed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from lastwords.checkpoint import layout
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.part import UnitState, write_part
+from lastwords.checkpoint.storable import pack, unpack
+from lastwords.errors import ConfigError, FormatError, MismatchError
+from lastwords.optim_wrapper.state_restore import RestorePlan
+from lastwords.optim_wrapper.state_view import UnitView, copy_groups, unwrap
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+
+Stored = tuple[list[TensorSpec], dict[str, bytes], Any]
+
+
+def store(state: UnitState) -> Stored:
+    """What would be on disk."""
+    contents = {}
+    for spec, source in state.tensors:
+        raw: Any = source() if callable(source) else source
+        contents[spec.name] = bytes(raw)
+        assert len(contents[spec.name]) == spec.nbytes
+    return [spec for spec, _ in state.tensors], contents, unpack(pack(dict(state.meta)))
+
+
+def restore(view: UnitView, stored: Stored) -> None:
+    specs, contents, meta = stored
+    by_name = {spec.name: spec for spec in specs}
+    plan = RestorePlan(view, specs, meta)
+    assert sorted(plan.tensor_names) == sorted(by_name)
+    for name in plan.tensor_names:
+        plan.into(by_name[name])[:] = contents[name]
+    plan.commit()
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen parameter, BatchNorm, persistent and other buffers, a scalar, odd strides."""
+
+    scale: torch.Tensor
+    mask: torch.Tensor
+    cache: torch.Tensor | None
+
+    def __init__(self, turned: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(4, 6).t(), requires_grad=turned)
+        self.register_buffer("scale", torch.randn(3, dtype=torch.complex128))
+        self.register_buffer("mask", torch.rand(4) > 0.5, persistent=False)
+        self.register_buffer("cache", None, persistent=False)
+        self.register_buffer("wide", torch.randn(1, 3).expand(4, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embedding(tokens)) * self.temperature
+        out: torch.Tensor = self.head(hidden) + self.turned.sum()
+        return out
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
+    for k in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(6) % (k + 3)).square().mean().backward()
+        optimizer.step()
+
+
+def made(seed: int, make: Any = None, steps: int = 3) -> tuple[Net, Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = (make or (lambda ps: torch.optim.AdamW(ps, lr=0.05, weight_decay=0.1)))(model.parameters())
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def assert_same(left: tuple[nn.Module, Optimizer], right: tuple[nn.Module, Optimizer]) -> None:
+    for kind in ("parameters", "buffers"):
+        ours, theirs = dict(getattr(left[0], f"named_{kind}")()), dict(getattr(right[0], f"named_{kind}")())
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert ours[name].dtype == theirs[name].dtype
+            assert torch.equal(ours[name], theirs[name]), name
+    ours, theirs = left[1].state_dict(), right[1].state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, state in ours["state"].items():
+        assert list(state) == list(theirs["state"][key])
+        for name, value in state.items():
+            other = theirs["state"][key][name]
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == other.dtype
+                assert torch.equal(value, other)
+            elif isinstance(value, list):
+                pairs = zip(value, other, strict=True)
+                assert all(a is b or torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+            else:
+                assert value == other
+
+
+# ------------------------------------------------------------------ out and back
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+    "AdamW amsgrad, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.05), amsgrad=True, foreach=False),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.002),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.005),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.05, centered=True, momentum=0.5),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.05),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.05),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_restored_run_goes_on_as_the_saved_one_with_every_optimizer(name: str, used_before: bool) -> None:
+    saved = made(0, OPTIMIZERS[name])
+    stored = store(UnitView(*saved).state())
+    restored = made(1, OPTIMIZERS[name], steps=2 if used_before else 0)
+    ids = [id(p) for p in restored[0].parameters()]
+    restore(UnitView(*restored), stored)
+    assert_same(restored, saved)
+    train(*saved)
+    train(*restored)
+    assert_same(restored, saved)
+    assert [id(p) for p in restored[0].parameters()] == ids
+
+
+def test_state_that_is_nested_in_lists_comes_back_with_lbfgs() -> None:
+    def run(seed: int, calls: int) -> tuple[Net, Optimizer]:
+        torch.manual_seed(seed)
+        model = Net(turned=False).eval()
+        optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], lr=0.1, max_iter=3)
+        for _ in range(calls):
+            lbfgs_step(model, optimizer)
+        return model, optimizer
+
+    def lbfgs_step(model: nn.Module, optimizer: Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(torch.arange(6)).square().mean()
+            loss.backward()
+            return float(loss)
+
+        optimizer.step(closure)
+
+    saved, restored = run(0, 2), run(1, 0)
+    restore(UnitView(*restored), store(UnitView(*saved).state()))
+    assert_same(restored, saved)
+    for model, optimizer in (saved, restored):
+        lbfgs_step(model, optimizer)
+    assert_same(restored, saved)
+
+
+def test_contiguous_tensors_are_handed_out_without_a_copy_and_others_when_their_turn_comes() -> None:
+    model, optimizer = made(0)
+    sources = {spec.name: source for spec, source in UnitView(model, optimizer).state().tensors}
+    live = sources["unit/replicated/model/embedding.weight"]
+    assert isinstance(live, memoryview)
+    with torch.no_grad():
+        model.embedding.weight.fill_(2.0)
+    assert bytes(live[:4]) == b"\0\0\0@"
+    assert callable(sources["unit/replicated/model/turned"])
+    assert callable(sources["unit/replicated/buffer/wide"])
+
+
+def test_half_precision_and_float8_and_integers_keep_their_types_and_the_moments_stay_fp32() -> None:
+    def build(seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3).to(torch.bfloat16)
+        model.register_buffer("eight", torch.randn(5).to(torch.float8_e4m3fn))
+        model.register_buffer("empty", torch.empty(0, 3))
+        model.register_buffer("tiny", torch.randn(2, dtype=torch.complex64).to(torch.complex32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for p in model.parameters():
+            moment = torch.randn(p.shape)
+            optimizer.state[p] = {"step": 3, "moment": moment, "sign": p.detach() > 0, "best": float("inf")}
+        return model, optimizer
+
+    saved, restored = build(0), build(1)
+    restored[1].state.clear()
+    restore(UnitView(*restored), store(UnitView(*saved).state()))
+    for p, q in zip(saved[0].parameters(), restored[0].parameters(), strict=True):
+        assert restored[1].state[q]["moment"].dtype == torch.float32
+        assert torch.equal(restored[1].state[q]["moment"], saved[1].state[p]["moment"])
+        assert restored[1].state[q]["step"] == 3
+        assert restored[1].state[q]["best"] == float("inf")
+        assert torch.equal(p, q)
+    for name in ("eight", "tiny"):
+        assert torch.equal(getattr(saved[0], name).view(torch.uint8), getattr(restored[0], name).view(torch.uint8))
+    # The control: torch's own way loses the precision of the moments.
+    restored[1].load_state_dict(copy.deepcopy(saved[1].state_dict()))
+    assert restored[1].state[next(restored[0].parameters())]["moment"].dtype == torch.bfloat16
+
+
+def test_names_are_those_of_the_users_own_module_under_ddp_and_compile() -> None:
+    class Ddp(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module = module
+
+    net = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for model in (net, Ddp(net), torch.compile(Ddp(net), backend="eager"), Ddp(torch.compile(net, backend="eager"))):  # type: ignore[arg-type]
+        assert unwrap(model) is net  # type: ignore[arg-type]
+        view = UnitView(model, torch.optim.SGD(net.parameters(), lr=0.1))  # type: ignore[arg-type]
+        assert list(view.names().parameters) == [name for name, _ in plain.named_parameters()]
+
+
+def test_the_wrapper_and_its_inner_optimizer_give_the_same_state() -> None:
+    model, inner = made(0)
+    assert UnitView(model, OptTFTWrapper(inner)).optimizer is inner
+
+
+def test_parameters_that_only_the_optimizer_has_are_named_by_group_and_index() -> None:
+    def build(seed: int) -> tuple[nn.Module, Optimizer, nn.Parameter]:
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 2)
+        alone = nn.Parameter(torch.randn(3))
+        groups = [{"params": list(model.parameters())}, {"params": [alone], "lr": 0.5}]
+        return model, torch.optim.SGD(groups, lr=0.1), alone
+
+    model, optimizer, alone = build(0)
+    stored = store(UnitView(model, optimizer).state())
+    assert "unit/replicated/model/~group1.0" in stored[1]
+    model_2, optimizer_2, alone_2 = build(1)
+    restore(UnitView(model_2, optimizer_2), stored)
+    assert torch.equal(alone, alone_2)
+
+
+def test_hyperparameters_of_an_earlier_moment_can_be_stored_instead_of_the_live_ones() -> None:
+    model, optimizer = made(0, OPTIMIZERS["AdamW amsgrad, tensor lr"])
+    groups = copy_groups(optimizer)
+    optimizer.param_groups[0]["lr"].fill_(9.0)
+    optimizer.param_groups[0]["weight_decay"] = 7.0
+    other = made(1, OPTIMIZERS["AdamW amsgrad, tensor lr"])
+    rate = other[1].param_groups[0]["lr"]
+    restore(UnitView(*other), store(UnitView(model, optimizer).state(groups)))
+    assert other[1].param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.05)
+    assert other[1].param_groups[0]["weight_decay"] == 0.01
+
+
+def test_rank_local_buffers_are_left_out_and_left_alone() -> None:
+    names = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    saved, restored = made(0), made(1)
+    stored = store(UnitView(*saved, exclude_buffers=names).state())
+    assert not any("norm.running" in name for name in stored[1])
+    before = restored[0].norm.running_mean.clone()  # type: ignore[union-attr]
+    restore(UnitView(*restored, exclude_buffers=names), stored)
+    assert torch.equal(restored[0].norm.running_mean, before)  # type: ignore[arg-type]
+
+
+def test_buffers_that_come_and_go_are_made_as_they_were_saved() -> None:
+    saved, restored = made(0), made(1)
+    saved[0].cache = torch.randn(9)
+    restored[0].mask = torch.rand(2) > 0.5
+    restore(UnitView(*restored), store(UnitView(*saved).state()))
+    assert restored[0].cache is not None
+    assert torch.equal(restored[0].cache, saved[0].cache)
+    assert torch.equal(restored[0].mask, saved[0].mask)
+    saved[0].cache = None
+    restore(UnitView(*restored), store(UnitView(*saved).state()))
+    assert restored[0].cache is None
+
+
+def test_tied_weights_are_written_once() -> None:
+    state = UnitView(*made(0)).state()
+    names = [spec.name for spec, _ in state.tensors]
+    assert "unit/replicated/model/embedding.weight" in names
+    assert not any("head.weight" in name for name in names)
+    assert state.meta["aliases"] == {"head.weight": "embedding.weight"}
+
+
+def test_a_unit_goes_through_a_real_file(tmp_path: Path) -> None:
+    saved = made(0)
+    state = UnitView(*saved).state()
+    directory = layout.tmp_dir(tmp_path, 3, 1, 1, 1) if hasattr(layout, "tmp_dir") else tmp_path
+    directory.mkdir(parents=True, exist_ok=True)
+    part = write_part(directory, 0, 1, 3, 3, {"replicated": state}, {}, {}, job="j")
+    assert {spec.name for spec in part.units["replicated"].tensors} == {spec.name for spec, _ in state.tensors}
+
+
+# ------------------------------------------------------------------ refusals at the start
+
+
+def test_a_model_and_an_optimizer_that_share_no_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="share no parameters"):
+        UnitView(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def test_a_model_that_is_no_module_and_an_optimizer_that_is_none_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module"):
+        UnitView(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"optimizer must be a torch\.optim\.Optimizer"):
+        UnitView(model, model)  # type: ignore[arg-type]
+
+
+def test_tensors_without_plain_content_are_refused_with_their_name() -> None:
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(ConfigError, match=r"'weight' is not initialised"):
+        UnitView(lazy, torch.optim.SGD([lazy.weight], lr=0.1))
+    sparse = nn.Linear(2, 2)
+    sparse.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigError, match=r"'edges' has the layout torch\.sparse_coo"):
+        UnitView(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
+    meta = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ConfigError, match="meta device"):
+        UnitView(meta, torch.optim.SGD(meta.parameters(), lr=0.1))
+
+
+def test_optimizer_state_that_cannot_be_stored_is_refused_with_its_path() -> None:
+    model, optimizer = made(0)
+    view = UnitView(model, optimizer)
+    view.check()
+    optimizer.state[model.temperature]["callback"] = print
+    with pytest.raises(ConfigError, match=r"optimizer\.state\['temperature'\]\['callback'\]"):
+        view.check()
+    del optimizer.state[model.temperature]["callback"]
+    optimizer.param_groups[0]["schedule"] = lambda step: step
+    with pytest.raises(ConfigError, match=r"optimizer\.param_groups\[0\]\['schedule'\]"):
+        view.check()
+
+
+# ------------------------------------------------------------------ another model
+
+
+def snapshot(model: nn.Module, optimizer: Optimizer) -> Any:
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def assert_untouched(before: Any, model: nn.Module, optimizer: Optimizer) -> None:
+    now = snapshot(model, optimizer)
+    assert all(torch.equal(value, now[0][name]) for name, value in before[0].items())
+    assert str(before[1]) == str(now[1])
+
+
+def linear(*sizes: int, make: Any = torch.optim.AdamW, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+    optimizer = make(model.parameters(), lr=0.1)
+    model(torch.ones(2, sizes[0])).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_another_model_is_named_missing_extra_and_of_another_shape_and_nothing_changes() -> None:
+    stored = store(UnitView(*linear(3, 4, 2)).state())
+    here = linear(3, 5, seed=1)
+    here[0].register_parameter("more", nn.Parameter(torch.ones(1)))
+    before = snapshot(*here)
+    with pytest.raises(MismatchError) as caught:
+        RestorePlan(UnitView(*here), stored[0], stored[2])
+    assert caught.value.missing == ("more",)
+    assert caught.value.extra == ("1.weight", "1.bias")
+    assert caught.value.different["0.weight"] == "saved float32 (4, 3), here float32 (5, 3)"
+    assert "nothing was changed" in str(caught.value)
+    assert_untouched(before, *here)
+
+
+def test_another_type_optimizer_or_grouping_is_refused_and_nothing_changes() -> None:
+    stored = store(UnitView(*linear(3, 2)).state())
+    sgd = linear(3, 2, make=torch.optim.SGD, seed=1)
+    half = linear(3, 2, seed=1)
+    half[0].to(torch.bfloat16)
+    groups = linear(3, 2, seed=1, make=lambda ps, lr: torch.optim.AdamW([{"params": [p]} for p in ps], lr))
+    order = linear(3, 2, seed=1, make=lambda ps, lr: torch.optim.AdamW(list(ps)[::-1], lr))
+    fewer = linear(3, 2, seed=1, make=lambda ps, lr: torch.optim.AdamW(list(ps)[:1], lr))
+    for here, name, text in (
+        (sgd, "optimizer", "saved AdamW, here SGD"),
+        (half, "0.bias", "saved float32 (2,), here bfloat16 (2,)"),
+        (groups, "optimizer.param_groups", "saved 1 groups, here 2"),
+        (order, "optimizer.param_groups[0]", "saved 0.weight at index 0, here 0.bias"),
+        (fewer, "optimizer.param_groups[0]", "saved 2 parameters, here 1"),
+    ):
+        before = snapshot(*here)
+        with pytest.raises(MismatchError) as caught:
+            RestorePlan(UnitView(*here), stored[0], stored[2])
+        assert caught.value.different[name] == text
+        assert_untouched(before, *here)
+
+
+def test_tied_there_and_not_here_is_refused_both_ways() -> None:
+    tied = made(0)
+    untied = made(1)
+    untied[0].head.weight = nn.Parameter(torch.randn(7, 5))
+    untied[1].param_groups[0]["params"] = list(untied[0].parameters())
+    for saved, here, text in (
+        (tied, untied, "saved tied to embedding.weight, here not tied"),
+        (untied, tied, "saved not tied, here tied to embedding.weight"),
+    ):
+        stored = store(UnitView(*saved).state())
+        with pytest.raises(MismatchError) as caught:
+            RestorePlan(UnitView(*here), stored[0], stored[2])
+        assert caught.value.different["head.weight"] == text
+
+
+def test_json_that_names_an_absent_tensor_or_is_newer_is_a_format_error() -> None:
+    here = linear(3, 2)
+    specs, _, meta = store(UnitView(*here).state())
+    with pytest.raises(FormatError, match="not in the file"):
+        RestorePlan(UnitView(*here), specs[:-1], meta)
+    with pytest.raises(FormatError, match="version 2"):
+        RestorePlan(UnitView(*here), specs, {**meta, "version": 2})
