@@ -1,0 +1,175 @@
+"""Folders, links, package lists and wheel agree: a forgotten sub-package would vanish from a wheel in silence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
+FIX = "add it to [tool.setuptools] packages and package-dir in pyproject.toml, and link it in src/lastwords"
+
+
+def _pyproject() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def _package_dirs() -> dict[str, str]:
+    return dict(_pyproject()["tool"]["setuptools"]["package-dir"])
+
+
+def _links(folder: Path) -> dict[str, str]:
+    return {f"lastwords.{path.name}": os.readlink(path) for path in sorted(folder.iterdir()) if path.is_symlink()}
+
+
+def _packages_below(folder: Path, name: str) -> dict[str, Path]:
+    """Every package (a folder with an `__init__.py`) in `folder`, itself included, by its dotted name."""
+    found: dict[str, Path] = {}
+    for init in sorted(folder.rglob("__init__.py")):
+        found[".".join([name, *init.parent.relative_to(folder).parts])] = init.parent
+    return found
+
+
+def test_every_listed_package_has_a_folder_and_every_folder_is_listed() -> None:
+    setuptools = _pyproject()["tool"]["setuptools"]
+    assert sorted(setuptools["packages"]) == sorted(setuptools["package-dir"]), (
+        "packages and package-dir in pyproject.toml name different packages"
+    )
+    on_disk: set[str] = set()
+    for name, folder in _package_dirs().items():
+        assert (ROOT / folder / "__init__.py").is_file(), f"{name}: {folder}/__init__.py is missing"
+        on_disk |= set(_packages_below(ROOT / folder, name))
+    forgotten = sorted(on_disk - set(setuptools["packages"]))
+    assert not forgotten, f"these packages would be missing from the wheel: {forgotten}; {FIX}"
+
+
+def test_every_folder_at_the_top_level_that_is_a_package_is_listed_and_linked() -> None:
+    not_shipped = {"bench", "demo", "tests", "tools"}
+    top_level = {path.parent.name for path in ROOT.glob("*/__init__.py")} - not_shipped
+    listed = {folder for folder in _package_dirs().values() if "/" not in folder}
+    linked = {target.removeprefix("../../") for target in _links(ROOT / "src" / "lastwords").values()}
+    assert top_level == listed == linked, f"folders {top_level}, package-dir {listed}, links {linked}; {FIX}"
+
+
+def test_links_in_the_source_tree_point_at_the_folders_that_pyproject_names() -> None:
+    links = _links(ROOT / "src" / "lastwords")
+    expected = {name: f"../../{folder}" for name, folder in _package_dirs().items() if "/" not in folder}
+    assert links == expected, FIX
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    init = (ROOT / "src/lastwords/__init__.py").read_text(encoding="utf-8")
+    version = init.split('__version__ = "', 1)[1].split('"', 1)[0]
+    assert f"## {version}" in changelog, f"CHANGELOG.md has no section for {version}"
+
+
+def _copy_sources(target: Path, *, links: bool) -> Path:
+    """A copy of what a wheel is built from. links=False: as git checks it out where symlinks are not supported."""
+    tree = target / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree / name)
+    shutil.copytree(ROOT / "src", tree / "src", symlinks=True, ignore=IGNORED)
+    for folder in _package_dirs().values():
+        if "/" not in folder:
+            shutil.copytree(ROOT / folder, tree / folder, ignore=IGNORED)
+    if not links:
+        for path in (tree / "src" / "lastwords").iterdir():
+            if path.is_symlink():
+                link = os.readlink(path)
+                path.unlink()
+                path.write_text(link, encoding="utf-8")
+    return tree
+
+
+def _build_wheel(tree: Path, out: Path) -> Path:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(tree)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def _source_files() -> set[str]:
+    """Name inside the wheel of every file that has to be in it."""
+    wanted: set[str] = set()
+    for name, folder in _package_dirs().items():
+        for path in (ROOT / folder).glob("*.py"):
+            wanted.add(f"{name.replace('.', '/')}/{path.name}")
+    return wanted | {"lastwords/py.typed"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("wheel")
+    return _build_wheel(_copy_sources(work, links=True), work / "dist")
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    wanted = _source_files()
+    assert names >= wanted, f"missing from the wheel: {sorted(wanted - names)}; {FIX}"
+    assert {name for name in names if name.endswith(".py")} == {name for name in wanted if name.endswith(".py")}
+    assert all(name.startswith("lastwords/") for name in names), "the wheel may not install bare top-level names"
+
+
+def test_a_clone_without_symlinks_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    other = _build_wheel(_copy_sources(tmp_path, links=False), tmp_path / "dist")
+    python = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    assert {name for name in zipfile.ZipFile(other).namelist() if name.endswith(".py")} == python
+
+
+def test_a_tree_without_package_dir_entries_is_noticed(wheel: Path, tmp_path: Path) -> None:
+    """Negative control: the comparison above can fail."""
+    tree = _copy_sources(tmp_path, links=False)
+    text = (tree / "pyproject.toml").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.strip() != '"lastwords.liveness" = "liveness"']
+    text = "\n".join(lines).replace('"lastwords.liveness", ', "")
+    (tree / "pyproject.toml").write_text(text, encoding="utf-8")
+    broken = zipfile.ZipFile(_build_wheel(tree, tmp_path / "dist")).namelist()
+    assert not [name for name in broken if name.startswith("lastwords/liveness/")]
+    assert not set(broken) >= _source_files()
+
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+import lastwords
+assert lastwords.__file__.startswith(sys.argv[1]), f"imported from {lastwords.__file__}, not from the installed wheel"
+names = ["lastwords"]
+for info in pkgutil.walk_packages(lastwords.__path__, "lastwords."):
+    names.append(info.name)
+    if not info.name.endswith("__main__"):
+        importlib.import_module(info.name)
+print("\\n".join(names))
+"""
+
+
+@pytest.mark.process
+def test_the_installed_wheel_imports_every_module_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    installed = subprocess.run(install, capture_output=True, text=True, check=False, timeout=240)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    imported = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING, str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert imported.returncode == 0, imported.stderr
+    missing = set(_package_dirs()) - set(imported.stdout.split())
+    assert not missing, f"not in the installed wheel: {sorted(missing)}; {FIX}"

@@ -1,0 +1,373 @@
+"""House rules as an ordinary test. Every message names the replacement, and every rule is shown to be able to fail."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED_FOLDERS = ("src/lastwords", "controller", "processor", "optim_wrapper", "checkpoint", "liveness", "cli")
+TEST_FOLDERS = ("tests",)
+LINES_MAX = 400
+
+LONGER_THAN_ALLOWED: dict[str, str] = {}
+"""Shipped module -> why it may be longer than LINES_MAX. Splitting it is the better answer."""
+
+CORES = (
+    "controller/core.py",
+    "controller/events.py",
+    "controller/membership.py",
+    "controller/detection.py",
+    "controller/selection.py",
+    "processor/core.py",
+    "processor/events.py",
+)
+CORE_IMPORTS = frozenset(
+    {"__future__", "collections", "collections.abc", "dataclasses", "enum", "typing", "math", "itertools"}
+    | {"lastwords.vocabulary", "lastwords.errors"}
+    | {f"lastwords.{path.removesuffix('.py').replace('/', '.')}" for path in CORES}
+)
+MAY_PRINT = ("cli/",)
+MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py", "controller/main.py")
+MAY_READ_A_CLOCK = ("src/lastwords/clock.py",)
+MAY_IMPORT_TORCH = ("optim_wrapper/",)
+BANNED_NAMES = {
+    "common": "what the code is about",
+    "data": "what the values are: digits, records, samples",
+    "helper": "what it does, as a noun of the glossary",
+    "helpers": "what they do, as a noun of the glossary",
+    "manager": "what it holds or decides: controller, registry, watch",
+    "misc": "one module for each reason to change",
+    "util": "what the code is about",
+    "utils": "what the code is about",
+}
+UNITLESS = re.compile(r"(?:^|_)(?:timeout|deadline|interval|delay|elapsed|duration)$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: its path relative to the project root, its text and its syntax tree."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def below(self, prefixes: tuple[str, ...]) -> bool:
+        return self.path.startswith(prefixes)
+
+
+Rule = Callable[[Source], Iterator[str]]
+
+
+def _imports(source: Source) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module that is imported, at whatever depth."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.lineno, node.module or ""
+
+
+def _type_checking_lines(source: Source) -> set[int]:
+    """Lines inside `if TYPE_CHECKING:` blocks, which do not run."""
+    lines: set[int] = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for inside in node.body:
+                lines.update(range(inside.lineno, (inside.end_lineno or inside.lineno) + 1))
+    return lines
+
+
+def _calls(source: Source) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func)
+
+
+def _comments(source: Source) -> dict[int, str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+
+
+def no_banned_name(source: Source) -> Iterator[str]:
+    for part in Path(source.path).with_suffix("").parts:
+        if part in BANNED_NAMES:
+            yield f"the name {part!r} says nothing; name it after {BANNED_NAMES[part]}"
+
+
+def no_long_module(source: Source) -> Iterator[str]:
+    lines = source.text.count("\n")
+    if lines > LINES_MAX and source.path not in LONGER_THAN_ALLOWED:
+        yield f"{lines} lines, {LINES_MAX} is the most: split it by reason to change"
+
+
+def no_print(source: Source) -> Iterator[str]:
+    if not source.below(MAY_PRINT):
+        for line, name in _calls(source):
+            if name == "print":
+                yield f"line {line}: print in a library; use logging.getLogger(__name__), or sys.stderr.write at exit"
+
+
+def no_pickle(source: Source) -> Iterator[str]:
+    for line, name in _imports(source):
+        if name.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}:
+            yield f"line {line}: {name} runs code from files; use safetensors for tensors and JSON for the rest"
+    for line, name in _calls(source):
+        if name in {"torch.load", "torch.save"}:
+            yield f"line {line}: {name} pickles; use lastwords.checkpoint"
+
+
+def no_relative_import(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"line {node.lineno}: relative import; write from lastwords.package.module import name"
+
+
+def no_broad_except(source: Source) -> Iterator[str]:
+    comments = _comments(source)
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = "" if node.type is None else ast.unparse(node.type)
+        if caught and not re.search(r"\b(Exception|BaseException)\b", caught):
+            continue
+        if isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None:
+            continue  # it looks at the exception and lets it go on
+        near = " ".join(comments.get(line, "") for line in range(node.lineno - 1, node.body[0].lineno + 1))
+        if "outermost" not in near and "handed to" not in near:
+            yield (
+                f"line {node.lineno}: except {caught or '(everything)'}; catch the error that you expect. A thread's "
+                "outermost frame may: say so in a comment ('outermost', or whom the error is 'handed to')"
+            )
+
+
+def no_name_without_its_unit(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        names: list[str] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            names = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+        elif isinstance(node, ast.AnnAssign):
+            names = [ast.unparse(node.target).rpartition(".")[2]]
+        for name in names:
+            if UNITLESS.search(name):
+                yield f"line {node.lineno}: {name} has no unit; name it {name}_s (or _ms), a clock {name}_mono_s"
+
+
+def no_clock_outside_clock(source: Source) -> Iterator[str]:
+    if source.below(MAY_READ_A_CLOCK):
+        return
+    for line, name in _calls(source):
+        if re.fullmatch(r"time\.(time|monotonic|perf_counter)(_ns)?|datetime\.now", name):
+            yield f"line {line}: {name}(); take now_s as an argument; a shell calls lastwords.clock.mono_s or wall_ns"
+
+
+def no_torch_outside_the_trainer_side(source: Source) -> Iterator[str]:
+    if source.below(MAY_IMPORT_TORCH):
+        return
+    unused = _type_checking_lines(source)
+    for line, name in _imports(source):
+        if name.split(".")[0] == "torch" and line not in unused:
+            yield f"line {line}: torch is imported by optim_wrapper only; hand tensors down as memoryviews"
+
+
+def no_logging_set_up_by_the_library(source: Source) -> Iterator[str]:
+    if source.below(MAY_SET_UP_LOGGING):
+        return
+    for line, name in _calls(source):
+        if name == "logging.basicConfig" or name.endswith(".addHandler"):
+            yield f"line {line}: {name}; a library installs no handlers, its caller does"
+
+
+def no_formatted_log_message(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.JoinedStr):
+            continue
+        if re.fullmatch(r"_?(log|logger|LOG|LOGGER)\.(debug|info|warning|error|exception)", ast.unparse(node.func)):
+            yield f"line {node.lineno}: f-string in a log call; pass the values: log.info('step %s', step)"
+
+
+def a_docstring_says_what_the_module_is(source: Source) -> Iterator[str]:
+    if source.text.strip() and not ast.get_docstring(source.tree):
+        yield "no module docstring: say in one line what this module is for"
+
+
+def cores_import_nothing_that_acts(source: Source) -> Iterator[str]:
+    if source.path not in CORES:
+        return
+    unused = _type_checking_lines(source)
+    for line, name in _imports(source):
+        if name not in CORE_IMPORTS and line not in unused:
+            yield f"line {line}: a core imports {name}; pass in what it needs (now_s, a seeded random.Random, an event)"
+
+
+def no_clock_is_waited_for_in_a_test(source: Source) -> Iterator[str]:
+    if source.path.startswith("tests/integration/") or source.path.startswith("tests/bench/"):
+        return
+    for line, name in _calls(source):
+        if name in {"time.sleep", "sleep"}:
+            yield f"line {line}: {name} in a test; pass now_s, wait on an event, or move it to tests/integration"
+
+
+SHIPPED_RULES: tuple[Rule, ...] = (
+    no_banned_name,
+    no_long_module,
+    no_print,
+    no_pickle,
+    no_relative_import,
+    no_broad_except,
+    no_name_without_its_unit,
+    no_clock_outside_clock,
+    no_torch_outside_the_trainer_side,
+    no_logging_set_up_by_the_library,
+    no_formatted_log_message,
+    a_docstring_says_what_the_module_is,
+    cores_import_nothing_that_acts,
+)
+TEST_RULES: tuple[Rule, ...] = (no_clock_is_waited_for_in_a_test, no_relative_import)
+
+
+def _sources(folders: tuple[str, ...]) -> list[Source]:
+    found: list[Source] = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            through_a_link = any(
+                (ROOT / folder / part).is_symlink() for part in path.relative_to(ROOT / folder).parts[:1]
+            )
+            if not through_a_link and "/_pb/" not in name:
+                found.append(Source(name, path.read_text(encoding="utf-8")))
+    return found
+
+
+def _complaints(rules: tuple[Rule, ...], folders: tuple[str, ...], rule_name: str) -> list[str]:
+    (rule,) = [rule for rule in rules if rule.__name__ == rule_name]
+    return [f"{source.path}: {text}" for source in _sources(folders) for text in rule(source)]
+
+
+@pytest.mark.parametrize("rule_name", [rule.__name__ for rule in SHIPPED_RULES])
+def test_shipped_modules_keep_the_rule(rule_name: str) -> None:
+    complaints = _complaints(SHIPPED_RULES, SHIPPED_FOLDERS, rule_name)
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("rule_name", [rule.__name__ for rule in TEST_RULES])
+def test_test_modules_keep_the_rule(rule_name: str) -> None:
+    complaints = _complaints(TEST_RULES, TEST_FOLDERS, rule_name)
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_test_folders_are_not_packages() -> None:
+    packages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("__init__.py")]
+    assert not packages, f"remove {packages}: tests are imported by path (--import-mode=importlib)"
+
+
+def test_no_module_is_on_the_list_of_long_ones_for_nothing() -> None:
+    long_ones = {source.path for source in _sources(SHIPPED_FOLDERS) if source.text.count("\n") > LINES_MAX}
+    assert set(LONGER_THAN_ALLOWED) <= long_ones, "these are short enough: take them off LONGER_THAN_ALLOWED"
+
+
+BAD = [
+    (no_banned_name, "checkpoint/utils.py", ""),
+    (no_long_module, "checkpoint/layout.py", "x = 1\n" * (LINES_MAX + 1)),
+    (no_print, "checkpoint/layout.py", "print('saved')"),
+    (no_pickle, "checkpoint/layout.py", "def load():\n    import pickle"),
+    (no_pickle, "optim_wrapper/state.py", "torch.save(state, path)"),
+    (no_relative_import, "checkpoint/layout.py", "from .format import TensorSpec"),
+    (no_broad_except, "processor/agent.py", "try:\n    run()\nexcept Exception:\n    pass"),
+    (
+        no_broad_except,
+        "processor/agent.py",
+        "try:\n    run()\nexcept (ValueError, BaseException) as error:\n    log(error)",
+    ),
+    (no_broad_except, "processor/agent.py", "try:\n    run()\nexcept:\n    pass"),
+    (no_name_without_its_unit, "processor/agent.py", "def wait(settle_timeout: float) -> None: ..."),
+    (no_name_without_its_unit, "processor/agent.py", "class A:\n    deadline: float = 1.0"),
+    (no_clock_outside_clock, "processor/agent.py", "import time\nnow = time.monotonic()"),
+    (no_torch_outside_the_trainer_side, "processor/saver.py", "from torch import Tensor"),
+    (no_logging_set_up_by_the_library, "processor/saver.py", "logging.basicConfig()"),
+    (no_formatted_log_message, "processor/saver.py", "log.info(f'step {step}')"),
+    (a_docstring_says_what_the_module_is, "processor/saver.py", "x = 1"),
+    (cores_import_nothing_that_acts, "controller/core.py", "import time"),
+    (cores_import_nothing_that_acts, "processor/core.py", "from lastwords.clock import mono_s"),
+    (no_clock_is_waited_for_in_a_test, "tests/controller/test_core.py", "import time\ntime.sleep(1)"),
+]
+
+GOOD = [
+    (no_broad_except, "processor/agent.py", "try:\n    run()\nexcept Exception:  # outermost loop\n    report()"),
+    (no_broad_except, "processor/agent.py", "try:\n    run()\nexcept BaseException:\n    undo()\n    raise"),
+    (no_name_without_its_unit, "processor/agent.py", "def wait(settle_timeout_s: float) -> None: ..."),
+    (no_print, "cli/main.py", "print('step 3')"),
+    (no_torch_outside_the_trainer_side, "checkpoint/a.py", "if TYPE_CHECKING:\n    import torch"),
+    (cores_import_nothing_that_acts, "controller/core.py", "from lastwords.vocabulary import Stand"),
+    (no_clock_is_waited_for_in_a_test, "tests/integration/test_kill.py", "import time\ntime.sleep(1)"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BAD)
+def test_the_rule_can_fail(rule: Rule, path: str, text: str) -> None:
+    assert list(rule(Source(path, text)))
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), GOOD)
+def test_the_rule_leaves_good_code_alone(rule: Rule, path: str, text: str) -> None:
+    assert not list(rule(Source(path, text)))
+
+
+def test_every_rule_has_an_example_that_breaks_it() -> None:
+    shown = {rule for rule, _, _ in BAD}
+    assert shown == set(SHIPPED_RULES) | set(TEST_RULES)
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+HEAVY = "[name for name in ('torch', 'grpc', 'numpy', 'google.protobuf') if name in sys.modules]"
+
+
+def test_importing_the_package_loads_neither_torch_nor_grpc() -> None:
+    assert _python(f"import sys, lastwords; lastwords.ConfigError; print({HEAVY})") == "[]"
+
+
+def test_torch_is_loaded_once_the_wrapper_is_asked_for() -> None:
+    """Negative control for the test above."""
+    assert "'torch'" in _python(f"import sys, lastwords; lastwords.OptTFTWrapper; print({HEAVY})")
+
+
+def test_a_controller_starts_without_torch() -> None:
+    code = (
+        "import sys, importlib; importlib.import_module('lastwords.controller.__main__'); print('torch' in sys.modules)"
+    )
+    assert _python(code) == "False"
+
+
+def test_every_public_name_can_be_imported_and_is_typed() -> None:
+    import lastwords
+
+    for name in lastwords.__all__:
+        assert getattr(lastwords, name) is not None
+    assert dir(lastwords) == sorted(lastwords.__all__)
+    assert (ROOT / "src/lastwords/py.typed").is_file()
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import lastwords
+
+    with pytest.raises(AttributeError, match="no attribute 'TFTRegistry'"):
+        _ = lastwords.TFTRegistry
