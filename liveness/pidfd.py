@@ -102,7 +102,7 @@ class PidWatcher:
                         continue  # removed meanwhile
                     self.remove(token)
                     entry[1]()
-        except Exception:
+        except Exception:  # the outermost frame of this thread
             _log.exception("watching processes failed")
         finally:
             self._close()

@@ -246,7 +246,7 @@ class Watch:
             kind = self._await_end()
             if kind is not None:
                 self._on_end(kind)
-        except Exception:
+        except Exception:  # the outermost frame of this thread
             _log.exception("watching %s failed", self._path)
         finally:
             with self._lock:

@@ -265,7 +265,7 @@ class SignalGuard:
                     self._reported.add(number)
                     try:
                         self._on_signal(number)
-                    except Exception:
+                    except Exception:  # the outermost frame of this thread
                         _log.exception("reporting signal %d failed", number)
 
 
