@@ -1,0 +1,147 @@
+"""Starts a controller's process from a trainer and waits until it serves.
+
+The process gets a session of its own (a launcher kills the whole session of a worker), no terminal, no file of the
+trainer's, and a log file for its output. Nothing here imports torch or gRPC.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import site
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lastwords
+from lastwords import clock
+from lastwords.controller import handover
+from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
+from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
+
+_log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 60.0
+"""A controller serves after 0.3 s; on a host that imports from a cold network file system it takes far longer."""
+
+LOG_LINES_SHOWN = 15
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Kept, since a Popen that is collected while its process runs complains."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerHandle:
+    """A controller that was started by this process and serves."""
+
+    pid: int
+    log_path: Path
+    _process: subprocess.Popen[bytes] = field(repr=False)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit status of the controller once it has ended; None if it has not after `timeout_s`."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float = READY_TIMEOUT_S) -> ControllerHandle:
+    """Start the controller of a job; returns once it listens, and every rank may connect.
+
+    Waits for a controller of the incident before on the same address (see `handover`). Raises ConfigError (address
+    impossible or in use, bad argument), StorageError (no log file), UnavailableError (it does not come up: the
+    message ends with the last lines of its log).
+    """
+    spec.check()
+    if not sys.executable:
+        raise ConfigError("sys.executable is not set, so the controller's process cannot be started")
+    handover.await_address(spec.ip, spec.port)
+    log_path = spec.log_path
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StorageError(f"cannot open the controller's log {log_path}: {error}", errno=error.errno or 0) from error
+    ready, told = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "lastwords.controller", f"--ready-fd={told}", *spec.to_argv()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(told,),
+            start_new_session=True,
+            env=_environment(token),
+        )
+    except OSError as error:
+        os.close(ready)
+        raise UnavailableError(f"cannot start the controller's process: {error}") from error
+    finally:
+        os.close(told)
+        os.close(log)
+    try:
+        answer = _await_answer(ready, ready_timeout_s)
+    finally:
+        os.close(ready)
+    if answer.get("ready") is True:
+        _started[:] = [other for other in _started if other.poll() is None] + [process]
+        _log.info("controller of job %s is process %d, its log is %s", spec.job, process.pid, log_path)
+        return ControllerHandle(process.pid, log_path, process)
+    process.kill()
+    process.wait()
+    raise _failure(answer, log_path, ready_timeout_s)
+
+
+def _environment(token: str) -> dict[str, str]:
+    environment = {**os.environ, TOKEN_VARIABLE: token}
+    # A script may have found lastwords through a path that its own process knows only.
+    home = str(Path(lastwords.__file__).resolve().parent.parent)
+    if home not in (*site.getsitepackages(), site.getusersitepackages()):
+        known = environment.get("PYTHONPATH", "").split(os.pathsep)
+        if home not in known:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (*known, home)))
+    return environment
+
+
+def _await_answer(fd: int, timeout_s: float) -> dict[str, object]:
+    """First line that comes through the pipe, as JSON; {} if it is closed before or does not come in time."""
+    deadline_mono_s = clock.mono_s() + timeout_s
+    received = b""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while b"\n" not in received:
+        left_s = deadline_mono_s - clock.mono_s()
+        if left_s <= 0 or not poll.poll(left_s * 1000):
+            return {"silent": True}
+        piece = os.read(fd, 65536)
+        if not piece:
+            return {}
+        received += piece
+    try:
+        answer = json.loads(received.partition(b"\n")[0])
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _failure(answer: dict[str, object], log_path: Path, timeout_s: float) -> LastWordsError:
+    message = answer.get("message")
+    if answer.get("error") == "config":
+        return ConfigError(str(message))
+    if message is None:
+        message = f"it did not serve within {timeout_s:g} s" if answer.get("silent") else "it ended at once"
+    return UnavailableError(f"the controller did not start: {message}; the end of {log_path}:\n{_tail(log_path)}")
+
+
+def _tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(cannot be read: {error})"
+    return "\n".join(f"    {line}" for line in lines[-LOG_LINES_SHOWN:])

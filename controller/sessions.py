@@ -1,0 +1,190 @@
+"""The gRPC side of the controller: who is connected, what they say, what is said to them.
+
+Everything runs in one asyncio loop. A session carries the ranks that said Hello in it; which session a rank's orders
+go to is decided by the owner (`controller.server`), since only the core knows whether a Hello is accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from lastwords import codec
+from lastwords._pb import lastwords_pb2 as pb
+from lastwords.errors import ProtocolError
+from lastwords.transport import grpc
+from lastwords.vocabulary import Order, Report
+
+_log = logging.getLogger(__name__)
+
+OUTBOX_ORDERS_MAX = 4096
+"""A session that leaves so many orders unread is ended: 8 ranks owe a handful each in an incident."""
+
+MALFORMED_MAX = 16
+"""One bad message is dropped, since ending the session would start an incident; a stream of them is not a peer."""
+
+REFUSALS_LOGGED = 20
+"""Somebody who tries tokens must not fill the disk: after so many, every hundredth is logged."""
+
+_encoded = functools.lru_cache(maxsize=256)(codec.order_to_pb)
+
+
+class SessionOwner(Protocol):
+    """Who is told about sessions; called in the loop's thread."""
+
+    def on_reports(self, session: PeerSession, reports: Sequence[Report]) -> None:
+        """Reports came in over a session."""
+        ...
+
+    def on_closed(self, session: PeerSession) -> None:
+        """A session is over, for whatever reason; nothing can be sent over it any more."""
+        ...
+
+    def state(self) -> bytes:
+        """Answer to a State call."""
+        ...
+
+
+class PeerSession:
+    """One open session. Loop's thread only."""
+
+    def __init__(self, context: Any) -> None:
+        self.peer: str = context.peer()
+        self.ranks: set[int] = set()
+        self.open = True
+        self._cancelled = False
+        self._context = context
+        self._orders: list[tuple[list[int], Order]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    def push(self, rank: int, order: Order) -> None:
+        """Send an order as soon as the transport takes it; ranks that get the same order share one copy."""
+        if not self.open:
+            return
+        if self._orders and self._orders[-1][1] == order:
+            self._orders[-1][0].append(rank)
+        else:
+            self._orders.append(([rank], order))
+        if len(self._orders) > OUTBOX_ORDERS_MAX:
+            _log.error("%s (ranks %s) does not read its orders; its session is ended", self, sorted(self.ranks))
+            self.cancel()
+        elif self._writer is None:
+            self._writer = asyncio.get_running_loop().create_task(self._write())
+
+    def cancel(self) -> None:
+        """End the session without waiting for anything."""
+        self.open = False
+        self._cancelled = True
+        self._orders.clear()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def run(self, read: Coroutine[Any, Any, None]) -> bool:
+        """Run the reader; False if `cancel` ended it."""
+        self._reader = asyncio.get_running_loop().create_task(read)
+        try:
+            await self._reader
+        except asyncio.CancelledError:
+            if not self._cancelled:
+                raise  # the stream broke, or the server stops
+            return False
+        return True
+
+    async def drained(self) -> None:
+        """Wait until everything has been handed to the transport."""
+        while self._writer is not None:
+            await self._writer
+
+    async def _write(self) -> None:
+        # A task of its own only while there is something to write: thousands of idle sessions cost nothing.
+        try:
+            while self._orders:
+                orders, self._orders = self._orders, []
+                message = pb.ToRank(orders=[codec.addressed_to_pb(ranks, _encoded(order)) for ranks, order in orders])
+                await self._context.write(message.SerializeToString())
+        except Exception as error:  # outermost loop of a task: the stream is over, its reader says so to the owner
+            self.open = False
+            _log.info("cannot send to %s: %s", self, error)
+        finally:
+            self._writer = None
+
+    def __str__(self) -> str:
+        return self.peer
+
+
+class SessionService:
+    """Serves `lastwords.v1.Controller` for one job; every call must carry the job's token."""
+
+    def __init__(self, token: str, owner: SessionOwner) -> None:
+        self._token = token.encode()
+        self._owner = owner
+        self._refusals = 0
+
+    def register(self, server: Any) -> None:
+        """Add this service to a grpc.aio server. Bytes go in and out, so that a malformed message reaches us."""
+        prefix, _, session = codec.SESSION_METHOD.rpartition("/")
+        state = codec.STATE_METHOD.rpartition("/")[2]
+        handlers = {
+            session: grpc.stream_stream_rpc_method_handler(self._session),
+            state: grpc.unary_unary_rpc_method_handler(self._state),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(prefix[1:], handlers),))
+
+    async def _admit(self, context: Any) -> None:
+        """Abort the call unless it carries the token and speaks our protocol."""
+        metadata = dict(context.invocation_metadata() or ())
+        token = metadata.get(codec.TOKEN_KEY, "")
+        if isinstance(token, str):
+            token = token.encode()
+        if not hmac.compare_digest(token, self._token):
+            self._refusals += 1
+            if self._refusals <= REFUSALS_LOGGED or self._refusals % 100 == 0:
+                _log.warning("refused %s: wrong token (refusal number %d)", context.peer(), self._refusals)
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "wrong token: this controller serves another job; give all ranks of a job the same LASTWORDS_TOKEN "
+                "(or none at all), and each job a ctrl_port of its own",
+            )
+        protocol = metadata.get(codec.PROTOCOL_KEY, "")
+        if protocol != str(codec.PROTOCOL_VERSION):
+            _log.warning("refused %s: it speaks protocol %r", context.peer(), protocol)
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the controller speaks protocol {codec.PROTOCOL_VERSION}, this process {protocol!r:.20}; "
+                "install the same version of lastwords on all hosts",
+            )
+
+    async def _state(self, _request: bytes, context: Any) -> bytes:
+        await self._admit(context)
+        return self._owner.state()
+
+    async def _session(self, _requests: Any, context: Any) -> None:
+        await self._admit(context)
+        await context.send_initial_metadata(())
+        session = PeerSession(context)
+        try:
+            if not await session.run(self._read(session, context)):
+                await context.abort(grpc.StatusCode.ABORTED, "the controller has ended this session; connect again")
+            await session.drained()
+        finally:
+            session.open = False
+            self._owner.on_closed(session)
+
+    async def _read(self, session: PeerSession, context: Any) -> None:
+        malformed = 0
+        while (raw := await context.read()) is not grpc.aio.EOF:
+            try:
+                reports = codec.reports_from_bytes(raw)
+            except ProtocolError as error:
+                malformed += 1
+                _log.error("dropped a message of %s (ranks %s): %s", session, sorted(session.ranks), error)
+                if malformed >= MALFORMED_MAX:
+                    _log.error("%s has sent %d malformed messages; its session is ended", session, malformed)
+                    session.cancel()
+                continue
+            self._owner.on_reports(session, reports)

@@ -1,0 +1,181 @@
+"""When what happened in an incident: for the log's sentence, the demo's picture and the benchmarks.
+
+Instants are the controller's monotonic seconds, with the wall clock of the incident's start beside them.
+One line of JSON for each incident goes to {ckpt root}/logs/incidents.jsonl:
+
+    {"job", "generation", "incident", "outcome", "step", "path", "reason", "cause_ranks", "bytes",
+     "known_mono_s", "known_wall_ns", "events": [{"what", "mono_s", "rank"?, "attempt"?, ...}, ...]}
+
+"outcome" is a name of ExitKind or "FALSE_ALARM". Events: known, frozen_sent, suspected, died, raised, signalled,
+settled, proceed_sent, decided, saved, save_failed, verified, verify_failed, published, publish_failed, exit_sent,
+resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from lastwords.vocabulary import (
+    Exit,
+    Freeze,
+    Order,
+    Proceed,
+    Raised,
+    Report,
+    Resume,
+    Save,
+    Saved,
+    SaveFailed,
+    Settled,
+    Signalled,
+)
+
+EVENTS_MAX = 20_000
+"""One incident of 16 384 ranks needs about one event a rank; more than this is not recorded."""
+
+HINTS_MAX = 256
+"""Deaths that were seen before the incident's first order, kept so that it begins when it was known."""
+
+
+@dataclass
+class _Incident:
+    number: int
+    reason: str
+    known_mono_s: float
+    known_wall_ns: int
+    events: list[dict[str, Any]] = field(default_factory=list)
+    seen: set[tuple[str, int]] = field(default_factory=set)
+    saved_bytes: dict[int, int] = field(default_factory=dict)
+
+
+class Timeline:
+    """Collects the events of the incident under way. Not thread-safe: the loop's thread only."""
+
+    def __init__(self, job: str, generation: int) -> None:
+        self._job = job
+        self._generation = generation
+        self._open: _Incident | None = None
+        self._hints: list[dict[str, Any]] = []
+        self._newest_ended = 0
+
+    def note(self, what: str, now_s: float, **facts: Any) -> None:
+        """Something happened; before an incident it is kept as what may have started one."""
+        event = {"what": what, "mono_s": round(now_s, 6), **facts}
+        if self._open is None:
+            self._hints = [*self._hints[-HINTS_MAX:], event]
+        elif len(self._open.events) < EVENTS_MAX:
+            self._open.events.append(event)
+
+    def note_report(self, report: Report, now_s: float) -> None:
+        """A report that belongs to an incident; others are not recorded."""
+        match report:
+            case Settled(rank=rank, incident=incident, stand=stand) if self._is_open(incident):
+                if self._first("settled", rank):
+                    self.note("settled", now_s, rank=rank, stand=str(stand))
+            case Saved(rank=rank, incident=incident, attempt=attempt, bytes_written=count) if self._is_open(incident):
+                assert self._open is not None
+                self._open.saved_bytes[rank] = count
+                self.note("saved", now_s, rank=rank, attempt=attempt, bytes=count)
+            case SaveFailed(rank=rank, incident=incident, attempt=attempt) if self._is_open(incident):
+                self.note("save_failed", now_s, rank=rank, attempt=attempt, reason=report.reason[:200])
+            case Raised(rank=rank, secondary=secondary):
+                self.note("raised", now_s, rank=rank, secondary=secondary)
+            case Signalled(rank=rank, signal_number=number):
+                self.note("signalled", now_s, rank=rank, signal=number)
+            case _:
+                pass
+
+    def note_order(self, rank: int, order: Order, now_s: float, wall_ns: int) -> str | None:
+        """An order went out to `rank`; returns the incident's line of JSON when this one ends it."""
+        match order:
+            case Freeze(incident=incident, reason=reason):
+                self._begin(incident, reason, now_s, wall_ns)
+                if self._is_open(incident) and self._first("frozen_sent", -1):
+                    self.note("frozen_sent", now_s)
+            case Proceed(incident=incident) if self._is_open(incident):
+                self.note("proceed_sent", now_s, rank=rank, step=order.step)
+            case Save(incident=incident, attempt=attempt) if self._is_open(incident):
+                if self._first("decided", attempt):
+                    facts = {"step": order.step, "writers": list(order.writers), "reason": order.reason[:500]}
+                    self.note("decided", now_s, attempt=attempt, **facts)
+            case Resume(incident=incident) if self._is_open(incident):
+                self.note("resumed", now_s)
+                return self._end("FALSE_ALARM", 0, "", self._reason(), ())
+            case Exit(incident=incident) if self._is_open(incident):
+                self.note("exit_sent", now_s)
+                return self._end(order.kind.name, order.step, order.path, order.reason, order.cause_ranks)
+            case _:
+                pass
+        return None
+
+    def close(self, outcome: str, reason: str) -> str | None:
+        """The controller ends; returns the line of an incident in which nobody was left to be told."""
+        return None if self._open is None else self._end(outcome, 0, "", reason, ())
+
+    def _begin(self, number: int, reason: str, now_s: float, wall_ns: int) -> None:
+        if number <= self._newest_ended or self._is_open(number):
+            return  # repeated for a rank that came back late
+        # Hints of the last second belong to this incident: a death is known a moment before the first order.
+        hints = [hint for hint in self._hints if hint["mono_s"] >= now_s - 1.0]
+        known_s = min([hint["mono_s"] for hint in hints], default=now_s)
+        self._hints = []
+        self._open = _Incident(number, reason, known_s, wall_ns - int((now_s - known_s) * 1e9))
+        self._open.events.append({"what": "known", "mono_s": round(known_s, 6)})
+        self._open.events.extend(hints)
+
+    def _end(self, outcome: str, step: int, path: str, reason: str, cause_ranks: tuple[int, ...]) -> str:
+        incident = self._open
+        assert incident is not None
+        self._open = None
+        self._newest_ended = incident.number
+        return json.dumps(
+            {
+                "job": self._job,
+                "generation": self._generation,
+                "incident": incident.number,
+                "outcome": outcome,
+                "step": step,
+                "path": path,
+                "reason": reason,
+                "cause_ranks": list(cause_ranks),
+                "bytes": sum(incident.saved_bytes.values()),
+                "known_mono_s": round(incident.known_mono_s, 6),
+                "known_wall_ns": incident.known_wall_ns,
+                "events": incident.events,
+            }
+        )
+
+    def _is_open(self, incident: int) -> bool:
+        return self._open is not None and self._open.number == incident
+
+    def _reason(self) -> str:
+        return self._open.reason if self._open is not None else ""
+
+    def _first(self, what: str, who: int) -> bool:
+        assert self._open is not None
+        if (what, who) in self._open.seen:
+            return False
+        self._open.seen.add((what, who))
+        return True
+
+
+def sentence(line: str) -> str:
+    """One line for people out of an incident's line of JSON, with durations since it was known.
+
+    >>> events = [{"what": "known", "mono_s": 5.0}, {"what": "settled", "mono_s": 5.004, "rank": 0}]
+    >>> sentence(json.dumps({"incident": 1, "outcome": "SAVED", "step": 7, "path": "/c", "reason": "rank 1 died",
+    ...     "bytes": 2_000_000, "known_mono_s": 5.0, "events": events}))
+    'incident 1 (rank 1 died): SAVED, step 7, 2.0 MB, /c; since known: settled 4.0 ms'
+    """
+    record = json.loads(line)
+    since: dict[str, float] = {}
+    for event in record["events"]:
+        since[event["what"]] = (event["mono_s"] - record["known_mono_s"]) * 1000  # the last of a kind counts
+    order = ("frozen_sent", "settled", "decided", "saved", "verified", "published", "resumed")
+    times = ", ".join(f"{what} {since[what]:.1f} ms" for what in order if what in since)
+    facts = [record["outcome"]]
+    if record["outcome"] == "SAVED":
+        facts += [f"step {record['step']}", f"{record['bytes'] / 1e6:.1f} MB", record["path"]]
+    return f"incident {record['incident']} ({record['reason']}): {', '.join(facts)}; since known: {times}"

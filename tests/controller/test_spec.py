@@ -1,0 +1,66 @@
+"""What a controller is started with goes through its command line unchanged, and nothing impossible gets through."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords.controller.spec import ControllerSpec
+from lastwords.errors import ConfigError
+
+SPEC = ControllerSpec("127.0.0.1", 30051, "digits", 3, 4, Path("/ckpt"))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        dataclasses.replace(SPEC, ip="fe80::1%eth0", fallback_root=Path("/other"), settle_timeout_s=0.25),
+        dataclasses.replace(SPEC, ip="node-3", root=Path("/with space/=and equals"), starter_pid=77),
+    ],
+    ids=["plain", "every kind of value", "odd path"],
+)
+def test_a_spec_survives_the_command_line(spec: ControllerSpec) -> None:
+    assert ControllerSpec.from_argv(spec.to_argv()) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"ip": "0.0.0.0"}, "ctrl_ip"),
+        ({"ip": "::"}, "ctrl_ip"),
+        ({"ip": ""}, "ctrl_ip"),
+        ({"port": 0}, "ctrl_port"),
+        ({"port": 65536}, "ctrl_port"),
+        ({"job": "../escape"}, "job name"),
+        ({"world_size": 0}, "world size"),
+        ({"generation": -1}, "generation"),
+        ({"root": Path("relative")}, "absolute"),
+        ({"fallback_root": Path("relative")}, "absolute"),
+        ({"settle_timeout_s": 0.0}, "settle_timeout_s"),
+        ({"keepalive_time_s": float("nan")}, "keepalive_time_s"),
+        ({"exit_timeout_s": float("inf")}, "exit_timeout_s"),
+    ],
+)
+def test_a_spec_is_refused_with_the_name_of_what_is_wrong(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        dataclasses.replace(SPEC, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--unknown=1"], "--unknown"),
+        (["positional"], "positional"),
+        (["--port"], "--port"),
+        ([argument for argument in SPEC.to_argv() if not argument.startswith("--job=")], "job"),
+        ([*SPEC.to_argv(), "--port=many"], "--port"),
+        ([*SPEC.to_argv(), "--settle-timeout-s=soon"], "--settle-timeout-s"),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(argv: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ControllerSpec.from_argv(argv)

@@ -1,0 +1,94 @@
+"""An incident's record: begins when it was known, ends with the last word, one line for each incident."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lastwords.controller.timeline import EVENTS_MAX, Timeline, sentence
+from lastwords.vocabulary import Exit, ExitKind, Freeze, Phase, Raised, Resume, Save, Saved, Settled, Stand, Status
+
+AT_7 = Stand(Phase.COMPUTING, 7)
+FREEZE = Freeze(2, 1, 30.0, "rank 1 died")
+SAVE = Save(2, 1, 1, 7, ("replicated",), (0, 1), 0, (0,), "lowest healthy rank")
+EXIT = Exit(2, 1, ExitKind.SAVED, 7, "/ckpt/step_7", "rank 1 died", (1,))
+WALL_NS = 1_700_000_000_000_000_000
+
+
+def incident(timeline: Timeline) -> dict[str, Any]:
+    timeline.note("died", 9.999, rank=1, source="ROBUST_MUTEX")
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    timeline.note_order(2, FREEZE, 10.0, WALL_NS)
+    timeline.note_report(Settled(0, 2, 1, 1, AT_7), 10.002)
+    timeline.note_report(Settled(0, 2, 1, 2, AT_7), 10.003)
+    timeline.note_order(0, SAVE, 10.004, WALL_NS)
+    timeline.note_report(Saved(0, 2, 1, 1, 7, 5_000_000), 10.5)
+    timeline.note("verified", 10.51, attempt=1)
+    timeline.note("published", 10.52, attempt=1, path="/ckpt/step_7")
+    line = timeline.note_order(0, EXIT, 10.53, WALL_NS)
+    assert line is not None
+    record: dict[str, Any] = json.loads(line)
+    return record
+
+
+def test_an_incident_begins_when_it_was_known_and_holds_every_event_once() -> None:
+    record = incident(Timeline("digits", 2))
+    assert record["known_mono_s"] == 9.999
+    assert abs(record["known_wall_ns"] - (WALL_NS - 1_000_000)) < 1000
+    assert [event["what"] for event in record["events"]] == [
+        "known", "died", "frozen_sent", "settled", "decided", "saved", "verified", "published", "exit_sent",
+    ]  # fmt: skip
+    assert (record["outcome"], record["step"], record["bytes"], record["cause_ranks"]) == ("SAVED", 7, 5_000_000, [1])
+
+
+def test_the_sentence_counts_from_the_moment_it_was_known() -> None:
+    text = sentence(json.dumps(incident(Timeline("digits", 2))))
+    assert text.startswith("incident 1 (rank 1 died): SAVED, step 7, 5.0 MB, /ckpt/step_7; since known: ")
+    assert "settled 3.0 ms, decided 5.0 ms, saved 501.0 ms" in text
+
+
+def test_orders_that_are_repeated_after_the_end_open_nothing() -> None:
+    timeline = Timeline("digits", 2)
+    incident(timeline)
+    assert timeline.note_order(2, EXIT, 11.0, WALL_NS) is None
+    timeline.note_order(2, FREEZE, 11.0, WALL_NS)
+    assert timeline.close("NOT_SAVED", "end") is None
+
+
+def test_a_false_alarm_is_recorded_as_one() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    line = timeline.note_order(0, Resume(2, 1), 10.4, WALL_NS)
+    assert line is not None
+    assert json.loads(line)["outcome"] == "FALSE_ALARM"
+    assert "resumed 400.0 ms" in sentence(line)
+
+
+def test_what_happened_long_before_does_not_belong_to_an_incident() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note("suspected", 1.0, ranks=[3])
+    timeline.note_report(Raised(0, 2, "boom", False, AT_7), 9.5)
+    timeline.note_report(Status(0, 2, AT_7), 9.6)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    line = timeline.close("NOT_SAVED", "nobody is left")
+    assert line is not None
+    assert [event["what"] for event in json.loads(line)["events"]] == ["known", "raised", "frozen_sent"]
+
+
+def test_reports_of_another_incident_are_not_mixed_in() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    timeline.note_report(Saved(0, 2, 9, 1, 7, 5), 10.1)
+    line = timeline.close("NOT_SAVED", "x")
+    assert line is not None
+    assert json.loads(line)["bytes"] == 0
+
+
+def test_an_endless_incident_does_not_fill_the_memory() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    for count in range(EVENTS_MAX + 100):
+        timeline.note("died", 10.0 + count, rank=1)
+    line = timeline.close("NOT_SAVED", "x")
+    assert line is not None
+    assert len(json.loads(line)["events"]) <= EVENTS_MAX
