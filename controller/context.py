@@ -1,0 +1,78 @@
+"""What the parts of the controller's core share: members, options, timers, the time, and the effects so far."""
+
+from __future__ import annotations
+
+from lastwords.controller.events import ControllerOptions, Effect, Log, Send, State
+from lastwords.controller.membership import Life, Membership
+from lastwords.vocabulary import Order
+
+
+class Timers:
+    """A few named points in time; the only place where the core waits for time to pass."""
+
+    def __init__(self) -> None:
+        self._at_s: dict[str, float] = {}
+
+    def set(self, name: str, at_s: float) -> None:
+        """Start or move a timer."""
+        self._at_s[name] = at_s
+
+    def set_earlier(self, name: str, at_s: float) -> None:
+        """Start a timer, or move it if that makes it earlier."""
+        self._at_s[name] = min(at_s, self._at_s.get(name, at_s))
+
+    def start(self, name: str, at_s: float) -> None:
+        """Start a timer unless it is running."""
+        self._at_s.setdefault(name, at_s)
+
+    def clear(self, *names: str) -> None:
+        """Stop timers, running or not."""
+        for name in names:
+            self._at_s.pop(name, None)
+
+    def clear_all(self) -> None:
+        """Stop every timer."""
+        self._at_s.clear()
+
+    def pop_due(self, now_s: float) -> list[str]:
+        """Timers that are due, in the order of their time; they are stopped."""
+        due = sorted((at_s, name) for name, at_s in self._at_s.items() if at_s <= now_s)
+        self.clear(*(name for _, name in due))
+        return [name for _, name in due]
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next timer is due."""
+        return min(self._at_s.values(), default=None)
+
+
+class JobContext:
+    """Shared by the core and the incident that is on; only `ControllerCore.handle` moves `now_s`."""
+
+    def __init__(self, world_size: int, generation: int, options: ControllerOptions) -> None:
+        self.options = options
+        self.generation = generation
+        self.members = Membership(world_size, generation)
+        self.timers = Timers()
+        self.state = State.REGISTERING
+        self.now_s = 0.0
+        self.effects: list[Effect] = []
+
+    def emit(self, effect: Effect) -> None:
+        """Append an effect."""
+        self.effects.append(effect)
+
+    def log(self, level: int, text: str) -> None:
+        """Say one line to the operator."""
+        self.effects.append(Log(level, text))
+
+    def send(self, rank: int, order: Order) -> None:
+        """Send an order to a rank that has a session and is not known to be dead; others get it when they return."""
+        member = self.members.members[rank]
+        if member.connected and member.life is not Life.DEAD:
+            self.effects.append(Send(rank, order))
+
+    def send_all(self, order: Order) -> None:
+        """Send an order to every rank that can hear it, in the order of ranks."""
+        for rank in self.members.connected_ranks():
+            self.send(rank, order)

@@ -1,0 +1,245 @@
+"""Who takes part: registration, the agreement on the loop, and who has left it. Data and checks, no decisions."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from lastwords.controller.words import ranks_text
+from lastwords.vocabulary import DeathSource, Hello, Left, LoopBegin, ProcessId, Stand
+
+
+class Life(enum.Enum):
+    """What the controller believes about a process."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"  # not heard of; becomes DEAD unless the same process says Hello in time
+    DEAD = "dead"
+    GONE = "gone"  # left on purpose and with permission
+
+
+@dataclass(frozen=True, slots=True)
+class LoopShape:
+    """What all ranks must agree on before the loop starts. 0 where a number is not known."""
+
+    steps_per_epoch: int
+    epochs: int
+    start_step: int
+
+    @property
+    def last_step(self) -> int:
+        """Global step after which the loop is done, 0 if that is not known."""
+        return self.steps_per_epoch * self.epochs
+
+    def __str__(self) -> str:
+        start = f"starting after step {self.start_step}"
+        if not self.last_step:
+            return start
+        return f"{self.epochs} epochs of {self.steps_per_epoch} steps, {start}"
+
+
+@dataclass(slots=True)
+class Member:
+    """One registered rank. `stand` is the newest that was reported, for people and for progress only."""
+
+    rank: int
+    process: ProcessId
+    units: tuple[str, ...]
+    stand: Stand
+    connected: bool = True
+    life: Life = Life.ALIVE
+    source: DeathSource | None = None  # of the suspicion or death
+    suspect_until_s: float = 0.0
+    heard: bool = False  # of anything but Hello: it knows that it was welcomed
+    left: Stand | None = None
+    loop: LoopShape | None = None  # announced, not yet agreed
+    loop_agreed: LoopShape | None = None
+
+    @property
+    def living(self) -> bool:
+        """True unless the process is known to have ended."""
+        return self.life in (Life.ALIVE, Life.SUSPECT)
+
+
+class Membership:
+    """All ranks of a job of `world_size` ranks."""
+
+    def __init__(self, world_size: int, generation: int) -> None:
+        self.world_size: Final = world_size
+        self.generation: Final = generation
+        self.members: dict[int, Member] = {}
+        self.suspects: set[int] = set()
+        self.base_step = 0  # newest step at which any rank started: there is nothing to save up to it
+        self.loop_go_sent = False
+        self._not_left: set[int] = set()
+        self._units: tuple[str, ...] | None = None
+
+    # ------------------------------------------------------------------ registration
+
+    def refusal(self, hello: Hello) -> str | None:
+        """Why this process may not take part, or None if it may (or already does)."""
+        if hello.generation != self.generation:
+            return (
+                f"rank {hello.rank} is of generation {hello.generation}, but this controller serves generation "
+                f"{self.generation}; end the older processes and start all ranks together"
+            )
+        if hello.world_size != self.world_size:
+            return (
+                f"rank {hello.rank} says that the job has {hello.world_size} ranks, but it was started with "
+                f"{self.world_size}; start all ranks with the same WORLD_SIZE"
+            )
+        if not 0 <= hello.rank < self.world_size:
+            return f"rank {hello.rank} is outside a job of {self.world_size} ranks (0 to {self.world_size - 1})"
+        member = self.members.get(hello.rank)
+        if member is not None and member.process != hello.process:
+            return (
+                f"rank {hello.rank} is already taken by process {member.process.pid} on host "
+                f"{member.process.host_id}; only one process may be rank {hello.rank}"
+            )
+        return None
+
+    def admit(self, hello: Hello) -> Member:
+        """Take a process in, or take note that it is connected (again). `refusal` must have said None."""
+        member = self.members.get(hello.rank)
+        if member is None:
+            member = Member(hello.rank, hello.process, tuple(sorted(set(hello.units))), hello.stand)
+            self.members[hello.rank] = member
+            self._not_left.add(hello.rank)
+            self._units = None
+            self.base_step = max(self.base_step, hello.stand.ended_step)
+        member.connected = True
+        member.stand = hello.stand
+        return member
+
+    @property
+    def complete(self) -> bool:
+        """True once all ranks are registered."""
+        return len(self.members) == self.world_size
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks that have never registered, sorted."""
+        return [rank for rank in range(self.world_size) if rank not in self.members]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Every unit that a checkpoint must hold, sorted."""
+        if self._units is None:
+            self._units = tuple(sorted({unit for member in self.members.values() for unit in member.units}))
+        return self._units
+
+    def connected_ranks(self) -> list[int]:
+        """Ranks with an open session, sorted."""
+        return sorted(rank for rank, member in self.members.items() if member.connected)
+
+    # ------------------------------------------------------------------ life
+
+    def suspect(self, rank: int, source: DeathSource, until_s: float) -> None:
+        """Nothing is heard of this rank; it has until `until_s` to say Hello again."""
+        member = self.members[rank]
+        member.life = Life.SUSPECT
+        member.source = source
+        member.suspect_until_s = until_s
+        self.suspects.add(rank)
+
+    def clear(self, rank: int) -> None:
+        """The same process is back (or a thought-dead one has returned)."""
+        member = self.members[rank]
+        member.life = Life.ALIVE
+        member.source = None
+        self.suspects.discard(rank)
+
+    def bury(self, rank: int, source: DeathSource) -> None:
+        """The process has ended, or is treated as if it had."""
+        member = self.members[rank]
+        member.life = Life.DEAD
+        member.source = source
+        self.suspects.discard(rank)
+
+    def depart(self, rank: int) -> None:
+        """The process has left with permission."""
+        member = self.members[rank]
+        if member.life is not Life.DEAD:
+            member.life = Life.GONE
+        self.suspects.discard(rank)
+
+    # ------------------------------------------------------------------ the loop
+
+    def begin_loop(self, report: LoopBegin) -> bool:
+        """Note what a rank announces; True if that very loop has been agreed on before (it missed the answer)."""
+        member = self.members[report.rank]
+        shape = LoopShape(report.steps_per_epoch, report.epochs, report.start_step)
+        if shape == member.loop_agreed:
+            return True
+        member.loop = shape
+        self.base_step = max(self.base_step, report.start_step) if not self.loop_go_sent else self.base_step
+        return False
+
+    def loop_disagreement(self) -> str | None:
+        """Who wants which loop, if the ranks that have announced one differ."""
+        by_shape: dict[LoopShape, list[int]] = {}
+        for rank, member in sorted(self.members.items()):
+            if member.loop is not None:
+                by_shape.setdefault(member.loop, []).append(rank)
+        if len(by_shape) < 2:
+            return None
+        said = "; ".join(f"{ranks_text(ranks)}: {shape}" for shape, ranks in by_shape.items())
+        return (
+            f"the ranks disagree about the training loop ({said}); give every rank the same number of batches "
+            "(DistributedSampler, drop_last=True) and the same checkpoint"
+        )
+
+    @property
+    def loop_waiting(self) -> list[int]:
+        """Ranks that have announced a loop and wait for the others, sorted."""
+        return sorted(rank for rank, member in self.members.items() if member.loop is not None)
+
+    def agree_loop(self) -> list[int]:
+        """All ranks want the same loop: it starts. Returns the ranks to tell, sorted."""
+        ranks = self.loop_waiting
+        for rank in ranks:
+            self.members[rank].loop_agreed = self.members[rank].loop
+            self.members[rank].loop = None
+        self.loop_go_sent = True
+        return ranks
+
+    # ------------------------------------------------------------------ leaving
+
+    def leave(self, report: Left) -> bool:
+        """Note that a rank has left the loop; False if that was known."""
+        member = self.members[report.rank]
+        known = member.left is not None
+        member.left = report.stand
+        member.stand = report.stand
+        self._not_left.discard(report.rank)
+        return not known
+
+    @property
+    def anyone_left(self) -> bool:
+        """True once some rank has left the loop."""
+        return len(self._not_left) < len(self.members)
+
+    @property
+    def everyone_left(self) -> bool:
+        """True once all ranks of the job have left the loop."""
+        return self.complete and not self._not_left
+
+    def left_steps(self) -> dict[int, list[int]]:
+        """Step at which ranks left -> those ranks, sorted."""
+        steps: dict[int, list[int]] = {}
+        for rank, member in sorted(self.members.items()):
+            if member.left is not None:
+                steps.setdefault(member.left.ended_step, []).append(rank)
+        return dict(sorted(steps.items()))
+
+    def left_early(self) -> list[int]:
+        """Ranks that left before the last step of their loop, or whose loop's last step is not known; sorted."""
+        early = []
+        for rank, member in sorted(self.members.items()):
+            if member.left is None:
+                continue
+            last_step = member.loop_agreed.last_step if member.loop_agreed is not None else 0
+            if not last_step or member.left.ended_step < last_step:
+                early.append(rank)
+        return early

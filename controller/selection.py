@@ -1,0 +1,379 @@
+"""Which step is saved, and who writes what: a pure function of what is known about the ranks.
+
+`select` returns a `Decision` or a `NoDecision`, each with its reason in words. The same input gives the same
+answer: everything is sorted before it is chosen from.
+
+Terms. A rank is *usable* if it has settled, has not been excluded, and is not dead or suspect: it has a `stand`.
+A *part* is what one rank writes: units, and the rank-local state of ranks of its host. A finished part counts even if
+its writer has died since.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lastwords.controller.words import NAMED_RANKS_MAX, ranks_text, units_text
+from lastwords.vocabulary import Phase, Stand
+
+PRIMARY_TARGET = 0
+"""The configured directory; target 1, where there is one, is the fallback."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """What selection knows about one registered rank.
+
+    stand: None unless the rank is usable; `absence` then says why, for people. refused_targets: directories on
+    which this rank's writes have failed.
+    """
+
+    rank: int
+    host_id: str
+    units: tuple[str, ...]
+    stand: Stand | None
+    absence: str = ""
+    refused_targets: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written, or is writing, for `step` in the directory of `attempt`."""
+
+    rank: int
+    attempt: int
+    step: int
+    target: int
+    units: tuple[str, ...]
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one rank is to write."""
+
+    units: tuple[str, ...]
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A step that can be saved whole.
+
+    kept: parts that are finished or being written and stay as they are. writers: what is to be written beside
+    them, by rank. proceed: ranks that have to apply their gradients first; where it is not empty the ranks settle
+    again and `select` is asked again before anything is written. given_up: ranks that can write nowhere and were
+    left out of the choice of the step. lost_local_ranks: rank-local state that nobody can write.
+    """
+
+    step: int
+    target: int
+    kept: tuple[Part, ...]
+    writers: Mapping[int, Assignment]
+    proceed: tuple[int, ...]
+    lost_local_ranks: tuple[int, ...]
+    given_up: tuple[int, ...]
+    reason: str
+
+
+class NoDecisionKind(Enum):
+    """Why nothing can be saved."""
+
+    NOTHING_TO_SAVE = "nothing to save"
+    NO_HOLDER = "no holder"
+    STORAGE = "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class NoDecision:
+    """Nothing can be saved, and why."""
+
+    kind: NoDecisionKind
+    reason: str
+
+
+CanWrite = Callable[[RankView], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """The ranks, indexed once, so that a choice among thousands stays linear."""
+
+    views: Mapping[int, RankView]
+    usable: Sequence[RankView]  # sorted by rank
+    holders: Mapping[str, Sequence[RankView]]  # usable ranks of each unit, sorted
+    by_host: Mapping[str, Sequence[RankView]]
+    units: Sequence[str]
+    parts: Sequence[Part]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A choice that is being made for one (step, target)."""
+
+    kept: list[Part]
+    units_of: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    locals_of: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    proceed: set[int] = field(default_factory=set)
+    lost_local_ranks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """The unit that has no writer; `storage` if it has holders, but none whose writes succeed."""
+
+    unit: str
+    storage: bool
+
+
+def holds(stand: Stand, step: int) -> bool:
+    """True if a settled rank at `stand` holds its units whole at `step` without doing anything.
+
+    >>> holds(Stand(Phase.READY, 8), 7), holds(Stand(Phase.READY, 8), 8)
+    (True, False)
+    """
+    return step in stand.reach and not (stand.phase is Phase.READY and stand.step == step)
+
+
+def select(
+    views: Mapping[int, RankView],
+    units: Iterable[str],
+    parts: Sequence[Part] = (),
+    *,
+    base_step: int = 0,
+    targets: Sequence[int] = (PRIMARY_TARGET,),
+    retry_refused: bool = False,
+) -> Decision | NoDecision:
+    """Choose step and writers.
+
+    N is the largest step that a usable rank has ended or begun to update, or that a finished part is of. If a
+    unit cannot be had at that N, the next lower step is tried, down to the largest step that a usable rank has
+    *ended*: going lower would take back a step that a survivor has ended.
+
+    parts: finished parts, and parts that usable ranks are writing. base_step: the step at which the job started;
+    there is nothing to save unless a step after it has been reached. targets: the directories still in play, the
+    preferred one first. retry_refused: let ranks of a host whose file system refused try the same directory again
+    (each rank once), as the last resort.
+    """
+    given_up: list[int] = []
+    usable = sorted((view for view in views.values() if view.stand is not None), key=lambda view: view.rank)
+    while True:
+        survey = _survey(views, usable, units, parts)
+        answer = _select_among(survey, base_step, targets, retry_refused, tuple(sorted(given_up)))
+        if isinstance(answer, Decision) or answer.kind is not NoDecisionKind.STORAGE:
+            return answer
+        # Ranks that can write nowhere hold their step in vain. Losing one step is better than losing all.
+        useless = [view for view in usable if all(target in view.refused_targets for target in targets)]
+        if not useless or len(useless) == len(usable):
+            return answer
+        given_up.extend(view.rank for view in useless)
+        usable = [view for view in usable if view not in useless]
+
+
+def _survey(
+    views: Mapping[int, RankView], usable: Sequence[RankView], units: Iterable[str], parts: Sequence[Part]
+) -> _Survey:
+    holders: dict[str, list[RankView]] = defaultdict(list)
+    by_host: dict[str, list[RankView]] = defaultdict(list)
+    for view in usable:
+        by_host[view.host_id].append(view)
+        for unit in view.units:
+            holders[unit].append(view)
+    newest_first = sorted(parts, key=lambda part: (-part.attempt, part.rank))
+    return _Survey(views, usable, holders, by_host, sorted(set(units)), newest_first)
+
+
+def _select_among(
+    survey: _Survey, base_step: int, targets: Sequence[int], retry_refused: bool, given_up: tuple[int, ...]
+) -> Decision | NoDecision:
+    steps = _candidate_steps(survey)
+    if not steps:
+        return NoDecision(NoDecisionKind.NO_HOLDER, "no rank is left that could write")
+    if steps[0] <= base_step:
+        return NoDecision(NoDecisionKind.NOTHING_TO_SAVE, _nothing_text(base_step))
+    first_obstacle: _Obstacle | None = None
+    by_storage = False
+    for step in steps:
+        if step <= base_step:
+            break
+        for target, may_retry in _places(targets, retry_refused):
+            draft = _draft(survey, step, target, may_retry)
+            if isinstance(draft, _Draft):
+                return _decision(survey, draft, step, target, given_up)
+            first_obstacle = first_obstacle or draft
+            by_storage = by_storage or draft.storage
+    assert first_obstacle is not None
+    kind = NoDecisionKind.STORAGE if by_storage else NoDecisionKind.NO_HOLDER
+    return NoDecision(kind, _obstacle_text(survey, first_obstacle, steps[0]))
+
+
+def _candidate_steps(survey: _Survey) -> list[int]:
+    """Steps worth trying, the best first."""
+    stands = [view.stand for view in survey.usable if view.stand is not None]
+    reached = {stand.begun_step for stand in stands} | {part.step for part in survey.parts}
+    lowest = max((stand.ended_step for stand in stands), default=0)
+    return sorted((step for step in reached | {lowest} if step >= lowest), reverse=True) if reached else []
+
+
+def _places(targets: Sequence[int], retry_refused: bool) -> list[tuple[int, bool]]:
+    """(target, may hosts that were refused there try again) in the order of preference."""
+    places = [(target, False) for target in targets]
+    if retry_refused:
+        places += [(target, True) for target in targets]
+    return places
+
+
+def _draft(survey: _Survey, step: int, target: int, may_retry: bool) -> _Draft | _Obstacle:
+    """Assign every unit and all rank-local state, or name the unit that cannot be had."""
+    refused_hosts = set()
+    if not may_retry:
+        refused_hosts = {view.host_id for view in survey.views.values() if target in view.refused_targets}
+
+    def may_write(view: RankView) -> bool:
+        return target not in view.refused_targets and view.host_id not in refused_hosts
+
+    draft = _Draft(_kept_parts(survey.parts, step, target))
+    while True:
+        obstacle, reopened = _assign_units(survey, draft, step, may_write)
+        if obstacle is not None:
+            return obstacle
+        if reopened is None:
+            break
+        # A rank has one part per checkpoint: the one that has to write more writes all of it anew.
+        draft = _Draft([part for part in draft.kept if part.rank != reopened])
+    _assign_locals(survey, draft, step, may_write)
+    return draft
+
+
+def _kept_parts(parts: Sequence[Part], step: int, target: int) -> list[Part]:
+    """Parts of this step and directory; of several by one rank the newest, and nothing twice."""
+    kept: list[Part] = []
+    ranks: set[int] = set()
+    units: set[str] = set()
+    local_ranks: set[int] = set()
+    for part in parts:
+        if part.step != step or part.target != target or part.rank in ranks:
+            continue
+        if units.isdisjoint(part.units) and local_ranks.isdisjoint(part.local_ranks):
+            kept.append(part)
+            ranks.add(part.rank)
+            units.update(part.units)
+            local_ranks.update(part.local_ranks)
+    return kept
+
+
+def _assign_units(
+    survey: _Survey, draft: _Draft, step: int, may_write: CanWrite
+) -> tuple[_Obstacle | None, int | None]:
+    """Give each unit that no kept part has to the best holder; (obstacle, rank whose kept part must be redone)."""
+    covered = {unit for part in draft.kept for unit in part.units}
+    kept_ranks = {part.rank for part in draft.kept}
+    for unit in survey.units:
+        if unit in covered:
+            continue
+        holders = [view for view in survey.holders.get(unit, ()) if view.stand is not None and step in view.stand.reach]
+        able = [view for view in holders if may_write(view)]
+        if not able:
+            return _Obstacle(unit, storage=bool(holders)), None
+        best = min(able, key=lambda view: (_must_proceed(view, step), view.rank in kept_ranks, view.rank))
+        if best.rank in kept_ranks:
+            return None, best.rank
+        draft.units_of[best.rank].append(unit)
+        if _must_proceed(best, step):
+            draft.proceed.add(best.rank)
+    return None, None
+
+
+def _must_proceed(view: RankView, step: int) -> bool:
+    return view.stand is not None and not holds(view.stand, step)
+
+
+def _assign_locals(survey: _Survey, draft: _Draft, step: int, may_write: CanWrite) -> None:
+    """Give each rank's local state to a rank of its host, which can read its black box even if it is dead.
+
+    A rank that writes a unit anyway is preferred, then one that stands at the step, then the lowest. Any usable
+    rank will do, even a torn one: it only copies boxes.
+    """
+    covered = {rank for part in draft.kept for rank in part.local_ranks}
+    kept_ranks = {part.rank for part in draft.kept}
+    writer_of_host: dict[str, int | None] = {}
+    for host_id, views in survey.by_host.items():
+        able = [view for view in views if may_write(view) and view.rank not in kept_ranks]
+        best = min(
+            able,
+            key=lambda view: (view.rank not in draft.units_of, _must_proceed(view, step), view.rank),
+            default=None,
+        )
+        writer_of_host[host_id] = None if best is None else best.rank
+    for rank in sorted(survey.views):
+        if rank in covered:
+            continue
+        writer = writer_of_host.get(survey.views[rank].host_id)
+        if writer is None:
+            draft.lost_local_ranks.append(rank)
+        else:
+            draft.locals_of[writer].append(rank)
+
+
+def _decision(survey: _Survey, draft: _Draft, step: int, target: int, given_up: tuple[int, ...]) -> Decision:
+    ranks = sorted(set(draft.units_of) | set(draft.locals_of))
+    writers = {
+        rank: Assignment(tuple(draft.units_of.get(rank, ())), tuple(draft.locals_of.get(rank, ()))) for rank in ranks
+    }
+    return Decision(
+        step=step,
+        target=target,
+        kept=tuple(sorted(draft.kept, key=lambda part: part.rank)),
+        writers=writers,
+        proceed=tuple(sorted(draft.proceed)),
+        lost_local_ranks=tuple(draft.lost_local_ranks),
+        given_up=given_up,
+        reason=_decision_text(survey, draft, step, target, given_up),
+    )
+
+
+# --------------------------------------------------------------------------- words
+
+
+def _nothing_text(base_step: int) -> str:
+    if base_step == 0:
+        return "no step had been ended yet"
+    return f"no step had been ended since the start at step {base_step}, whose checkpoint is still the newest"
+
+
+def _decision_text(survey: _Survey, draft: _Draft, step: int, target: int, given_up: tuple[int, ...]) -> str:
+    at_step = [view.rank for view in survey.usable if view.stand is not None and holds(view.stand, step)]
+    words = [f"step {step} is held by {ranks_text(at_step)}" if at_step else f"step {step} is in finished files"]
+    for rank in sorted(draft.units_of):
+        words.append(f"rank {rank} writes {units_text(draft.units_of[rank])}")
+    for rank in sorted(set(draft.locals_of) - set(draft.units_of)):
+        words.append(f"rank {rank} writes rank-local state of its host")
+    for part in sorted(draft.kept, key=lambda part: part.rank):
+        words.append(f"the part of rank {part.rank} of attempt {part.attempt} is kept")
+    if draft.proceed:
+        words.append(f"{ranks_text(draft.proceed)} must apply the gradients of step {step} first")
+    if draft.lost_local_ranks:
+        words.append(f"the rank-local state of {ranks_text(draft.lost_local_ranks)} is lost with its host")
+    if given_up:
+        words.append(f"{ranks_text(given_up)} can write nowhere")
+    if target != PRIMARY_TARGET:
+        words.append("the fallback directory is used")
+    return "; ".join(words)
+
+
+def _obstacle_text(survey: _Survey, obstacle: _Obstacle, step: int) -> str:
+    owners = [view for view in survey.views.values() if obstacle.unit in view.units]
+    owners.sort(key=lambda view: view.rank)
+    named = ", ".join(f"rank {view.rank} {_absence(view)}" for view in owners[:NAMED_RANKS_MAX])
+    more = f" and {len(owners) - NAMED_RANKS_MAX} more" if len(owners) > NAMED_RANKS_MAX else ""
+    return f"{obstacle.unit} cannot be saved at step {step}: {named}{more}"
+
+
+def _absence(view: RankView) -> str:
+    if view.stand is None:
+        return view.absence or "is gone"
+    if view.refused_targets:
+        return "could not write it"
+    return f"stands at {view.stand}"

@@ -1,0 +1,37 @@
+"""How ranks and units are named to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+NAMED_RANKS_MAX: Final = 8
+"""A line names at most this many ranks; a job may have thousands."""
+
+_NAMED_UNITS_MAX: Final = 3
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks for people.
+
+    >>> ranks_text([3]), ranks_text([2, 0]), ranks_text(range(20))
+    ('rank 3', 'ranks 0 and 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    ordered = sorted(ranks)
+    if not ordered:
+        return "no rank"
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) <= NAMED_RANKS_MAX:
+        return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+    named = ", ".join(map(str, ordered[:NAMED_RANKS_MAX]))
+    return f"ranks {named} and {len(ordered) - NAMED_RANKS_MAX} more"
+
+
+def units_text(units: Sequence[str]) -> str:
+    """Units for people.
+
+    >>> units_text(["a", "b"]), units_text("abcd")
+    ('a + b', '4 units')
+    """
+    return " + ".join(units) if len(units) <= _NAMED_UNITS_MAX else f"{len(units)} units"

@@ -1,0 +1,142 @@
+"""What goes into the processor's core and what comes out: plain frozen values, shared with its shell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lastwords.vocabulary import Exit, Order, Refused, Report, Save
+
+INFO = 20
+WARNING = 30
+ERROR = 40
+"""Levels of `Log`; the numbers are those of the `logging` module, which a core does not import."""
+
+RESEND_INTERVAL_S = 1.0
+"""A report that still waits for its order goes out again this often. gRPC loses nothing while a stream lives, so
+in practice this repairs only what was lost with a stream; one small message a second per frozen rank is no load."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorOptions:
+    """Deadlines of one rank.
+
+    step_end_grace_s: how long a frozen rank in UPDATED may take to reach its step's end before it settles as it is
+    (a logging collective there may never return). controller_lost_s: how long a rank that can do nothing but wait
+    for the controller goes without a session before it leaves on its own.
+    """
+
+    step_end_grace_s: float = 0.5
+    controller_lost_s: float = 30.0
+
+
+# --------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class FromController:
+    """An order has arrived."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class SessionUp:
+    """A session with the controller is open and its Hello has been sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDown:
+    """The session is broken; the shell connects again by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveProgressed:
+    """The writer has written `bytes_written` so far."""
+
+    incident: int
+    attempt: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFinished:
+    """The writer's part is complete and fsynced."""
+
+    incident: int
+    attempt: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveErrored:
+    """The writer gave up. `storage`: the file system refused."""
+
+    incident: int
+    attempt: int
+    reason: str
+    storage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; wanted at the latest at `ProcessorCore.deadline_s`, harmless at any time."""
+
+
+Event = FromController | SessionUp | SessionDown | SaveProgressed | SaveFinished | SaveErrored | Tick
+
+
+# --------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """Send this to the controller. Without a session it may be dropped: the core repeats what it owes."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class StartSave:
+    """Start to write what `order` names; answer with SaveProgressed and one of SaveFinished, SaveErrored."""
+
+    order: Save
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSave:
+    """Stop that writer; its answers are ignored from now on."""
+
+    incident: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The training thread, if parked, should look again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """This process has to end. `order` says how the incident ended, or why this rank was refused.
+
+    It is None where the controller was lost; `reason` is always for people.
+    """
+
+    order: Exit | Refused | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The loop is over everywhere; this process may go on after its loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One line for an operator. `level` as in `logging`."""
+
+    level: int
+    text: str
+
+
+Effect = SendReport | StartSave | CancelSave | Wake | Leave | Released | Log
