@@ -4,6 +4,7 @@ Actions, carried out in order:
 
     kill            kill -9 of this process
     kill:2          kill -9 of rank 2
+    kill_after:0.1  kill -9 of this process so many seconds later, wherever it is then
     raise           InjectedError
     raise:TEXT      RuntimeError(TEXT), for errors that look like those of a collective
     mark:NAME       tell the other ranks that this point was reached
@@ -24,6 +25,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,11 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def restart_count() -> int:
+    """How often torchrun has restarted this rank."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 class Faults:
     """The faults of one rank. `step` and `micro` say where the training loop is."""
 
@@ -70,7 +77,7 @@ class Faults:
         self.write_garbage: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
         self._directory = Path(plan.directory)
-        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        restart = restart_count()
         self._armed: dict[tuple[str, int], list[Fault]] = {}
         for fault in plan.faults:
             if fault.rank == rank and fault.restart == restart:
@@ -92,6 +99,10 @@ class Faults:
         verb, _, value = action.partition(":")
         if verb == "kill":
             os.kill(self._pid(int(value)) if value else os.getpid(), signal.SIGKILL)
+        elif verb == "kill_after":
+            timer = threading.Timer(float(value), os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
         elif verb == "raise":
             raise RuntimeError(value) if value else InjectedError(f"injected on rank {self.rank} at step {self.step}")
         elif verb == "mark":

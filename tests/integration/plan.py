@@ -100,6 +100,7 @@ class Plan:
     data: str = "refetch"
     faults: tuple[Fault, ...] = ()
     sabotage: tuple[str, ...] = ()
+    bad_extra: bool = False  # register something that cannot be stored
     redirect: bool = False  # write stdout and stderr to files oneself (torchrun)
     overrides: tuple[tuple[int, str, Any], ...] = ()  # (rank, field of Layout or Plan, value): ranks that disagree
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Launch:
     job: Job
     plan: Plan
     directory: Path
+    before: set[int] = field(default_factory=set)  # inodes of checkpoints that were there already
 
     @property
     def layout(self) -> Layout:
@@ -59,6 +60,12 @@ class Launch:
         return sorted(found, key=lambda path: int(path.name.removeprefix(FINAL_PREFIX).split("-")[0]))
 
     @property
+    def new_checkpoint(self) -> Path | None:
+        """The newest directory that was not there when this launch started."""
+        found = [path for path in self.checkpoints if path.stat().st_ino not in self.before]
+        return found[-1] if found else None
+
+    @property
     def leftovers(self) -> list[str]:
         """Temporary directories and shared memory that should not be there any more."""
         shared = {Path(line).parent for path in self.directory.glob("rank_*.shm") for line in path.read_text().split()}
@@ -78,6 +85,17 @@ class Launch:
     def manifest(self, checkpoint: Path) -> dict[str, Any]:
         """The manifest's JSON."""
         return dict(json.loads((checkpoint / "manifest.json").read_text()))
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """What the controllers have noted about each incident, oldest first."""
+        path = Path(self.plan.checkpoints) / "logs" / "incidents.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def resumed_after(self) -> int:
+        """Step after which rank 0 has resumed most recently."""
+        record = self.track.one(0, "resumed")
+        assert record is not None, self.job.report()
+        return int(record["step"])
 
     def last_words(self, rank: int) -> list[str]:
         """The lines on stderr that lastwords has written for people."""
@@ -125,6 +143,7 @@ class Rig:
             **settings,
         )
         plan.save(directory / "plan.json")
+        before = {path.stat().st_ino for path in saved.glob(f"{FINAL_PREFIX}*")}
         job = self.cluster.start(
             directory,
             module=MODULE,
@@ -136,7 +155,7 @@ class Rig:
             watched=[saved],
             ports=[port],
         )
-        launch = Launch(job, plan, directory)
+        launch = Launch(job, plan, directory, before)
         self.launches.append(launch)
         return launch
 
@@ -175,19 +194,32 @@ class Rig:
 
         Returns N; 0 where nothing was to be saved.
         """
+        step = self.check_step(launch, victims, expected, exact=exact)
+        code = EXIT_SAVED if step else EXIT_NOT_SAVED
+        codes = {rank: KILLED if rank in victims else code for rank in range(launch.layout.world_size)}
+        if launch.job.launcher != "torchrun" and launch.codes != codes:
+            raise launch.fail(f"the ranks ended with {launch.codes}")
+        for rank in set(codes) - set(victims):
+            lines = launch.last_words(rank)
+            said = f"{FINAL_PREFIX}{step}" if step else "nothing to save"
+            if len(lines) != 1 or said not in lines[0]:
+                raise launch.fail(f"rank {rank} said {lines}, and should say once {said!r}")
+        return step
+
+    def check_step(
+        self, launch: Launch, victims: Collection[int], expected: Collection[int], *, exact: bool = True
+    ) -> int:
+        """One sound checkpoint was published, of an expected step (0: none). Returns N."""
         layout = launch.layout
         before = first_difference(self.reference(layout), launch.track)
         if before is not None:
             raise launch.fail(f"already before the incident {before}")
         survivors = [rank for rank in range(layout.world_size) if rank not in victims]
-        if not launch.checkpoints:
+        if launch.new_checkpoint is None:
             if 0 not in expected:
                 raise launch.fail(f"no checkpoint was published; expected one of step {sorted(expected)}")
-            if launch.job.launcher != "torchrun":
-                assert launch.codes == expected_codes(layout, victims, EXIT_NOT_SAVED), launch.job.report()
-            assert all(len(launch.last_words(rank)) == 1 for rank in survivors), launch.job.report()
             return 0
-        checkpoint = launch.checkpoints[-1]
+        checkpoint = launch.new_checkpoint
         manifest = launch.manifest(checkpoint)
         step = int(manifest["global_step"])
         if step not in expected:
@@ -199,12 +231,6 @@ class Rig:
         if manifest["exact"] is not exact:
             raise launch.fail(f"the manifest says exact={manifest['exact']}, because {manifest['reasons']}")
         check_sound(checkpoint)
-        if launch.job.launcher != "torchrun" and launch.codes != expected_codes(layout, victims, EXIT_SAVED):
-            raise launch.fail(f"the ranks ended with {launch.codes}")
-        for rank in survivors:
-            lines = launch.last_words(rank)
-            if len(lines) != 1 or str(checkpoint) not in lines[0] or f"step {step}" not in lines[0]:
-                raise launch.fail(f"rank {rank} said {lines}, and should name {checkpoint} once")
         return step
 
     def resume(self, killed: Launch, **settings: Any) -> Launch:
@@ -239,10 +265,23 @@ class Rig:
             record = resumed.track.one(rank, "resumed")
             if record is None or record["step"] != step:
                 raise resumed.fail(f"rank {rank} resumed at {record and record['step']}, not after step {step}")
+            if not record["exact"]:
+                raise resumed.fail(f"rank {rank} was told that its resume is not exact: {record['reasons']}")
         difference = self.difference(resumed, step)
         if difference is not None:
             raise resumed.fail(str(difference))
         return resumed
+
+    def check_untouched(self, launch: Launch) -> None:
+        """Every rank has trained to the end, computed the reference's bits, and nothing was saved."""
+        if launch.job.launcher != "torchrun" and set(launch.codes.values()) != {0}:
+            raise launch.fail(f"the ranks ended with {launch.codes}")
+        steps = range(1, launch.layout.steps + 1)
+        difference = first_difference(self.reference(launch.layout), launch.track, steps=steps)
+        if difference is not None:
+            raise launch.fail(str(difference))
+        if launch.checkpoints:
+            raise launch.fail(f"nothing happened, but there is {launch.checkpoints}")
 
     def survive(self, layout: Layout, kill: Kill, **settings: Any) -> int:
         """The whole story of one death: last words, resume, the same bits. Returns N."""
@@ -250,11 +289,6 @@ class Rig:
         if step:
             self.check_resume(killed, step)
         return step
-
-
-def expected_codes(layout: Layout, victims: Collection[int], code: int) -> dict[int, int]:
-    """Exit codes after an incident: the victims by signal 9, the others with `code`."""
-    return {rank: KILLED if rank in victims else code for rank in range(layout.world_size)}
 
 
 def check_sound(checkpoint: Path) -> None:

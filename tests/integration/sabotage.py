@@ -1,21 +1,136 @@
-"""Parts of the product, switched off inside a rank of a test: a test that still passes then proves nothing."""
+"""Parts of the product or the system, broken inside the ranks of a test.
+
+no_bucket_replay          a resumed run lets DDP sum in whatever order it likes
+no_tentative_slot         the black box gets no copy of the step under way
+no_random_numbers:2       rank 2 does not restore its random streams
+no_local_buffers          no rank restores its own buffers
+no_epoch_start            the random streams at the start of the epoch are not restored
+dies_while_writing:0      rank 0 is killed when its part of a checkpoint is written but for the end
+hangs_while_writing:0     rank 0 makes no progress in the middle of its part
+disk_full, disk_full:0    every write of a checkpoint fails with ENOSPC (on rank 0)
+disk_full_at:NAME         likewise, but only for files below a directory of that name
+fsync_fails:0             every fsync on rank 0 fails with EIO
+no_controller             rank ctrl_rank_id believes that it has started a controller
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.integration.plan import Plan
 
-_SABOTAGE: dict[str, Callable[[Plan, int], None]] = {}
+HANG_S = 60.0
 
 
 def apply(plan: Plan, rank: int) -> None:
     """Carry out every sabotage that the plan names, in this process."""
-    for name in plan.sabotage:
-        _SABOTAGE[name](plan, rank)
+    for entry in plan.sabotage:
+        name, _, argument = entry.partition(":")
+        if argument.isdigit() and int(argument) != rank:
+            continue
+        _SABOTAGE[name](argument)
 
 
 def is_frozen(tft: Any) -> bool:
     """Whether lastwords has frozen this rank."""
-    raise NotImplementedError
+    return bool(tft._protection is not None and tft._protection.agent.incident_open)
+
+
+def _no_controller(_: str) -> None:
+    from lastwords.controller import launch
+
+    launch.start_controller = lambda *_args, **_more: None  # type: ignore[assignment,misc,return-value]
+
+
+def _no_bucket_replay(_: str) -> None:
+    from lastwords.optim_wrapper import ddp_buckets
+
+    ddp_buckets.replay = lambda *_args, **_more: []
+
+
+def _no_tentative_slot(_: str) -> None:
+    from lastwords.optim_wrapper.rank_local import BoxRecorder
+
+    BoxRecorder.tentative = lambda *_args, **_more: None  # type: ignore[method-assign]
+
+
+def _no_random_numbers(_: str) -> None:
+    from lastwords.optim_wrapper.rank_local import RngCapture
+
+    RngCapture.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
+
+
+def _no_local_buffers(_: str) -> None:
+    from lastwords.optim_wrapper.rank_local import BufferCapture
+
+    BufferCapture.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
+
+
+def _on_pwrite(act: Callable[[Path], None]) -> None:
+    """Call `act(path)` in front of every write of a checkpoint's file."""
+    from lastwords.checkpoint.system import Os
+
+    original = Os.pwrite
+
+    def pwrite(self: Os, fd: int, data: memoryview, offset: int) -> int:
+        act(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        return original(self, fd, data, offset)
+
+    Os.pwrite = pwrite  # type: ignore[method-assign]
+
+
+def _disk_full(_: str) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    _on_pwrite(refuse)
+
+
+def _disk_full_at(name: str) -> None:
+    def refuse(path: Path) -> None:
+        if name in path.parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    _on_pwrite(refuse)
+
+
+def _hangs_while_writing(_: str) -> None:
+    _on_pwrite(lambda _path: time.sleep(HANG_S))
+
+
+def _dies_while_writing(_: str) -> None:
+    from lastwords.checkpoint.direct_io import DirectWriter
+
+    def die(_writer: DirectWriter) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    DirectWriter.finish = die  # type: ignore[method-assign]
+
+
+def _fsync_fails(_: str) -> None:
+    from lastwords.checkpoint.system import Os
+
+    def fsync(_self: Os, _fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    Os.fsync = fsync  # type: ignore[method-assign]
+
+
+_SABOTAGE: dict[str, Callable[[str], None]] = {
+    "disk_full": _disk_full,
+    "disk_full_at": _disk_full_at,
+    "dies_while_writing": _dies_while_writing,
+    "fsync_fails": _fsync_fails,
+    "hangs_while_writing": _hangs_while_writing,
+    "no_bucket_replay": _no_bucket_replay,
+    "no_controller": _no_controller,
+    "no_local_buffers": _no_local_buffers,
+    "no_random_numbers": _no_random_numbers,
+    "no_tentative_slot": _no_tentative_slot,
+}

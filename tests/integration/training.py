@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.integration import sabotage
-from tests.integration.faults import Faults
+from tests.integration.faults import Faults, restart_count
 from tests.integration.network import Net, make_loader
 from tests.integration.plan import Plan
 from tests.integration.recording import Recording, digest, floats
@@ -193,6 +193,8 @@ class Trainer:
 
         plan = self.plan
         more: dict[str, Any] = {"fallback_path": plan.fallback} if plan.fallback else {}
+        if plan.bad_extra:
+            self.extras["odd"] = {"thing": object()}
         tft = lastwords.TFTRegister(
             plan.ctrl_rank,
             "127.0.0.1",
@@ -210,7 +212,7 @@ class Trainer:
         else:
             tft.start()
             self.run_registered(tft)
-            tft.close()
+            tft.stop()
 
     def run_registered(self, tft: Any) -> None:
         """What stands inside `with tft:`."""
@@ -219,9 +221,12 @@ class Trainer:
         (Path(self.plan.directory) / f"rank_{self.rank}.shm").write_text("\n".join(shared))
         self.faults.frozen = lambda: sabotage.is_frozen(tft)
         self.faults.at("before_loop")
-        point = tft.resume(**({"missing_ok": True} if self.plan.missing_ok else {})) if self.plan.recover else None
+        point = None
+        if self.plan.recover or restart_count():
+            point = tft.resume(**({"missing_ok": True} if self.plan.missing_ok else {}))
         if point is not None:
-            where = {"epoch": point.epoch, "step_in_epoch": point.step, "step": point.global_step}
+            where: dict[str, Any] = {"epoch": point.epoch, "step_in_epoch": point.step, "step": point.global_step}
+            where |= {"exact": point.exact, "reasons": point.reasons}
             self.recording.write("resumed", **where, values=self.recording.state())
         if self.plan.api == "steps":
             for epoch, step, batch in tft.steps(

@@ -1,0 +1,190 @@
+"""Kills at random instants, checked bit for bit: `python -m tests.integration.chaos --n 50 --seed 1`.
+
+Every run has a seed of its own (seed, seed + 1, ...), from which layout, victims and instants follow. The instant
+itself is real time, so a replay with the same seed comes close to the same point, but need not hit the same bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.integration.harness import Cluster
+from tests.integration.plan import Fault, Layout
+from tests.integration.rig import EXIT_NOT_SAVED, EXIT_SAVED, KILLED, Launch, Rig
+
+RUNS_MAX = 6
+"""Launches of one story: kills that come one after the other, and the run to the end."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A layout and, for each launch, who dies when."""
+
+    layout: Layout
+    blows: tuple[tuple[Fault, ...], ...]
+
+
+def draw_layout(draw: random.Random) -> Layout:
+    """A random layout; expensive ones are rare."""
+    layout = Layout(
+        world_size=draw.choice((3, 4, 4, 4, 5)),
+        model=draw.choice(("small", "small", "medium", "medium", "large")),
+        batch_norm=draw.random() < 0.8,
+        dropout=draw.random() < 0.8,
+        tied=draw.random() < 0.3,
+        frozen=draw.random() < 0.3,
+        broadcast_buffers=draw.random() < 0.6,
+        accumulate=draw.choice((1, 1, 2, 3)),
+        no_sync=draw.random() < 0.5,
+        loader=draw.choice(("distributed", "distributed", "plain")),
+        augment=draw.random() < 0.7,
+        workers=draw.choice((0, 0, 2)),
+        clip=draw.random() < 0.7,
+        log_reduce=draw.choice(("", "before", "after")),
+        epochs=2,
+        steps_per_epoch=draw.randint(3, 6),
+        seed=draw.randint(1, 5),
+    )
+    if draw.random() < 0.3:
+        skipped = tuple(sorted({draw.randint(1, layout.steps) for _ in range(2)}))
+        layout = dataclasses.replace(layout, inf_steps=skipped)
+    return layout
+
+
+def draw_story(seed: int) -> Story:
+    """What happens in the run with this seed."""
+    draw = random.Random(seed)
+    layout = draw_layout(draw)
+    blows = []
+    first_step = 1
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        if first_step > layout.steps:
+            break
+        step = draw.randint(first_step, layout.steps)
+        count = draw.choice((1, 1, 1, 2, layout.world_size - 1))
+        victims = draw.sample(range(layout.world_size), count)
+        start_s = draw.uniform(0.0, 0.08 if layout.model == "large" else 0.02)
+        spread_s = draw.choice((0.0, 0.0, 0.002, 0.02))
+        blows.append(
+            tuple(
+                Fault(rank, step, "body", (f"kill_after:{start_s + draw.uniform(0, spread_s):.6f}",))
+                for rank in victims
+            )
+        )
+        first_step = step + 2
+    return Story(layout, tuple(blows))
+
+
+def live(rig: Rig, story: Story) -> Counter[str]:
+    """Live through a story; raises AssertionError where something was lost. Returns what happened, to be counted."""
+    happened: Counter[str] = Counter()
+    layout, step = story.layout, 0
+    rig.reference(layout)
+    for blow in story.blows:
+        launch = rig.launch(layout, faults=blow, recover=step > 0)
+        launch.finish()
+        step = max(step, judge(rig, launch, {fault.rank for fault in blow}, step, happened))
+    last = rig.launch(layout, recover=step > 0)
+    last.finish()
+    if set(last.codes.values()) != {0}:
+        raise last.fail(f"the last run ended with {last.codes}")
+    if step == 0:
+        rig.check_untouched(last)
+        return happened
+    if last.resumed_after() != step:
+        raise last.fail(f"resumed after step {last.resumed_after()}, not after {step}")
+    difference = rig.difference(last, step)
+    if difference is not None:
+        raise last.fail(str(difference))
+    return happened
+
+
+def judge(rig: Rig, launch: Launch, victims: set[int], step_before: int, happened: Counter[str]) -> int:
+    """Check the end of one launch; returns the step of its last words, 0 if there are none."""
+    layout = launch.layout
+    dead = {rank for rank, code in launch.codes.items() if code == KILLED}
+    if not dead <= victims:
+        raise launch.fail(f"ranks {dead - victims} were killed by something else")
+    codes = {launch.codes[rank] for rank in range(layout.world_size) if rank not in dead}
+    if codes == {0}:
+        # Everybody had left the loop before the blow fell, so there was nothing to save any more.
+        happened["after the end"] += 1
+        if launch.new_checkpoint is not None:
+            raise launch.fail("the ranks ended well, but there are last words")
+        assert all(launch.track.last_step(rank) == layout.steps for rank in range(layout.world_size))
+        return 0
+    if codes == {EXIT_NOT_SAVED}:
+        happened["nothing to save"] += 1
+        reached = max(launch.track.last_step(rank) for rank in range(layout.world_size) if rank not in dead)
+        if launch.new_checkpoint is not None or reached:
+            raise launch.fail(f"nothing was saved, though step {reached} was done")
+        return 0
+    if codes != {EXIT_SAVED}:
+        raise launch.fail(f"the ranks ended with {launch.codes}")
+    step = rig.check_step(launch, dead, range(max(step_before, 1), layout.steps + 1))
+    happened[f"saved, {len(dead)} of {layout.world_size} dead"] += 1
+    return step
+
+
+def run(cluster: Cluster, seed: int, directory: Path) -> Counter[str]:
+    """The run with this seed, in a directory of its own that is removed unless it fails."""
+    rig = Rig(cluster, directory / f"seed_{seed}", directory / "references")
+    try:
+        happened = live(rig, draw_story(seed))
+    finally:
+        rig.close()
+    shutil.rmtree(rig.directory)
+    return happened
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: how many runs have failed (99 at most)."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=20, help="how many runs")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first run")
+    options = parser.parse_args(arguments)
+    directory = Path(tempfile.mkdtemp(prefix="lastwords-chaos-"))
+    happened: Counter[str] = Counter()
+    failed = []
+    start_mono_s = time.monotonic()
+    with Cluster() as cluster:
+        for seed in range(options.seed, options.seed + options.n):
+            try:
+                happened += run(cluster, seed, directory)
+            except AssertionError:
+                failed.append(seed)
+                traceback.print_exc()
+                print(f"seed {seed} FAILED: {draw_story(seed)}")
+                print(f"replay: {replay_command(seed)}", flush=True)
+            else:
+                took_s = time.monotonic() - start_mono_s
+                print(f"seed {seed} ok, {seed - options.seed + 1} of {options.n} in {took_s:.0f} s", flush=True)
+    for what, count in sorted(happened.items()):
+        print(f"{count:5} x {what}")
+    if failed:
+        print(f"{len(failed)} of {options.n} runs failed; logs are in {directory}; replay them with")
+        for seed in failed:
+            print(f"    {replay_command(seed)}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+        print(f"{options.n} runs with kills at random instants: every resumed run had the same bits")
+    return min(len(failed), 99)
+
+
+def replay_command(seed: int) -> str:
+    """What to type to live through a seed again."""
+    return f"python -m tests.integration.chaos --n 1 --seed {seed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

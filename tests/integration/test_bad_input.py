@@ -1,0 +1,235 @@
+"""What cannot work is refused at the start, in bounded time, with what to do; what fails at a death loses nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.harness import Port
+from tests.integration.kills import Kill
+from tests.integration.plan import Layout
+from tests.integration.rig import EXIT_NOT_SAVED, KILLED, Launch, Rig
+
+pytestmark = pytest.mark.process
+
+LAYOUT = Layout()
+KILL = Kill("forward", 6, (3,))
+BEHIND = Kill("forward", 3, (3,))
+REFUSED_TIMEOUT_S = 40.0
+
+
+def refused(launch: Launch, pattern: str) -> None:
+    """Every rank ends with an error that matches, having trained nothing, and nothing is left."""
+    launch.finish(REFUSED_TIMEOUT_S)
+    if set(launch.codes.values()) != {1}:
+        raise launch.fail(f"the ranks ended with {launch.codes}, expected an error on each")
+    for rank in range(launch.layout.world_size):
+        text = " ".join(launch.job.output(rank).split())
+        if not re.search(pattern, text):
+            raise launch.fail(f"rank {rank} does not say {pattern!r}")
+        assert launch.track.last_step(rank) == 0
+
+
+# ---------------------------------------------------------------------- at the start
+
+
+def test_a_ctrl_rank_id_outside_the_world_is_refused(rig: Rig) -> None:
+    refused(rig.launch(LAYOUT, ctrl_rank=4), r"ConfigError: ctrl_rank_id is 4.*ranks 0 to 3")
+
+
+def test_a_port_that_something_else_uses_is_named(rig: Rig) -> None:
+    port = Port()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port.number))
+        other.listen()
+        launch = rig.launch(LAYOUT, port=port)
+        refused(launch, rf"{port.number}.*in use")
+
+
+def test_a_controller_that_cannot_be_reached_is_named_in_bounded_time(rig: Rig) -> None:
+    port = Port()
+    launch = rig.launch(LAYOUT, port=port, sabotage=("no_controller",), env={"LASTWORDS_CONNECT_TIMEOUT_S": "2"})
+    refused(launch, rf"UnavailableError: .*127\.0\.0\.1:{port.number}")
+
+
+def test_a_malformed_switch_is_refused(rig: Rig) -> None:
+    refused(rig.launch(LAYOUT, env={"MS_ENABLE_TFT": "{TTP:maybe}"}), r"ConfigError: MS_ENABLE_TFT=.*\{TTP:1\}")
+
+
+def test_switched_off_it_is_not_there(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, env={"MS_ENABLE_TFT": "{TTP:0}"})
+    launch.finish()
+    rig.check_untouched(launch)
+    assert not any(path.read_text() for path in launch.directory.glob("rank_*.shm"))
+    assert not list(Path(launch.plan.checkpoints).glob("logs/*"))
+
+
+def test_ranks_with_different_numbers_of_steps_are_refused_and_named(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, overrides=((2, "steps_per_epoch", 5),))
+    refused(launch, r"ConfigError: .*rank 2\b.*5")
+
+
+def test_ranks_with_different_directories_are_refused_and_named(rig: Rig, tmp_path: Path) -> None:
+    launch = rig.launch(LAYOUT, overrides=((1, "checkpoints", str(tmp_path / "elsewhere")),))
+    launch.finish(REFUSED_TIMEOUT_S)
+    assert launch.codes[1] == 1
+    assert "elsewhere" in launch.job.output(1)
+    assert all(launch.codes.values())
+
+
+def test_a_path_that_cannot_be_written_is_found_at_the_start(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    launch = rig.launch(LAYOUT, checkpoints=tmp_path / "file" / "checkpoints")
+    refused(launch, r"StorageError: .*file/checkpoints.*cannot be written")
+
+
+def test_extras_that_cannot_be_stored_are_refused_with_their_path(rig: Rig) -> None:
+    refused(rig.launch(LAYOUT, bad_extra=True), r"ConfigError: .*odd.*thing")
+
+
+# ---------------------------------------------------------------------- storage fails at the death
+
+
+def test_a_disk_that_is_full_for_one_rank_makes_another_save(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("disk_full:0",))
+    launch.finish()
+    step = rig.check_last_words(launch, [3], {5})
+    assert writer(launch) == 1
+    rig.check_resume(launch, step)
+
+
+def test_a_failed_fsync_makes_another_rank_save(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("fsync_fails:0", "fsync_fails:1"))
+    launch.finish()
+    step = rig.check_last_words(launch, [3], {5})
+    assert writer(launch) == 2
+    rig.check_resume(launch, step)
+
+
+def test_a_full_disk_falls_back_to_the_other_directory(rig: Rig, tmp_path: Path) -> None:
+    fallback = tmp_path / "fallback"
+    launch = rig.launch(
+        LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("disk_full_at:checkpoints",), fallback=str(fallback)
+    )
+    launch.finish()
+    assert not launch.checkpoints
+    assert [path.name for path in fallback.glob("tft_*")] == ["tft_saved_checkpoints-step_5"]
+    for rank in range(3):
+        assert str(fallback) in launch.last_words(rank)[0]
+    rig.check_resume(launch, 5, fallback=str(fallback))
+
+
+def test_a_full_disk_costs_the_last_words_but_not_the_older_checkpoint(rig: Rig) -> None:
+    older, step = rig.die(LAYOUT, BEHIND)
+    launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("disk_full",), recover=True)
+    launch.finish()
+    assert launch.codes == dict.fromkeys(range(4), EXIT_NOT_SAVED) | {3: KILLED}, launch.job.report()
+    for rank in range(3):
+        assert "No space left on device" in launch.last_words(rank)[0]
+    assert launch.new_checkpoint is None
+    rig.check_resume(older, step)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "lastwords-test", str(path)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_really_is_full_falls_back(rig: Rig, tmp_path: Path, small_disk: Path) -> None:
+    layout = Layout(model="medium")
+    fallback = tmp_path / "fallback"
+    launch = rig.launch(layout, faults=KILL.faults(layout), checkpoints=small_disk, fallback=str(fallback))
+    launch.finish()
+    assert not launch.checkpoints
+    assert [path.name for path in fallback.glob("tft_*")] == ["tft_saved_checkpoints-step_5"], launch.job.report()
+    rig.check_resume(launch, 5, fallback=str(fallback))
+
+
+def writer(launch: Launch) -> int:
+    checkpoint = launch.new_checkpoint
+    assert checkpoint is not None
+    return int(launch.manifest(checkpoint)["units"]["replicated"]["writer"])
+
+
+# ---------------------------------------------------------------------- at the resume
+
+
+def test_without_a_checkpoint_resume_is_an_error(rig: Rig) -> None:
+    refused(rig.launch(LAYOUT, recover=True), r"IncompleteError: ")
+
+
+def test_without_a_checkpoint_a_resume_that_may_miss_it_trains_from_the_start(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, recover=True, missing_ok=True)
+    launch.finish()
+    rig.check_untouched(launch)
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"model": "medium"}, r"MismatchError: .*inlet\.weight.*saved.*here"),
+        ({"batch_norm": False}, r"MismatchError: .*norms\.0"),
+        ({"tied": True}, r"MismatchError: .*second\.weight"),
+        ({"world_size": 3}, r"MismatchError: .*4.*3"),
+        ({"scheduler": False}, r"MismatchError: .*scheduler"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_checkpoint_of_something_else_is_refused_and_told_apart(
+    rig: Rig, change: dict[str, Any], pattern: str
+) -> None:
+    killed, _ = rig.die(LAYOUT, BEHIND)
+    other = Layout(**change)
+    refused(rig.launch(other, checkpoints=Path(killed.plan.checkpoints), recover=True), pattern)
+
+
+def test_a_flipped_byte_is_found_by_every_rank_before_it_trains(rig: Rig) -> None:
+    killed, _ = rig.die(LAYOUT, BEHIND)
+    file = ckpt_file(killed)
+    flip(file, file.stat().st_size // 2)
+    refused(rig.launch(LAYOUT, recover=True), rf"FormatError: .*{re.escape(file.name)}")
+
+
+def test_a_truncated_checkpoint_is_passed_over_for_the_older_one(rig: Rig) -> None:
+    older, step = rig.die(LAYOUT, BEHIND)
+    newer, _ = rig.die(LAYOUT, KILL, recover=True)
+    os.truncate(ckpt_file(newer), ckpt_file(newer).stat().st_size - 4096)
+    rig.check_resume(older, step)
+
+
+def test_a_directory_without_a_manifest_is_passed_over(rig: Rig) -> None:
+    older, step = rig.die(LAYOUT, BEHIND)
+    newer, _ = rig.die(LAYOUT, KILL, recover=True)
+    assert newer.new_checkpoint is not None
+    (newer.new_checkpoint / "manifest.json").unlink()
+    rig.check_resume(older, step)
+
+
+def ckpt_file(launch: Launch) -> Path:
+    assert launch.new_checkpoint is not None
+    (file,) = launch.new_checkpoint.glob("rank_*/*.ckpt")
+    return file
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,64 @@
+"""With one part of the product switched off the comparison must find a difference: else its tests prove nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.kills import Kill
+from tests.integration.plan import Layout
+from tests.integration.rig import Rig
+
+pytestmark = pytest.mark.process
+
+AHEAD = Kill("before_step", 6, (2,), "ahead")
+
+
+@pytest.mark.parametrize("model", ["small", "medium"])
+def test_without_the_bucket_replay_the_first_resumed_step_differs(rig: Rig, model: str) -> None:
+    layout = Layout(model=model)
+    killed, step = rig.die(layout, AHEAD)
+    resumed = rig.resume(killed, sabotage=("no_bucket_replay",))
+    difference = rig.difference(resumed, step)
+    assert difference is not None
+    assert difference.step == step + 1
+    assert not [name for name in difference.names if name.startswith(("loss", "batch", "rng"))], difference
+
+
+def test_without_the_random_numbers_of_the_dead_rank_its_next_step_differs(rig: Rig) -> None:
+    layout = Layout()
+    killed, step = rig.die(layout, AHEAD)
+    resumed = rig.resume(killed, sabotage=("no_random_numbers:2",))
+    difference = rig.difference(resumed, step)
+    assert difference is not None
+    assert (difference.rank, difference.step) == (2, step + 1) or difference.step == step + 1
+    assert any(name.startswith("rng/") for name in difference.names) or difference.rank != 2
+
+
+def test_without_the_tentative_slot_the_dead_rank_differs_and_the_manifest_says_so(rig: Rig) -> None:
+    layout = Layout()
+    launch = rig.launch(layout, faults=AHEAD.faults(layout), sabotage=("no_tentative_slot",))
+    launch.finish()
+    step = rig.check_last_words(launch, AHEAD.victims, {AHEAD.step}, exact=False)
+    manifest = launch.manifest(launch.checkpoints[-1])
+    assert any("black box has no state of step 6" in reason for reason in manifest["reasons"]), manifest["reasons"]
+    resumed = rig.resume(launch)
+    assert any("not exact" in resumed.job.output(rank) for rank in range(layout.world_size)), resumed.job.report()
+    assert rig.difference(resumed, step) is not None
+
+
+def test_without_the_buffers_of_each_rank_the_resumed_state_differs(rig: Rig) -> None:
+    layout = Layout(broadcast_buffers=False)
+    killed, step = rig.die(layout, AHEAD)
+    resumed = rig.resume(killed, sabotage=("no_local_buffers",))
+    difference = rig.difference(resumed, step)
+    assert difference is not None
+    assert any(name.startswith("buffer/") for name in difference.names), difference
+
+
+def test_without_the_epochs_start_a_shuffling_loader_goes_on_with_other_samples(rig: Rig) -> None:
+    layout = Layout(loader="plain")
+    killed, step = rig.die(layout, AHEAD)
+    resumed = rig.resume(killed, sabotage=("no_epoch_start",))
+    difference = rig.difference(resumed, step)
+    assert difference is not None
+    assert "batch0" in difference.names, difference
