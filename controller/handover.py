@@ -220,7 +220,7 @@ def await_address(
     *,
     root: Path = paths.SHM_ROOT,
     stall_s: float = STALL_S,
-    live_grace_s: float = LIVE_GRACE_S,
+    live_grace_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Return once a controller may listen on this address; ends an idle controller that is still there.
@@ -229,6 +229,7 @@ def await_address(
     alive; UnavailableError if the controller there does not move for `stall_s`.
     """
     path = run_file_path(ip, port, root=root)
+    live_grace_s = LIVE_GRACE_S if live_grace_s is None else live_grace_s
     asked_mono_s: float | None = None
     unheld_mono_s: float | None = None
     newest: RunRecord | None = None

@@ -22,6 +22,8 @@ from lastwords.controller import handover
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 
+__all__ = ["ControllerHandle", "ControllerSpec", "start_controller"]
+
 _log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0

@@ -1,0 +1,129 @@
+"""`python -m lastwords.controller`: the controller's process. Started by `controller.launch`, not by hand.
+
+Arguments are those of `ControllerSpec`, as --name=value, and --ready-fd: a pipe that is told, in one line of JSON,
+that the controller serves or why it does not. The job's token comes in LASTWORDS_TOKEN, never as an argument.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import logging.handlers
+import os
+import queue
+import resource
+import signal
+import sys
+from collections.abc import Callable
+
+from lastwords.controller import handover
+from lastwords.controller.core import ControllerCore
+from lastwords.controller.events import ControllerOptions
+from lastwords.controller.server import ControllerShell
+from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
+from lastwords.errors import ConfigError, LastWordsError
+from lastwords.liveness import process_id
+from lastwords.transport import call_metadata
+
+_log = logging.getLogger("lastwords.controller")
+
+LOG_RECORDS_MAX = 10_000
+"""Records that wait for a disk that hangs; later ones are dropped, since the loop must not wait for a disk."""
+
+
+class _DroppingHandler(logging.handlers.QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+def _set_up_logging() -> logging.handlers.QueueListener:
+    """Log to stderr from a thread of its own; returns the listener, to be stopped at the end."""
+    output = logging.StreamHandler(sys.stderr)
+    output.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS_MAX)
+    logging.basicConfig(level=logging.INFO, handlers=[_DroppingHandler(records)], force=True)
+    listener = logging.handlers.QueueListener(records, output)
+    listener.start()
+    return listener
+
+
+def _tell(fd: int, answer: dict[str, object]) -> None:
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            os.write(fd, json.dumps(answer).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _options(spec: ControllerSpec) -> ControllerOptions:
+    return ControllerOptions(
+        settle_timeout_s=spec.settle_timeout_s,
+        lost_confirm_s=spec.lost_confirm_s,
+        progress_timeout_s=spec.progress_timeout_s,
+        verify_timeout_s=spec.verify_timeout_s,
+        publish_timeout_s=spec.publish_timeout_s,
+        leave_timeout_s=spec.leave_timeout_s,
+        finish_timeout_s=spec.finish_timeout_s,
+        exit_timeout_s=spec.exit_timeout_s,
+        start_timeout_s=spec.start_timeout_s,
+        has_fallback_target=spec.fallback_root is not None,
+    )
+
+
+async def _serve(spec: ControllerSpec, token: str, ready: Callable[[], None]) -> None:
+    record = handover.RunRecord(
+        pid=os.getpid(),
+        start_ticks=process_id.start_ticks(os.getpid()) or 0,
+        job=spec.job,
+        generation=spec.generation,
+        token=token,
+        log=str(spec.log_path),
+    )
+    run_file = handover.RunFile(handover.run_file_path(spec.ip, spec.port), record)
+    core = ControllerCore(spec.world_size, spec.generation, _options(spec))
+    await ControllerShell(spec, token, core, run_file=run_file).run(ready)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until the job is over; 0 at its end, 2 for bad arguments, 1 where serving is impossible."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # meant for the trainers; SIGTERM is taken by the loop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    ready_fd = -1
+    if arguments and arguments[0].startswith("--ready-fd="):
+        ready_fd = int(arguments.pop(0).partition("=")[2])
+    listener = _set_up_logging()
+    try:
+        spec = ControllerSpec.from_argv(arguments)
+        token = os.environ.pop(TOKEN_VARIABLE, "")
+        call_metadata(token)
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one socket for each session
+        sys.setswitchinterval(0.0005)  # a storage thread must not keep the loop from a death for 5 ms
+        gc.freeze()
+        asyncio.run(_serve(spec, token, lambda: _tell(ready_fd, {"ready": True})))
+        code = 0
+    except ConfigError as error:
+        _log.error("%s", error)
+        _tell(ready_fd, {"error": "config", "message": str(error)})
+        code = 2
+    except LastWordsError as error:
+        _log.error("%s", error)
+        _tell(ready_fd, {"error": "unavailable", "message": str(error)})
+        code = 1
+    except Exception:  # outermost: the log has to say why the process ended
+        _log.exception("the controller failed")
+        code = 1
+    listener.stop()
+    return code
+
+
+if __name__ == "__main__":
+    status = main()
+    # A storage thread may hang in a file system for ever; everything of value has been flushed.
+    os._exit(status)

@@ -1,0 +1,393 @@
+"""The controller's shell: sessions, host watch, storage and clock around the pure `ControllerCore`.
+
+One asyncio loop is the only thread that touches the core. Whatever can block runs elsewhere and comes back through
+`call_soon_threadsafe`: the host watch's threads (a death has to reach the core well within a millisecond), the
+storage threads, and the log's queue (set up in `__main__`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from lastwords import clock, codec
+from lastwords.controller import events
+from lastwords.controller.events import Effect, Event, State
+from lastwords.controller.handover import RunFile
+from lastwords.controller.sessions import PeerSession, SessionService
+from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.storage import StorageJobs
+from lastwords.controller.timeline import Timeline, sentence
+from lastwords.errors import LastWordsError, UnavailableError
+from lastwords.liveness import paths, process_id
+from lastwords.liveness.watch import HostWatch
+from lastwords.state import ControllerState, RankState
+from lastwords.transport import Keepalive, grpc, host_port, server_options
+from lastwords.vocabulary import DeathSource, Goodbye, Hello, ProcessId, Report, SaveProgress, Stand
+
+_log = logging.getLogger(__name__)
+
+HOUSEKEEPING_INTERVAL_S = 0.2
+"""How often the run file is brought up to date and the starter is looked after."""
+
+STOP_GRACE_S = 1.0
+"""What is left to say gets this long; the core has waited for the sessions to end before it stops."""
+
+_MAY_END_WHEN_EMPTY = (State.REGISTERING, State.EXITING, State.RELEASING, State.REFUSING)
+
+
+class Core(Protocol):
+    """What the shell needs of a core (`controller.core.ControllerCore`)."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def deadline_s(self) -> float | None: ...
+
+    @property
+    def incident(self) -> int: ...
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]: ...
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What people are told about a rank; the core keeps its own books."""
+
+    process: ProcessId
+    stand: Stand
+    heard_mono_s: float
+    dead: bool = False
+
+
+class ControllerShell:
+    """Serves one job until its core stops. Build it and `run` it in one loop; `run` may be called once."""
+
+    def __init__(self, spec: ControllerSpec, token: str, core: Core, *, run_file: RunFile | None = None) -> None:
+        self._spec = spec
+        self._core = core
+        self._run_file = run_file
+        self._service = SessionService(token, self)
+        self._storage = StorageJobs(spec, self._from_thread)
+        self._timeline = Timeline(spec.job, spec.generation)
+        self._host_id = process_id.host_id()
+        self._starter_ticks = process_id.start_ticks(spec.starter_pid) if spec.starter_pid else None
+        self._session_of: dict[int, PeerSession] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._watched: dict[int, ProcessId] = {}
+        self._progress = 0
+        self._newest_line = ""
+        self._asked_to_end = False
+        self._stop_reason: str | None = None
+        self._stopped = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._began_mono_s = clock.mono_s()
+        self._loop = asyncio.get_running_loop()
+        # Adding a watch opens files and may wait for a thread; one thread keeps the order of add and remove.
+        self._watch_jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")
+        self._watch = HostWatch(self._on_death)
+
+    # ------------------------------------------------------------------ life
+
+    async def run(self, on_ready: Callable[[], None]) -> str:
+        """Serve until the core stops; returns its reason. `on_ready` is called once the port is open.
+
+        Raises UnavailableError if the address cannot be bound.
+        """
+        server = grpc.aio.server(
+            options=server_options(Keepalive(self._spec.keepalive_time_s, self._spec.keepalive_timeout_s))
+        )
+        self._service.register(server)
+        address = host_port(self._spec.ip, self._spec.port)
+        try:
+            bound = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise UnavailableError(f"cannot listen on {address}: {error}") from error
+        if bound != self._spec.port:
+            raise UnavailableError(f"cannot listen on {address}")
+        await server.start()
+        self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        _log.info(
+            "controller of job %s, generation %d (process %d) serves %d ranks on %s",
+            self._spec.job,
+            self._spec.generation,
+            os.getpid(),
+            self._spec.world_size,
+            address,
+        )
+        self._feed((events.Tick(),))
+        self._update_run_file()
+        housekeeping = self._loop.create_task(self._keep_house())
+        on_ready()
+        try:
+            await self._stopped.wait()
+        finally:
+            housekeeping.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+            await server.stop(STOP_GRACE_S)
+            await self._loop.run_in_executor(None, self._clean_up)
+        return self._stop_reason or ""
+
+    def stop(self, reason: str) -> None:
+        """End `run` soon; the first reason counts."""
+        if self._stop_reason is None:
+            self._stop_reason = reason
+            _log.info("controller ends: %s", reason)
+            line = self._timeline.close("NOT_SAVED", reason)
+            if line is not None:
+                self._record(line)
+            self._stopped.set()
+
+    def _clean_up(self) -> None:
+        self._watch_jobs.shutdown(wait=True)
+        self._watch.stop()
+        self._storage.wait_idle(STOP_GRACE_S)
+        paths.remove_job_dir(self._spec.job, self._spec.generation)
+        if self._run_file is not None:
+            self._run_file.remove()
+
+    async def _keep_house(self) -> None:
+        ticks = 0
+        while True:
+            try:
+                self._look_after(ticks)
+            except Exception:  # outermost loop of a task: keep the service going
+                _log.exception("housekeeping failed")
+            ticks += 1
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+
+    def _look_after(self, ticks: int) -> None:
+        self._update_run_file()
+        if not self._seen and ticks % 5 == 4 and self._spec.starter_pid and not self._starter_lives():
+            self.stop(f"nobody has connected, and process {self._spec.starter_pid}, which started this, is gone")
+        self._end_if_asked()
+
+    def _update_run_file(self) -> None:
+        if self._run_file is None:
+            return
+        try:
+            self._run_file.update(stage=self._core.state.value, live=self._live(), progress=self._progress)
+        except LastWordsError as error:
+            self._run_file = None
+            _log.warning("a later controller on this address will not find this one: %s", error)
+
+    def _starter_lives(self) -> bool:
+        return self._starter_ticks is not None and (
+            process_id.start_ticks(self._spec.starter_pid) == self._starter_ticks
+        )
+
+    def _live(self) -> int:
+        """Ranks that can be expected to go on; before the first of them, the process that started this."""
+        connected = sum(1 for rank in self._session_of if not self._seen[rank].dead)
+        return connected or int(not self._seen and self._starter_lives())
+
+    def _on_sigterm(self) -> None:
+        _log.info("asked to end (SIGTERM): will do so when no rank is left and no incident is open")
+        self._asked_to_end = True
+        self._end_if_asked()
+
+    def _end_if_asked(self) -> None:
+        may_end = self._core.state in _MAY_END_WHEN_EMPTY and not self._storage.busy
+        if self._asked_to_end and may_end and self._live() == 0:
+            self.stop("it was asked to, and no rank is left")
+
+    # ------------------------------------------------------------------ what comes in
+
+    def on_reports(self, session: PeerSession, reports: Sequence[Report]) -> None:
+        """Reports of ranks that said Hello in this session, and such Hellos; anything else is dropped."""
+        now_s = clock.mono_s()
+        for report in reports:
+            if isinstance(report, Hello):
+                self._take_hello(session, report, now_s)
+                continue
+            if self._session_of.get(report.rank) is not session:
+                _log.warning(
+                    "dropped %s of rank %d: no accepted Hello in that session", type(report).__name__, report.rank
+                )
+                continue
+            seen = self._seen[report.rank]
+            seen.heard_mono_s = now_s
+            stand = getattr(report, "stand", None)
+            if stand is not None:
+                seen.stand = stand
+            if isinstance(report, SaveProgress):
+                self._progress += 1
+            elif isinstance(report, Goodbye):
+                self._unwatch(report.rank)
+            self._timeline.note_report(report, now_s)
+            self._perform(self._ask(events.FromRank(report), now_s), now_s, session, report.rank)
+        self._rearm()
+
+    def on_closed(self, session: PeerSession) -> None:
+        """A session is over: its ranks are under suspicion, unless they have said Hello in a newer one."""
+        gone = sorted(rank for rank in session.ranks if self._session_of.get(rank) is session)
+        for rank in gone:
+            del self._session_of[rank]
+        if gone and self._stop_reason is None:
+            now_s = clock.mono_s()
+            self._timeline.note("suspected", now_s, ranks=gone)
+            self._feed(tuple(events.SessionClosed(rank) for rank in gone))
+
+    def _take_hello(self, session: PeerSession, hello: Hello, now_s: float) -> None:
+        effects = self._ask(events.FromRank(hello), now_s)
+        if any(isinstance(effect, events.Reply) for effect in effects):
+            self._perform(effects, now_s, session, hello.rank)
+            return
+        before = self._session_of.get(hello.rank)
+        if before is not None and before is not session:
+            before.ranks.discard(hello.rank)
+            if not before.ranks:
+                before.cancel()
+        session.ranks.add(hello.rank)
+        self._session_of[hello.rank] = session
+        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s)
+        if hello.process.host_id == self._host_id and self._watched.get(hello.rank) != hello.process:
+            self._watched[hello.rank] = hello.process
+            self._watch_jobs.submit(self._add_watch, hello.rank, hello.process)
+        self._perform(effects, now_s, session, hello.rank)
+
+    def _on_died(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
+        if rank in self._seen:
+            self._seen[rank].dead = True
+        self._timeline.note("died", known_mono_s, rank=rank, source=source.name)
+        self._feed((events.Died(rank, source),))
+
+    def _from_thread(self, event: Event) -> None:
+        """A storage thread's answer; any thread."""
+        self._call_soon(self._on_storage, event)
+
+    def _on_storage(self, event: Event) -> None:
+        now_s = clock.mono_s()
+        self._progress += 1
+        match event:
+            case events.Verified(attempt=attempt):
+                self._timeline.note("verified", now_s, attempt=attempt)
+            case events.VerifyFailed(attempt=attempt, problems=problems):
+                texts = [f"{rank}: {text}"[:300] for rank, text in problems[:10]]
+                self._timeline.note("verify_failed", now_s, attempt=attempt, problems=texts)
+            case events.Published(attempt=attempt, path=path):
+                self._timeline.note("published", now_s, attempt=attempt, path=path)
+            case events.PublishFailed(attempt=attempt, reason=reason):
+                self._timeline.note("publish_failed", now_s, attempt=attempt, reason=reason[:300])
+            case _:
+                pass
+        self._feed((event,))
+
+    # ------------------------------------------------------------------ the core
+
+    def _feed(self, incoming: Iterable[Event]) -> None:
+        now_s = clock.mono_s()
+        for event in incoming:
+            self._perform(self._ask(event, now_s), now_s)
+        self._rearm()
+
+    def _ask(self, event: Event, now_s: float) -> list[Effect]:
+        try:
+            return self._core.handle(event, now_s)
+        except Exception:  # outermost: one event that the core cannot digest must not end everybody's protection
+            _log.exception("the controller's core failed at %s; the event is dropped", event)
+            return []
+
+    def _perform(self, effects: list[Effect], now_s: float, session: PeerSession | None = None, rank: int = 0) -> None:
+        """Carry out what the core wants; `session` and `rank` are where the report came from, for a Reply."""
+        for effect in effects:
+            match effect:
+                case events.Send(order=order):
+                    line = self._timeline.note_order(effect.rank, order, now_s, clock.wall_ns())
+                    receiver = self._session_of.get(effect.rank)
+                    if receiver is not None:
+                        receiver.push(effect.rank, order)
+                    if line is not None:
+                        self._record(line)
+                case events.Reply(order=order):
+                    assert session is not None, "only a report can be replied to"
+                    session.push(rank, order)
+                case events.StartVerify():
+                    self._storage.verify(effect)
+                case events.StartPublish():
+                    self._storage.publish(effect)
+                case events.Discard():
+                    self._storage.discard(effect)
+                case events.Log(level=level, text=text):
+                    _log.log(level, "%s", " | ".join(text.splitlines()))
+                case events.Stop(reason=reason):
+                    self.stop(reason)
+
+    def _rearm(self) -> None:
+        deadline_s = None if self._stop_reason is not None else self._core.deadline_s
+        if self._timer is not None:
+            if deadline_s is not None and self._timer.when() <= deadline_s:
+                return  # it may ring too early and is set anew then; cheaper than setting it at every report
+            self._timer.cancel()
+            self._timer = None
+        if deadline_s is not None:
+            self._timer = self._loop.call_at(deadline_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._feed((events.Tick(),))
+
+    def _record(self, line: str) -> None:
+        self._newest_line = sentence(line)
+        _log.info("%s", self._newest_line)
+        self._storage.append_line(self._spec.incidents_path, line)
+
+    # ------------------------------------------------------------------ the host watch
+
+    def _add_watch(self, rank: int, process: ProcessId) -> None:
+        try:
+            self._watch.add(rank, paths.life_path(self._spec.job, self._spec.generation, rank), process)
+        except LastWordsError as error:
+            _log.warning("rank %d cannot be watched on this host, its session alone counts: %s", rank, error)
+
+    def _unwatch(self, rank: int) -> None:
+        if self._watched.pop(rank, None) is not None:
+            self._watch_jobs.submit(self._watch.remove, rank)
+
+    def _on_death(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
+        """Watcher's thread."""
+        self._call_soon(self._on_died, rank, source, known_mono_s)
+
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            pass  # the loop is closed: the controller has ended meanwhile
+
+    # ------------------------------------------------------------------ people
+
+    def state(self) -> bytes:
+        """Answer to a State call."""
+        now_s = clock.mono_s()
+        ranks = []
+        for rank in range(self._spec.world_size):
+            seen = self._seen.get(rank)
+            if seen is None:
+                ranks.append(RankState(rank, None, None, connected=False, dead=False, heard_s=-1.0))
+                continue
+            connected = rank in self._session_of
+            ranks.append(RankState(rank, seen.process, seen.stand, connected, seen.dead, now_s - seen.heard_mono_s))
+        summary = f"{len(self._session_of)} of {self._spec.world_size} ranks are connected"
+        if self._newest_line:
+            summary += f"; {self._newest_line}"
+        return codec.state_to_bytes(
+            ControllerState(
+                job=self._spec.job,
+                generation=self._spec.generation,
+                world_size=self._spec.world_size,
+                pid=os.getpid(),
+                uptime_s=now_s - self._began_mono_s,
+                stage=self._core.state.value,
+                incident=self._core.incident,
+                summary=summary,
+                ranks=tuple(ranks),
+            )
+        )

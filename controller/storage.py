@@ -1,0 +1,168 @@
+"""Carries out what the core decides about files: verify parts, publish them, discard them. Threads, no asyncio.
+
+A file system can take seconds, or hang for ever, so nothing of it runs in the loop's thread; a job that hangs keeps
+its daemon thread, and the core's time-outs go on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lastwords.checkpoint import layout, publish
+from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
+from lastwords.controller import events
+from lastwords.controller.spec import ControllerSpec
+from lastwords.errors import LastWordsError
+
+_log = logging.getLogger(__name__)
+
+_Attempt = events.StartVerify | events.StartPublish | events.Discard
+OnEvent = Callable[[events.Event], None]
+
+
+class StorageJobs:
+    """Runs one job after the other for each target directory; results go to `on_event`, from the job's thread.
+
+    facts: what else the manifest says about the run.
+    """
+
+    def __init__(self, spec: ControllerSpec, on_event: OnEvent, *, facts: Mapping[str, Any] | None = None) -> None:
+        self._spec = spec
+        self._on_event = on_event
+        self._facts = dict(facts or {})
+        self._lines: dict[str, queue.SimpleQueue[Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+        self._pending = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job waits or runs."""
+        return self._pending > 0
+
+    def verify(self, effect: events.StartVerify) -> None:
+        """Look at every part; gives Verified or VerifyFailed."""
+        self._submit(f"target {effect.target}", lambda: self._verify(effect))
+
+    def publish(self, effect: events.StartPublish) -> None:
+        """Write the manifest and rename; gives Published or PublishFailed."""
+        self._submit(f"target {effect.target}", lambda: self._publish(effect))
+
+    def discard(self, effect: events.Discard) -> None:
+        """Remove what an attempt has written; gives nothing."""
+        self._submit(f"target {effect.target}", lambda: publish.discard(self._tmp_dir(effect)))
+
+    def append_line(self, path: Path, line: str) -> None:
+        """Append one line to a file, for people; a failure is only logged."""
+        self._submit("lines", lambda: _append(path, line))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until all jobs are done; False if that takes longer. Not for the loop's thread."""
+        done = threading.Event()
+        with self._lock:
+            names = list(self._lines)
+        for name in names:
+            done.clear()
+            self._submit(name, done.set)
+            if not done.wait(timeout_s):
+                return False
+        return True
+
+    # ------------------------------------------------------------------ the jobs' threads
+
+    def _root(self, target: int) -> Path:
+        if target == 0:
+            return self._spec.root
+        assert self._spec.fallback_root is not None, "the core was told that there is no fallback directory"
+        return self._spec.fallback_root
+
+    def _tmp_dir(self, effect: _Attempt, attempt: int | None = None) -> Path:
+        number = effect.attempt if attempt is None else attempt
+        return layout.tmp_dir(self._root(effect.target), effect.step, self._spec.generation, effect.incident, number)
+
+    def _gather(self, effect: events.StartVerify) -> Path:
+        """Move parts that an earlier attempt has finished to those of this one."""
+        here = self._tmp_dir(effect)
+        for part in effect.parts:
+            there = self._tmp_dir(effect, part.attempt) / layout.rank_dir_name(part.rank)
+            if part.attempt == effect.attempt or not REAL_OS.exists(there):
+                continue  # moved before, or missing, which the verification will say
+            make_directories(here, REAL_OS)
+            with storage_errors("moving", there):
+                REAL_OS.rename(there, here / there.name)
+            sync_directory(here, REAL_OS)
+        return here
+
+    def _verify(self, effect: events.StartVerify) -> None:
+        try:
+            tmp_dir = self._gather(effect)
+            problems = publish.verify_parts(tmp_dir, effect.writers, effect.units, effect.local_ranks, effect.step)
+        except Exception as error:  # outermost for this job: the core waits for an answer, whatever happened
+            _log.exception("verifying attempt %d of incident %d failed", effect.attempt, effect.incident)
+            problems = [(publish.NO_RANK, f"{type(error).__name__}: {error}")]
+        if problems:
+            self._on_event(events.VerifyFailed(effect.incident, effect.attempt, tuple(problems)))
+        else:
+            self._on_event(events.Verified(effect.incident, effect.attempt))
+
+    def _publish(self, effect: events.StartPublish) -> None:
+        incident = publish.Incident(
+            job=self._spec.job,
+            generation=self._spec.generation,
+            incident=effect.incident,
+            attempt=effect.attempt,
+            global_step=effect.step,
+            world_size=self._spec.world_size,
+            writers=tuple(sorted(part.rank for part in effect.parts)),
+            reason=effect.reason,
+            cause_ranks=effect.cause_ranks,
+            lost_locals=dict.fromkeys(effect.lost_local_ranks, "no process of its host was left to read its black box"),
+            facts={**self._facts, "dead_ranks": list(effect.dead_ranks)},
+        )
+        try:
+            path = publish.publish(self._root(effect.target), self._tmp_dir(effect), incident)
+        except Exception as error:  # outermost for this job: the core waits for an answer, whatever happened
+            if not isinstance(error, LastWordsError):
+                _log.exception("publishing attempt %d of incident %d failed", effect.attempt, effect.incident)
+            self._on_event(events.PublishFailed(effect.incident, effect.attempt, str(error)))
+        else:
+            self._on_event(events.Published(effect.incident, effect.attempt, str(path)))
+
+    # ------------------------------------------------------------------ queues
+
+    def _submit(self, line: str, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._pending += 1
+            jobs = self._lines.get(line)
+            if jobs is None:
+                jobs = self._lines[line] = queue.SimpleQueue()
+                threading.Thread(target=self._run, args=(jobs,), name=f"lastwords-{line}", daemon=True).start()
+        jobs.put(job)
+
+    def _run(self, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            job = jobs.get()
+            try:
+                job()
+            except Exception:  # outermost loop of a thread: a mistake in one job must not keep the next from running
+                _log.exception("a storage job failed")
+            finally:
+                with self._lock:
+                    self._pending -= 1
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, line.encode() + b"\n")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        _log.warning("cannot write to %s: %s", path, error)

@@ -1,0 +1,616 @@
+"""The controller's process with fake ranks: the real cores on both sides, real sockets, files and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords import codec
+from lastwords.checkpoint import layout
+from lastwords.checkpoint.load import latest, open_checkpoint
+from lastwords.checkpoint.load import verify as verify_checkpoint
+from lastwords.controller import handover
+from lastwords.controller.launch import ControllerHandle, start_controller
+from lastwords.controller.query import query_state
+from lastwords.controller.spec import ControllerSpec
+from lastwords.errors import ConfigError, StorageError, UnavailableError
+from lastwords.liveness import paths, process_id
+from lastwords.transport import call_metadata, channel_options, grpc, host_port
+from lastwords.vocabulary import ExitKind, Freeze, Hello, Phase, ProcessId, Stand, Status
+from tests.integration.puppet import WAIT_S, Puppet, PuppetProcess
+
+pytestmark = pytest.mark.process
+
+HOST = "127.0.0.1"
+TOKEN = "t0ken"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+class Job:
+    """A controller and its ranks, all ended when the test is over; nothing of it may be left then."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.spec = ControllerSpec(
+            HOST, free_port(), name, 1, 3, root, starter_pid=os.getpid(), exit_timeout_s=3.0, lost_confirm_s=1.0
+        )
+        self.handles: list[ControllerHandle] = []
+        self.puppets: list[Puppet] = []
+        self.processes: list[PuppetProcess] = []
+
+    @property
+    def address(self) -> str:
+        return host_port(HOST, self.spec.port)
+
+    def start(self, **changes: Any) -> ControllerHandle:
+        self.spec = dataclasses.replace(self.spec, **changes)
+        handle = start_controller(self.spec, TOKEN)
+        self.handles.append(handle)
+        return handle
+
+    def puppet(self, rank: int, **more: Any) -> Puppet:
+        arguments = {"job": self.spec.job, "generation": self.spec.generation, **more}
+        puppet = Puppet(rank, self.spec.world_size, self.address, TOKEN, self.spec.root, **arguments)
+        self.puppets.append(puppet)
+        return puppet
+
+    def puppet_process(self, rank: int, **more: Any) -> PuppetProcess:
+        arguments = {"job": self.spec.job, "generation": self.spec.generation, **more}
+        process = PuppetProcess(rank, self.spec.world_size, self.address, TOKEN, self.spec.root, **arguments)
+        self.processes.append(process)
+        return process
+
+    def train(self, steps: int, **more: Any) -> list[Puppet]:
+        """All ranks in this process, trained for so many steps."""
+        puppets = [self.puppet(rank, **more) for rank in range(self.spec.world_size)]
+        for puppet in puppets:
+            puppet.begin()
+        for puppet in puppets:
+            puppet.await_go()
+            puppet.step(steps)
+        return puppets
+
+    def incidents(self) -> list[dict[str, Any]]:
+        path = self.spec.incidents_path
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+        for puppet in self.puppets:
+            puppet.close()
+        for handle in self.handles:
+            if handle.wait(0.0) is None:
+                os.kill(handle.pid, signal.SIGKILL)
+                handle.wait(WAIT_S)
+
+    def assert_nothing_is_left(self) -> None:
+        for handle in self.handles:
+            assert handle.wait(WAIT_S) == 0, handle.log_path.read_text()
+        assert not paths.job_dir(self.spec.job, self.spec.generation).exists()
+        assert handover.read_run_file(handover.run_file_path(HOST, self.spec.port)) is None
+        assert not list(self.spec.root.glob(".tmp-*"))
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    with contextlib.closing(
+        Job(tmp_path / "ckpt", f"shell-{os.getpid()}-{abs(hash(request.node.name)) % 10**6}")
+    ) as job:
+        yield job
+
+
+# ------------------------------------------------------------------ whole incidents
+
+
+def test_a_rank_that_raises_leads_to_a_checkpoint_of_the_newest_step(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=7)
+    puppets[1].call("mark_raised", "ValueError: boom", False)
+    orders = [puppet.exit_order() for puppet in puppets]
+    assert {(order.kind, order.step, order.cause_ranks) for order in orders} == {(ExitKind.SAVED, 7, (1,))}
+    path = latest(job.spec.root)
+    assert path == layout.checkpoint_dir(job.spec.root, 7)
+    assert {order.path for order in orders} == {str(path)}
+    manifest = open_checkpoint(path).manifest
+    assert (manifest.job, manifest.generation, manifest.world_size, manifest.cause_ranks) == (job.spec.job, 1, 3, (1,))
+    assert sorted(manifest.locals) == [0, 1, 2]
+    assert "boom" in manifest.reason
+    assert verify_checkpoint(path, deep=True) == []
+    for puppet in puppets:
+        puppet.close()
+    job.assert_nothing_is_left()
+
+
+def test_a_rank_whose_session_does_not_return_is_dead_and_the_others_save(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=3)
+    puppets[2].close()
+    for puppet in puppets[:2]:
+        order = puppet.exit_order()
+        assert (order.kind, order.step, order.cause_ranks) == (ExitKind.SAVED, 3, (2,))
+        puppet.close()
+    manifest = open_checkpoint(layout.checkpoint_dir(job.spec.root, 3)).manifest
+    assert not manifest.exact, "rank 2's host is lost with its black box, and that has to be said"
+    assert any("rank 2" in reason for reason in manifest.reasons)
+    job.assert_nothing_is_left()
+
+
+def test_ranks_that_leave_together_are_released_and_nothing_is_saved(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=2)
+    for puppet in puppets:
+        puppet.call("mark_left")
+    for puppet in puppets:
+        puppet.await_(lambda puppet=puppet: puppet.core.released, "to be released")
+        puppet.close()
+    job.assert_nothing_is_left()
+    assert not job.incidents()
+    assert latest(job.spec.root) is None
+
+
+def test_a_death_before_the_first_step_leaves_a_message_and_no_directory(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=0)
+    puppets[0].call("mark_raised", "boom", False)
+    for puppet in puppets:
+        assert puppet.exit_order().kind is ExitKind.NOTHING_TO_SAVE
+        puppet.close()
+    job.assert_nothing_is_left()
+    assert not list(job.spec.root.glob("tft_*"))
+
+
+def test_a_session_that_returns_in_time_is_a_false_alarm_and_training_goes_on(job: Job) -> None:
+    job.start(lost_confirm_s=5.0)
+    puppets = job.train(steps=3)
+    for _ in range(3):
+        call = puppets[1].session._call
+        call.cancel()
+        puppets[0].await_(lambda: any(isinstance(order, Freeze) for order in puppets[0].orders), "for a freeze")
+        for puppet in puppets:
+            puppet.await_(lambda puppet=puppet: puppet.core.may_train, "to train on")
+            puppet.orders.clear()
+            puppet.step()
+    assert [incident["outcome"] for incident in job.incidents()] == ["FALSE_ALARM"] * 3
+    for puppet in puppets:
+        puppet.call("mark_left")
+    for puppet in puppets:
+        puppet.await_(lambda puppet=puppet: puppet.core.released, "to be released")
+        puppet.close()
+    job.assert_nothing_is_left()
+
+
+def test_a_writer_that_fails_is_replaced_and_its_files_vanish(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=4)
+
+    def refuse(order: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    puppets[0].save_hook = refuse
+    puppets[2].call("mark_raised", "boom", False)
+    assert {puppet.exit_order().kind for puppet in puppets} == {ExitKind.SAVED}
+    manifest = open_checkpoint(layout.checkpoint_dir(job.spec.root, 4)).manifest
+    assert {entry.writer for entry in manifest.units.values()} != {0}
+    (incident,) = job.incidents()
+    assert any(event["what"] == "save_failed" for event in incident["events"])
+    for puppet in puppets:
+        puppet.close()
+    job.assert_nothing_is_left()
+
+
+def test_the_fallback_directory_is_used_where_the_first_one_refuses(job: Job, tmp_path: Path) -> None:
+    fallback = tmp_path / "fallback"
+    fallback.mkdir()
+    job.start(fallback_root=fallback)
+    puppets = job.train(steps=4, fallback_root=fallback)
+
+    def refuse(order: Any) -> None:
+        if order.target == 0:
+            raise OSError(28, "No space left on device")
+
+    for puppet in puppets:
+        puppet.save_hook = refuse
+    puppets[2].call("mark_raised", "boom", False)
+    assert {puppet.exit_order().path for puppet in puppets} == {str(layout.checkpoint_dir(fallback, 4))}
+    assert verify_checkpoint(layout.checkpoint_dir(fallback, 4), deep=True) == []
+    for puppet in puppets:
+        puppet.close()
+    job.assert_nothing_is_left()
+
+
+def test_a_publication_that_the_file_system_refuses_ends_with_the_reason(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=4)
+    job.spec.root.mkdir(exist_ok=True)
+    # The final name is taken by a file, which no rename of a directory can replace and nobody would remove.
+    layout.checkpoint_dir(job.spec.root, 4).write_text("in the way")
+    puppets[2].call("mark_raised", "boom", False)
+    orders = [puppet.exit_order() for puppet in puppets]
+    assert {order.kind for order in orders} <= {ExitKind.NOT_SAVED, ExitKind.SAVED}
+    assert len({order.kind for order in orders}) == 1
+    for puppet in puppets:
+        puppet.close()
+    for handle in job.handles:
+        assert handle.wait(WAIT_S) == 0
+
+
+# ------------------------------------------------------------------ kill -9, with processes of their own
+
+
+def test_kill_9_is_known_at_once_and_everybody_else_is_told_where_the_checkpoint_is(job: Job) -> None:
+    job.start()
+    ranks = [job.puppet_process(rank) for rank in range(3)]
+    for rank in ranks:
+        rank.begin_call("begin")
+    for rank in ranks:
+        rank._results.get(timeout=WAIT_S)
+    for rank in ranks:
+        rank.call("await_go")
+        rank.call("step", 5)
+    killed_mono_s = ranks[0].kill()
+    told = [rank.told() for rank in ranks[1:]]
+    assert {message["path"] for message in told} == {str(layout.checkpoint_dir(job.spec.root, 5))}
+    for rank in ranks[1:]:
+        rank.begin_call("release")
+        assert rank.process.wait(WAIT_S) == 0
+    (incident,) = job.incidents()
+    assert incident["cause_ranks"] == [0]
+    assert incident["known_mono_s"] - killed_mono_s < 0.1
+    what = [event["what"] for event in incident["events"]]
+    for earlier, later in zip(
+        ("known", "frozen_sent", "settled", "decided", "saved", "verified", "published"),
+        ("frozen_sent", "settled", "decided", "saved", "verified", "published", "exit_sent"),
+        strict=True,
+    ):
+        assert what.index(earlier) < what.index(later)
+    died = next(event for event in incident["events"] if event["what"] == "died")
+    assert died["rank"] == 0
+    manifest = open_checkpoint(layout.checkpoint_dir(job.spec.root, 5)).manifest
+    assert sorted(manifest.locals) == [0, 1, 2], "rank 0's host still lives, so its black box can be read"
+    job.assert_nothing_is_left()
+
+
+def test_when_all_ranks_are_killed_the_controller_ends_by_itself(job: Job) -> None:
+    job.start()
+    ranks = [job.puppet_process(rank) for rank in range(3)]
+    for rank in ranks:
+        rank.begin_call("begin")
+    for rank in ranks:
+        rank._results.get(timeout=WAIT_S)
+    for rank in ranks:
+        rank.call("await_go")
+    for rank in ranks:
+        rank.kill()
+    job.assert_nothing_is_left()
+
+
+# ------------------------------------------------------------------ who may take part
+
+
+def test_a_wrong_token_is_refused_logged_and_changes_nothing(job: Job) -> None:
+    handle = job.start()
+    puppets = job.train(steps=1)
+    stranger = Puppet(1, 3, job.address, "guess", job.spec.root)
+    assert "wrong token" in stranger.refusals.get(timeout=WAIT_S)
+    stranger.close()
+    with pytest.raises(ConfigError, match="wrong token"):
+        query_state(job.address, "guess")
+    for puppet in puppets:
+        puppet.step()
+    wait_for(lambda: "wrong token" in handle.log_path.read_text())
+    assert TOKEN not in handle.log_path.read_text()
+
+
+def test_the_token_is_on_no_command_line(job: Job) -> None:
+    handle = job.start()
+    assert TOKEN.encode() not in Path(f"/proc/{handle.pid}/cmdline").read_bytes()
+
+
+def test_a_second_process_that_claims_a_rank_is_refused_and_the_first_stays(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=1)
+    claimant = job.puppet(1, process=ProcessId("elsewhere-9", 9, 9, "other"))
+    assert "rank 1" in claimant.refused().reason
+    puppets[1].step()
+    assert query_state(job.address, TOKEN).ranks[1].connected
+    assert puppets[1].left.empty()
+
+
+def test_another_version_of_the_protocol_is_refused_with_what_to_do(job: Job) -> None:
+    job.start()
+    with grpc.insecure_channel(job.address, options=channel_options()) as channel:
+        method = channel.unary_unary(codec.STATE_METHOD)
+        metadata = ((codec.TOKEN_KEY, TOKEN), (codec.PROTOCOL_KEY, "999"))
+        with pytest.raises(grpc.RpcError, match="same version of lastwords"):
+            method(b"", metadata=metadata, timeout=WAIT_S)
+
+
+def test_ranks_that_never_come_are_named_after_the_start_timeout(job: Job) -> None:
+    job.start(start_timeout_s=1.0)
+    puppet = job.puppet(0)
+    assert "1" in puppet.refused().reason
+    puppet.close()
+    job.assert_nothing_is_left()
+
+
+# ------------------------------------------------------------------ bad messages, many messages
+
+
+def raw_session(job: Job, messages: list[bytes], stay: threading.Event) -> Any:
+    """A session that says exactly these bytes; returns the call."""
+    channel = grpc.insecure_channel(job.address, options=channel_options())
+
+    def say() -> Iterator[bytes]:
+        yield from messages
+        stay.wait(WAIT_S)
+
+    call = channel.stream_stream(codec.SESSION_METHOD)(say(), metadata=call_metadata(TOKEN))
+    return channel, call
+
+
+def test_malformed_messages_are_dropped_and_logged_and_nobody_notices(job: Job) -> None:
+    handle = job.start()
+    puppets = job.train(steps=1)
+    stay = threading.Event()
+    hello = Hello(1, 1, 3, ProcessId("x", 9, 9, "n"), ("a",), Stand(Phase.COMPUTING, 0))
+    garbage = [b"", b"\xff" * 50, os.urandom(300), codec.reports_to_bytes([hello])[:-3]]
+    channel, call = raw_session(job, garbage, stay)
+    wait_for(lambda: handle.log_path.read_text().count("dropped a message") >= 4)
+    stay.set()
+    list(call)
+    channel.close()
+    for puppet in puppets:
+        puppet.step(3)
+        assert not any(isinstance(order, Freeze) for order in puppet.orders)
+    assert not job.incidents()
+
+
+def test_a_peer_that_says_nothing_but_garbage_is_disconnected(job: Job) -> None:
+    job.start()
+    stay = threading.Event()
+    channel, call = raw_session(job, [b"\xff"] * 40, stay)
+    with pytest.raises(grpc.RpcError, match="ended this session"):
+        list(call)
+    stay.set()
+    channel.close()
+
+
+def test_reports_for_a_rank_of_another_session_are_dropped(job: Job) -> None:
+    handle = job.start()
+    puppets = job.train(steps=2)
+    stay = threading.Event()
+    channel, call = raw_session(job, [codec.reports_to_bytes([Status(1, 1, Stand(Phase.COMPUTING, 99))])], stay)
+    wait_for(lambda: "no accepted Hello" in handle.log_path.read_text())
+    stay.set()
+    list(call)
+    channel.close()
+    ranks = query_state(job.address, TOKEN).ranks
+    assert ranks[1].stand is not None
+    assert ranks[1].stand.step <= 2
+    puppets[1].step()
+
+
+def test_thousands_of_messages_leave_the_controller_responsive(job: Job) -> None:
+    job.start()
+    puppets = job.train(steps=1)
+    stay = threading.Event()
+    batch = codec.reports_to_bytes([Status(0, 1, Stand(Phase.COMPUTING, 1))] * 200)
+    channel, call = raw_session(job, [batch] * 100, stay)
+    for count in range(2000):
+        puppets[count % 3].session.send(Status(count % 3, 1, Stand(Phase.COMPUTING, 1)))
+    began = time.monotonic()
+    query_state(job.address, TOKEN)
+    assert time.monotonic() - began < 5.0
+    stay.set()
+    list(call)
+    channel.close()
+    puppets[0].call("mark_raised", "boom", False)
+    assert {puppet.exit_order().kind for puppet in puppets} == {ExitKind.SAVED}
+
+
+# ------------------------------------------------------------------ people
+
+
+def test_state_says_who_is_connected_and_where_everybody_stands(job: Job) -> None:
+    handle = job.start()
+    state = query_state(job.address, TOKEN)
+    assert (state.job, state.generation, state.world_size, state.pid) == (job.spec.job, 1, 3, handle.pid)
+    assert state.stage == "registering"
+    assert state.ranks[0].process is None
+    job.train(steps=2)
+    wait_for(lambda: all(view.stand == Stand(Phase.COMPUTING, 2) for view in query_state(job.address, TOKEN).ranks))
+    state = query_state(job.address, TOKEN)
+    assert state.stage == "watching"
+    assert all(view.connected and not view.dead and view.heard_s >= 0 for view in state.ranks)
+
+
+def test_state_needs_no_token_from_the_same_user_on_the_same_host(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LASTWORDS_TOKEN", raising=False)
+    job.start()
+    assert query_state(job.address).job == job.spec.job
+    with pytest.raises(ConfigError, match="LASTWORDS_TOKEN"):
+        query_state(host_port(HOST, free_port()))
+
+
+def test_a_controller_that_is_not_there_is_unavailable() -> None:
+    with pytest.raises(UnavailableError, match="no controller answers"):
+        query_state(host_port(HOST, free_port()), TOKEN, timeout_s=1.0)
+
+
+# ------------------------------------------------------------------ starting and ending
+
+
+def test_a_controller_starts_within_a_second_without_torch(job: Job) -> None:
+    began = time.monotonic()
+    handle = job.start()
+    took_s = time.monotonic() - began
+    maps = Path(f"/proc/{handle.pid}/maps").read_text()
+    assert "torch" not in maps
+    assert took_s < 3.0, "budget: 1 s on an idle machine"
+
+
+def test_a_controller_is_in_a_session_of_its_own_and_holds_nothing_of_its_starter(job: Job) -> None:
+    with open(job.spec.root.parent / "a file of the trainer", "w") as kept:
+        os.set_inheritable(kept.fileno(), True)
+        handle = job.start()
+        assert os.getsid(handle.pid) == handle.pid
+        links = {os.readlink(link) for link in Path(f"/proc/{handle.pid}/fd").iterdir()}
+        assert kept.name not in links
+        assert os.readlink(f"/proc/{handle.pid}/fd/0") == "/dev/null"
+        assert os.readlink(f"/proc/{handle.pid}/fd/2") == str(handle.log_path)
+
+
+def test_the_port_is_open_on_the_given_address_only(job: Job) -> None:
+    job.start()
+    listening = subprocess.run(
+        ["ss", "-ltnH", f"sport = :{job.spec.port}"], capture_output=True, text=True, check=False
+    )
+    if listening.returncode != 0:
+        pytest.skip("ss is not installed")
+    addresses = [line.split()[3] for line in listening.stdout.splitlines()]
+    assert [address.replace("[::ffff:127.0.0.1]", HOST) for address in addresses] == [f"{HOST}:{job.spec.port}"]
+
+
+def test_signals_for_the_trainers_do_not_end_it(job: Job) -> None:
+    handle = job.start()
+    puppets = job.train(steps=2)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        os.kill(handle.pid, number)
+    puppets[0].call("mark_raised", "boom", False)
+    assert {puppet.exit_order().kind for puppet in puppets} == {ExitKind.SAVED}
+
+
+def test_it_ends_when_nobody_ever_came_and_its_starter_is_gone(job: Job) -> None:
+    starter = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        handle = job.start(starter_pid=starter.pid)
+        assert handle.wait(1.5) is None
+    finally:
+        starter.kill()
+        starter.communicate()
+    job.assert_nothing_is_left()
+
+
+def test_a_port_in_use_by_something_else_is_a_config_error(job: Job) -> None:
+    with socket.socket() as listener:
+        listener.bind((HOST, job.spec.port))
+        listener.listen()
+        with pytest.raises(ConfigError, match=rf"{HOST} port {job.spec.port} is in use"):
+            job.start()
+
+
+def test_an_address_of_another_host_is_a_config_error(job: Job) -> None:
+    with pytest.raises(ConfigError, match="no address of this host"):
+        job.start(ip="192.0.2.1")
+
+
+def test_a_log_that_cannot_be_written_is_a_storage_error(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="controller's log"):
+        job.start(root=tmp_path / "file")
+
+
+def test_a_controller_that_fails_shows_the_end_of_its_log(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nonexistent")
+    with pytest.raises(UnavailableError, match=r"(?s)did not start.*\n.*encodings"):
+        job.start()
+
+
+# ------------------------------------------------------------------ handover
+
+
+def test_a_restart_waits_for_the_publication_before_it_and_takes_over(job: Job) -> None:
+    first = job.start()
+    puppets = job.train(steps=6)
+    let_go = threading.Event()
+    puppets[0].save_hook = lambda order: let_go.wait(WAIT_S)
+    puppets[2].call("mark_raised", "boom", False)
+    puppets[0].await_(lambda: puppets[0].core.incident == 1, "for the incident")
+
+    threading.Timer(1.0, let_go.set).start()
+    for puppet in puppets:
+        threading.Thread(target=lambda puppet=puppet: (puppet.exit_order(), puppet.close()), daemon=True).start()
+    began = time.monotonic()
+    second = job.start(generation=2)
+    assert time.monotonic() - began > 0.5
+    assert first.wait(0.0) == 0
+    assert latest(job.spec.root) == layout.checkpoint_dir(job.spec.root, 6)
+    assert second.wait(0.0) is None
+    again = job.train(steps=1)
+    for puppet in again:
+        puppet.call("mark_left")
+    for puppet in again:
+        puppet.await_(lambda puppet=puppet: puppet.core.released, "to be released")
+        puppet.close()
+    job.assert_nothing_is_left()
+
+
+def test_an_idle_controller_of_an_aborted_start_is_replaced_at_once(job: Job) -> None:
+    starter = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)
+    starter.communicate()
+    first = job.start(starter_pid=starter.pid)
+    began = time.monotonic()
+    job.start(generation=2, starter_pid=os.getpid())
+    assert first.wait(0.0) == 0
+    assert time.monotonic() - began < 4.0
+
+
+def test_a_controller_with_living_ranks_is_not_pushed_aside(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "LIVE_GRACE_S", 0.5)
+    first = job.start()
+    puppets = job.train(steps=1)
+    spec = dataclasses.replace(job.spec, job=f"{job.spec.job}-other")
+    with pytest.raises(ConfigError, match=rf"job {job.spec.job}, .*process {first.pid}.*3 living ranks"):
+        start_controller(spec, "other")
+    for puppet in puppets:
+        puppet.step()
+    assert first.wait(0.0) is None
+
+
+def test_a_controller_that_was_killed_leaves_nothing_that_stops_the_next(job: Job) -> None:
+    first = job.start()
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait(WAIT_S)
+    job.handles.remove(first)
+    second = job.start(generation=2)
+    record = handover.read_run_file(handover.run_file_path(HOST, job.spec.port))
+    assert record is not None
+    assert (record.pid, record.generation) == (second.pid, 2)
+
+
+def wait_for(ready: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_watchers_callback_reaches_the_loop_within_a_millisecond(job: Job) -> None:
+    """kill -9 to known, 12 times: the budget is 1 ms median on an idle machine; here others may use both cores."""
+    job.start(world_size=12)
+    ranks = [job.puppet_process(rank) for rank in range(12)]
+    wait_for(lambda: query_state(job.address, TOKEN).stage != "registering")
+    killed = {rank.rank: rank.kill() for rank in ranks}
+    job.assert_nothing_is_left()
+    events = [event for incident in job.incidents() for event in incident["events"]]
+    late = sorted(event["mono_s"] - killed[event["rank"]] for event in events if event["what"] == "died")
+    assert late[len(late) // 2] < 0.05
+    assert process_id.start_ticks(ranks[0].process.pid) is None
