@@ -45,7 +45,9 @@ def _set_up_logging() -> logging.handlers.QueueListener:
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS_MAX)
-    logging.basicConfig(level=logging.INFO, handlers=[_DroppingHandler(records)], force=True)
+    handler = _DroppingHandler(records)
+    handler.setFormatter(logging.Formatter("%(message)s"))  # what goes into the queue; `output` adds the rest
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     listener = logging.handlers.QueueListener(records, output)
     listener.start()
     return listener
