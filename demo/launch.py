@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -109,9 +110,11 @@ class Training:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
-    def last_output(self, lines: int = 20) -> str:
-        """The end of what torchrun and its workers have printed."""
-        return "\n".join(self.output.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+    def first_error(self, lines: int = 25) -> str:
+        """What the workers printed, up to torchrun's own summary, which only repeats exit codes."""
+        text = self.output.read_text(encoding="utf-8", errors="replace")
+        said = re.split(r"^.*torch/distributed/elastic.*$", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
+        return "\n".join([*(said or text).splitlines()[:lines], f"(all of it: {self.output})"])
 
     def wait(self, on_progress: Callable[[int], None], *, timeout_s: float) -> int:
         """Waits for torchrun to end and returns its exit code; reports the slowest rank's steps on the way."""
@@ -129,7 +132,7 @@ class Training:
         shown = 0
         while (done := self.steps_done(rank)) < step:
             if (code := self.exit_code()) is not None:
-                raise RuntimeError(f"torchrun ended with exit code {code} before step {step}:\n{self.last_output()}")
+                raise RuntimeError(f"torchrun ended with exit code {code} before step {step}:\n{self.first_error()}")
             if done != shown:
                 on_progress(shown := done)
             time.sleep(POLL_S)

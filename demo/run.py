@@ -57,7 +57,7 @@ def main() -> int:
         with no_process_left_behind():
             return story(console, args)
     except (OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
-        console.print(f"[bold red]{error}[/]")
+        console.print(str(error), style="bold red", markup=False)
         return EXIT_FAILED
 
 
@@ -113,11 +113,11 @@ class Stage:
         return Training(self._folder, args.ranks, ckpt_path or self._folder / "checkpoints", [*shape, *port, *extra])
 
     def run(self, *extra: str, ckpt_path: Path | None = None, from_step: int = 0) -> Mapping[int, RankLog]:
-        """The whole run; raises RuntimeError with the end of its output if it fails."""
+        """The whole run; raises RuntimeError with what it printed if it fails."""
         training = self.start(*extra, ckpt_path=ckpt_path, from_step=from_step)
         code = training.wait(self.show, timeout_s=RUN_TIMEOUT_S)
         if code != 0:
-            raise RuntimeError(f"torchrun ended with exit code {code}:\n{training.last_output()}")
+            raise RuntimeError(f"torchrun ended with exit code {code}:\n{training.first_error()}")
         return read_logs(training.folder)
 
     def show(self, done: int) -> None:
