@@ -1,0 +1,160 @@
+"""The invariants, each as a function from what really happened to a list of complaints.
+
+They share no code with the cores: they read the ledger that the simulated world keeps.
+I5 for every system call of the shipped writer is tested with the writer itself (tests/checkpoint); here the
+saver and the controller crash between the steps of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tests.sim.job import Job
+from tests.sim.ledger import Ledger, Life
+
+FROZEN_S_MAX = 400.0
+"""No rank may stay frozen longer. The largest named deadline is 30 s; a schedule has at most four faults, and each
+can start one more wait (settle, leave, progress) before the end."""
+
+Checker = Callable[[Job, Ledger], Iterator[str]]
+
+
+def i1_every_file_is_of_the_published_step(job: Job, ledger: Ledger) -> Iterator[str]:
+    """I1: every file of a published directory is of one step N, from a rank that held N whole."""
+    for publication in ledger.publications:
+        for file in publication.files:
+            where = f"step {publication.step}, file of rank {file.writer}"
+            if file.step != publication.step:
+                yield f"{where}: it says step {file.step}"
+            for unit, at_first, at_last in file.units:
+                if at_first != at_last:
+                    yield f"{where}: unit {unit} changed from {at_first} to {at_last} while it was read"
+                elif not job.same_weights(at_last, publication.step):
+                    yield f"{where}: unit {unit} holds the weights of step {at_last}"
+            for rank, step in file.local_steps:
+                if step != publication.step:
+                    yield f"{where}: rank-local state of rank {rank} is of step {step}"
+
+
+def i2_only_whole_verified_directories_are_published(job: Job, ledger: Ledger) -> Iterator[str]:
+    """I2: a directory has its final name only if every unit is in it, verified."""
+    for publication in ledger.publications:
+        present = sorted({unit for file in publication.files for unit, _, _ in file.units})
+        if tuple(present) != job.unit_names:
+            yield f"step {publication.step}: units {present} of {list(job.unit_names)}"
+        if not publication.verified:
+            yield f"step {publication.step}: published without a successful verification of these files"
+        for file in publication.files:
+            if not file.whole:
+                yield f"step {publication.step}: the file of rank {file.writer} is not whole"
+
+
+def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
+    """I3: if every unit has a holder that stays healthy until its file is written, a checkpoint is published.
+
+    "Written" means that the controller has heard of it. A job that ends without an incident (released) owes no
+    checkpoint; nor does one in which nobody has ended a step. A dead controller publishes nothing.
+    """
+    if not ledger.ended or ledger.controller_killed or ledger.unpublishable or ledger.publications:
+        return
+    if all(record.life is Life.LEFT and record.farewell == "released" for record in ledger.ranks):
+        return
+    if not any(record.life is Life.LEFT and record.farewell.startswith("exit") for record in ledger.ranks):
+        return  # nobody was told that the incident is over: I7's business
+    # A step that is only in reach is not owed: its update has not begun anywhere. Nor is the step of the start.
+    owed = {record.held for record in ledger.ranks if record.healthy()} | {step for _, step, _ in ledger.heard_saved}
+    for step in sorted(owed, reverse=True):
+        if step > job.start_step and all(_held_by_somebody(job, ledger, unit, step) for unit in job.unit_names):
+            told = sorted({record.farewell for record in ledger.ranks if record.farewell})
+            yield f"every unit had a healthy holder at step {step}, but nothing was published; ranks were told {told}"
+            return
+
+
+def _held_by_somebody(job: Job, ledger: Ledger, unit: str, step: int) -> bool:
+    if any((of_step, of_unit) == (step, unit) for _, of_step, of_unit in ledger.heard_saved):
+        return True
+    return any(
+        unit in job.units[rank] and record.healthy() and step in record.reach
+        for rank, record in enumerate(ledger.ranks)
+    )
+
+
+def i4_no_survivor_is_set_back(job: Job, ledger: Ledger) -> Iterator[str]:
+    """I4: N is at least every step that a rank which survives to the end of the incident has ended."""
+    for publication in ledger.publications:
+        for rank, record in enumerate(ledger.ranks):
+            if record.healthy() and record.ended > publication.step:
+                yield f"step {publication.step} was published, but healthy rank {rank} had ended step {record.ended}"
+
+
+def i5_a_crash_leaves_the_old_and_a_whole_new_one_or_none(job: Job, ledger: Ledger) -> Iterator[str]:
+    """I5: at any instant the older checkpoints are there, and the new one is whole or not there."""
+    for before, after in ledger.renamings:
+        old, new = dict(before), dict(after)
+        for name in sorted(old.keys() - new.keys()):
+            yield f"{name} has vanished"
+        for name, directory in sorted(new.items()):
+            if not directory.whole:
+                yield f"{name} is visible but not whole"
+        if len([name for name in new if new[name] != old.get(name)]) > 1:
+            yield "more than one directory changed in one instant"
+
+
+def i6_nothing_older_changes_anything_newer(job: Job, ledger: Ledger) -> Iterator[str]:
+    """I6: nothing of an older generation or incident can change a newer one."""
+    yield from ledger.stale_effects
+    for publication in ledger.publications:
+        for file in publication.files:
+            if (file.generation, file.incident) != (publication.generation, publication.incident):
+                yield (
+                    f"step {publication.step} of generation {publication.generation}, incident {publication.incident} "
+                    f"contains a file of generation {file.generation}, incident {file.incident}"
+                )
+    newest = 0
+    for publication in ledger.publications:
+        if publication.incident <= newest:
+            yield f"incident {publication.incident} published after incident {newest}"
+        newest = publication.incident
+
+
+def i7_nobody_waits_for_ever(job: Job, ledger: Ledger) -> Iterator[str]:
+    """I7: each wait ends by progress, by a decision, or by a named deadline."""
+    if ledger.ended:
+        for rank, record in enumerate(ledger.ranks):
+            if record.life is Life.ALIVE:
+                yield f"rank {rank} is still waiting at the end"
+        if not ledger.controller_stopped and not ledger.controller_killed:
+            yield "the controller has not stopped"
+        if ledger.crossed_horizon:
+            yield "the simulation's horizon was reached before everybody had left"
+    for rank, record in enumerate(ledger.ranks):
+        if record.frozen_s_max > FROZEN_S_MAX:
+            yield f"rank {rank} was frozen for {record.frozen_s_max:.1f} s"
+
+
+def a_false_alarm_is_not_noticed(job: Job, ledger: Ledger) -> Iterator[str]:
+    """A job in which nothing certain happened, and nobody was silent for too long, trains to its end."""
+    if not ledger.ended or ledger.certain_faults or ledger.controller_killed:
+        return
+    if any("silent" in record.ill for record in ledger.ranks):
+        return
+    for rank, record in enumerate(ledger.ranks):
+        if record.farewell != "released":
+            yield f"nothing had failed, yet rank {rank} was told {record.farewell!r}"
+
+
+CHECKERS: tuple[Checker, ...] = (
+    i1_every_file_is_of_the_published_step,
+    i2_only_whole_verified_directories_are_published,
+    i3_what_can_be_saved_is_saved,
+    i4_no_survivor_is_set_back,
+    i5_a_crash_leaves_the_old_and_a_whole_new_one_or_none,
+    i6_nothing_older_changes_anything_newer,
+    i7_nobody_waits_for_ever,
+    a_false_alarm_is_not_noticed,
+)
+
+
+def complaints(job: Job, ledger: Ledger) -> list[str]:
+    """Everything that any checker has to say, each line with the checker's name."""
+    return [f"{checker.__name__}: {text}" for checker in CHECKERS for text in checker(job, ledger)]

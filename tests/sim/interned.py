@@ -1,0 +1,206 @@
+"""The shipped cores, run once for each different (state, call): what lets the exploration visit a million states.
+
+A core is a deterministic function of its state and of what it is told. `Table` numbers the states that have
+occurred and remembers what each call did, so that a core's own code runs once for each distinct pair and is looked
+up afterwards. Two states with the same number hold equal values throughout, whatever the order in which dictionaries
+and sets were filled.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+from collections.abc import Callable, Hashable
+from typing import Any
+
+_ATOMS = (int, str, bytes, bool, float, type(None), type)
+
+
+def frozen(value: Any, seen: dict[int, int]) -> Hashable:
+    """A hashable value, equal for equal contents. Objects that occur twice become numbers, so cycles end."""
+    kind = type(value)
+    if kind in (int, str, float, bool, bytes) or value is None:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, enum.Enum):
+        return value
+    if kind in (tuple, list):
+        return (kind, *(frozen(item, seen) for item in value))
+    if kind in (set, frozenset):
+        return (kind, frozenset(frozen(item, seen) for item in value))
+    if isinstance(value, dict):
+        if all(isinstance(key, int | str) for key in value):
+            return (dict, *((key, frozen(value[key], seen)) for key in sorted(value, key=repr)))
+        return (dict, frozenset((frozen(key, seen), frozen(item, seen)) for key, item in value.items()))
+    if isinstance(value, type) or callable(value) and not hasattr(value, "__dict__"):
+        return value  # type: ignore[no-any-return]
+    if hasattr(value, "__dataclass_params__") and value.__dataclass_params__.frozen:
+        return value  # type: ignore[no-any-return]
+    number = seen.get(id(value))
+    if number is not None:
+        return ("seen", number)
+    seen[id(value)] = len(seen)
+    fields: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+    for base in kind.__mro__:
+        for name in getattr(base, "__slots__", ()):
+            if hasattr(value, name):
+                fields[name] = getattr(value, name)
+    return (kind, *((name, frozen(fields[name], seen)) for name in sorted(fields)))
+
+
+class Table:
+    """The states of one kind of core, numbered; `queries` are read once for each state."""
+
+    def __init__(self, queries: tuple[str, ...]) -> None:
+        self.queries = queries
+        self.pickles: list[bytes] = []
+        self.answers: list[tuple[Any, ...]] = []
+        self.number_of: dict[Hashable, int] = {}
+        self.moves: dict[tuple[Any, ...], tuple[int, Any, tuple[Any, ...]]] = {}
+
+    def number(self, core: Any) -> int:
+        """The number of this state."""
+        key = frozen(core, {})
+        known = self.number_of.get(key)
+        if known is None:
+            known = self.number_of[key] = len(self.pickles)
+            self.pickles.append(pickle.dumps(core))
+            self.answers.append(tuple(getattr(core, name) for name in self.queries))
+        return known
+
+    def core(self, number: int) -> Any:
+        """A fresh copy of the core in that state."""
+        return pickle.loads(self.pickles[number])
+
+    def call(
+        self, number: int, name: str, arguments: tuple[Any, ...], drain: Callable[[Any, Any], tuple[Any, ...]]
+    ) -> tuple[int, Any, tuple[Any, ...]]:
+        """State, value and effects after calling `name` in a state."""
+        move = self.moves.get((number, name, arguments))
+        if move is None:
+            core = self.core(number)
+            value = getattr(core, name)(*arguments)
+            effects = drain(core, value)
+            move = self.moves[(number, name, arguments)] = (self.number(core), value, effects)
+        return move
+
+
+class InternedController:
+    """Looks like a ControllerCore; is a number in a table."""
+
+    __slots__ = ("state", "table")
+
+    def __init__(self, table: Table, state: int) -> None:
+        self.table = table
+        self.state = state
+
+    def handle(self, event: Any, now_s: float) -> tuple[Any, ...]:
+        self.state, _, effects = self.table.call(self.state, "handle", (event, now_s), _returned)
+        return effects
+
+    @property
+    def deadline_s(self) -> float | None:
+        deadline_s: float | None = self.table.answers[self.state][0]
+        return deadline_s
+
+
+def _returned(core: Any, value: Any) -> tuple[Any, ...]:
+    return tuple(value)
+
+
+def _taken(core: Any, value: Any) -> tuple[Any, ...]:
+    return tuple(core.take_effects())
+
+
+PROCESSOR_QUERIES = (
+    "deadline_s",
+    "frozen",
+    "leaving",
+    "welcomed",
+    "loop_open",
+    "may_end_step",
+    "stand",
+)
+
+
+class InternedProcessor:
+    """Looks like a ProcessorCore; is a number in a table, and the effects that wait to be taken."""
+
+    __slots__ = ("effects", "state", "table")
+
+    def __init__(self, table: Table, state: int) -> None:
+        self.table = table
+        self.state = state
+        self.effects: tuple[Any, ...] = ()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self.state, value, effects = self.table.call(self.state, name, arguments, _taken)
+        self.effects += effects
+        return value
+
+    def handle(self, event: Any, now_s: float) -> None:
+        self._call("handle", event, now_s)
+
+    def mark_ready(self) -> None:
+        self._call("mark_ready")
+
+    def mark_skipped(self) -> None:
+        self._call("mark_skipped")
+
+    def try_update(self) -> bool:
+        return bool(self._call("try_update"))
+
+    def mark_updated(self) -> None:
+        self._call("mark_updated")
+
+    def mark_torn(self) -> None:
+        self._call("mark_torn")
+
+    def try_end_step(self) -> bool:
+        return bool(self._call("try_end_step"))
+
+    def mark_left(self) -> None:
+        self._call("mark_left")
+
+    def mark_raised(self, text: str, secondary: bool) -> None:
+        self._call("mark_raised", text, secondary)
+
+    @property
+    def has_effects(self) -> bool:
+        return bool(self.effects)
+
+    def take_effects(self) -> tuple[Any, ...]:
+        effects, self.effects = self.effects, ()
+        return effects
+
+    @property
+    def deadline_s(self) -> float | None:
+        deadline_s: float | None = self.table.answers[self.state][0]
+        return deadline_s
+
+    @property
+    def frozen(self) -> bool:
+        return bool(self.table.answers[self.state][1])
+
+    @property
+    def leaving(self) -> bool:
+        return bool(self.table.answers[self.state][2])
+
+    @property
+    def welcomed(self) -> bool:
+        return bool(self.table.answers[self.state][3])
+
+    @property
+    def loop_open(self) -> bool:
+        return bool(self.table.answers[self.state][4])
+
+    @property
+    def may_end_step(self) -> bool:
+        return bool(self.table.answers[self.state][5])
+
+    @property
+    def stand(self) -> Any:
+        return self.table.answers[self.state][6]
+
+
+_ = copy

@@ -1,0 +1,99 @@
+"""What really happened in a simulated job, written down by the simulated world and never by a core.
+
+The checkers look at nothing else. Where two orders of the same events make no difference to any checker they
+leave the same ledger behind, so that the exhaustive exploration can tell states apart by it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Life(enum.IntEnum):
+    """Where a simulated process is in its life."""
+
+    ALIVE = 1
+    KILLED = 2  # by the schedule
+    LEFT = 3  # it ended by itself: told to, released, or given up waiting
+
+
+class Written(NamedTuple):
+    """One rank's part of a checkpoint as it is on the simulated disk."""
+
+    writer: int
+    generation: int
+    incident: int
+    attempt: int
+    step: int  # as the order and the file's name say
+    units: tuple[tuple[str, int, int], ...]  # unit, content of the weights when reading began, and when it ended
+    local_steps: tuple[tuple[int, int], ...]  # rank, step of its rank-local state (-1 if its box had none)
+    whole: bool  # completely written, and not one bit has changed since
+
+
+class Publication(NamedTuple):
+    """One directory that got its final name."""
+
+    generation: int
+    incident: int
+    attempt: int
+    step: int
+    target: int
+    files: tuple[Written, ...]
+    verified: bool  # a verification of exactly these files had succeeded before
+
+
+class Directory(NamedTuple):
+    """What a final name leads to."""
+
+    generation: int
+    step: int
+    units: tuple[str, ...]
+    whole: bool
+
+
+class Renaming(NamedTuple):
+    """The directories under their final names just before and just after one system call (or one crash)."""
+
+    before: tuple[tuple[str, Directory], ...]
+    after: tuple[tuple[str, Directory], ...]
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """The truth about one rank."""
+
+    held: int = 0  # step whose update made these weights, or TORN
+    ended: int = 0  # newest step that was ended
+    reach: tuple[int, ...] = (0,)  # steps that it holds or could still hold (it has final gradients and no update begun)
+    life: Life = Life.ALIVE
+    farewell: str = ""  # why it left
+    ill: set[str] = field(default_factory=set)  # why it does not count as healthy: "torn", "silent", "storage", ...
+    frozen_s_max: float = 0.0  # longest time from a Freeze that arrived to what ended it
+
+    def healthy(self) -> bool:
+        """It took part to the end of the incident: neither killed, nor torn, nor out of reach for too long."""
+        return self.life is not Life.KILLED and not self.ill
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The truth about one job in one generation."""
+
+    ranks: list[RankRecord]
+    publications: list[Publication] = field(default_factory=list)
+    renamings: list[Renaming] = field(default_factory=list)
+    heard_saved: set[tuple[int, int, str]] = field(default_factory=set)
+    """(writer, step, unit) of finished files that the controller knows of."""
+    stale_effects: list[str] = field(default_factory=list)
+    """Messages of an older incident or generation that made a difference."""
+    certain_faults: int = 0
+    """Faults after which a job cannot simply train on (a death, an exception, a signal, an early leave)."""
+    unpublishable: bool = False
+    """The directory itself refuses: nothing can be verified or renamed there."""
+    controller_killed: bool = False
+    controller_stopped: bool = False
+    ended: bool = False
+    """Nothing can happen any more, or the simulation's horizon has been reached."""
+    crossed_horizon: bool = False

@@ -1,0 +1,78 @@
+"""Replay one schedule and tell its story: `python -m tests.sim.run --seed 7`. `--count` tries many, quietly."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+
+from tests.sim.checkers import complaints
+from tests.sim.mutants import MUTANTS, SHIPPED
+from tests.sim.schedule import draw
+from tests.sim.timed import Story, TimedWorld
+
+
+def replay(seed: int, with_death: bool = True, mutant: str = "") -> tuple[list[str], list[str]]:
+    """Complaints and story of one seed."""
+    plan = draw(seed, with_death)
+    story = Story()
+    cores = MUTANTS[mutant] if mutant else SHIPPED
+    world = TimedWorld(plan, controller=cores.controller, processor=cores.processor, story=story)
+    ledger = world.run()
+    head = [f"seed {seed}: {plan.job}", *(f"  fault: {fault}" for fault in plan.faults)]
+    quirks = {name: getattr(plan, name) for name in _QUIRKS if getattr(plan, name)}
+    head.append(f"  also: {quirks}")
+    return complaints(plan.job, ledger), head + story.lines
+
+
+_QUIRKS = (
+    "raises",
+    "tears",
+    "leaves",
+    "refused",
+    "hanging",
+    "unreadable",
+    "publish_failures",
+    "hanging_verify",
+    "hanging_publish",
+    "older_directory",
+)
+
+
+def command(seed: int, with_death: bool = True, mutant: str = "") -> str:
+    """What replays this seed."""
+    text = f"python -m tests.sim.run --seed {seed}"
+    return text + ("" if with_death else " --no-death") + (f" --mutant {mutant}" if mutant else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.run", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True, help="the schedule to replay, or the first of --count")
+    parser.add_argument("--no-death", action="store_true", help="the plan of this seed in which no process is killed")
+    parser.add_argument("--count", type=int, default=0, help="run so many seeds and print only what fails")
+    parser.add_argument("--mutant", default="", choices=["", *MUTANTS], help="break this rule of the cores")
+    options = parser.parse_args(arguments)
+    if not options.count:
+        bad, lines = replay(options.seed, not options.no_death, options.mutant)
+        sys.stdout.write("\n".join(lines + ["", *(f"VIOLATED  {line}" for line in bad or ())]) + "\n")
+        sys.stdout.write("all invariants hold\n" if not bad else "")
+        return 1 if bad else 0
+    failed: Counter[str] = Counter()
+    for seed in range(options.seed, options.seed + options.count):
+        plan = draw(seed, not options.no_death)
+        cores = MUTANTS[options.mutant] if options.mutant else SHIPPED
+        try:
+            ledger = TimedWorld(plan, controller=cores.controller, processor=cores.processor).run()
+        except Exception as error:  # outermost loop of a sweep: a core that raises is a finding
+            bad = [f"{type(error).__name__}: {error}"]
+        else:
+            bad = complaints(plan.job, ledger)
+        if bad:
+            failed[bad[0].split(":")[0]] += 1
+            sys.stdout.write(f"{command(seed, not options.no_death, options.mutant)}\n    {bad[0]}\n")
+    sys.stdout.write(f"{options.count} schedules, {failed.total()} failed {dict(failed)}\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

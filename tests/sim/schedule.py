@@ -1,0 +1,201 @@
+"""A random schedule: the job, the faults and the weather of the network, all drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from lastwords.vocabulary import UNIT_REPLICATED
+from tests.sim.job import Job
+from tests.sim.world import At
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """When a fault strikes: when `rank` comes to `at` in `step`, when an incident comes to `stage`, or at `time_s`.
+
+    delay_s is added, so that faults strike inside of things and not only at their beginning.
+    """
+
+    at: tuple[int, At, int] | None = None
+    stage: str = ""
+    time_s: float = -1.0
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        if self.at is not None:
+            rank, place, step = self.at
+            return f"{self.delay_s:.4f} s after rank {rank} came to {place.name} of step {step}"
+        if self.stage:
+            return f"{self.delay_s:.4f} s after {self.stage} began"
+        return f"at {self.time_s:.4f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong. `kind` is a method of `TimedWorld`: fault_kill, fault_pause, ..."""
+
+    kind: str
+    trigger: Trigger
+    ranks: tuple[int, ...] = ()
+    duration_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.duration_s:.2f} s" if self.duration_s else ""
+        return f"{self.kind} {list(self.ranks)}{lasts} {self.trigger}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that one simulation does on purpose. What remains (delays, who gets through) comes from the seed."""
+
+    seed: int
+    job: Job
+    faults: tuple[Fault, ...]
+    raises: tuple[tuple[int, int], ...] = ()  # rank, step whose forward raises
+    tears: tuple[tuple[int, int], ...] = ()  # rank, step whose update raises
+    leaves: tuple[tuple[int, int], ...] = ()  # rank, step after which it leaves the loop
+    refused: frozenset[tuple[int, int]] = frozenset()  # rank, target: the file system refuses
+    hanging: frozenset[int] = frozenset()  # ranks whose writes never end
+    unreadable: frozenset[int] = frozenset()  # ranks whose files lose a bit
+    publish_failures: int = 0
+    hanging_verify: bool = False
+    hanging_publish: bool = False
+    older_directory: bool = False
+    message_delay_s: float = 0.002
+    slow_messages: float = 0.02  # share of messages that take up to half a second
+    update_s: float = 0.01
+    log_s: float = 0.002
+
+
+PLACES = (
+    At.FORWARD,
+    At.REDUCE,
+    At.BACK,
+    At.READY,
+    At.GATE,
+    At.UPDATE,
+    At.LOG,
+    At.END,
+    At.COMMITTED,
+)
+_PLACE_WEIGHTS = (10, 22, 6, 14, 4, 16, 12, 8, 8)
+STAGES = ("settling", "saving", "verifying", "publishing", "ending")
+_STAGE_WEIGHTS = (30, 34, 14, 14, 8)
+PLACE_DELAY_S_MAX = {At.FORWARD: 0.05, At.REDUCE: 0.01, At.UPDATE: 0.01, At.LOG: 0.003}
+STAGE_DELAY_S_MAX = {"settling": 0.04, "saving": 0.25, "verifying": 0.05, "publishing": 0.03, "ending": 0.02}
+
+
+def _draw_job(dice: random.Random) -> Job:
+    ranks = dice.choices((1, 2, 3, 4, 5, 6, 7, 8), (3, 14, 30, 28, 8, 7, 4, 6))[0]
+    per_host = dice.randint(1, 4)
+    hosts = tuple(rank // per_host for rank in range(ranks))
+    layout = dice.random()
+    if layout < 0.7 or ranks == 1:
+        units: tuple[tuple[str, ...], ...] = ((UNIT_REPLICATED,),) * ranks
+    elif layout < 0.88:
+        shards = dice.choice([number for number in (2, 3, 4) if number <= ranks])
+        units = tuple((f"tp{rank % shards}",) for rank in range(ranks))
+    else:
+        units = tuple(("dense", f"experts{rank % 2}") for rank in range(ranks))
+    steps = dice.randint(2, 5)
+    start_step = dice.choice((0, 0, 0, 7))
+    return Job(
+        hosts,
+        units,
+        start_step + steps,
+        start_step=start_step,
+        skipped=frozenset(step for step in range(start_step + 1, start_step + steps) if dice.random() < 0.1),
+        log_collective=dice.random() < 0.25,
+        update_collective=dice.random() < 0.06,
+        fallback=dice.random() < 0.25,
+    )
+
+
+def _draw_trigger(dice: random.Random, job: Job, in_incident: bool) -> Trigger:
+    roll = dice.random()
+    if in_incident and roll < 0.7:
+        stage = dice.choices(STAGES, _STAGE_WEIGHTS)[0]
+        return Trigger(stage=stage, delay_s=dice.random() * STAGE_DELAY_S_MAX[stage])
+    if roll < 0.92:
+        place = dice.choices(PLACES, _PLACE_WEIGHTS)[0]
+        if place is At.GATE and not job.has_gate:
+            place = At.REDUCE
+        step = dice.randint(job.start_step + 1, job.steps)
+        delay_s = dice.random() * PLACE_DELAY_S_MAX.get(place, 0.0004)
+        return Trigger(at=(dice.randrange(job.world_size), place, step), delay_s=delay_s)
+    return Trigger(time_s=dice.random() * 0.1 * (job.steps - job.start_step + 5))
+
+
+def _draw_ranks(dice: random.Random, job: Job, trigger: Trigger, several: float) -> tuple[int, ...]:
+    first = trigger.at[0] if trigger.at is not None and dice.random() < 0.8 else dice.randrange(job.world_size)
+    if job.world_size > 1 and dice.random() < several:
+        number = dice.randint(2, job.world_size) if dice.random() < 0.3 else 2
+        return tuple(sorted({first, *dice.sample(range(job.world_size), number)}))
+    return (first,)
+
+
+_OTHER_FAULTS = ("kill", "kill_writer", "pause", "cut", "signal", "stale", "kill_host", "isolate_host", "kill_controller")
+_OTHER_WEIGHTS = (34, 16, 12, 14, 6, 8, 5, 3, 2)
+
+
+def _draw_fault(dice: random.Random, job: Job, kind: str, in_incident: bool) -> Fault:
+    trigger = _draw_trigger(dice, job, in_incident)
+    if kind in ("kill_host", "isolate_host"):
+        host = dice.choice(sorted(set(job.hosts)))
+        return Fault(kind, trigger, tuple(rank for rank, home in enumerate(job.hosts) if home == host), 60.0)
+    ranks = _draw_ranks(dice, job, trigger, {"kill": 0.15, "signal": 0.5, "cut": 0.3}.get(kind, 0.05))
+    duration_s = 0.0
+    if kind == "pause":
+        duration_s = dice.choice((dice.random(), 1.0, 1.0, 3 * dice.random(), 5 + 60 * dice.random()))
+    elif kind == "cut":
+        duration_s = dice.choice((0.0, dice.random(), dice.random(), 4 * dice.random(), 40.0))
+    return Fault(kind, trigger, ranks, duration_s)
+
+
+def draw(seed: int, with_death: bool = True) -> Plan:
+    """The plan of a seed. `with_death`: at least one process is killed, otherwise none is."""
+    dice = random.Random(seed)
+    job = _draw_job(dice)
+    faults: list[Fault] = []
+    if with_death:
+        faults.append(_draw_fault(dice, job, "kill", in_incident=False))
+    others = dice.choices((0, 1, 2, 3), (30, 40, 20, 10))[0]
+    for _ in range(others):
+        kind = dice.choices(_OTHER_FAULTS, _OTHER_WEIGHTS)[0]
+        if not with_death and kind.startswith("kill"):
+            kind = dice.choice(("pause", "cut", "signal", "stale"))
+        faults.append(_draw_fault(dice, job, kind, in_incident=bool(faults)))
+    ranks = range(job.world_size)
+    step = dice.randint(job.start_step + 1, job.steps)
+    pick = dice.random()
+    refused: set[tuple[int, int]] = set()
+    if pick < 0.05:
+        refused = {(rank, 0) for rank in ranks}
+        if dice.random() < 0.3:
+            refused |= {(rank, 1) for rank in ranks}
+    elif pick < 0.12:
+        refused = {(dice.choice(ranks), 0)}
+    elif pick < 0.15:
+        host = dice.choice(job.hosts)
+        refused = {(rank, 0) for rank in ranks if job.hosts[rank] == host}
+    quirk = dice.random()
+    return Plan(
+        seed,
+        job,
+        tuple(faults),
+        raises=((dice.choice(ranks), step),) if 0.0 <= quirk < 0.05 else (),
+        tears=((dice.choice(ranks), step),) if 0.05 <= quirk < 0.09 else (),
+        leaves=((dice.choice(ranks), step),) if 0.09 <= quirk < 0.13 else (),
+        refused=frozenset(refused),
+        hanging=frozenset({dice.choice(ranks)}) if 0.13 <= quirk < 0.16 else frozenset(),
+        unreadable=frozenset({dice.choice(ranks)}) if 0.16 <= quirk < 0.19 else frozenset(),
+        publish_failures=dice.choice((1, 9)) if 0.19 <= quirk < 0.21 else 0,
+        hanging_verify=0.21 <= quirk < 0.215,
+        hanging_publish=0.215 <= quirk < 0.22,
+        older_directory=dice.random() < 0.3,
+        message_delay_s=dice.choice((0.0003, 0.002, 0.002, 0.02)),
+        slow_messages=dice.choice((0.0, 0.02, 0.1)),
+        update_s=dice.choice((0.005, 0.02, 0.02, 0.3, 2.0)),
+        log_s=dice.choice((0.002, 0.002, 0.05, 1.0)),
+    )

@@ -1,0 +1,137 @@
+"""Messages of an older generation or incident, thrown in at any time. They must not make any difference."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from lastwords.controller import events as to_controller
+from lastwords.processor import events as to_processor
+from lastwords.vocabulary import (
+    DeathSource,
+    Exit,
+    ExitKind,
+    Freeze,
+    Goodbye,
+    Hello,
+    Left,
+    LoopGo,
+    Order,
+    PeerDied,
+    Phase,
+    Proceed,
+    ProcessId,
+    Raised,
+    Refused,
+    Release,
+    Report,
+    Resume,
+    Save,
+    Saved,
+    SaveFailed,
+    SaveProgress,
+    Settled,
+    Signalled,
+    Stand,
+    Status,
+    Welcome,
+)
+from tests.sim.ledger import Life
+
+if TYPE_CHECKING:
+    from tests.sim.timed import TimedWorld
+
+
+def older_reports(rank: int, generation: int, incident: int, ranks: int, step: int) -> list[Report]:
+    """Reports that only a process of the generation before, or an answer to the incident before, would send."""
+    old, before = generation - 1, incident - 1
+    stand = Stand(Phase.COMPUTING, step + 3)
+    ghost = ProcessId("host0", 99, 5, "ghost")
+    reports: list[Report] = [
+        Hello(rank, old, ranks, ghost, ("replicated",), stand),
+        Hello(rank, generation, ranks, ghost, ("replicated",), stand),
+        Status(rank, old, stand),
+        Settled(rank, old, max(incident, 1), 99, stand),
+        Saved(rank, old, max(incident, 1), 1, step, 5),
+        SaveFailed(rank, old, max(incident, 1), 1, step, "old", True),
+        Raised(rank, old, "old", False, stand),
+        Signalled(rank, old, 15, stand),
+        Left(rank, old, stand),
+        PeerDied(rank, old, (rank + 1) % ranks, DeathSource.ROBUST_MUTEX),
+        Goodbye(rank, old),
+    ]
+    if before > 0:
+        reports += [
+            Settled(rank, generation, before, 99, stand),
+            SaveProgress(rank, generation, before, 1, 10),
+            Saved(rank, generation, before, 1, step, 5),
+            SaveFailed(rank, generation, before, 1, step, "old", True),
+        ]
+    return reports
+
+
+def older_orders(generation: int, over: int, step: int) -> list[Order]:
+    """Orders of the generation before, and of the incident `over`, which has ended (0: none has)."""
+    orders: list[Order] = []
+    for made_in, incident in ((generation - 1, 1), (generation - 1, 9), (generation, over)):
+        if made_in == generation and over == 0:
+            continue
+        orders += [
+            Freeze(made_in, incident, 30.0, "old"),
+            Proceed(made_in, incident, step + 1),
+            Save(made_in, incident, 9, step, ("replicated",), (0,), 0, (0,), "old"),
+            Resume(made_in, incident),
+            Exit(made_in, incident, ExitKind.SAVED, step, "/old", "old", (0,)),
+        ]
+    orders += [Welcome(generation - 1, 5, 1), Refused(generation - 1, "old"), LoopGo(generation - 1)]
+    orders.append(Release(generation - 1))
+    return orders
+
+
+_VOLATILE = ("_now_s", "now_s", "_effects")
+
+
+def fingerprint(core: object) -> bytes:
+    """State of a core without its clock."""
+    state = dict(core.__dict__)
+    for name in _VOLATILE:
+        state.pop(name, None)
+    return pickle.dumps(state)
+
+
+def inject(world: TimedWorld, rank: int) -> None:
+    """Throw one older message at the controller and one at a rank, chosen by the world's dice."""
+    job, dice = world.job, world.dice
+    trainer = world.trainers[rank]
+    if world.controller_lives:
+        world.feed_controller(to_controller.Tick())
+    if world.controller_lives:
+        report = dice.choice(older_reports(rank, job.generation, world.incident, job.world_size, job.steps))
+        world.tell("fault", f"the controller gets {report}")
+        if report.generation == job.generation and type(report) is Hello and rank not in world.known:
+            return
+        before = fingerprint(world.controller)
+        effects = world.controller.handle(to_controller.FromRank(report), world.now_s)
+        _compare(world, f"controller, {report}", before, fingerprint(world.controller), effects, _HARMLESS_ABOVE)
+    if trainer.record.life is Life.ALIVE and world.paused_until_s[rank] <= world.now_s:
+        world.feed(trainer, to_processor.Tick())
+        order = dice.choice(older_orders(job.generation, world.over[rank], job.steps))
+        world.tell("fault", f"rank {rank} gets {order}")
+        before = fingerprint(trainer.core)
+        trainer.core.handle(to_processor.FromController(order), world.now_s)
+        effects = trainer.core.take_effects()
+        _compare(world, f"rank {rank}, {order}", before, fingerprint(trainer.core), effects, _HARMLESS_BELOW)
+
+
+_HARMLESS_ABOVE = (to_controller.Reply, to_controller.Log)
+_HARMLESS_BELOW = (to_processor.Wake, to_processor.Log)
+
+
+def _compare(
+    world: TimedWorld, what: str, before: bytes, after: bytes, effects: list[Any], harmless: tuple[type, ...]
+) -> None:
+    visible = [effect for effect in effects if not isinstance(effect, harmless)]
+    if visible:
+        world.ledger.stale_effects.append(f"{what} had effects: {visible}")
+    elif before != after:
+        world.ledger.stale_effects.append(f"{what} changed the state")

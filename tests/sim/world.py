@@ -1,0 +1,655 @@
+"""The world that the shipped cores live in: trainers, sessions, one controller, a disk. No time and no chance here.
+
+`World` knows what can happen next and what then happens; *when* and *which* is for its two drivers to say:
+`tests.sim.timed` draws delays and faults from a seed, `tests.sim.explore` tries everything. Hooks that a driver
+overrides stand at the end of the class.
+
+The training loop of a rank, as the data dependence of DDP has it (`At` names the places):
+
+    FORWARD -> REDUCE -> (READY -> GATE) -> UPDATE -> LOG -> END -> FORWARD ...
+
+A rank leaves REDUCE of step n only if every rank has contributed its gradients of n. If a rank dies meanwhile, each
+survivor for itself gets through, is stuck for ever, or sees an exception: that is how survivors split.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from lastwords.controller import events as to_controller
+from lastwords.controller.core import ControllerCore
+from lastwords.processor import events as to_processor
+from lastwords.processor.core import ProcessorCore
+from lastwords.vocabulary import (
+    DeathSource,
+    Exit,
+    Freeze,
+    Hello,
+    Order,
+    PeerDied,
+    Refused,
+    Report,
+    Resume,
+    Save,
+    Saved,
+    SaveProgress,
+    Settled,
+    Status,
+)
+from tests.sim.disk import Disk
+from tests.sim.job import TORN, Job
+from tests.sim.ledger import Ledger, Life, RankRecord, Written
+
+
+class At(enum.IntEnum):
+    """Where the training thread of a rank is."""
+
+    START = 0  # waits for all ranks to be registered, then begins its loop
+    OPENING = 1  # waits for LoopGo
+    FORWARD = 2
+    REDUCE = 3  # inside the all-reduce of the gradients
+    BACK = 4  # the all-reduce is done; optimizer.step() comes next
+    READY = 5  # inside step(): gradients final, update not begun
+    GATE = 6
+    PARK_UPDATE = 7  # parked in step()
+    UPDATE = 8
+    LOG = 9  # between the update and the step's end, perhaps in a collective
+    END = 10  # step_end() comes next
+    COMMITTED = 11  # inside step_end(): the box is written, the step not yet ended
+    PARK_END = 12  # parked in step_end(), the step not ended
+    PARK_ENDED = 13  # parked in step_end(), the step ended
+    LEFT = 14  # out of the loop, waits for Release
+    STUCK = 15  # in a collective that will never return
+    STUCK_UPDATE = 16  # the same, inside step()
+    HELD = 17  # an exception is held until the incident is over
+    GONE = 18
+
+
+class Trainer:
+    """One simulated training process. `contributed` and the like are the newest step for which it entered a collective."""
+
+    __slots__ = (
+        "at",
+        "box_committed",
+        "box_tentative",
+        "contributed",
+        "core",
+        "gated",
+        "leave_after",
+        "linked",
+        "logged",
+        "outbox",
+        "rank",
+        "raise_at",
+        "record",
+        "save",
+        "save_first",
+        "tear_at",
+        "updated",
+        "waking",
+    )
+
+    def __init__(self, rank: int, core: ProcessorCore, record: RankRecord, start_step: int) -> None:
+        self.rank = rank
+        self.core = core
+        self.record = record
+        self.at = At.START
+        self.contributed = start_step
+        self.gated = start_step
+        self.updated = start_step
+        self.logged = start_step
+        self.box_committed = (start_step, start_step)
+        self.box_tentative = -1
+        self.waking = False
+        self.linked = False
+        self.outbox: dict[object, Report] = {}
+        self.save: Save | None = None
+        self.save_first = 0
+        self.raise_at = -1  # step in whose forward an exception of the user's code comes
+        self.tear_at = -1  # step in whose update an exception comes
+        self.leave_after = -1  # step after which it leaves the loop early
+
+    def box_has(self, step: int) -> bool:
+        """Whether the rank-local state of `step` can be read from its black box, dead or alive."""
+        return step in self.box_committed or step == self.box_tentative
+
+    def reach(self) -> tuple[int, ...]:
+        """Steps that its weights are of, or would be of after an update from final gradients."""
+        record = self.record
+        if record.held == TORN or self.at is At.STUCK_UPDATE:
+            return ()
+        if self.at in (At.READY, At.GATE, At.PARK_UPDATE):
+            return (record.held, record.ended + 1)
+        if self.core.stand.ended_step != record.ended:
+            return (record.held,)
+        return tuple(sorted({record.held, record.ended})) if record.held < record.ended else (record.held,)
+
+
+_PARKED = (At.PARK_UPDATE, At.PARK_END, At.PARK_ENDED, At.LEFT, At.OPENING)
+_WOKEN = (*_PARKED, At.START, At.GATE)
+_NEWEST_ONLY = (Status, Settled, SaveProgress)
+
+GO = ("go",)
+WAIT: tuple[str, ...] = ()
+
+
+class World:
+    """Everything that exists in one simulation. Methods are indivisible; the drivers interleave them."""
+
+    def __init__(
+        self,
+        job: Job,
+        controller: ControllerCore,
+        cores: Mapping[int, ProcessorCore],
+        disk: Disk,
+    ) -> None:
+        self.job = job
+        self.now_s = 0.0
+        self.controller = controller
+        self.controller_lives = True
+        self.disk = disk
+        start = job.start_step
+        records = [RankRecord(held=start, ended=start, reach=(start,)) for _ in range(job.world_size)]
+        self.ledger = Ledger(records)
+        self.trainers = [Trainer(rank, cores[rank], records[rank], start) for rank in range(job.world_size)]
+        self.bound: dict[int, int] = {}  # rank -> the session that its orders go to
+        self.incident = 0  # newest one that ranks were told of
+        self.stage = ""  # of the incident, as the controller's effects show it
+        self.verifying: to_controller.StartVerify | None = None
+        self.publishing: to_controller.StartPublish | None = None
+
+    # ------------------------------------------------------------------ the training loop
+
+    def choices(self, trainer: Trainer) -> tuple[str, ...]:
+        """What the training thread of a living rank could do next; () while it waits."""
+        at = trainer.at
+        if at in _PARKED:
+            return GO if trainer.waking else WAIT
+        if at is At.START:
+            return GO if trainer.core.welcomed else WAIT
+        if at is At.REDUCE:
+            return self._collective(trainer.contributed, "contributed")
+        if at is At.UPDATE and self.job.update_collective:
+            return self._collective(trainer.updated, "updated")
+        if at is At.LOG and self.job.log_collective:
+            return self._collective(trainer.logged, "logged")
+        if at is At.GATE:
+            if trainer.core.frozen or trainer.core.leaving:
+                return GO
+            return GO if all(getattr(other, "gated") >= trainer.gated for other in self.trainers) else WAIT
+        if at is At.STUCK or at is At.STUCK_UPDATE:
+            return ("time out",)
+        if at is At.HELD or at is At.GONE:
+            return WAIT
+        return GO
+
+    def _collective(self, step: int, entered: str) -> tuple[str, ...]:
+        complete = True
+        broken = False
+        for other in self.trainers:
+            if getattr(other, entered) < step:
+                complete = False
+            if other.record.life is not Life.ALIVE:
+                broken = True
+        if broken:
+            return ("go", "stuck", "raise") if complete else ("stuck", "raise")
+        return GO if complete else WAIT
+
+    def advance(self, trainer: Trainer, choice: str) -> None:
+        """Let the training thread of a living rank make one of its `choices`."""
+        trainer.waking = False
+        if choice == "go":
+            _MOVES[trainer.at](self, trainer)
+        elif choice == "stuck":
+            self._move_to(trainer, At.STUCK_UPDATE if trainer.at is At.UPDATE else At.STUCK)
+            if trainer.at is At.STUCK_UPDATE:
+                trainer.record.ill.add("stuck in its update")
+        else:
+            self._raise(trainer, "a collective failed: connection closed by peer", secondary=True)
+        self.drain(trainer)
+
+    def _move_to(self, trainer: Trainer, at: At) -> None:
+        trainer.at = at
+        self.on_moved(trainer)
+
+    def _raise(self, trainer: Trainer, text: str, secondary: bool) -> None:
+        if trainer.at in (At.UPDATE, At.STUCK_UPDATE):
+            trainer.record.held = TORN
+            trainer.record.ill.add("torn")
+            trainer.core.mark_torn()
+        if not secondary:
+            self.ledger.certain_faults += 1
+        trainer.core.mark_raised(text, secondary)
+        self._move_to(trainer, At.HELD)
+
+    def _from_start(self, trainer: Trainer) -> None:
+        trainer.core.begin_loop(0, 0, self.job.start_step)
+        self._move_to(trainer, At.OPENING)
+
+    def _from_opening(self, trainer: Trainer) -> None:
+        if trainer.core.loop_open:
+            self._move_to(trainer, At.FORWARD)
+
+    def _from_forward(self, trainer: Trainer) -> None:
+        step = trainer.record.ended + 1
+        if trainer.raise_at == step:
+            self._raise(trainer, "out of memory", secondary=False)
+            return
+        trainer.box_tentative = step
+        trainer.contributed = step
+        self._move_to(trainer, At.REDUCE)
+        self.on_entered(trainer)
+
+    def _from_reduce(self, trainer: Trainer) -> None:
+        self._move_to(trainer, At.BACK)
+
+    def _from_back(self, trainer: Trainer) -> None:
+        step = trainer.record.ended + 1
+        if step not in self.job.skipped:
+            trainer.core.mark_ready()
+        elif self.job.has_gate:
+            trainer.core.mark_skipped()
+        else:
+            self._move_to(trainer, At.END)
+            return
+        if self.job.has_gate:
+            trainer.gated = step
+            self._move_to(trainer, At.GATE)
+            self.on_entered(trainer)
+        else:
+            self._move_to(trainer, At.READY)
+
+    def _from_gate(self, trainer: Trainer) -> None:
+        if trainer.record.ended + 1 in self.job.skipped:
+            self._move_to(trainer, At.END)
+        else:
+            self._try_update(trainer)
+
+    def _back_to_gate(self, trainer: Trainer) -> bool:
+        """A rank that parked instead of waiting at the gate has been resumed: the gate still has to be passed."""
+        if not self.job.has_gate or trainer.core.frozen or trainer.core.leaving:
+            return False
+        self._move_to(trainer, At.GATE)
+        return True
+
+    def _from_park_update(self, trainer: Trainer) -> None:
+        if not self._back_to_gate(trainer):
+            self._try_update(trainer)
+
+    def _try_update(self, trainer: Trainer) -> None:
+        step = trainer.record.ended + 1
+        if trainer.core.try_update():
+            trainer.record.held = TORN
+            trainer.updated = step
+            self._move_to(trainer, At.UPDATE)
+            self.on_entered(trainer)
+        else:
+            self._move_to(trainer, At.PARK_UPDATE)
+
+    def _from_update(self, trainer: Trainer) -> None:
+        step = trainer.record.ended + 1
+        if trainer.tear_at == step:
+            self._raise(trainer, "a kernel failed inside step()", secondary=False)
+            return
+        trainer.record.held = step
+        trainer.core.mark_updated()
+        if self.job.log_collective:
+            trainer.logged = step
+        self._move_to(trainer, At.LOG)
+        self.on_entered(trainer)
+
+    def _from_log(self, trainer: Trainer) -> None:
+        self._move_to(trainer, At.END)
+
+    def _from_end(self, trainer: Trainer) -> None:
+        if trainer.core.may_end_step:
+            trainer.box_committed = (trainer.box_committed[1], trainer.record.ended + 1)
+            self._move_to(trainer, At.COMMITTED)
+        else:
+            self._try_end(trainer)
+
+    def _try_end(self, trainer: Trainer) -> None:
+        step = trainer.record.ended + 1
+        if not trainer.core.try_end_step():
+            self._move_to(trainer, At.PARK_END)
+            return
+        if step > trainer.box_committed[1]:
+            trainer.box_committed = (trainer.box_committed[1], step)
+        trainer.record.ended = step
+        if trainer.record.held != step:
+            assert step in self.job.skipped
+            trainer.record.held = step
+        if trainer.core.frozen:
+            self._move_to(trainer, At.PARK_ENDED)
+        else:
+            self._next_step(trainer)
+
+    def _from_park_end(self, trainer: Trainer) -> None:
+        if trainer.record.ended + 1 not in self.job.skipped or not self._back_to_gate(trainer):
+            self._from_end(trainer)
+
+    def _from_park_ended(self, trainer: Trainer) -> None:
+        if not trainer.core.frozen:
+            self._next_step(trainer)
+
+    def _next_step(self, trainer: Trainer) -> None:
+        if trainer.record.ended >= self.job.steps or trainer.record.ended == trainer.leave_after:
+            if trainer.record.ended < self.job.steps:
+                self.ledger.certain_faults += 1
+            trainer.core.mark_left()
+            self._move_to(trainer, At.LEFT)
+        else:
+            self._move_to(trainer, At.FORWARD)
+
+    def _from_left(self, trainer: Trainer) -> None:
+        """Woken for nothing: `released` and `leave` end the process by themselves."""
+
+    # ------------------------------------------------------------------ processes end
+
+    def kill(self, trainer: Trainer) -> None:
+        """SIGKILL: nothing of the process runs any more; its black box stays."""
+        record = trainer.record
+        record.life = Life.KILLED
+        self.ledger.certain_faults += 1
+        self._end_process(trainer)
+
+    def depart(self, trainer: Trainer, farewell: str) -> None:
+        """The process ends by itself. The kernel closes what it had open."""
+        record = trainer.record
+        record.reach = trainer.reach()
+        record.life = Life.LEFT
+        record.farewell = farewell
+        self._end_process(trainer)
+
+    def _end_process(self, trainer: Trainer) -> None:
+        trainer.at = At.GONE
+        trainer.save = None
+        trainer.outbox.clear()
+        self.on_ended(trainer)
+
+    def signal(self, trainer: Trainer, number: int) -> None:
+        """SIGTERM or the like, seen by the signal thread."""
+        self.ledger.certain_faults += 1
+        trainer.core.mark_signalled(number)
+        self.drain(trainer)
+
+    # ------------------------------------------------------------------ sessions
+
+    def link(self, trainer: Trainer) -> None:
+        """A session opens: Hello first, then what was left in the outbox, then what the core still owes."""
+        trainer.linked = True
+        job = self.job
+        core = trainer.core
+        process, units = job.process(trainer.rank), job.units[trainer.rank]
+        self.send_up(trainer, Hello(trainer.rank, job.generation, job.world_size, process, units, core.stand))
+        waiting = list(trainer.outbox.values())
+        trainer.outbox.clear()
+        for report in waiting:
+            self.send_up(trainer, report)
+        self.feed(trainer, to_processor.SessionUp())
+
+    def unlink(self, trainer: Trainer) -> None:
+        """The rank notices that its session is broken."""
+        trainer.linked = False
+        self.feed(trainer, to_processor.SessionDown())
+
+    def _report(self, trainer: Trainer, report: Report) -> None:
+        if trainer.linked:
+            self.send_up(trainer, report)
+            return
+        key: object = type(report) if isinstance(report, _NEWEST_ONLY) else report
+        trainer.outbox.pop(key, None)
+        trainer.outbox[key] = report
+
+    def report_peer_death(self, observer: Trainer, dead: Trainer, source: DeathSource) -> None:
+        """The host watch of a living process has seen another one end."""
+        self._report(observer, PeerDied(observer.rank, self.job.generation, dead.rank, source))
+
+    # ------------------------------------------------------------------ the processor's shell
+
+    def feed(self, trainer: Trainer, event: to_processor.Event) -> None:
+        """One event for a rank's core, and what follows from it."""
+        trainer.core.handle(event, self.now_s)
+        self.drain(trainer)
+
+    def drain(self, trainer: Trainer) -> None:
+        """Carry out what a rank's core wants done."""
+        core = trainer.core
+        while core.has_effects:
+            for effect in core.take_effects():
+                kind = type(effect)
+                if kind is to_processor.SendReport:
+                    self._report(trainer, effect.report)  # type: ignore[union-attr]
+                elif kind is to_processor.Wake:
+                    if trainer.at in _WOKEN:
+                        trainer.waking = True
+                        self.on_woken(trainer)
+                elif kind is to_processor.StartSave:
+                    trainer.save = effect.order  # type: ignore[union-attr]
+                    trainer.save_first = trainer.record.held
+                    self.on_save_started(trainer)
+                elif kind is to_processor.CancelSave:
+                    trainer.save = None
+                elif kind is to_processor.Leave:
+                    self.on_leave(trainer, _farewell(effect))  # type: ignore[arg-type]
+                elif kind is to_processor.Released:
+                    self.on_leave(trainer, "released")
+                else:
+                    self.on_log(f"rank {trainer.rank}", effect.text)  # type: ignore[union-attr]
+        self.on_deadline(trainer)
+
+    def finish_save(self, trainer: Trainer, failure: str = "") -> None:
+        """The saver's thread ends. `failure`: "", "storage" (ENOSPC, a failed fsync) or anything else."""
+        order, trainer.save = trainer.save, None
+        assert order is not None
+        if failure:
+            reason, storage = f"could not write: {failure}", failure == "storage"
+            self.feed(trainer, to_processor.SaveErrored(order.incident, order.attempt, reason, storage))
+            return
+        content = trainer.record.held
+        file = Written(
+            writer=trainer.rank,
+            generation=order.generation,
+            incident=order.incident,
+            attempt=order.attempt,
+            step=order.step,
+            units=tuple((unit, trainer.save_first, content) for unit in order.units),
+            local_steps=tuple(
+                (rank, order.step if self.trainers[rank].box_has(order.step) else -1) for rank in order.local_ranks
+            ),
+            whole=True,
+        )
+        self.disk.put(order.target, file)
+        self.feed(trainer, to_processor.SaveFinished(order.incident, order.attempt, 100))
+
+    # ------------------------------------------------------------------ the controller's shell
+
+    def hear(self, session: int, report: Report) -> None:
+        """A report comes out of a session at the controller's end; only bound sessions are listened to."""
+        if type(report) is not Hello:
+            if self.bound.get(report.rank) == session:
+                if type(report) is Saved:
+                    self._note_saved(report)
+                self.feed_controller(to_controller.FromRank(report))
+            return
+        if not self.controller_lives:
+            return
+        effects = self.controller.handle(to_controller.FromRank(report), self.now_s)
+        if not any(type(effect) is to_controller.Reply for effect in effects):
+            self.bound[report.rank] = session
+        self._carry_out_all(effects)
+
+    def _note_saved(self, report: Saved) -> None:
+        for (_, step, incident, attempt), files in self.disk.attempts.items():
+            if (step, incident, attempt) == (report.step, report.incident, report.attempt) and report.rank in files:
+                for unit, _, _ in files[report.rank].units:
+                    self.ledger.heard_saved.add((report.rank, step, unit))
+
+    def close(self, rank: int, session: int) -> None:
+        """The controller's end of a session is closed."""
+        if self.bound.get(rank) == session:
+            del self.bound[rank]
+            self.feed_controller(to_controller.SessionClosed(rank))
+
+    def feed_controller(self, event: to_controller.Event) -> None:
+        """One event for the controller's core, and what follows from it."""
+        if self.controller_lives:
+            self._carry_out_all(self.controller.handle(event, self.now_s))
+
+    def _carry_out_all(self, effects: list[to_controller.Effect]) -> None:
+        for effect in effects:
+            self._carry_out(effect)
+        self.on_controller_deadline()
+
+    def _carry_out(self, effect: to_controller.Effect) -> None:
+        kind = type(effect)
+        if kind is to_controller.Send:
+            order = effect.order  # type: ignore[union-attr]
+            self._note_stage(order)
+            self.send_down(effect.rank, order)  # type: ignore[union-attr]
+        elif kind is to_controller.StartVerify:
+            self._enter_stage("verifying")
+            self.verifying = effect  # type: ignore[assignment]
+            self.on_controller_job()
+        elif kind is to_controller.StartPublish:
+            self._enter_stage("publishing")
+            self.publishing = effect  # type: ignore[assignment]
+            self.on_controller_job()
+        elif kind is to_controller.Discard:
+            self.disk.discard(effect)  # type: ignore[arg-type]
+        elif kind is to_controller.Stop:
+            self.on_log("controller", f"stops: {effect.reason}")  # type: ignore[union-attr]
+            self.ledger.controller_stopped = True
+            self.controller_lives = False
+            self.on_controller_ended()
+        elif kind is to_controller.Log:
+            self.on_log("controller", effect.text)  # type: ignore[union-attr]
+
+    def _note_stage(self, order: Order) -> None:
+        kind = type(order)
+        if kind is Freeze:
+            self.incident = max(self.incident, order.incident)  # type: ignore[union-attr]
+            if self.stage == "":
+                self._enter_stage("settling")
+        elif kind is Resume:
+            self._enter_stage("")
+        elif kind is Save:
+            self._enter_stage("saving")
+        elif kind is Exit:
+            self._enter_stage("ending")
+
+    def _enter_stage(self, stage: str) -> None:
+        if stage != self.stage:
+            self.stage = stage
+            self.on_stage(stage)
+
+    def finish_verify(self) -> None:
+        """The controller's storage thread has looked at every part."""
+        effect, self.verifying = self.verifying, None
+        assert effect is not None
+        problems = self.disk.verify(effect)
+        for rank, _ in problems:
+            self.ledger.ranks[rank].ill.add("storage")
+            self.ledger.heard_saved = {saved for saved in self.ledger.heard_saved if saved[0] != rank}
+        if problems:
+            self.feed_controller(to_controller.VerifyFailed(effect.incident, effect.attempt, problems))
+        else:
+            self.feed_controller(to_controller.Verified(effect.incident, effect.attempt))
+
+    def finish_publish(self, failure: str = "") -> None:
+        """The controller's storage thread has renamed the directory, or could not."""
+        effect, self.publishing = self.publishing, None
+        assert effect is not None
+        if failure:
+            self.feed_controller(to_controller.PublishFailed(effect.incident, effect.attempt, failure))
+            return
+        self.rename(effect)
+        path = f"/t{effect.target}/step_{effect.step}"
+        self.feed_controller(to_controller.Published(effect.incident, effect.attempt, path))
+
+    def rename(self, effect: to_controller.StartPublish) -> None:
+        """The one system call that makes a checkpoint visible."""
+        publication, renaming = self.disk.publish(effect)
+        self.ledger.publications.append(publication)
+        self.ledger.renamings.append(renaming)
+
+    def kill_controller(self) -> None:
+        """SIGKILL of the controller; what its storage thread was about to do does not happen."""
+        self.ledger.controller_killed = True
+        self.controller_lives = False
+        self.verifying = self.publishing = None
+        self.on_controller_ended()
+
+    # ------------------------------------------------------------------ what a driver has to bring
+
+    def send_up(self, trainer: Trainer, report: Report) -> None:
+        """Put a report on the way to the controller."""
+        raise NotImplementedError
+
+    def send_down(self, rank: int, order: Order) -> None:
+        """Put an order on the way to a rank."""
+        raise NotImplementedError
+
+    def on_leave(self, trainer: Trainer, farewell: str) -> None:
+        """The process of this rank has to end."""
+        raise NotImplementedError
+
+    def on_moved(self, trainer: Trainer) -> None:
+        """The training thread is somewhere else."""
+
+    def on_entered(self, trainer: Trainer) -> None:
+        """A rank has entered a collective: others may get through."""
+
+    def on_woken(self, trainer: Trainer) -> None:
+        """A parked training thread should look again."""
+
+    def on_ended(self, trainer: Trainer) -> None:
+        """A process has ended."""
+
+    def on_save_started(self, trainer: Trainer) -> None:
+        """A saver has begun to read and write."""
+
+    def on_controller_job(self) -> None:
+        """`verifying` or `publishing` is set."""
+
+    def on_controller_ended(self) -> None:
+        """The controller's process has ended."""
+
+    def on_stage(self, stage: str) -> None:
+        """The incident has come to another stage."""
+
+    def on_deadline(self, trainer: Trainer) -> None:
+        """The core of a rank may have another deadline."""
+
+    def on_controller_deadline(self) -> None:
+        """The controller's core may have another deadline."""
+
+    def on_log(self, who: str, text: str) -> None:
+        """A line for people."""
+
+
+def _farewell(effect: to_processor.Leave) -> str:
+    order = effect.order
+    if isinstance(order, Exit):
+        return f"exit {order.kind.name.lower()}"
+    return "refused" if isinstance(order, Refused) else "controller lost"
+
+
+_MOVES = {
+    At.START: World._from_start,
+    At.OPENING: World._from_opening,
+    At.FORWARD: World._from_forward,
+    At.REDUCE: World._from_reduce,
+    At.BACK: World._from_back,
+    At.READY: World._try_update,
+    At.GATE: World._from_gate,
+    At.PARK_UPDATE: World._from_park_update,
+    At.UPDATE: World._from_update,
+    At.LOG: World._from_log,
+    At.END: World._from_end,
+    At.COMMITTED: World._try_end,
+    At.PARK_END: World._from_park_end,
+    At.PARK_ENDED: World._from_park_ended,
+    At.LEFT: World._from_left,
+}
