@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lastwords.controller.events import ControllerOptions, Effect, Log, Send, State
-from lastwords.controller.membership import Life, Membership
-from lastwords.vocabulary import Order
+from lastwords.controller.membership import Membership
+from lastwords.vocabulary import ExitKind, Order
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A false alarm: everybody trains on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Everybody leaves."""
+
+    kind: ExitKind
+    step: int
+    path: str
+    reason: str
+
+
+Verdict = Resumed | Ended
+"""How an incident ends."""
 
 
 class Timers:
@@ -67,9 +88,8 @@ class JobContext:
         self.effects.append(Log(level, text))
 
     def send(self, rank: int, order: Order) -> None:
-        """Send an order to a rank that has a session and is not known to be dead; others get it when they return."""
-        member = self.members.members[rank]
-        if member.connected and member.life is not Life.DEAD:
+        """Send an order to a rank that has a session; others get it when they return."""
+        if self.members.members[rank].reachable:
             self.effects.append(Send(rank, order))
 
     def send_all(self, order: Order) -> None:

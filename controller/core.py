@@ -23,53 +23,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from lastwords.controller.context import JobContext
+from lastwords.controller.closing import Closing
+from lastwords.controller.context import Ended, JobContext, Resumed
 from lastwords.controller.detection import CERTAIN, death_text, suspicion_text
 from lastwords.controller.events import (
-    ERROR,
     INFO,
-    RESEND_INTERVAL_S,
     WARNING,
     ControllerOptions,
     Died,
-    Discard,
     Effect,
     Event,
     FromRank,
-    Log,
     Outcome,
-    OutcomeKind,
-    PartPlan,
     Published,
     PublishFailed,
     Reply,
-    Send,
     SessionClosed,
-    StartPublish,
-    StartVerify,
     State,
-    Stop,
     Tick,
     Verified,
     VerifyFailed,
 )
-from lastwords.controller.incident import TIMERS, Ended, Incident, Resumed
+from lastwords.controller.incident import TIMERS, Incident
+from lastwords.controller.loop import LoopWatch, Strayed
 from lastwords.controller.membership import Life, Member, Membership
 from lastwords.controller.words import ranks_text
 from lastwords.vocabulary import (
     DeathSource,
-    Exit,
-    ExitKind,
     Goodbye,
     Hello,
     Left,
     LoopBegin,
-    LoopGo,
-    Order,
     PeerDied,
     Raised,
     Refused,
-    Release,
     Report,
     Resume,
     Saved,
@@ -81,40 +68,10 @@ from lastwords.vocabulary import (
     Welcome,
 )
 
-__all__ = [
-    "ControllerCore",
-    "ControllerOptions",
-    "Died",
-    "Discard",
-    "Effect",
-    "Event",
-    "FromRank",
-    "Log",
-    "Outcome",
-    "OutcomeKind",
-    "PartPlan",
-    "PublishFailed",
-    "Published",
-    "Reply",
-    "Send",
-    "SessionClosed",
-    "StartPublish",
-    "StartVerify",
-    "State",
-    "Stop",
-    "Tick",
-    "Verified",
-    "VerifyFailed",
-]
+__all__ = ["ControllerCore", "ControllerOptions"]
 
 _ENDING: Final = frozenset((State.EXITING, State.RELEASING, State.REFUSING))
 """Everybody has been told to go; nothing is protected any more."""
-
-_OUTCOME_KINDS: Final = {
-    ExitKind.SAVED: OutcomeKind.SAVED,
-    ExitKind.NOTHING_TO_SAVE: OutcomeKind.NOTHING_TO_SAVE,
-    ExitKind.NOT_SAVED: OutcomeKind.NOT_SAVED,
-}
 
 
 class ControllerCore:
@@ -127,8 +84,8 @@ class ControllerCore:
         self._incident: Incident | None = None
         self._incident_number = 0
         self._incident_resumed = 0  # newest one that was a false alarm
-        self._farewell: Order | None = None  # what everybody is told while the job ends
-        self._outcome: Outcome | None = None
+        self._closing = Closing(self._context)
+        self._loop = LoopWatch(self._context, self._closing)
         self._started = False
 
     # ------------------------------------------------------------------ queries
@@ -146,7 +103,7 @@ class ControllerCore:
     @property
     def outcome(self) -> Outcome | None:
         """How the job ended, once that is decided."""
-        return self._outcome
+        return self._closing.outcome
 
     @property
     def members(self) -> Membership:
@@ -165,7 +122,7 @@ class ControllerCore:
         context = self._context
         context.now_s = now_s
         context.effects = []
-        if context.state is State.STOPPED:
+        if self._closing.stopped:
             return []
         if not self._started:
             self._started = True
@@ -177,22 +134,14 @@ class ControllerCore:
                 self._on_session_closed(rank)
             case Died(rank, source):
                 self._on_end(rank, source)
-            case Verified(incident, attempt):
-                if (current := self._current(incident)) is not None:
-                    current.on_verified(attempt)
-            case VerifyFailed(incident, attempt, problems):
-                if (current := self._current(incident)) is not None:
-                    current.on_verify_failed(attempt, problems)
-            case Published(incident, attempt, path):
-                if (current := self._current(incident)) is not None:
-                    current.on_published(attempt, path)
-            case PublishFailed(incident, attempt, reason):
-                if (current := self._current(incident)) is not None:
-                    current.on_publish_failed(attempt, reason)
+            case Verified() | VerifyFailed() | Published() | PublishFailed():
+                if (incident := self._current(event.incident)) is not None:
+                    incident.on_storage(event)
             case Tick():
                 pass
         for name in self._timers.pop_due(now_s):
-            self._on_timer(name)
+            if not self._closing.stopped:
+                self._on_timer(name)
         self._follow_verdict()
         effects, context.effects = context.effects, []
         return effects
@@ -204,27 +153,16 @@ class ControllerCore:
         if name in TIMERS:
             if self._incident is not None and self._incident.verdict is None:
                 self._incident.on_timer(name)
-            return
-        options = self._context.options
-        match name:
-            case "start":
-                missing = self._members.missing_ranks
-                text = f"{ranks_text(missing)} did not register within {options.start_timeout_s:g} s"
-                self._refuse_all(f"{text}; look at their output, and check that every rank was started")
-            case "loop":
-                if self._context.state is State.WATCHING:
-                    waiting = self._members.loop_waiting
-                    missing = [rank for rank in range(self._members.world_size) if rank not in waiting]
-                    text = f"{ranks_text(missing)} did not begin the loop within {options.start_timeout_s:g} s"
-                    self._refuse_all(f"{text} of {ranks_text(waiting)}")
-            case "suspects":
-                self._confirm_suspects()
-            case "leave":
-                self._on_leave_timeout()
-            case "farewell":
-                self._repeat_farewell()
-            case "exit":
-                self._stop(f"the job has ended; {ranks_text(self._lingering())} did not close the session")
+        elif name in Closing.TIMERS:
+            self._closing.on_timer(name)
+        elif name in LoopWatch.TIMERS:
+            self._stray(self._loop.on_timer(name))
+        elif name == "suspects":
+            self._confirm_suspects()
+        elif self._context.state is State.REGISTERING:
+            missing = ranks_text(self._members.missing_ranks)
+            text = f"{missing} did not register within {self._context.options.start_timeout_s:g} s"
+            self._closing.refuse_all(f"{text}; look at their output, and check that every rank was started")
 
     # ------------------------------------------------------------------ reports
 
@@ -233,11 +171,10 @@ class ControllerCore:
             self._on_hello(report)
             return
         member = self._members.members.get(report.rank)
-        if member is None or report.generation != self._members.generation or member.life is Life.DEAD:
+        if member is None or report.generation != self._members.generation or not member.reachable:
             return  # of another generation, or of somebody whose word does not count (any more)
-        member.heard = True
-        if member.life is Life.SUSPECT and member.connected:
-            self._on_return(member)
+        if member.life in (Life.SUSPECT, Life.DEAD):
+            self._on_return(member)  # the session still lives, so it was only silent
         handler: Callable[..., None] | None = _HANDLERS.get(type(report))
         assert handler is not None, f"no handler for {type(report).__name__}"
         handler(self, member, report)
@@ -245,8 +182,13 @@ class ControllerCore:
     def _on_status(self, member: Member, report: Status) -> None:
         if report.stand != member.stand:
             member.stand = report.stand
-            if self._members.anyone_left and self._context.state is State.WATCHING:
-                self._arm_leave()  # somebody moves: those who have left can wait
+            self._loop.on_progress()
+
+    def _on_loop_begin(self, member: Member, report: LoopBegin) -> None:
+        self._loop.on_begin(report)
+
+    def _on_left(self, member: Member, report: Left) -> None:
+        self._stray(self._loop.on_left(report))
 
     def _on_settled(self, member: Member, report: Settled) -> None:
         member.stand = report.stand
@@ -290,7 +232,7 @@ class ControllerCore:
         context, members = self._context, self._members
         known = members.members.get(hello.rank)
         refusal = members.refusal(hello)
-        if refusal is None and known is not None and known.life is Life.DEAD and known.source in CERTAIN:
+        if refusal is None and known is not None and known.buried:
             refusal = f"rank {hello.rank} was reported dead; this process cannot take part any more"
         if refusal is not None and context.state in _ENDING:
             refusal = (
@@ -300,8 +242,8 @@ class ControllerCore:
             context.log(WARNING, f"refused process {hello.process.pid} of host {hello.process.host_id}: {refusal}")
             context.emit(Reply(Refused(members.generation, refusal)))
             return
-        if known is None and self._farewell is not None:
-            context.emit(Reply(self._farewell))
+        if known is None and self._closing.farewell is not None:
+            context.emit(Reply(self._closing.farewell))
             return
         member = members.admit(hello)
         if known is None and members.complete:
@@ -325,79 +267,12 @@ class ControllerCore:
 
     def _catch_up(self, member: Member) -> None:
         """Tell a rank with a new session what it may have missed."""
-        if self._farewell is not None:
-            self._context.send(member.rank, self._farewell)
+        if self._closing.farewell is not None:
+            self._context.send(member.rank, self._closing.farewell)
         elif self._incident is not None:
             self._incident.catch_up(member.rank)
         elif self._incident_resumed:
             self._context.send(member.rank, Resume(self._members.generation, self._incident_resumed))
-
-    # ------------------------------------------------------------------ the loop
-
-    def _on_loop_begin(self, member: Member, report: LoopBegin) -> None:
-        if self._members.begin_loop(report):
-            self._context.send(report.rank, LoopGo(self._members.generation))
-        else:
-            self._check_loop()
-
-    def _check_loop(self) -> None:
-        members = self._members
-        waiting = members.loop_waiting
-        if self._context.state is not State.WATCHING or not waiting:
-            return
-        self._timers.start("loop", self._context.now_s + self._context.options.start_timeout_s)
-        if len(waiting) < members.world_size:
-            return
-        self._timers.clear("loop")
-        disagreement = members.loop_disagreement()
-        if disagreement is not None:
-            self._refuse_all(disagreement)
-            return
-        for rank in members.agree_loop():
-            self._context.send(rank, LoopGo(members.generation))
-
-    # ------------------------------------------------------------------ leaving the loop
-
-    def _on_left(self, member: Member, report: Left) -> None:
-        if self._members.leave(report):
-            self._check_left()
-
-    def _check_left(self) -> None:
-        members = self._members
-        if self._context.state is not State.WATCHING or not members.anyone_left:
-            return
-        if not members.everyone_left:
-            self._arm_leave()
-            return
-        steps = members.left_steps()
-        if len(steps) == 1:
-            self._release_all(next(iter(steps)))
-            return
-        said = ", ".join(f"{ranks_text(ranks)} at step {step}" for step, ranks in steps.items())
-        newest = max(steps)
-        early = sorted(rank for step, ranks in steps.items() if step < newest for rank in ranks)
-        incident = self._incident_or_new()
-        incident.on_strayed(early, f"left the loop before the others ({said})")
-        self._open(incident, "the ranks left the loop at different steps")
-
-    def _arm_leave(self) -> None:
-        options = self._context.options
-        timeout_s = options.leave_timeout_s if self._members.left_early() else options.finish_timeout_s
-        self._timers.set("leave", self._context.now_s + timeout_s)
-
-    def _on_leave_timeout(self) -> None:
-        members, options = self._members, self._context.options
-        if self._context.state is not State.WATCHING:
-            return
-        early = members.left_early()
-        if early:
-            text = f"left the loop early, and no other rank has moved for {options.leave_timeout_s:g} s"
-        else:
-            early = sorted(rank for rank, member in members.members.items() if member.left is None)
-            text = f"did not finish the loop, and has not moved for {options.finish_timeout_s:g} s"
-        incident = self._incident_or_new()
-        incident.on_strayed(early, text)
-        self._open(incident, text)
 
     # ------------------------------------------------------------------ doubt, death, departure
 
@@ -406,7 +281,7 @@ class ControllerCore:
         if member is not None and member.connected:
             member.connected = False
             self._on_silence(member, DeathSource.STREAM)
-            self._stop_if_empty()
+            self._closing.stop_if_empty()
 
     def _on_end(self, rank: int, source: DeathSource) -> None:
         member = self._members.members.get(rank)
@@ -444,7 +319,7 @@ class ControllerCore:
     def _bury(self, member: Member, source: DeathSource) -> None:
         self._members.bury(member.rank, source)
         if self._context.state in _ENDING:
-            self._stop_if_empty()
+            self._closing.stop_if_empty()
             return
         incident = self._incident_or_new()
         incident.on_death(member.rank, source)
@@ -462,7 +337,7 @@ class ControllerCore:
     def _on_goodbye(self, member: Member, report: Goodbye) -> None:
         if self._context.state in _ENDING:
             self._members.depart(member.rank)
-            self._stop_if_empty()
+            self._closing.stop_if_empty()
 
     # ------------------------------------------------------------------ incidents
 
@@ -472,9 +347,15 @@ class ControllerCore:
             self._incident = Incident(self._context, self._incident_number)
         return self._incident
 
+    def _stray(self, strayed: Strayed | None) -> None:
+        if strayed is not None:
+            incident = self._incident_or_new()
+            incident.on_strayed(strayed.ranks, strayed.words)
+            self._open(incident, strayed.words)
+
     def _open(self, incident: Incident, words: str) -> None:
         if not incident.opened:
-            self._timers.clear("leave", "loop")
+            self._timers.clear("start", "leave", "loop")
             incident.open(words)
 
     def _follow_verdict(self) -> None:
@@ -484,68 +365,19 @@ class ControllerCore:
             match incident.verdict:
                 case Resumed():
                     self._resume_all(incident.number)
-                case Ended(kind, step, path, reason):
-                    self._exit_all(incident, kind, step, path, reason)
+                case Ended() as verdict:
+                    self._closing.exit_all(incident, verdict)
 
     def _resume_all(self, number: int) -> None:
         self._incident_resumed = number
-        self._context.state = State.WATCHING if self._members.complete else State.REGISTERING
+        self._context.state = State.WATCHING
+        if not self._members.complete:
+            self._context.state = State.REGISTERING
+            self._timers.set("start", self._context.now_s + self._context.options.start_timeout_s)
         self._context.log(INFO, f"incident {number}: false alarm, every rank goes on")
         self._context.send_all(Resume(self._members.generation, number))
-        self._check_loop()
-        self._check_left()
-
-    # ------------------------------------------------------------------ the end
-
-    def _exit_all(self, incident: Incident, kind: ExitKind, step: int, path: str, reason: str) -> None:
-        causes = incident.causes.ranks
-        self._outcome = Outcome(_OUTCOME_KINDS[kind], step, path, reason, causes)
-        what = f"step {step} is in {path}" if kind is ExitKind.SAVED else _OUTCOME_KINDS[kind].value
-        level = ERROR if kind is ExitKind.NOT_SAVED else INFO
-        self._context.log(level, f"incident {incident.number} is over: {reason}; {what}")
-        self._say_farewell(
-            State.EXITING, Exit(self._members.generation, incident.number, kind, step, path, reason, causes)
-        )
-
-    def _release_all(self, step: int) -> None:
-        reason = f"all ranks have left the loop at step {step}"
-        self._outcome = Outcome(OutcomeKind.RELEASED, step, "", reason, ())
-        self._context.log(INFO, reason)
-        self._say_farewell(State.RELEASING, Release(self._members.generation))
-
-    def _refuse_all(self, reason: str) -> None:
-        self._outcome = Outcome(OutcomeKind.REFUSED, 0, "", reason, ())
-        self._context.log(ERROR, reason)
-        self._say_farewell(State.REFUSING, Refused(self._members.generation, reason))
-
-    def _say_farewell(self, state: State, order: Order) -> None:
-        context = self._context
-        context.state = state
-        self._farewell = order
-        self._timers.clear("start", "loop", "leave")
-        self._timers.set("exit", context.now_s + context.options.exit_timeout_s)
-        self._timers.set("farewell", context.now_s + RESEND_INTERVAL_S)
-        context.send_all(order)
-        self._stop_if_empty()
-
-    def _repeat_farewell(self) -> None:
-        assert self._farewell is not None
-        for rank in self._lingering():
-            self._context.send(rank, self._farewell)
-        self._timers.set("farewell", self._context.now_s + RESEND_INTERVAL_S)
-
-    def _lingering(self) -> list[int]:
-        """Ranks that may still need to be told that the job is over, sorted."""
-        return sorted(rank for rank, member in self._members.members.items() if member.living)
-
-    def _stop_if_empty(self) -> None:
-        if self._context.state in _ENDING and not self._lingering():
-            self._stop("the job has ended and every rank has left")
-
-    def _stop(self, reason: str) -> None:
-        self._context.state = State.STOPPED
-        self._timers.clear_all()
-        self._context.emit(Stop(reason))
+        self._loop.check_begin()
+        self._stray(self._loop.check_left())
 
 
 _HANDLERS: Final[dict[type, Callable[..., None]]] = {

@@ -6,11 +6,20 @@ told what to write (`selected`), there is no way to `Resumed` any more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lastwords.controller.context import JobContext
+from lastwords.controller.context import Ended, JobContext, Resumed, Verdict
 from lastwords.controller.detection import Causes, death_text, raised_text, signal_text, suspicion_text
-from lastwords.controller.events import ERROR, INFO, RESEND_INTERVAL_S, STORAGE_RETRIES_MAX, WARNING, State
+from lastwords.controller.events import (
+    ERROR,
+    INFO,
+    RESEND_INTERVAL_S,
+    STORAGE_RETRIES_MAX,
+    WARNING,
+    Published,
+    PublishFailed,
+    State,
+    Verified,
+    VerifyFailed,
+)
 from lastwords.controller.membership import Life
 from lastwords.controller.saving import Saving
 from lastwords.controller.selection import Decision, NoDecision, NoDecisionKind, RankView, select
@@ -26,24 +35,6 @@ from lastwords.vocabulary import (
     Signalled,
     Stand,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """A false alarm: everybody trains on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Everybody leaves."""
-
-    kind: ExitKind
-    step: int
-    path: str
-    reason: str
-
-
-Verdict = Resumed | Ended
 
 
 class Incident:
@@ -130,7 +121,7 @@ class Incident:
             self._context.log(INFO, f"incident {self.number}: rank {report.rank} {words}")
         self.advance()
 
-    def on_strayed(self, ranks: list[int], words: str) -> None:
+    def on_strayed(self, ranks: tuple[int, ...], words: str) -> None:
         """Ranks have left the loop where others cannot follow."""
         self._certain = True
         for rank in ranks:
@@ -139,14 +130,11 @@ class Incident:
 
     def catch_up(self, rank: int) -> None:
         """Tell a rank that has connected (again) whatever it should know."""
-        member = self._context.members.members[rank]
         if rank not in self._settled and rank not in self._unsettled and rank not in self.excluded:
             if self._selected:
                 self.excluded[rank] = "came too late to be counted"
             else:
                 self._await(rank)
-        if not member.living:
-            return
         self._context.send(rank, self._freeze())
         if rank in self._proceeding:
             self._context.send(rank, self._proceed())
@@ -309,8 +297,20 @@ class Incident:
             self._saving.start_verify()
             self._context.timers.set("verify", self._context.now_s + self._context.options.verify_timeout_s)
 
-    def on_verified(self, attempt: int) -> None:
-        """The parts are good."""
+    def on_storage(self, event: Verified | VerifyFailed | Published | PublishFailed) -> None:
+        """The controller's own work on the finished files has an answer."""
+        match event:
+            case Verified(attempt=attempt):
+                self._on_verified(attempt)
+            case VerifyFailed(attempt=attempt, problems=problems):
+                self._on_verify_failed(attempt, problems)
+            case Published(attempt=attempt, path=path):
+                self._on_published(attempt, path)
+            case PublishFailed(attempt=attempt, reason=reason):
+                if self._context.state is State.PUBLISHING and attempt == self._saving.attempt:
+                    self._give_up_target(f"the checkpoint is complete but could not get its final name: {reason}")
+
+    def _on_verified(self, attempt: int) -> None:
         context = self._context
         if context.state is not State.VERIFYING or attempt != self._saving.attempt:
             return
@@ -320,8 +320,7 @@ class Incident:
         dead = sorted(rank for rank, member in context.members.members.items() if member.life is Life.DEAD)
         self._saving.start_publish(self.words(), self.causes.ranks, tuple(dead))
 
-    def on_verify_failed(self, attempt: int, problems: tuple[tuple[int, str], ...]) -> None:
-        """Some parts are not what was ordered."""
+    def _on_verify_failed(self, attempt: int, problems: tuple[tuple[int, str], ...]) -> None:
         context = self._context
         if context.state is not State.VERIFYING or attempt != self._saving.attempt:
             return
@@ -330,17 +329,12 @@ class Incident:
         context.log(ERROR, f"incident {self.number}: verification failed: {self._saving.storage_reason}")
         self._choose_again()
 
-    def on_published(self, attempt: int, path: str) -> None:
-        """The checkpoint has its name, perhaps later than we were willing to wait."""
+    def _on_published(self, attempt: int, path: str) -> None:
+        # Perhaps later than we were willing to wait; but there it is.
         if self.verdict is None and self._saving.was_publishing(attempt):
             step = self._saving.published_step(attempt)
             self._saving.discard_all(published_attempt=attempt)
             self.verdict = Ended(ExitKind.SAVED, step, path, self.words())
-
-    def on_publish_failed(self, attempt: int, reason: str) -> None:
-        """The checkpoint could not get its name."""
-        if self._context.state is State.PUBLISHING and attempt == self._saving.attempt:
-            self._give_up_target(f"the checkpoint is complete but could not get its final name: {reason}")
 
     def _give_up_target(self, words: str) -> None:
         self._context.timers.clear("verify", "publish")

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
+from lastwords.controller.detection import CERTAIN
 from lastwords.controller.words import ranks_text
 from lastwords.vocabulary import DeathSource, Hello, Left, LoopBegin, ProcessId, Stand
 
@@ -51,7 +52,6 @@ class Member:
     life: Life = Life.ALIVE
     source: DeathSource | None = None  # of the suspicion or death
     suspect_until_s: float = 0.0
-    heard: bool = False  # of anything but Hello: it knows that it was welcomed
     left: Stand | None = None
     loop: LoopShape | None = None  # announced, not yet agreed
     loop_agreed: LoopShape | None = None
@@ -60,6 +60,16 @@ class Member:
     def living(self) -> bool:
         """True unless the process is known to have ended."""
         return self.life in (Life.ALIVE, Life.SUSPECT)
+
+    @property
+    def buried(self) -> bool:
+        """True if the process has certainly ended. One that was only silent for too long may come back."""
+        return self.life is Life.DEAD and self.source in CERTAIN
+
+    @property
+    def reachable(self) -> bool:
+        """True if it has a session and may still read from it."""
+        return self.connected and not self.buried
 
 
 class Membership:

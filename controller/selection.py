@@ -240,11 +240,12 @@ def _draft(survey: _Survey, step: int, target: int, may_retry: bool) -> _Draft |
         if obstacle is not None:
             return obstacle
         if reopened is None:
-            break
-        # A rank has one part per checkpoint: the one that has to write more writes all of it anew.
+            reopened = _assign_locals(survey, draft, step, may_write)
+        if reopened is None:
+            return draft
+        # A rank has one part per checkpoint: the one that has to write more writes all of it anew. What it had
+        # finished stays on disk until it is replaced, so that its death meanwhile costs nothing.
         draft = _Draft([part for part in draft.kept if part.rank != reopened])
-    _assign_locals(survey, draft, step, may_write)
-    return draft
 
 
 def _kept_parts(parts: Sequence[Part], step: int, target: int) -> list[Part]:
@@ -290,31 +291,33 @@ def _must_proceed(view: RankView, step: int) -> bool:
     return view.stand is not None and not holds(view.stand, step)
 
 
-def _assign_locals(survey: _Survey, draft: _Draft, step: int, may_write: CanWrite) -> None:
+def _assign_locals(survey: _Survey, draft: _Draft, step: int, may_write: CanWrite) -> int | None:
     """Give each rank's local state to a rank of its host, which can read its black box even if it is dead.
 
     A rank that writes a unit anyway is preferred, then one that stands at the step, then the lowest. Any usable
-    rank will do, even a torn one: it only copies boxes.
+    rank will do, even a torn one: it only copies boxes. Returns a rank whose kept part must be redone, if any.
     """
     covered = {rank for part in draft.kept for rank in part.local_ranks}
     kept_ranks = {part.rank for part in draft.kept}
-    writer_of_host: dict[str, int | None] = {}
-    for host_id, views in survey.by_host.items():
-        able = [view for view in views if may_write(view) and view.rank not in kept_ranks]
-        best = min(
-            able,
-            key=lambda view: (view.rank not in draft.units_of, _must_proceed(view, step), view.rank),
-            default=None,
-        )
-        writer_of_host[host_id] = None if best is None else best.rank
+
+    def cost(view: RankView) -> tuple[bool, bool, bool, int]:
+        return view.rank in kept_ranks, view.rank not in draft.units_of, _must_proceed(view, step), view.rank
+
+    writers: dict[str, RankView | None] = {}
     for rank in sorted(survey.views):
         if rank in covered:
             continue
-        writer = writer_of_host.get(survey.views[rank].host_id)
+        host_id = survey.views[rank].host_id
+        if host_id not in writers:
+            writers[host_id] = min(filter(may_write, survey.by_host.get(host_id, ())), key=cost, default=None)
+        writer = writers[host_id]
         if writer is None:
             draft.lost_local_ranks.append(rank)
+        elif writer.rank in kept_ranks:
+            return writer.rank
         else:
-            draft.locals_of[writer].append(rank)
+            draft.locals_of[writer.rank].append(rank)
+    return None
 
 
 def _decision(survey: _Survey, draft: _Draft, step: int, target: int, given_up: tuple[int, ...]) -> Decision:

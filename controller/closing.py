@@ -1,0 +1,102 @@
+"""How a job ends for the controller: everybody is told, again and again, until everybody has gone or time is up."""
+
+from __future__ import annotations
+
+from lastwords.controller.context import Ended, JobContext
+from lastwords.controller.events import (
+    ERROR,
+    INFO,
+    RESEND_INTERVAL_S,
+    Outcome,
+    OutcomeKind,
+    State,
+    Stop,
+)
+from lastwords.controller.incident import Incident
+from lastwords.controller.words import ranks_text
+from lastwords.vocabulary import Exit, ExitKind, Order, Refused, Release
+
+_OUTCOME_KINDS = {
+    ExitKind.SAVED: OutcomeKind.SAVED,
+    ExitKind.NOTHING_TO_SAVE: OutcomeKind.NOTHING_TO_SAVE,
+    ExitKind.NOT_SAVED: OutcomeKind.NOT_SAVED,
+}
+
+
+class Closing:
+    """The last order and the outcome, once there is one. States: EXITING, RELEASING, REFUSING, then STOPPED."""
+
+    TIMERS = ("farewell", "exit")
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self.farewell: Order | None = None  # what everybody is told while the job ends
+        self.outcome: Outcome | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """True once there is nothing left to do."""
+        return self._context.state is State.STOPPED
+
+    # ------------------------------------------------------------------ three ways to end
+
+    def exit_all(self, incident: Incident, verdict: Ended) -> None:
+        """An incident is over."""
+        kind, reason, causes = verdict.kind, verdict.reason, incident.causes.ranks
+        self.outcome = Outcome(_OUTCOME_KINDS[kind], verdict.step, verdict.path, reason, causes)
+        what = f"step {verdict.step} is in {verdict.path}" if kind is ExitKind.SAVED else _OUTCOME_KINDS[kind].value
+        level = ERROR if kind is ExitKind.NOT_SAVED else INFO
+        self._context.log(level, f"incident {incident.number} is over: {what}; {reason}")
+        self._say(
+            State.EXITING,
+            Exit(self._context.generation, incident.number, kind, verdict.step, verdict.path, reason, causes),
+        )
+
+    def release_all(self, step: int) -> None:
+        """All ranks have left the loop at the same step."""
+        reason = f"all ranks have left the loop at step {step}"
+        self.outcome = Outcome(OutcomeKind.RELEASED, step, "", reason, ())
+        self._context.log(INFO, reason)
+        self._say(State.RELEASING, Release(self._context.generation))
+
+    def refuse_all(self, reason: str) -> None:
+        """The job cannot start."""
+        self.outcome = Outcome(OutcomeKind.REFUSED, 0, "", reason, ())
+        self._context.log(ERROR, reason)
+        self._say(State.REFUSING, Refused(self._context.generation, reason))
+
+    def _say(self, state: State, order: Order) -> None:
+        context = self._context
+        context.state = state
+        self.farewell = order
+        context.timers.clear("start", "loop", "leave")
+        context.timers.set("exit", context.now_s + context.options.exit_timeout_s)
+        context.timers.set("farewell", context.now_s + RESEND_INTERVAL_S)
+        context.send_all(order)
+        self.stop_if_empty()
+
+    # ------------------------------------------------------------------ until all have gone
+
+    def on_timer(self, name: str) -> None:
+        """`farewell`: say it again. `exit`: nobody is waited for any longer."""
+        if name == "exit":
+            self._stop(f"the job has ended; {ranks_text(self._lingering())} did not close the session")
+            return
+        assert self.farewell is not None
+        for rank in self._lingering():
+            self._context.send(rank, self.farewell)
+        self._context.timers.set("farewell", self._context.now_s + RESEND_INTERVAL_S)
+
+    def stop_if_empty(self) -> None:
+        """Stop once every process has gone or is known to have ended."""
+        if self.farewell is not None and self._context.state is not State.STOPPED and not self._lingering():
+            self._stop("the job has ended and every rank has left")
+
+    def _lingering(self) -> list[int]:
+        """Ranks that may still have to be told, sorted."""
+        return sorted(rank for rank, member in self._context.members.members.items() if member.living)
+
+    def _stop(self, reason: str) -> None:
+        self._context.state = State.STOPPED
+        self._context.timers.clear_all()
+        self._context.emit(Stop(reason))

@@ -1,0 +1,122 @@
+"""What one rank has told the controller and waits on, the session they share, and how long it waits.
+
+Owned by `processor.core`. A report is owed until the order that answers it arrives: it goes out again with every new
+session, and now and then in between, so that nothing that was lost with a stream stays lost.
+"""
+
+from __future__ import annotations
+
+from lastwords.processor.events import RESEND_INTERVAL_S, ProcessorOptions
+from lastwords.processor.participation import Outbox, Participation
+from lastwords.vocabulary import Left, LoopBegin, Raised, Report, Signalled
+
+
+class Correspondence:
+    """Reports that still matter, and the state of the session. `closed`: nothing is owed or waited for any more."""
+
+    def __init__(self, part: Participation, outbox: Outbox, options: ProcessorOptions) -> None:
+        self._part = part
+        self._outbox = outbox
+        self._options = options
+        self.loop: LoopBegin | None = None
+        self.loop_open = False
+        self.raised: Raised | None = None
+        self.signalled: Signalled | None = None
+        self.left: Left | None = None
+        self.closed = False
+        self.session_up = False
+        self.unprotected = False  # training goes on without a controller, and that has been said
+        self._down_since_s: float | None = None
+        self._resend_at_s: float | None = None
+
+    # ------------------------------------------------------------------ what is owed
+
+    def owed(self) -> tuple[Report, ...]:
+        """What the controller may not know yet."""
+        if self.closed:
+            return ()
+        owed = (
+            None if self.loop_open else self.loop,
+            self.signalled,
+            self.raised,
+            self.left,
+            self._part.settled,
+            self._part.save_answer,
+        )
+        return tuple(report for report in owed if report is not None)
+
+    def repeat(self) -> None:
+        """Send everything that is owed."""
+        for report in self.owed():
+            self._outbox.send(report)
+
+    @property
+    def waits(self) -> bool:
+        """True if this rank can do nothing but wait for the controller."""
+        return bool(self._part.incident or self.left or self.raised or (self.loop and not self.loop_open))
+
+    @property
+    def only_left(self) -> bool:
+        """True if all that this rank waits for is that the others leave the loop, too."""
+        return self.left is not None and not self._part.incident and self.raised is None
+
+    def wait_text(self) -> str:
+        """What a rank that has to leave without a controller was doing."""
+        if self._part.attempt:
+            return f"was taking part in saving the last words (incident {self._part.incident})"
+        if self._part.incident:
+            return f"was stopped (incident {self._part.incident})"
+        if self.raised is not None:
+            return f"waited for its incident ({self.raised.text})"
+        return "waited for the others to begin the loop"
+
+    # ------------------------------------------------------------------ session and time
+
+    def on_session_up(self) -> bool:
+        """A session is open. True if this rank had said that it was unprotected."""
+        was_unprotected, self.unprotected = self.unprotected, False
+        self.session_up = True
+        self._down_since_s = None
+        self.repeat()
+        return was_unprotected
+
+    def on_session_down(self, now_s: float) -> None:
+        """The session is broken; the first of several such words counts."""
+        if self.session_up:
+            self.session_up = False
+            self._down_since_s = now_s
+
+    def watch(self, now_s: float) -> None:
+        """A rank that never had a session is without one since its first event."""
+        if self._down_since_s is None and not self.session_up:
+            self._down_since_s = now_s
+
+    def controller_lost(self, now_s: float) -> bool:
+        """True if it is time to do something about a controller that is not there."""
+        at_s = self._lost_at_s()
+        return at_s is not None and now_s >= at_s
+
+    def run_timer(self, now_s: float) -> None:
+        """Repeat what is owed if it has been owed long enough."""
+        if not self.session_up or not self.owed():
+            self._resend_at_s = None
+        elif self._resend_at_s is None:
+            self._resend_at_s = now_s + RESEND_INTERVAL_S
+        elif now_s >= self._resend_at_s:
+            self._resend_at_s = now_s + RESEND_INTERVAL_S
+            self.repeat()
+
+    def deadline_s(self, now_s: float) -> float | None:
+        """When `run_timer` or `controller_lost` has to be asked again, at the latest."""
+        if not self.session_up:
+            return self._lost_at_s()
+        if self._resend_at_s is None and self.owed():
+            return now_s  # a call of the training thread has made it so: start the timer
+        return self._resend_at_s
+
+    def _lost_at_s(self) -> float | None:
+        if self.session_up or self._down_since_s is None or self.closed:
+            return None
+        if self.unprotected and not self.waits:
+            return None  # said already
+        return self._down_since_s + self._options.controller_lost_s
