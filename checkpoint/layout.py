@@ -27,7 +27,7 @@ _PART = re.compile(rf"rank_{_NUMBER}/ttp_rank_{_NUMBER}-{_NUMBER}_{_NUMBER}\.ckp
 _UNIT = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 _JOB = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-UNIT_KINDS = ("model", "buffer", "optim")
+UNIT_KINDS = ("model", "buffer", "optim", "extra")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -233,10 +233,10 @@ def parse_tensor_name(name: str) -> UnitTensorName | LocalTensorName:
         return LocalTensorName(int(owner), rest)
     if first == "unit" and _UNIT.fullmatch(owner):
         kind, _, rest = rest.partition("/")
-        if kind in ("model", "buffer") and rest:
+        if kind in ("model", "buffer", "extra") and rest:
             return UnitTensorName(owner, kind, rest, None)
         if kind == "optim":
             fqn, _, key = rest.rpartition("/")
             if fqn and key:
                 return UnitTensorName(owner, kind, fqn, key)
-    raise FormatError(f"tensor name {name!r} is neither unit/UNIT/model|buffer|optim/... nor local/RANK/...")
+    raise FormatError(f"tensor name {name!r} is neither unit/UNIT/model|buffer|optim|extra/... nor local/RANK/...")

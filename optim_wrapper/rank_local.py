@@ -173,6 +173,14 @@ class BufferCapture:
         """Why not every buffer is captured."""
         return tuple(self._reasons)
 
+    @property
+    def captured(self) -> frozenset[str]:
+        """Names of the buffers that are captured by now: they belong to the rank, all others to the unit."""
+        names = self._eager.keys() | self._activated_early
+        if self._box is not None:
+            names |= {name for name, buffer in self._lazy.items() if self._box.is_active(buffer.region.name)}
+        return frozenset(names)
+
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each step slot of `box`, whose layout has `regions`."""
         self._box = box

@@ -1,0 +1,109 @@
+"""What can be set, in one frozen value built once. Explicit arguments win over the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lastwords.errors import ConfigError
+from lastwords.processor.core import ProcessorOptions
+
+DataMode = Literal["refetch", "skip"]
+
+_SECONDS = (
+    "connect_timeout_s",
+    "start_timeout_s",
+    "settle_timeout_s",
+    "lost_confirm_s",
+    "progress_timeout_s",
+    "leave_timeout_s",
+    "exit_timeout_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Every setting of a rank; the same on all ranks.
+
+    Durations are seconds, each can be set by an environment variable named LASTWORDS_ and its name in
+    capitals (for example LASTWORDS_LOST_CONFIRM_S=5).
+    """
+
+    ctrl_rank_id: int
+    ctrl_ip: str
+    ctrl_port: int
+    ckpt_save_path: Path
+    fallback_path: Path | None = None
+    data: DataMode = "refetch"
+    token: str | None = field(default=None, repr=False)
+    connect_timeout_s: float = 30.0
+    start_timeout_s: float = 300.0
+    settle_timeout_s: float = 30.0
+    lost_confirm_s: float = 2.0
+    progress_timeout_s: float = 30.0
+    leave_timeout_s: float = 30.0
+    exit_timeout_s: float = 10.0
+    processor: ProcessorOptions = field(default_factory=ProcessorOptions)
+
+    @classmethod
+    def from_env(
+        cls,
+        ctrl_rank_id: int,
+        ctrl_ip: str,
+        ctrl_port: int,
+        ckpt_save_path: str | os.PathLike[str],
+        *,
+        fallback_path: str | os.PathLike[str] | None = None,
+        data: DataMode = "refetch",
+        environ: Mapping[str, str] | None = None,
+    ) -> Config:
+        """Check the arguments, add what the environment sets. Raises ConfigError naming what is wrong.
+
+        >>> Config.from_env(0, "127.0.0.1", 30051, "/tmp/c", environ={"LASTWORDS_LOST_CONFIRM_S": "5"}).lost_confirm_s
+        5.0
+        """
+        environ = os.environ if environ is None else environ
+        if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
+            raise ConfigError(f"ctrl_rank_id must be a rank (an int from 0), not {ctrl_rank_id!r}")
+        if not isinstance(ctrl_ip, str) or not ctrl_ip or ctrl_ip != ctrl_ip.strip():
+            raise ConfigError(f"ctrl_ip must be an address of rank ctrl_rank_id's host, not {ctrl_ip!r}")
+        if ctrl_ip in ("0.0.0.0", "::", "*"):
+            raise ConfigError(
+                f"ctrl_ip={ctrl_ip!r} would listen on every interface; "
+                "give the one address of rank ctrl_rank_id's host that all ranks reach"
+            )
+        if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not 1 <= ctrl_port <= 65535:
+            raise ConfigError(f"ctrl_port must be a port from 1 to 65535, not {ctrl_port!r}")
+        if data not in ("refetch", "skip"):
+            raise ConfigError(f"data must be 'refetch' or 'skip', not {data!r}")
+        seconds: dict[str, float] = {}
+        for name in _SECONDS:
+            text = environ.get(f"LASTWORDS_{name.upper()}")
+            if text is not None:
+                seconds[name] = _positive_seconds(f"LASTWORDS_{name.upper()}", text)
+        return dataclasses.replace(
+            cls(
+                ctrl_rank_id=ctrl_rank_id,
+                ctrl_ip=ctrl_ip,
+                ctrl_port=ctrl_port,
+                ckpt_save_path=Path(ckpt_save_path).absolute(),
+                fallback_path=None if fallback_path is None else Path(fallback_path).absolute(),
+                data=data,
+                token=environ.get("LASTWORDS_TOKEN") or None,
+            ),
+            **seconds,  # type: ignore[arg-type]
+        )
+
+
+def _positive_seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={text!r}: must be a positive number of seconds, such as 2.5")
+    return value

@@ -1,0 +1,78 @@
+"""Telling a rank's own failure from the echo of somebody else's, and holding a rank whose exception escaped."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|\bucc\b|\bmpi\b|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|"
+    r"peer (closed|reset)|recvValue|sendBytes|work.*timed? ?out",
+    re.IGNORECASE,
+)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Whether an exception looks like the echo of a peer's death: it came out of a collective.
+
+    torch raises plain RuntimeError for most gloo failures, so the text has to decide.
+
+    >>> is_collective_error(RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection closed by peer"))
+    True
+    >>> is_collective_error(ValueError("loss is not finite"))
+    False
+    """
+    for link in _chain(error):
+        if isinstance(link, dist.DistError):
+            return True
+        if isinstance(link, RuntimeError | ConnectionError | TimeoutError) and _COLLECTIVE.search(str(link)):
+            return True
+    return False
+
+
+def one_line(error: BaseException, chars_max: int = 300) -> str:
+    """Type and message of an exception on one line, for reports to other ranks.
+
+    >>> one_line(ValueError("a\\nb"))
+    'ValueError: a b'
+    """
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
+
+
+class ExceptHook:
+    """`sys.excepthook` that calls `hold` first, for scripts that do not use `with`."""
+
+    def __init__(self, hold: Callable[[BaseException], None]) -> None:
+        self._hold = hold
+        self._previous: Callable[..., object] | None = None
+
+    def install(self) -> None:
+        """Put the hook in front of the one that is there."""
+        self._previous = sys.excepthook
+        sys.excepthook = self
+
+    def uninstall(self) -> None:
+        """Take the hook out again, unless somebody has put another one on top."""
+        if sys.excepthook is self and self._previous is not None:
+            sys.excepthook = self._previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        previous = self._previous or sys.__excepthook__
+        try:
+            self._hold(error)
+        finally:
+            previous(kind, error, traceback)

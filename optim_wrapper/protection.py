@@ -1,0 +1,252 @@
+"""Everything that runs while a rank is protected, started and ended in the right order.
+
+Order of the start: agreement (rank ctrl_rank_id starts the controller), life line, signals, session, "all ranks are
+registered". The black box follows when the loop begins, because only then it is known what has to go in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lastwords.errors import ConfigError, UnavailableError
+from lastwords.liveness import paths
+from lastwords.liveness.process_id import this_process
+from lastwords.liveness.robust_mutex import LifeLine
+from lastwords.optim_wrapper import startup
+from lastwords.optim_wrapper.config import Config
+from lastwords.optim_wrapper.source import TrainerSource
+from lastwords.optim_wrapper.world import World
+from lastwords.processor.agent import Agent
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.core import ProcessorCore
+from lastwords.processor.departure import UNWIND_S, Departure
+from lastwords.processor.saver import SaverSpec
+from lastwords.processor.session import Session
+from lastwords.processor.signals import SignalGuard
+from lastwords.transport import host_port
+from lastwords.vocabulary import UNIT_REPLICATED, Hello, Stand
+
+_log = logging.getLogger(__name__)
+
+EXIT_OWN_ERROR = 1
+"""What Python gives a process that ends with an exception."""
+
+
+class Protection:
+    """Agent, session, life line and signal guard of one rank. Belongs to the training thread."""
+
+    def __init__(
+        self, config: Config, world: World, make_source: Callable[[Callable[[int], Path]], TrainerSource]
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._make_source = make_source
+        self._agreement: startup.Agreement | None = None
+        self._departure = Departure(world.rank)
+        self._agent: Agent | None = None
+        self._session: Session | None = None
+        self._life: LifeLine | None = None
+        self._signals: SignalGuard | None = None
+        self.closed = False
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, settings: dict[str, Any]) -> None:
+        """Everything up to "all ranks are registered". Raises a LastWordsError with what to do; nothing stays then."""
+        refuse_watchdog()
+        self._agreement = agreement = startup.agree(self._world, self._config, settings)
+        try:
+            self._start(agreement)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, agreement: startup.Agreement) -> None:
+        config, rank = self._config, self._world.rank
+        paths.make_job_dir(agreement.job, agreement.generation)
+        try:
+            self._life = LifeLine.create(paths.life_path(agreement.job, agreement.generation, rank))
+        except UnavailableError as error:
+            _log.info("%s", error)
+        process = this_process(secrets.token_hex(8))
+        core = ProcessorCore(rank, agreement.generation, 0, config.processor)
+        roots = (config.ckpt_save_path, *([config.fallback_path] if config.fallback_path else []))
+        agent = self._agent = Agent(
+            core,
+            hello=lambda stand: Hello(rank, agreement.generation, self._world.size, process, (UNIT_REPLICATED,), stand),
+            saver=SaverSpec(rank, agreement.job, roots, self._make_source(self.box_path)),
+            departure=self._departure,
+            on_incident=self._on_incident,
+        )
+        self._signals = SignalGuard(agent.on_signal)
+        self._signals.install()
+        address = host_port(config.ctrl_ip, config.ctrl_port)
+        session = self._session = Session(
+            address,
+            agreement.token,
+            rank,
+            on_order=agent.on_order,
+            on_up=agent.on_session_up,
+            on_down=agent.on_session_down,
+            on_refused=agent.on_session_refused,
+            hello=agent.hello,
+        )
+        session.start()
+        agent.start(session)
+        if not agent.wait_until(lambda: session.up or agent.welcomed, config.connect_timeout_s):
+            raise UnavailableError(
+                f"rank {rank} could not reach the controller at {address} for {config.connect_timeout_s:g} s; rank "
+                f"{config.ctrl_rank_id} runs it: check that ctrl_ip={config.ctrl_ip!r} is an address of that rank's "
+                f"host and that port {config.ctrl_port} is open between the hosts"
+            )
+        if not agent.wait_until(lambda: agent.welcomed, config.start_timeout_s + 5.0):
+            raise UnavailableError(f"not all ranks registered with the controller within {config.start_timeout_s:g} s")
+
+    def close(self) -> None:
+        """End the threads and give everything back. The job's files in shared memory belong to the controller."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._signals is not None:
+            self._signals.uninstall()
+        if self._agent is not None:
+            self._agent.close()
+        if self._life is not None:
+            self._life.release()
+
+    # ------------------------------------------------------------------ what others need
+
+    @property
+    def agreement(self) -> startup.Agreement:
+        """Job, generation, prefix in the store; known once started."""
+        assert self._agreement is not None
+        return self._agreement
+
+    @property
+    def agent(self) -> Agent:
+        """The agent; exists once started."""
+        assert self._agent is not None
+        return self._agent
+
+    @property
+    def stand(self) -> Stand:
+        """Where this rank stands."""
+        return self.agent.stand
+
+    @property
+    def leaving(self) -> bool:
+        """True once this process has to end."""
+        return self._departure.decided
+
+    @property
+    def guard_reasons(self) -> str:
+        """Why a signal might still tear an update; "" normally."""
+        return "" if self._signals is None else self._signals.degraded
+
+    def box_path(self, rank: int) -> Path:
+        """Where the black box of a rank of this host is."""
+        return paths.box_path(self.agreement.job, self.agreement.generation, rank)
+
+    def use_box(self, box: BlackBox) -> None:
+        """Write the stand into this box from now on."""
+        self.agent.write_stands_to(box)
+
+    # ------------------------------------------------------------------ the optimizer's hooks (hot path)
+
+    def ready(self) -> None:
+        """Gradients are final."""
+        self.agent.ready()
+
+    def enter_update(self) -> None:
+        """May park; then no signal handler runs until the update is whole."""
+        agent, signals = self._agent, self._signals
+        assert agent is not None
+        assert signals is not None
+        signals.refresh()
+        signals.enter_update()
+        try:
+            agent.enter_update()
+        except BaseException:
+            signals.leave_update()
+            raise
+
+    def leave_update(self) -> None:
+        """The update is whole; handlers that had to wait run now."""
+        agent, signals = self._agent, self._signals
+        assert agent is not None
+        assert signals is not None
+        agent.leave_update()
+        signals.leave_update()
+        if signals.pending and not agent.incident_open:
+            signals.run_deferred()
+
+    def torn(self, error: BaseException) -> None:
+        """The update raised."""
+        self.agent.torn()
+        if self._signals is not None:
+            self._signals.leave_update()
+
+    def _on_incident(self, begins: bool) -> None:
+        """Session thread: while an incident is on, no handler may raise in the training thread."""
+        if self._signals is not None:
+            if begins:
+                self._signals.begin_incident()
+            else:
+                self._signals.end_incident()
+
+    # ------------------------------------------------------------------ the end
+
+    @property
+    def refused(self) -> bool:
+        """True if the controller did not want this process."""
+        return self._departure.refused is not None
+
+    def raised(self, text: str, secondary: bool) -> None:
+        """Hold this rank until its incident is over."""
+        if self._signals is not None:
+            self._signals.begin_incident()
+        self.agent.raised(text, secondary)
+
+    def leaving_by(self, error: SystemExit) -> bool:
+        """True if `error` is the exit that the end of an incident asked for."""
+        verdict = self._departure.verdict
+        return verdict is not None and error.code == verdict.code
+
+    def depart(self, own: bool) -> None:
+        """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
+
+        own: the exception that leaves the loop is this rank's own, not the echo of another rank's end.
+        """
+        if self._departure.refused is not None:
+            if own:
+                return  # what leaves the loop is the refusal itself, or an earlier error
+            self._departure.raise_if_refused()
+        verdict = self._departure.verdict
+        if own and (verdict is None or verdict.is_cause):
+            self._departure.announce()
+            self._departure.end_within(UNWIND_S, EXIT_OWN_ERROR)
+            return
+        raise self._departure.unwind() from None
+
+
+def refuse_watchdog(environ: dict[str, str] | None = None) -> None:
+    """ConfigError if NCCL's watchdog would kill healthy survivors while their state is being saved.
+
+    The variable is read when the process group is made, so it has to be set before.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or "nccl" not in dist.get_backend():
+        return
+    value = (dict(os.environ) if environ is None else environ).get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    if value not in ("0", "2"):
+        raise ConfigError(
+            f"TORCH_NCCL_ASYNC_ERROR_HANDLING is {value} (torch's default is 3): NCCL's watchdog would kill the "
+            "healthy ranks before their state is saved. Set TORCH_NCCL_ASYNC_ERROR_HANDLING=2 in the environment "
+            "before init_process_group, on every rank"
+        )

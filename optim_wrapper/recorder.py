@@ -1,0 +1,216 @@
+"""What is captured while training runs: the tentative copy in each step, the committed one at its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.storable import pack
+from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline
+from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
+from lastwords.optim_wrapper.source import Snapshot, TrainerSource
+from lastwords.optim_wrapper.state_view import UnitView, copy_groups
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
+from lastwords.processor.saver import Position
+
+_log = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Captures what may have moved on by the time of an incident. Belongs to the training thread.
+
+    The tentative copy is taken when the backward pass begins, that is, after the forward pass and the loss and
+    before the first collective of the gradients: registered on `model`'s output, by a forward hook.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: OptTFTWrapper,
+        extras: Mapping[str, Any],
+        local_extras: Mapping[str, Any],
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.view = UnitView(model, optimizer)
+        self.extras = Extras(extras)
+        self.local_extras = Extras(local_extras, "local_extras")
+        self.buffers = BufferCapture(self.view.model)
+        self.rng = RngCapture()
+        self.source: TrainerSource | None = None
+        self.reasons: list[str] = []
+        self._box: BoxRecorder | None = None
+        self._extras_now: ExtrasSnapshot = self.extras.first()
+        self._local_now: ExtrasSnapshot = self.local_extras.first()
+        self._position = Position(1, 0)
+        self._step = 0
+        self._hook: Any = None
+        self._armed = False
+        self._needs_epoch_start = False
+        self._tentative_document: bytes | None = None
+        self._tentative_reasons: list[str] = []
+
+    # ------------------------------------------------------------------ life
+
+    def make_source(self, box_path: Callable[[int], Path], facts: Callable[[], dict[str, Any]]) -> TrainerSource:
+        """The writer's view of this rank."""
+        self.source = TrainerSource(self.view, self.extras, box_path, self.rank_local_buffers, facts)
+        return self.source
+
+    def rank_local_buffers(self) -> frozenset[str]:
+        """Names of the buffers that live in the black box, and therefore not in the unit."""
+        return self.buffers.captured
+
+    def open(self, path: Path) -> BlackBox:
+        """Make the black box; copies go there from now on."""
+        captures = (self.rng, self.buffers)
+        box = BlackBox.create(path, BoxLayout(regions(captures)))
+        self._box = BoxRecorder(box, captures)
+        self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
+        self._say_reasons()
+        if self._hook is None:
+            self._hook = self.model.register_forward_hook(self._after_forward)
+        return box
+
+    def begin(
+        self,
+        step: int,
+        position: Position,
+        *,
+        epoch_start: Mapping[str, RegionCopy] | None = None,
+        step_regions: Mapping[str, RegionCopy] | None = None,
+        needs_epoch_start: bool = False,
+    ) -> None:
+        """Training goes on after `step`: put the streams there, and take the copies from which it could start again."""
+        self._needs_epoch_start = needs_epoch_start
+        if epoch_start and self._box is not None:
+            self.rng.restore(epoch_start)
+            self._box.epoch_start(position.epoch)
+        if step_regions:
+            self.rng.restore(step_regions)
+        self._extras_now = self.extras.first(self._extras_now)
+        self._local_now = self.local_extras.first(self._local_now)
+        self._keep(step, position)
+
+    def close(self) -> None:
+        """Take the hook off the model again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None) -> None:
+        """How the extras of the run that is resumed have moved so far."""
+        self._extras_now = extras
+        if local_extras is not None:
+            self._local_now = local_extras
+
+    def not_exact(self, reasons: Iterable[str]) -> None:
+        """Why a resume of this run cannot be exact, as it becomes known."""
+        new = [reason for reason in reasons if reason not in self.reasons]
+        if new:
+            self.reasons += new
+            if self._box is not None:
+                self._say_reasons()
+
+    # ------------------------------------------------------------------ each step
+
+    @property
+    def position_under_way(self) -> Position:
+        """Epoch and step of the step that has begun."""
+        return self._position
+
+    def under_way(self, position: Position) -> None:
+        """The next step is this one."""
+        self._position = position
+        if self.source is not None:
+            self.source.under_way(position)
+
+    def committed(self, step: int, position: Position) -> None:
+        """The end of `step`: everything that may move on from here."""
+        self._extras_now = self.extras.ended(self._extras_now)
+        if self.local_extras:
+            self._local_now = self.local_extras.ended(self._local_now)
+        self._keep(step, position)
+
+    def _keep(self, step: int, position: Position) -> None:
+        self._step = step
+        self._position = position
+        if self._box is not None:
+            document = self._document(position, self._local_now)
+            self._box.committed(step, document)
+            if self.local_extras and self._tentative_document not in (None, document):
+                self._tentative_reasons = ["local_extras change between the forward pass and the end of a step"]
+                self._say_reasons()
+            self._tentative_document = None
+        if self.source is not None:
+            self.source.committed(Snapshot(step, position, copy_groups(self.view.optimizer), self._extras_now))
+
+    def epoch_start(self, epoch: int) -> None:
+        """The random number streams before the first batch of `epoch` is asked for."""
+        if self._box is not None:
+            self._box.epoch_start(epoch)
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._armed = True
+        first = _first_differentiable(output)
+        if first is None:
+            self._tentative()
+        else:
+            first.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        self._tentative()
+
+    def _tentative(self) -> None:
+        if self._armed and self._box is not None:
+            self._armed = False
+            local = self.local_extras.ended(self._local_now) if self.local_extras else self._local_now
+            self._tentative_document = self._document(self._position, local)
+            self._box.tentative(self._step + 1, self._tentative_document)
+
+    def _say_reasons(self) -> None:
+        assert self._box is not None
+        facts = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons}
+        self._box.box.set_facts(json.dumps(facts).encode())
+
+    def _document(self, position: Position, local: ExtrasSnapshot) -> bytes:
+        if not self.local_extras:
+            return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s}' % (
+                position.epoch,
+                position.step,
+                b"true" if self._needs_epoch_start else b"false",
+            )
+        document = {
+            "epoch": position.epoch,
+            "step": position.step,
+            "needs_epoch_start": self._needs_epoch_start,
+            "local_extras": pack(pack_inline(self.local_extras, local), "local_extras"),
+        }
+        return json.dumps(document).encode()
+
+
+def _first_differentiable(output: Any) -> torch.Tensor | None:
+    """Any tensor in a model's output whose gradient will be asked for; tuples, lists, dicts and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    if isinstance(output, Mapping):
+        items: Any = output.values()
+    elif isinstance(output, list | tuple):
+        items = output
+    elif hasattr(output, "__dict__"):
+        items = vars(output).values()
+    else:
+        return None
+    for item in items:
+        found = _first_differentiable(item) if not isinstance(item, str | bytes) else None
+        if found is not None:
+            return found
+    return None

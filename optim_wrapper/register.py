@@ -1,0 +1,370 @@
+"""`TFTRegister`: what a training script registers, enters, resumes with and loops over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper import ddp_buckets, switch
+from lastwords.optim_wrapper.config import Config, DataMode
+from lastwords.optim_wrapper.facts import run_facts
+from lastwords.optim_wrapper.hold import ExceptHook, is_collective_error, one_line
+from lastwords.optim_wrapper.protection import Protection
+from lastwords.optim_wrapper.rank_local import RngCapture
+from lastwords.optim_wrapper.recorder import StepRecorder
+from lastwords.optim_wrapper.resume import Resumed, resume_from
+from lastwords.optim_wrapper.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.world import World, next_prefix, restart_count
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.saver import Position
+from lastwords.vocabulary import Phase
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a resumed run stands: `step` of `epoch` (both 1-based) was the last one done, `global_step` in all.
+
+    exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
+    """
+
+    epoch: int
+    step: int
+    global_step: int
+    exact: bool = True
+    reasons: tuple[str, ...] = ()
+    path: str = ""
+
+
+class TFTRegister:
+    """Protects a training run: when a process dies, the survivors' state is saved, and a restart goes on from it.
+
+    ctrl_rank_id, ctrl_ip, ctrl_port: the rank that starts the controller, the address of its host that all ranks
+    reach, and a free port there. ckpt_save_path: directory that all ranks and the controller see.
+    model: the module as the loop calls it (DDP included). optimizer: an `OptTFTWrapper` around its optimizer.
+    extras: name -> object with state_dict()/load_state_dict() (a scheduler, a GradScaler) or a dict of plain
+    values, the same on every rank. local_extras: likewise, but different on each rank.
+    fallback_path: second directory for last words, used when the first one refuses (a full disk).
+    data: "refetch" fetches and drops the batches that were done when a loader with workers is resumed (exact also
+    where the dataset draws random numbers); "skip" skips them by index.
+
+    Use as a context manager. The constructor does no I/O; it raises ConfigError for what cannot work. All methods
+    belong to the training thread. With `MS_ENABLE_TFT='{TTP:0}'` nothing is started and nothing is protected, but
+    `steps`, `step_end` and `resume` work.
+    """
+
+    def __init__(
+        self,
+        ctrl_rank_id: int,
+        ctrl_ip: str,
+        ctrl_port: int,
+        ckpt_save_path: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module,
+        optimizer: OptTFTWrapper,
+        extras: Mapping[str, Any] | None = None,
+        local_extras: Mapping[str, Any] | None = None,
+        fallback_path: str | os.PathLike[str] | None = None,
+        data: DataMode = "refetch",
+    ) -> None:
+        self._enabled = switch.switch_from_env().enabled
+        self._config = Config.from_env(
+            ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data
+        )
+        if not isinstance(optimizer, OptTFTWrapper):
+            raise ConfigError(
+                f"optimizer must be an OptTFTWrapper, not {type(optimizer).__name__}; "
+                "write optimizer = lastwords.OptTFTWrapper(optimizer) before it is used anywhere"
+            )
+        self._model = model
+        self._optimizer = optimizer
+        self._recorder = StepRecorder(model, optimizer, extras or {}, local_extras or {})
+        self._buckets = ddp_buckets.BucketOrder.observe(model)
+        self._facts: dict[str, Any] = {}
+        self._protection: Protection | None = None
+        self._excepthook = ExceptHook(self._hold)
+        self._world: World | None = None
+        self._resumed: Resumed | None = None
+        self._steps: Steps | None = None
+        self._begun = False
+        self._global_step = 0
+        self._position = Position(1, 0)
+        self._resumes = 0
+
+    # ------------------------------------------------------------------ life
+
+    def __enter__(self) -> TFTRegister:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Register with the controller (rank ctrl_rank_id starts it first); returns when all ranks are there.
+
+        For scripts without `with`: call `stop()` after the loop. Raises ConfigError, StorageError or UnavailableError
+        with what to do about it; nothing is left running then.
+        """
+        if self._world is not None:
+            raise ConfigError("this TFTRegister has been entered already; make a new one for another run")
+        self._world = world = World()
+        self._facts = run_facts(self._model, self._recorder.view.optimizer, world.backend)
+        if not self._enabled:
+            _log.info("MS_ENABLE_TFT switches TTP off: this run is not protected")
+            return
+        protection = Protection(
+            self._config, world, lambda box_path: self._recorder.make_source(box_path, self._manifest_facts)
+        )
+        protection.start(self._settings())
+        self._protection = protection
+        try:
+            protection.use_box(self._recorder.open(protection.box_path(world.rank)))
+            self._recorder.begin(0, self._position)
+            self._optimizer.attach(_Hooks(protection, self._ensure_loop))
+        except BaseException:
+            self._close()
+            raise
+        self._excepthook.install()
+
+    def stop(self) -> None:
+        """The loop is over on this rank: wait until it is over on all of them, then end the protection."""
+        self.__exit__(None, None, None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> Literal[False]:
+        protection = self._protection
+        if protection is None or protection.closed:
+            return False
+        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not clean or protection.leaving:
+            if error is not None:
+                self._hold(error)
+            return False
+        try:
+            if protection.stand.phase in (Phase.UPDATED, Phase.SKIPPED):
+                self._end_step(self._recorder.position_under_way)
+            protection.agent.left()
+        finally:
+            self._close()
+        return False
+
+    def _hold(self, error: BaseException) -> None:
+        """An exception leaves the loop: wait until the incident is over, then let the right one through.
+
+        Raises SystemExit where the exception is only the echo of another rank's end; returns where it is this
+        rank's own, which its user wants to see.
+        """
+        protection = self._protection
+        if protection is None or protection.closed:
+            return
+        own = not is_collective_error(error)
+        if not protection.leaving:
+            protection.raised(one_line(error), not own)
+        self._close()
+        if not isinstance(error, SystemExit) or not protection.leaving_by(error):
+            protection.depart(own)
+
+    def _close(self) -> None:
+        self._excepthook.uninstall()
+        self._optimizer.detach()
+        self._recorder.close()
+        if self._protection is not None:
+            self._protection.close()
+
+    # ------------------------------------------------------------------ resume
+
+    def resume(self, missing_ok: bool | None = None) -> ResumePoint | None:
+        """Go on from the newest complete checkpoint below ckpt_save_path; call it before the loop, on all ranks.
+
+        Weights, buffers, optimizer, extras and random number streams are restored here, the data position when the
+        loop begins. Raises IncompleteError if there is no checkpoint; with missing_ok=True returns None instead, and
+        so it does by itself in workers that torchrun has restarted, which take only checkpoints of their own job.
+        Raises MismatchError if the checkpoint is of another model, optimizer or world size, and FormatError if it is
+        damaged; the model is not to be trained then.
+        """
+        if self._world is None:
+            raise ConfigError("resume() has to be called inside `with tft:` (or after tft.start())")
+        if self._begun or self._global_step:
+            raise ConfigError("resume() has to be called before the training loop begins")
+        restarted = restart_count() > 0
+        self._resumes += 1
+        protection = self._protection
+        resumed = resume_from(
+            [path for path in (self._config.ckpt_save_path, self._config.fallback_path) if path is not None],
+            self._world,
+            self._recorder,
+            self._facts,
+            key=f"{protection.agreement.prefix if protection else next_prefix()}/resume/{self._resumes}",
+            only_job=protection.agreement.job if restarted and protection else None,
+            missing_ok=restarted if missing_ok is None else missing_ok,
+        )
+        if resumed is None:
+            return None
+        self._resumed = resumed
+        self._global_step = resumed.global_step
+        self._position = Position(resumed.epoch, resumed.step)
+        self._recorder.begin(resumed.global_step, self._position, step_regions=resumed.regions)
+        self._recorder.under_way(Position(resumed.epoch, resumed.step + 1))
+        self._recorder.not_exact(resumed.reasons)
+        point = ResumePoint(
+            resumed.epoch,
+            resumed.step,
+            resumed.global_step,
+            exact=not resumed.reasons,
+            reasons=tuple(resumed.reasons),
+            path=str(resumed.path),
+        )
+        if self._world.rank == 0:
+            _log.info("resumed after step %s from %s", point.global_step, point.path)
+            for reason in point.reasons:
+                _log.warning("not exact, because %s", reason)
+        return point
+
+    # ------------------------------------------------------------------ the loop
+
+    def steps(self, loader: Iterable[Any], epochs: int, accumulate: int = 1) -> Iterator[tuple[int, int, Any]]:
+        """Yields (epoch, step, batch) for every batch, from where the run stands; both count from 1.
+
+        A step is `accumulate` batches (the last one of an epoch may have fewer) and ends when the next batch is asked
+        for; `ends_step` tells whether the batch in hand is its last. All ranks must have the same number of steps;
+        ConfigError otherwise. Calls `set_epoch(epoch - 1)` where the sampler has it.
+        """
+        if self._world is None:
+            raise ConfigError("steps() has to be called inside `with tft:` (or after tft.start())")
+        if self._begun:
+            raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
+        self._begun = True
+        resumed = self._resumed
+        steps = self._steps = Steps(
+            loader,
+            epochs,
+            accumulate=accumulate,
+            events=_Events(self),
+            resume=None if resumed is None else self._resume_at(resumed),
+            data=self._config.data,
+            show_progress=self._world.rank == 0,
+        )
+        self._facts["data"] = {
+            "steps_per_epoch": steps.steps_per_epoch, "epochs": epochs, "accumulate": accumulate,
+            "batches_per_epoch": steps.batches_per_epoch, "mode": self._config.data,
+        }  # fmt: skip
+        self._recorder.not_exact(steps.reasons)
+        self._recorder.rng = RngCapture(generators=steps.generators)
+        if self._protection is not None:
+            self._protection.use_box(self._recorder.open(self._protection.box_path(self._world.rank)))
+        self._recorder.begin(
+            self._global_step,
+            self._position,
+            epoch_start=None if resumed is None else resumed.epoch_start,
+            step_regions=None if resumed is None else resumed.regions,
+            needs_epoch_start=True,
+        )
+        if self._protection is not None:
+            self._protection.agent.begin_loop(steps.steps_per_epoch, epochs, self._global_step)
+        yield from steps
+        self._recorder.not_exact(steps.reasons)
+
+    @property
+    def ends_step(self) -> bool:
+        """True if the batch in hand is the last one of its step: the one after which the optimizer updates."""
+        return self._steps is None or self._steps.ends_step
+
+    def step_end(self, epoch: int, step: int) -> None:
+        """In a loop of one's own: global step (epoch, step) is over, whether or not the optimizer updated in it.
+
+        Call it once a step on every rank, after everything that belongs to the step. Counts from 1. ConfigError
+        inside `steps`, which does it by itself.
+        """
+        if self._steps is not None:
+            raise ConfigError("step_end() is for loops of one's own; steps() ends each step by itself")
+        for name, value in (("epoch", epoch), ("step", step)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}")
+        if self._world is None:
+            raise ConfigError("step_end() has to be called inside `with tft:` (or after tft.start())")
+        self._ensure_loop()
+        self._end_step(Position(epoch, step))
+        self._recorder.under_way(Position(epoch, step + 1))
+
+    # ------------------------------------------------------------------ inside
+
+    def _ensure_loop(self) -> None:
+        """A loop of the user's own begins with its first optimizer step or step_end."""
+        if not self._begun:
+            self._begun = True
+            if self._protection is not None:
+                self._protection.agent.begin_loop(0, 0, self._global_step)
+
+    def _end_step(self, position: Position) -> None:
+        self._global_step += 1
+        if self._protection is None:
+            return
+
+        def commit(step: int) -> None:
+            self._recorder.committed(step, position)
+
+        self._protection.agent.end_step(commit)
+
+    def _resume_at(self, resumed: Resumed) -> ResumeAt:
+        def back_to(regions: Mapping[str, RegionCopy]) -> Callable[[], None] | None:
+            return (lambda: self._recorder.not_exact(self._recorder.rng.restore(regions))) if regions else None
+
+        return ResumeAt(resumed.epoch, resumed.step, back_to(resumed.epoch_start), back_to(resumed.regions))
+
+    def _settings(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "ctrl_rank_id": config.ctrl_rank_id,
+            "ctrl_ip": config.ctrl_ip,
+            "ctrl_port": config.ctrl_port,
+            "ckpt_save_path": str(config.ckpt_save_path),
+            "fallback_path": str(config.fallback_path),
+            "data": config.data,
+            "world_size": self._world.size if self._world is not None else 0,
+        }
+
+    def _manifest_facts(self) -> dict[str, Any]:
+        return {**self._facts, "buckets": self._buckets.record()}
+
+
+class _Hooks:
+    """Between `OptTFTWrapper` and the protection; see `StepHooks`."""
+
+    def __init__(self, protection: Protection, ensure_loop: Callable[[], None]) -> None:
+        self._ready = protection.agent.ready
+        self._ensure_loop = ensure_loop
+        self.enter_update = protection.enter_update
+        self.leave_update = protection.leave_update
+        self.torn = protection.torn
+
+    def ready(self) -> None:
+        self._ensure_loop()
+        self._ready()
+
+
+class _Events:
+    """Between `Steps` and the register; see `StepEvents`."""
+
+    def __init__(self, register: TFTRegister) -> None:
+        self._recorder = register._recorder
+        self._end = register._end_step
+
+    def epoch_start(self, epoch: int) -> None:
+        self._recorder.epoch_start(epoch)
+
+    def under_way(self, epoch: int, step: int) -> None:
+        self._recorder.under_way(Position(epoch, step))
+
+    def step_end(self, epoch: int, step: int) -> None:
+        self._end(Position(epoch, step))

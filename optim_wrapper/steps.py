@@ -1,0 +1,230 @@
+"""The loop over epochs, steps and batches, and where it goes on in a resumed run.
+
+`Steps` knows nothing of processes or checkpoints: it is told where to begin and says what happens, in this order:
+
+    epoch_start(epoch)          the sampler knows its epoch; nothing of the epoch has been drawn yet
+    under_way(epoch, step)      before the step's first batch is fetched
+    (the batches, accumulate of them, are yielded; the loop's body runs)
+    step_end(epoch, step)       the body is done with the step's last batch; before anything of the next is fetched
+
+A step whose body did not come back (break, return, an exception) has no step_end: a generator cannot tell these
+apart, as all of them arrive as GeneratorExit. Whoever runs the loop looks at `epoch`, `step` and `under_way`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.data_position import (
+    DataMode,
+    Kind,
+    generators,
+    loader_facts,
+    open_epoch,
+    pass_over,
+    set_epoch,
+    skipping_iterator,
+    static_reasons,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class StepEvents(Protocol):
+    """Who hears of the loop's progress. All are called on the thread that runs the loop."""
+
+    def epoch_start(self, epoch: int) -> None:
+        """`epoch` (1-based) begins; the random streams of this moment are the ones to resume it from."""
+
+    def under_way(self, epoch: int, step: int) -> None:
+        """`step` (1-based) of `epoch` begins."""
+
+    def step_end(self, epoch: int, step: int) -> None:
+        """`step` of `epoch` has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAt:
+    """Go on after `step` of `epoch` (both 1-based; `step` may be the epoch's last).
+
+    restore_epoch_start puts every random stream (python, numpy, torch, accelerators and the loader's generators) back
+    to the start of `epoch`, restore_step to the end of `step`. None: not known, and the resume is not exact.
+    """
+
+    epoch: int
+    step: int
+    restore_epoch_start: Callable[[], None] | None
+    restore_step: Callable[[], None] | None
+
+
+class Steps:
+    """Iterate to get (epoch, step, batch) for every batch, all epochs; once only.
+
+    `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
+    body whether the batch in hand is its step's last. Raises ConfigError for a loader without a usable length.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        epochs: int,
+        *,
+        accumulate: int = 1,
+        events: StepEvents,
+        resume: ResumeAt | None = None,
+        data: DataMode = "refetch",
+        show_progress: bool = False,
+    ) -> None:
+        for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
+        self._loader: Any = loader
+        self._facts = loader_facts(loader)
+        self._epochs = epochs
+        self._accumulate = accumulate
+        self._events = events
+        self._resume = resume
+        self._data: DataMode = data
+        self._show_progress = show_progress
+        self._begun = False
+        self.epoch = resume.epoch if resume is not None else 1
+        self.step = resume.step if resume is not None else 0
+        self.under_way = False
+        self.ends_step = False
+        self.reasons: list[str] = list(static_reasons(loader, self._facts, data))
+        """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
+        if resume is not None and not (resume.epoch >= 1 and 0 <= resume.step <= self.steps_per_epoch):
+            raise ConfigError(
+                f"the checkpoint is of epoch {resume.epoch}, step {resume.step}, but an epoch has "
+                f"{self.steps_per_epoch} steps here; resume with the data, batch size, accumulate and number of ranks "
+                "that the saved run had"
+            )
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the whole run has."""
+        return self._epochs
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Length of the loader."""
+        return self._facts.batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in each epoch on this rank; must be the same on all ranks."""
+        return -(-self._facts.batches // self._accumulate)
+
+    @property
+    def generators(self) -> dict[str, torch.Generator]:
+        """The torch generators that the loader draws from; their states belong to the random streams."""
+        return generators(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
+        if self._begun:
+            raise ConfigError("these steps have been iterated over already; call steps() once for the whole run")
+        self._begun = True
+        return self._all()
+
+    def _all(self) -> Generator[tuple[int, int, Any], None, None]:
+        resume = self._resume
+        opened = False
+        for epoch in range(1 if resume is None else resume.epoch, self._epochs + 1):
+            here = resume if resume is not None and epoch == resume.epoch else None
+            if here is not None and not self._has_to_replay(here):
+                if here.restore_step is not None:
+                    here.restore_step()
+                continue
+            set_epoch(self._loader, epoch)
+            if here is not None:
+                self._restore_epoch_start(here)
+            self.epoch, self.step = epoch, 0 if here is None else here.step
+            self._events.epoch_start(epoch)
+            iterator, batches_done = self._open(epoch, here, late=not opened and epoch > 1)
+            opened = True
+            yield from self._one(epoch, iterator, batches_done)
+        if resume is not None and resume.epoch > self._epochs and resume.restore_step is not None:
+            resume.restore_step()
+
+    def _one(self, epoch: int, iterator: Iterator[Any], batches_done: int) -> Generator[tuple[int, int, Any]]:
+        total, accumulate, events = self._facts.batches, self._accumulate, self._events
+        count = batches_done
+        step = -(-batches_done // accumulate)
+        while True:
+            if count % accumulate == 0 and count < total:
+                step = count // accumulate + 1
+                self.step = step
+                self.under_way = True
+                self.ends_step = False
+                events.under_way(epoch, step)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            count += 1
+            if count > total:
+                raise ConfigError(
+                    f"the loader has more batches than its length, {total}, says; all numbers of steps would be "
+                    "wrong from here: correct its __len__"
+                )
+            self.ends_step = count % accumulate == 0 or count == total
+            yield epoch, step, batch
+            del batch  # not kept alive while the next one is fetched
+            if self.ends_step:
+                events.step_end(epoch, step)
+                self.under_way = False
+        if count < total:
+            raise ConfigError(
+                f"the loader ended after {count} batches, but its length says {total}; all numbers of steps would "
+                "be wrong from here: correct its __len__"
+            )
+
+    # ------------------------------------------------------------------ resume
+
+    def _has_to_replay(self, here: ResumeAt) -> bool:
+        """Whether the epoch that is resumed has to be opened at all, be it only to let it end."""
+        if here.step < self.steps_per_epoch:
+            return True
+        # Its last step has ended; but only now would the iterator be asked for more, and samplers draw from their
+        # generators even then. With workers that has happened long ago, as they are ahead.
+        if self._facts.workers or self._facts.kind is Kind.SEQUENCE:
+            return False
+        return self._facts.kind is Kind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
+
+    def _restore_epoch_start(self, here: ResumeAt) -> None:
+        if here.restore_epoch_start is not None:
+            here.restore_epoch_start()
+        elif here.step > 0:
+            self._not_exact(
+                f"the random streams at the start of epoch {here.epoch} are not known, so the order of its data may "
+                "differ"
+            )
+
+    def _open(self, epoch: int, here: ResumeAt | None, *, late: bool) -> tuple[Iterator[Any], int]:
+        loader, facts = self._loader, self._facts
+        if here is None:
+            return open_epoch(loader, facts, late=late), 0
+        batches = min(here.step * self._accumulate, facts.batches)
+        iterator = None
+        if self._data == "skip" and batches < facts.batches:
+            iterator = skipping_iterator(loader, facts, batches)
+        if iterator is None:
+            iterator = open_epoch(loader, facts, late=late)
+            for reason in pass_over(loader, facts, iterator, batches, show_progress=self._show_progress):
+                self._not_exact(reason)
+        if here.restore_step is not None:
+            here.restore_step()
+        else:
+            self._not_exact(f"this rank's random streams at the end of step {here.step} are not known")
+        return iterator, batches
+
+    def _not_exact(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            _log.warning("not exact, because %s", reason)

@@ -1,0 +1,90 @@
+"""Which rank this is, and how the ranks of a job agree on a few strings before the controller exists."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from lastwords.errors import ConfigError, UnavailableError
+from lastwords.liveness.process_id import host_id, start_ticks
+
+_agreements = 0
+
+
+class World:
+    """Rank, size and the process group's store; a job of one needs no process group."""
+
+    def __init__(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+            self.store: Store | None = _default_store()
+            self.backend = str(dist.get_backend())
+            return
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size != 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {size}, but torch.distributed is not initialised; "
+                "call torch.distributed.init_process_group() before entering TFTRegister"
+            )
+        self.rank, self.size, self.store, self.backend = 0, 1, None, "none"
+
+    def publish(self, key: str, value: dict[str, Any]) -> None:
+        """Make `value` (JSON) readable by every rank under `key`."""
+        if self.store is not None:
+            self.store.set(key, json.dumps(value))
+
+    def read(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
+        """The value under `key`, waiting for it. Raises UnavailableError naming `what` after `timeout_s`."""
+        assert self.store is not None
+        try:
+            self.store.wait([key], timedelta(seconds=timeout_s))
+            value = json.loads(self.store.get(key))
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+            raise UnavailableError(f"rank {self.rank} waited {timeout_s:g} s for {what}: {error}") from error
+        if not isinstance(value, dict):
+            raise ConfigError(f"rank {self.rank} found no settings under {key!r} in the process group's store")
+        return value
+
+
+def next_prefix() -> str:
+    """Store prefix of this process's next registration: every rank counts alike."""
+    global _agreements
+    _agreements += 1
+    return f"lastwords/{_agreements}"
+
+
+def job_name(environ: dict[str, str] | None = None) -> str | None:
+    """Name of the job that stays the same when torchrun restarts its workers; None outside torchrun.
+
+    torchrun's run id alone is not enough ("none" by default), so the launcher's own identity goes in too.
+    """
+    environ = dict(os.environ) if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    run_id = "".join(c if c.isalnum() else "-" for c in environ["TORCHELASTIC_RUN_ID"])[:20]
+    launcher = os.getppid()
+    return f"{run_id}-{host_id()[:8]}-{launcher}-{start_ticks(launcher)}"
+
+
+def restart_count(environ: dict[str, str] | None = None) -> int:
+    """How often torchrun has restarted this job's workers; 0 outside torchrun."""
+    text = (dict(os.environ) if environ is None else environ).get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _default_store() -> Store:
+    # torch has no public name for the store that init_process_group made; this one has been stable since 1.10.
+    getter = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if getter is None:
+        raise ConfigError(
+            "this torch has no torch.distributed.distributed_c10d._get_default_store; "
+            "use a torch release that lastwords was tested with (2.7 to 2.13)"
+        )
+    store: Store = getter()
+    return store

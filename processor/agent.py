@@ -1,0 +1,354 @@
+"""The processor of one rank: threads, time and I/O around the pure `ProcessorCore`.
+
+Threads. The training thread marks its phases here (`ready`, `enter_update`, ...) and is parked here while an
+incident is on. The session's threads hand in orders, a pulse thread streams the status and feeds ticks, and a
+writer thread exists while a part of a checkpoint is being written. One lock is held around every call of the
+core; that lock is what makes "check the freeze, set UPDATING" and "set the freeze, read the phase" atomic.
+
+No torch here: tensors arrive as memoryviews through `StateSource`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from lastwords import clock
+from lastwords.processor import events
+from lastwords.processor.core import ProcessorCore
+from lastwords.processor.departure import Departure, Verdict, verdict_of
+from lastwords.processor.saver import SaveJob, SaverSpec
+from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
+
+_log = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.1
+"""Status is coalesced to ten reports a second: every step is seen, no step costs a round trip."""
+
+PARK_POLL_S = 0.5
+"""A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
+
+
+class SessionLike(Protocol):
+    """What the agent needs of a session with the controller (`processor.session.Session`)."""
+
+    def send(self, report: Report) -> None: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class PhaseWord(Protocol):
+    """Where the newest stand is written so that it survives `kill -9` (the black box)."""
+
+    def set_stand(self, phase: int, step: int) -> None: ...
+
+
+class Agent:
+    """Holds a rank's core and everything that moves around it.
+
+    Calls marked *training thread* must come from the thread that trains. A call that parks returns when the
+    rank may go on, and raises `SystemExit` with a documented code where the incident ended in `Exit`.
+    """
+
+    def __init__(
+        self,
+        core: ProcessorCore,
+        hello: Callable[[Stand], Hello],
+        saver: SaverSpec,
+        departure: Departure,
+        on_incident: Callable[[bool], None] = lambda begins: None,
+    ) -> None:
+        self._core = core
+        self._hello = hello
+        self._saver = saver
+        self._departure = departure
+        self._on_incident = on_incident
+        self._condition = threading.Condition(threading.Lock())
+        self._phase_word: PhaseWord | None = None
+        self._session: SessionLike | None = None
+        self._save_job: SaveJob | None = None
+        self._closed = False
+        self._in_our_hands = 0
+        self._status_sent: Stand | None = None
+        self._pulse = threading.Thread(target=self._run_pulse, name="lastwords-pulse", daemon=True)
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, session: SessionLike) -> None:
+        """Begin to stream status; `session` has been created with this agent's callbacks."""
+        self._session = session
+        self._pulse.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the threads and the session; the incident, if any, is over. Idempotent, any thread."""
+        with self._condition:
+            if self._closed:
+                return
+            self._closed = True
+            self._condition.notify_all()
+        if self._session is not None:
+            self._session.close(timeout_s)
+
+    def write_stands_to(self, phase_word: PhaseWord) -> None:
+        """From now on keep the newest stand in the black box, where it survives this process."""
+        with self._condition:
+            self._phase_word = phase_word
+            self._write_stand()
+
+    def hello(self) -> Hello:
+        """First report of every session (called by the session's thread)."""
+        with self._condition:
+            return self._hello(self._core.stand)
+
+    # ------------------------------------------------------------------ training thread
+
+    @property
+    def stand(self) -> Stand:
+        """The exact stand of this rank."""
+        return self._core.stand
+
+    @property
+    def incident_open(self) -> bool:
+        """True while this rank is frozen or has been told to leave."""
+        return self._core.frozen or self._departure.decided
+
+    @property
+    def welcomed(self) -> bool:
+        """True once all ranks are registered."""
+        return self._core.welcomed
+
+    def begin_loop(self, steps_per_epoch: int, epochs: int, start_step: int) -> None:
+        """Agree with all ranks on the loop's shape; parks until every rank is there.
+
+        Raises ConfigError if the ranks disagree, SystemExit if an incident ends the job meanwhile.
+        """
+        with self._condition:
+            self._core.begin_loop(steps_per_epoch, epochs, start_step)
+            self._settle_calls()
+        self._park(lambda: self._core.loop_open)
+
+    def ready(self) -> None:
+        """The gradients of the step under way are final."""
+        with self._condition:
+            self._core.mark_ready()
+            self._settle_calls()
+
+    def enter_update(self) -> None:
+        """The optimizer is about to write. Parks during an incident."""
+        with self._condition:
+            entered = self._core.try_update()
+            self._settle_calls()
+        if not entered:
+            self._park(self._core.try_update)
+
+    def leave_update(self) -> None:
+        """The optimizer has written everything."""
+        with self._condition:
+            self._core.mark_updated()
+            self._settle_calls()
+
+    def torn(self) -> None:
+        """The update raised; this rank's weights are of no step."""
+        with self._condition:
+            self._core.mark_torn()
+            self._settle_calls()
+
+    def end_step(self, commit: Callable[[int], None]) -> None:
+        """The step is over. `commit(step)` captures what may move on; it runs before the step counts as ended.
+
+        Parks during an incident; a rank that has settled neither captures nor counts any more.
+        """
+        if not self._core.may_end_step:
+            with self._condition:
+                ended = self._core.try_end_step()  # says SKIPPED where there was no update, and parks
+                self._settle_calls()
+            assert not ended
+            self._park(lambda: self._core.may_end_step)
+        commit(self._core.ended_step + 1)
+        with self._condition:
+            ended = self._core.try_end_step()
+            self._settle_calls()
+        if not ended:  # frozen between the two: the copy is there, and the step ends if training goes on
+            self._park(self._core.try_end_step)
+        elif self._core.frozen:
+            self._park(lambda: not self._core.frozen)
+
+    def left(self) -> None:
+        """The loop is over here; waits until every rank has left, or for the incident's end."""
+        with self._condition:
+            self._core.mark_left()
+            self._settle_calls()
+        self._park(lambda: self._core.released)
+
+    def raised(self, text: str, secondary: bool) -> None:
+        """An exception leaves the loop. Returns when the incident is over, never raises."""
+        with self._condition:
+            if not self._departure.decided:
+                self._core.mark_raised(text, secondary)
+                self._settle_calls()
+        self._wait_parked(lambda: False)
+
+    # ------------------------------------------------------------------ other threads
+
+    def on_order(self, order: Order) -> None:
+        """Session thread: an order of the controller."""
+        self._handle(events.FromController(order))
+
+    def on_session_up(self) -> None:
+        """Session thread: connected; the core repeats what it still owes."""
+        self._handle(events.SessionUp())
+
+    def on_session_down(self, reason: str) -> None:
+        """Session thread: the stream broke; it reconnects by itself."""
+        _log.info("session with the controller is down: %s", reason)
+        self._handle(events.SessionDown())
+
+    def on_session_refused(self, reason: str) -> None:
+        """Session thread: the controller does not want this process (wrong token, other job)."""
+        with self._condition:
+            self._departure.refuse(reason)
+            self._condition.notify_all()
+
+    def on_signal(self, signal_number: int) -> None:
+        """Signal thread: this process was asked to stop."""
+        with self._condition:
+            self._core.mark_signalled(signal_number)
+            self._settle_calls()
+
+    def report(self, report: Report) -> None:
+        """Hand a report to the session, if there is one; any thread."""
+        if self._session is not None:
+            self._session.send(report)
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for `ready()`; False after `timeout_s`. Raises ConfigError if refused, SystemExit if told to leave."""
+        deadline_mono_s = clock.mono_s() + timeout_s
+        with self._condition:
+            while not ready():
+                left_s = deadline_mono_s - clock.mono_s()
+                if left_s <= 0 or self._departure.decided:
+                    break
+                self._condition.wait(min(left_s, PARK_POLL_S))
+        if ready():
+            return True
+        self._leave_if_told()
+        return False
+
+    # ------------------------------------------------------------------ inside
+
+    def _handle(self, event: events.Event) -> None:
+        with self._condition:
+            frozen = self._core.frozen
+            self._core.handle(event, clock.mono_s())
+            if self._core.frozen is not frozen:
+                self._on_incident(self._core.frozen)
+            self._settle_calls()
+            self._condition.notify_all()
+
+    def _settle_calls(self) -> None:
+        """With the lock: write the stand where it survives, and carry out what the core wants."""
+        if self._phase_word is not None:
+            stand = self._core.stand
+            self._phase_word.set_stand(stand.phase, stand.step)
+        if self._core.has_effects:
+            for effect in self._core.take_effects():
+                self._carry_out(effect)
+
+    _write_stand = _settle_calls
+
+    def _carry_out(self, effect: events.Effect) -> None:
+        match effect:
+            case events.SendReport(report):
+                self.report(report)
+            case events.StartSave(order):
+                self._start_save(order)
+            case events.CancelSave():
+                if self._save_job is not None:
+                    self._save_job.cancel()
+            case events.Leave(order, reason):
+                self._leave(order, reason)
+            case events.Log(level, text):
+                _log.log(level, "%s", text)
+            case events.Wake() | events.Released():
+                self._condition.notify_all()
+
+    def _start_save(self, order: Save) -> None:
+        self._save_job = SaveJob(
+            order,
+            self._core.stand,
+            self._saver,
+            progress=lambda o, n: self._handle(events.SaveProgressed(o.incident, o.attempt, n)),
+            done=lambda o, n: self._handle(events.SaveFinished(o.incident, o.attempt, n)),
+            failed=lambda o, why, storage: self._handle(events.SaveErrored(o.incident, o.attempt, why, storage)),
+            after=self._save_job,
+        )
+        self._save_job.start()
+
+    def _leave(self, order: Exit | Refused | None, reason: str) -> None:
+        """With the lock: this process has to end. Parked, the training thread ends it; stuck, this thread does."""
+        if isinstance(order, Refused):
+            self._departure.refuse(order.reason)
+        else:
+            rank = self._core.rank
+            verdict = verdict_of(rank, order) if order is not None else Verdict.controller_lost(rank, reason)
+            self._departure.decide(verdict)
+        self._condition.notify_all()
+        if not self._in_our_hands and not isinstance(order, Refused):
+            threading.Thread(target=self._end_from_here, name="lastwords-end", daemon=True).start()
+
+    def _end_from_here(self) -> None:
+        """The training thread sits in the user's code or in a collective: nothing in Python can move it."""
+        self.close(timeout_s=1.0)
+        self._departure.end_now()
+
+    def _park(self, go_on: Callable[[], bool]) -> None:
+        """Training thread: wait until `go_on()` (called with the lock); leave if this process has to end."""
+        if not self._wait_parked(go_on):
+            self._leave_if_told()
+
+    def _wait_parked(self, go_on: Callable[[], bool]) -> bool:
+        """True once `go_on()`, False once this process has to end."""
+        with self._condition:
+            self._in_our_hands += 1
+            try:
+                while not self._departure.decided:
+                    if go_on():
+                        self._settle_calls()
+                        return True
+                    self._settle_calls()
+                    self._condition.wait(PARK_POLL_S)
+            finally:
+                if not self._departure.decided:
+                    self._in_our_hands -= 1
+        return False
+
+    def _leave_if_told(self) -> None:
+        if not self._departure.decided:
+            return
+        self._departure.raise_if_refused()
+        self.close(timeout_s=1.0)
+        raise self._departure.unwind()
+
+    def _run_pulse(self) -> None:
+        """Pulse thread: ticks for the core, and the newest status at most ten times a second."""
+        core = self._core
+        while True:
+            with self._condition:
+                if self._closed:
+                    return
+                now_mono_s = clock.mono_s()
+                due_s = core.deadline_s
+                if due_s is not None and due_s <= now_mono_s:
+                    core.handle(events.Tick(), now_mono_s)
+                    self._settle_calls()
+                stand = core.stand
+            if stand != self._status_sent:
+                self._status_sent = stand
+                self.report(Status(core.rank, core.generation, stand))
+            with self._condition:
+                if not self._closed:
+                    due_s = core.deadline_s
+                    wait_s = STATUS_INTERVAL_S if due_s is None else min(STATUS_INTERVAL_S, due_s - clock.mono_s())
+                    self._condition.wait(max(wait_s, 0.001))

@@ -1,0 +1,156 @@
+"""Writes this rank's part of a checkpoint in a thread of its own, while the training thread is parked or stuck."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from lastwords import clock
+from lastwords.checkpoint import layout, part
+from lastwords.errors import StorageError
+from lastwords.vocabulary import Save, Stand
+
+_log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 0.25
+"""Progress goes out four times a second: well inside every progress time-out, and no load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Epoch and step within it (both 1-based, 0 before the first) of a global step."""
+
+    epoch: int
+    step: int
+
+
+class StateSource(Protocol):
+    """Where the writer finds the state. Called in the writer's thread while this rank is settled."""
+
+    def position(self, step: int) -> Position:
+        """Epoch and step in the epoch of global step `step`."""
+        ...
+
+    def unit_state(self, unit: str, step: int, stand: Stand) -> part.UnitState:
+        """The unit's tensors as they are at `step`; raises CheckpointError if this rank does not hold it."""
+        ...
+
+    def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, part.LocalState]:
+        """Rank-local state of ranks of this host at `step`, read from their black boxes."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What a resume has to know about the run (versions, world size, bucket order, data options)."""
+        ...
+
+
+class SaveCancelledError(Exception):
+    """Raised inside the writer to stop it; never leaves this module."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaverSpec:
+    """Where parts go and where their content comes from. `roots` are indexed by `Save.target`."""
+
+    rank: int
+    job: str
+    roots: tuple[Path, ...]
+    source: StateSource
+
+
+class SaveJob:
+    """One order to save, carried out by a daemon thread; exactly one of the callbacks `done`, `failed` follows.
+
+    `progress` gets the bytes written so far. After `cancel()` neither callback is called.
+    """
+
+    def __init__(
+        self,
+        order: Save,
+        stand: Stand,
+        spec: SaverSpec,
+        *,
+        progress: Callable[[Save, int], None],
+        done: Callable[[Save, int], None],
+        failed: Callable[[Save, str, bool], None],
+        after: SaveJob | None = None,
+    ) -> None:
+        self.order = order
+        self._stand = stand
+        self._spec = spec
+        self._after = after  # an earlier attempt's job, cancelled: it must be off the files before this one starts
+        self._on_progress = progress
+        self._on_done = done
+        self._on_failed = failed
+        self._cancelled = threading.Event()
+        self._reported_mono_s = clock.mono_s()
+        self._thread = threading.Thread(target=self._run, name="lastwords-saver", daemon=True)
+
+    def start(self) -> None:
+        """Start writing."""
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Stop at the next chunk; what was written stays in the temporary directory, for the controller to discard."""
+        self._cancelled.set()
+
+    def wait(self) -> None:
+        """Wait until the thread has ended; a cancelled one ends at its next chunk."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            if self._after is not None:
+                self._after.wait()
+                self._after = None
+            written = self._write()
+        except SaveCancelledError:
+            return
+        except StorageError as error:
+            self._fail(str(error), storage=True)
+        except Exception as error:  # outermost loop of this thread: whatever it was, the controller must hear of it
+            _log.exception("rank %s could not write its part of step %s", self._spec.rank, self.order.step)
+            self._fail(f"{type(error).__name__}: {error}", storage=False)
+        else:
+            if not self._cancelled.is_set():
+                self._on_done(self.order, written)
+
+    def _fail(self, reason: str, storage: bool) -> None:
+        if not self._cancelled.is_set():
+            self._on_failed(self.order, reason, storage)
+
+    def _progress(self, written: int) -> None:
+        if self._cancelled.is_set():
+            raise SaveCancelledError
+        now_mono_s = clock.mono_s()
+        if now_mono_s - self._reported_mono_s >= PROGRESS_INTERVAL_S:
+            self._reported_mono_s = now_mono_s
+            self._on_progress(self.order, written)
+
+    def _write(self) -> int:
+        order, source = self.order, self._spec.source
+        if not 0 <= order.target < len(self._spec.roots):
+            raise StorageError(f"rank {self._spec.rank} has no directory number {order.target}: set fallback_path")
+        units = {unit: source.unit_state(unit, order.step, self._stand) for unit in order.units}
+        locals_ = source.local_states(order.local_ranks, order.step)
+        position = source.position(order.step)
+        directory = self._spec.roots[order.target] / layout.tmp_dir_name(
+            order.step, order.generation, order.incident, order.attempt
+        )
+        written = part.write_part(
+            directory,
+            rank=self._spec.rank,
+            epoch=position.epoch,
+            step=position.step,
+            global_step=order.step,
+            units=units,
+            locals=locals_,
+            facts=source.facts(),
+            progress=self._progress,
+            job=self._spec.job,
+        )
+        return written.file.bytes
