@@ -1,6 +1,6 @@
 """Streaming a file of known size past the page cache, with its checksums taken on the way.
 
-The producer copies into one of a few aligned buffers and hashes it, while another thread writes the buffers before it:
+The producer copies into one of a few aligned buffers and hashes it, while two more threads write the buffers before it:
 `pwrite`, the copy and the hash all release the interpreter lock. Why O_DIRECT: the kernel neither copies the bytes a
 second time nor has to find memory for them, in a process whose memory is full of tensors.
 """
@@ -28,7 +28,12 @@ CHUNK_BYTES = 4 << 20
 """Bytes under one checksum, and of one write. Large enough to keep the disk busy, small enough to re-read alone."""
 
 BUFFERS = 6
-"""6 x 4 MiB = 24 MiB: one being filled, one being written, the others for uneven speeds."""
+"""6 x 4 MiB = 24 MiB: one being filled, two being written, the others for uneven speeds."""
+
+_WRITERS = 2
+"""Two writes under way keep the disk busy while the interpreter turns from one chunk to the next."""
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 _SYNC_EVERY_CHUNKS = 64
 """Without O_DIRECT, fsync every 256 MiB: errors come early, and the last fsync is short enough to show progress."""
@@ -92,7 +97,8 @@ class DirectWriter:
         self._buffers: list[Bytes] = []
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # around what the writing threads change: _written, _error, _direct
 
     def __enter__(self) -> DirectWriter:
         self._create()
@@ -100,13 +106,13 @@ class DirectWriter:
             self._reserve()
             count = min(BUFFERS, -(-self._size // CHUNK_BYTES))
             if count:
-                # An anonymous map is page-aligned, as O_DIRECT demands, and goes back to the system at once.
-                memory = np.frombuffer(mmap.mmap(-1, count * CHUNK_BYTES), np.uint8)
-                self._buffers = [memory[at : at + CHUNK_BYTES] for at in range(0, memory.size, CHUNK_BYTES)]
+                self._buffers = _aligned_buffers(count)
                 for index in range(count):
                     self._free.put(index)
-                self._thread = threading.Thread(target=self._write_out, name="lastwords-write", daemon=True)
-                self._thread.start()
+                for _ in range(min(_WRITERS, count)):
+                    thread = threading.Thread(target=self._write_out, name="lastwords-write", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
         except BaseException:
             self._abandon()
             raise
@@ -141,7 +147,7 @@ class DirectWriter:
         """Writes the rest and makes the file's content durable (its name is the caller's: fsync the directory)."""
         if self._fill:
             self._hand_over()
-        self._stop_thread()
+        self._stop_threads()
         self._check()
         assert self._offset == self._size, f"{self._path}: {self._offset} bytes were written, {self._size} announced"
         if self._size % BLOCK_BYTES:
@@ -213,29 +219,32 @@ class DirectWriter:
         if error is not None:
             raise error
 
-    def _stop_thread(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._full.put(None)
-        while thread.is_alive():
-            # What is queued (at most BUFFERS chunks) is still being written: keep saying so.
+    def _stop_threads(self) -> None:
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._full.put(None)
+        for thread in threads:
             thread.join(timeout=0.25)
-            if self._progress is not None and self._error is None:
-                self._progress(self._written)
+            while thread.is_alive():
+                # What is queued (at most BUFFERS chunks) is still being written: keep saying so.
+                if self._progress is not None and self._error is None:
+                    self._progress(self._written)
+                thread.join(timeout=0.25)
 
     def _abandon(self) -> None:
         """Stops without another write; harmless after `finish()`."""
-        if self._thread is not None:
+        with self._lock:
             self._error = self._error or OSError(errno.ECANCELED, "abandoned")
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._full.put(None)
-            self._thread.join()
-            self._thread = None
+        for thread in threads:
+            thread.join()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             self._os.close(fd)
 
-    # ------------------------------------------------------------------ the writing thread
+    # ------------------------------------------------------------------ the writing threads
 
     def _write_out(self) -> None:
         while (item := self._full.get()) is not None:
@@ -243,9 +252,12 @@ class DirectWriter:
             if self._error is None:
                 try:
                     self._write_chunk(self._buffers[index], length, offset)
-                    self._written = offset + length
-                except BaseException as error:  # handed to the caller's thread, which raises it
-                    self._error = error
+                except BaseException as error:  # a thread's outermost loop: handed to the caller, who raises it
+                    with self._lock:
+                        self._error = self._error or error
+                else:
+                    with self._lock:
+                        self._written += length
             self._free.put(index)
 
     def _write_chunk(self, buffer: Bytes, length: int, offset: int) -> None:
@@ -256,22 +268,38 @@ class DirectWriter:
         view = buffer.data
         done = 0
         while done < padded:
+            direct = self._direct
             try:
                 count = self._os.pwrite(self._fd, view[done:padded], offset + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL or not direct:
                     raise
-                # Refused only now, or a short write has left an odd rest: go on through the page cache.
-                self._plain()
+                self._plain()  # refused only now
                 continue
             if count == 0:
                 raise OSError(errno.EIO, "the file system wrote nothing")
             done += count
-            if done % BLOCK_BYTES and done < padded and self._direct:
-                self._plain()
+            if done % BLOCK_BYTES and done < padded:
+                self._plain()  # a short write has left a rest that is not aligned
         if not self._direct and (offset // CHUNK_BYTES) % _SYNC_EVERY_CHUNKS == _SYNC_EVERY_CHUNKS - 1:
             self._os.fsync(self._fd)
 
     def _plain(self) -> None:
-        self._os.clear_direct(self._fd)
-        self._direct = False
+        """From here on through the page cache. The other thread's write may still be refused; it comes here too."""
+        with self._lock:
+            if self._direct:
+                self._os.clear_direct(self._fd)
+                self._direct = False
+
+
+def _aligned_buffers(count: int) -> list[Bytes]:
+    """Anonymous memory, aligned for O_DIRECT and in huge pages where there are any: fewer segments for each write."""
+    memory = mmap.mmap(-1, count * CHUNK_BYTES + _HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without them
+    whole = np.frombuffer(memory, np.uint8)
+    first = -whole.ctypes.data % _HUGE_PAGE_BYTES
+    return [whole[first + index * CHUNK_BYTES :][:CHUNK_BYTES] for index in range(count)]

@@ -264,14 +264,21 @@ def _rename_into_place(root: Path, tmp_dir: Path, final: Path, job: str, os: Os)
             discard(tmp_dir, os)  # now the older checkpoint of this very step
             return
     # First the old one gets its new name, under which scans still find it; then the new one is published. A crash in
-    # between leaves the old one visible, under the other name, and the new one not.
+    # between leaves the old one visible, under the other name, and the new one not. The fsync keeps their order: were
+    # only the second rename to survive, the old one would be lost.
     with storage_errors("publishing", final):
         aside = _free_name(root, final, os)
         os.rename(final, aside)
+    sync_directory(root, os)
+    with storage_errors("publishing", final):
         os.rename(tmp_dir, final)
     _sync_published(root, final, os)
     if same_job:
-        discard(aside, os)
+        # Hidden first, and durably so: a crash half-way through removing it must not leave a visible torso.
+        with storage_errors("removing", aside):
+            os.rename(aside, tmp_dir)
+        sync_directory(root, os)
+        discard(tmp_dir, os)
 
 
 def _free_name(root: Path, final: Path, os: Os) -> Path:

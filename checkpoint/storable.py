@@ -80,22 +80,28 @@ def unpack(value: Any, where: str = "value") -> Any:
     >>> unpack(pack({1: (float("-inf"), b"x")}))
     {1: (-inf, b'x')}
     """
+    return _unpack(value, where, 0)
+
+
+def _unpack(value: Any, where: str, depth: int) -> Any:
+    if depth > _DEPTH_MAX + 1:
+        raise FormatError(f"{where} is nested more than {_DEPTH_MAX} deep: damaged or forged")
     if isinstance(value, list):
-        return [unpack(item, where) for item in value]
+        return [_unpack(item, where, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     if not any(key.startswith("~") for key in value):
-        return {key: unpack(item, where) for key, item in value.items()}
+        return {key: _unpack(item, where, depth + 1) for key, item in value.items()}
     if len(value) == 1:
         [(tag, body)] = value.items()
         try:
-            return _unpack_tagged(tag, body, where)
+            return _unpack_tagged(tag, body, where, depth)
         except (TypeError, ValueError, KeyError) as error:
             raise FormatError(f"{where}: {tag} holds something that it cannot: damaged or forged") from error
     raise FormatError(f"{where} holds an unknown kind of value {sorted(value)}: written by a newer lastwords? Upgrade")
 
 
-def _unpack_tagged(tag: str, body: Any, where: str) -> Any:
+def _unpack_tagged(tag: str, body: Any, where: str, depth: int) -> Any:
     if tag == "~float":
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[body]
     if tag == "~bytes":
@@ -103,10 +109,10 @@ def _unpack_tagged(tag: str, body: Any, where: str) -> Any:
     if not isinstance(body, list):
         raise TypeError(tag)
     if tag in ("~tuple", "~set", "~frozenset"):
-        items: Iterable[Any] = (unpack(item, where) for item in body)
+        items: Iterable[Any] = (_unpack(item, where, depth + 1) for item in body)
         return {"~tuple": tuple, "~set": set, "~frozenset": frozenset}[tag](items)
     if tag in ("~dict", "~ordered", "~counter"):
-        pairs = [(unpack(key, where), unpack(item, where)) for key, item in body]
+        pairs = [(_unpack(key, where, depth + 1), _unpack(item, where, depth + 1)) for key, item in body]
         if tag == "~dict":
             return dict(pairs)
         return OrderedDict(pairs) if tag == "~ordered" else Counter(dict(pairs))

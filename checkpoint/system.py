@@ -222,7 +222,8 @@ def make_directories(path: Path, os: Os) -> None:
 def remove_tree(path: Path, os: Os) -> None:
     """Removes a directory with everything in it; a name that vanishes meanwhile is fine. Follows no links."""
     with storage_errors("removing", path):
-        _remove_tree(path, os)
+        if os.is_directory(path):
+            _remove_tree(path, os)
 
 
 def _remove_tree(path: Path, os: Os) -> None:

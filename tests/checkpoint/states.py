@@ -1,0 +1,120 @@
+"""Small jobs to save: a state that depends on the step, so that mixing two steps cannot go unnoticed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lastwords.checkpoint import layout, load, publish
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.part import LocalState, UnitState, write_part
+from lastwords.checkpoint.system import REAL_OS, Os
+
+STEPS_PER_EPOCH = 10
+
+
+@dataclass(frozen=True)
+class Job:
+    """Two units and two ranks; rank 0 writes both units' halves unless `writers` says otherwise."""
+
+    name: str = "job"
+    generation: int = 1
+    incident: int = 1
+    attempt: int = 1
+    seed: int = 0
+    elements: int = 33  # odd, so that files end in the middle of a block
+
+    def unit(self, unit: str, step: int) -> UnitState:
+        def values(kind: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+            return np.random.default_rng([step, self.seed, kind, len(unit)]).standard_normal(self.elements, np.float32)
+
+        name = layout.unit_tensor_name
+        shape = (self.elements,)
+        return UnitState(
+            [
+                (TensorSpec(name(unit, "model", "fc.weight"), "F32", shape), values(0)),
+                (TensorSpec(name(unit, "optim", "fc.weight", "exp_avg"), "F32", shape), lambda: values(1).data),
+                (TensorSpec(name(unit, "optim", "fc.weight", "step"), "I64", ()), np.array(step)),
+                (TensorSpec(name(unit, "buffer", "mask"), "BOOL", (3,)), b"\0\1\0"),
+                (TensorSpec(name(unit, "model", "empty"), "BF16", (0, 4)), b""),
+            ],
+            {"groups": [{"lr": 0.1 / step, "betas": (0.9, 0.999)}], "scheduler": {"best": float("inf"), "at": {3: 1}}},
+        )
+
+    def local(self, rank: int, step: int) -> LocalState:
+        spec = TensorSpec(layout.local_tensor_name(rank, "rng/torch"), "U8", (21,))
+        return LocalState(
+            [(spec, bytes([rank, step % 256, self.seed] * 7))], {"position": {"batch": step, "rank": rank}}
+        )
+
+    def tmp_dir(self, root: Path, step: int) -> Path:
+        return layout.tmp_dir(root, step, self.generation, self.incident, self.attempt)
+
+    def write(self, root: Path, step: int, os: Os = REAL_OS) -> Path:
+        """Both parts: rank 0 writes unit `a` and its own local state, rank 1 unit `bb` and its own."""
+        directory = self.tmp_dir(root, step)
+        epoch, step_in_epoch = layout.epoch_and_step(step, STEPS_PER_EPOCH)
+        for rank, unit in ((0, "a"), (1, "bb")):
+            write_part(
+                directory,
+                rank,
+                epoch,
+                step_in_epoch,
+                step,
+                {unit: self.unit(unit, step)},
+                {rank: self.local(rank, step)},
+                {"torch": "2.13", "threads": 1 + rank},
+                job=self.name,
+                os=os,
+            )
+        return directory
+
+    def facts(self, step: int) -> publish.Incident:
+        return publish.Incident(
+            job=self.name,
+            generation=self.generation,
+            incident=self.incident,
+            attempt=self.attempt,
+            global_step=step,
+            world_size=2,
+            writers=(0, 1),
+            reason="rank 1 died (kill -9?)",
+            cause_ranks=(1,),
+        )
+
+    def verify(self, directory: Path, step: int, os: Os = REAL_OS) -> list[tuple[int, str]]:
+        return publish.verify_parts(directory, (0, 1), ("a", "bb"), (0, 1), step, os)
+
+    def save(self, root: Path, step: int, os: Os = REAL_OS) -> Path:
+        """All of it, as writers and controller do together."""
+        directory = self.write(root, step, os)
+        problems = self.verify(directory, step, os)
+        assert not problems, problems
+        return publish.publish(root, directory, self.facts(step), os, published_unix_ns=step * 1000 + self.generation)
+
+    def again(self, **changes: int | str) -> Job:
+        """The same job, started again."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def content_of(path: Path, os: Os = REAL_OS) -> dict[str, bytes]:
+    """Every tensor of a checkpoint, read through the front door."""
+    checkpoint = load.open_checkpoint(path, os)
+    tensors = {}
+    for unit in checkpoint.manifest.units:
+        tensors |= checkpoint.read_unit(unit)
+    for rank in checkpoint.manifest.locals:
+        tensors |= checkpoint.read_local(rank)
+    return {name: data.tobytes() for name, (_, data) in tensors.items()}
+
+
+def content_written(job: Job, step: int) -> dict[str, bytes]:
+    """What `content_of` must give for this job's checkpoint."""
+    states = [*job.unit("a", step).tensors, *job.unit("bb", step).tensors]
+    states += [*job.local(0, step).tensors, *job.local(1, step).tensors]
+    return {
+        spec.name: bytes(memoryview(source() if callable(source) else source).cast("B")) if spec.nbytes else b""  # type: ignore[arg-type]
+        for spec, source in states
+    }
