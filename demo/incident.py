@@ -58,7 +58,7 @@ def read_incident(ckpt_path: Path, killed_mono_s: float, ranks: int) -> Incident
     bars: list[Bar] = []
     for rank in range(ranks):
         if rank in dead_ranks:
-            bars += [Bar(rank, "trains", float("-inf"), 0.0), Bar(rank, "dead", 0.0, end_s)]
+            bars += [Bar(rank, "trains", float("-inf"), 0.0), Bar(rank, "dead", 0.0, float("inf"))]
             continue
         settled_s = last("settled", rank)[1]
         bars += [Bar(rank, "trains", float("-inf"), settled_s), Bar(rank, "parked", settled_s, end_s)]

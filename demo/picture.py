@@ -92,7 +92,7 @@ def _curves(
 def _timeline(axes: Axes, incident: Incident) -> None:
     rows = ["controller", *sorted({bar.rank for bar in incident.bars})]
     height = {row: len(rows) - 1 - place for place, row in enumerate(rows)}
-    end_ms = incident.end_s * 1e3
+    end_ms = incident.end_s * 1.04e3
     begin_ms = -0.08 * end_ms
     for bar in incident.bars:
         colour = BARS[bar.what][0]
@@ -106,7 +106,7 @@ def _timeline(axes: Axes, incident: Incident) -> None:
     for place, (name, at_s) in enumerate(moments.items()):
         colour, marker = MARKS[name]
         at_ms = at_s * 1e3
-        left = at_ms > 0.8 * end_ms
+        left = at_ms > 0.75 * end_ms
         axes.axvline(at_ms, color=colour, linewidth=0.9, alpha=0.55, zorder=0)
         axes.plot(at_ms, height["controller"], marker=marker, color=colour, markersize=9, zorder=6)
         axes.annotate(

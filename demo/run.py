@@ -49,15 +49,14 @@ def main() -> int:
     console = Console(highlight=False)
     console.print(
         f"[bold]{args.ranks} ranks learn handwritten digits, and one of them gets kill -9.[/]\n"
-        f"[dim]Network 784-512-{args.hidden}-{args.hidden}-512-10 under DDP and plain torchrun. "
-        f"Seed {args.seed}: ARGS='--seed {args.seed}' kills the same rank in the same step.[/]\n"
+        f"[dim]784-512-{args.hidden}-{args.hidden}-512-10, DDP, plain torchrun; seed {args.seed} chooses the victim.[/]\n"
     )
     shutil.rmtree(args.out, ignore_errors=True)
     try:
         with no_process_left_behind():
             return story(console, args)
     except (OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
-        console.print(str(error), style="bold red", markup=False)
+        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         return EXIT_FAILED
 
 
@@ -75,6 +74,7 @@ def story(console: Console, args: argparse.Namespace) -> int:
         killed_mono_s = training.kill_at(victim, step, moment * median_step_s(uninterrupted[victim]), stages[1].show)
         progress.print(f"kill -9 of rank {victim}, {moment:.0%} of a step after its step {step}")
         training.wait(stages[1].show, timeout_s=RUN_TIMEOUT_S)
+        stages[1].stop()
         killed = read_logs(training.folder)
         incident = read_incident(training.ckpt_path, killed_mono_s, args.ranks)
 
@@ -116,9 +116,14 @@ class Stage:
         """The whole run; raises RuntimeError with what it printed if it fails."""
         training = self.start(*extra, ckpt_path=ckpt_path, from_step=from_step)
         code = training.wait(self.show, timeout_s=RUN_TIMEOUT_S)
+        self.stop()
         if code != 0:
             raise RuntimeError(f"torchrun ended with exit code {code}:\n{training.first_error()}")
         return read_logs(training.folder)
+
+    def stop(self) -> None:
+        """The run is over, whether or not it has taken all its steps."""
+        self._progress.stop_task(self._task)
 
     def show(self, done: int) -> None:
         if self._total is None and done:
