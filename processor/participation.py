@@ -58,6 +58,7 @@ class Participation:
         self.save_answer: SaveProgress | Saved | SaveFailed | None = None
         self._sequence = 0
         self._saving: Save | None = None
+        self._read_units = False  # a Save of this incident has had these weights read
 
     # ------------------------------------------------------------------ freeze, settle, go on
 
@@ -84,8 +85,11 @@ class Participation:
         self._outbox.send(self.settled)
 
     def on_proceed(self, order: Proceed, stand: Stand) -> None:
-        """The gradients of this very step may be applied. Never after a Save: what is being read must not change."""
-        if order.incident == self.incident and not self.attempt and stand == Stand(Phase.READY, order.step):
+        """The gradients of this very step may be applied. Never after a Save of units: what is read must not change.
+
+        A rank that only copied black boxes for its host may be the last one that can reach the step.
+        """
+        if order.incident == self.incident and not self._read_units and stand == Stand(Phase.READY, order.step):
             self.proceed_step = order.step
 
     def enter_update(self) -> None:
@@ -127,6 +131,7 @@ class Participation:
             self._refuse(order, reason, storage=False)
         else:
             self._saving = order
+            self._read_units = self._read_units or bool(order.units)
             self._outbox.emit(StartSave(order))
             self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0))
 
@@ -163,6 +168,7 @@ class Participation:
         self.proceed_step = 0
         self.attempt = 0
         self.save_answer = None
+        self._read_units = False
 
     def _is_saving(self, incident: int, attempt: int) -> Save | None:
         order = self._saving

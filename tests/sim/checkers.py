@@ -55,35 +55,36 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
     "Written" means that the controller has heard of it. A job that ends without an incident (released) owes no
     checkpoint; nor does one in which nobody has ended a step. A dead controller publishes nothing.
     """
-    if not ledger.ended or ledger.controller_killed or ledger.unpublishable or ledger.publications:
-        return
-    if all(record.life is Life.LEFT and record.farewell == "released" for record in ledger.ranks):
+    if not ledger.ended or ledger.controller_killed or ledger.publications:
         return
     if not any(record.life is Life.LEFT and record.farewell.startswith("exit") for record in ledger.ranks):
-        return  # nobody was told that the incident is over: I7's business
+        return  # the job was released, or nobody was told that the incident is over: I7's business
     # A step that is only in reach is not owed: its update has not begun anywhere. Nor is the step of the start.
-    owed = {record.held for record in ledger.ranks if record.healthy()} | {step for _, step, _ in ledger.heard_saved}
+    owed = {record.held for record in ledger.ranks if record.healthy()} | {step for _, _, step, _ in ledger.heard_saved}
     for step in sorted(owed, reverse=True):
-        if step > job.start_step and all(_held_by_somebody(job, ledger, unit, step) for unit in job.unit_names):
-            told = sorted({record.farewell for record in ledger.ranks if record.farewell})
-            yield f"every unit had a healthy holder at step {step}, but nothing was published; ranks were told {told}"
-            return
+        for target in job.targets:
+            if step > job.start_step and target not in ledger.closed_targets and _can_be_had(job, ledger, step, target):
+                told = sorted({record.farewell for record in ledger.ranks if record.farewell})
+                yield f"every unit had a healthy holder at step {step}, but nothing was published; ranks were told {told}"
+                return
 
 
-def _held_by_somebody(job: Job, ledger: Ledger, unit: str, step: int) -> bool:
-    if any((of_step, of_unit) == (step, unit) for _, of_step, of_unit in ledger.heard_saved):
-        return True
-    return any(
-        unit in job.units[rank] and record.healthy() and step in record.reach
-        for rank, record in enumerate(ledger.ranks)
-    )
+def _can_be_had(job: Job, ledger: Ledger, step: int, target: int) -> bool:
+    written = {unit for place, _, of_step, unit in ledger.heard_saved if (place, of_step) == (target, step)}
+    for rank, record in enumerate(ledger.ranks):
+        if record.healthy() and step in record.reach and (rank, target) not in ledger.refused:
+            written.update(job.units[rank])
+    return written.issuperset(job.unit_names)
 
 
 def i4_no_survivor_is_set_back(job: Job, ledger: Ledger) -> Iterator[str]:
-    """I4: N is at least every step that a rank which survives to the end of the incident has ended."""
+    """I4: N is at least every step that a rank which survives to the end of the incident has ended.
+
+    A rank that can write nowhere is not asked: losing one step is better than losing all.
+    """
     for publication in ledger.publications:
         for rank, record in enumerate(ledger.ranks):
-            if record.healthy() and record.ended > publication.step:
+            if record.healthy() and record.ended > publication.step and ledger.can_write(rank, job.targets):
                 yield f"step {publication.step} was published, but healthy rank {rank} had ended step {record.ended}"
 
 

@@ -43,6 +43,10 @@ class Job:
     def has_gate(self) -> bool:
         return any(units != self.units[0] for units in self.units)
 
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return (0, 1) if self.fallback else (0,)
+
     def same_weights(self, content: int, step: int) -> bool:
         """Whether weights that came out of step `content` are those of step `step`.
 

@@ -66,10 +66,12 @@ class RankRecord:
 
     held: int = 0  # step whose update made these weights, or TORN
     ended: int = 0  # newest step that was ended
-    reach: tuple[int, ...] = (0,)  # steps that it holds or could still hold (it has final gradients and no update begun)
+    reach: tuple[int, ...] = (
+        0,
+    )  # steps that it holds or could still hold (it has final gradients and no update begun)
     life: Life = Life.ALIVE
     farewell: str = ""  # why it left
-    ill: set[str] = field(default_factory=set)  # why it does not count as healthy: "torn", "silent", "storage", ...
+    ill: set[str] = field(default_factory=set)  # why it does not count as healthy: "torn", "silent", ...
     frozen_s_max: float = 0.0  # longest time from a Freeze that arrived to what ended it
 
     def healthy(self) -> bool:
@@ -84,16 +86,22 @@ class Ledger:
     ranks: list[RankRecord]
     publications: list[Publication] = field(default_factory=list)
     renamings: list[Renaming] = field(default_factory=list)
-    heard_saved: set[tuple[int, int, str]] = field(default_factory=set)
-    """(writer, step, unit) of finished files that the controller knows of."""
+    heard_saved: set[tuple[int, int, int, str]] = field(default_factory=set)
+    """(target, writer, step, unit) of finished files that the controller knows of."""
+    refused: set[tuple[int, int]] = field(default_factory=set)
+    """(rank, target): what this rank writes there fails, hangs, or cannot be read back."""
+    closed_targets: set[int] = field(default_factory=set)
+    """Directories in which nothing can be verified, or renamed."""
     stale_effects: list[str] = field(default_factory=list)
     """Messages of an older incident or generation that made a difference."""
     certain_faults: int = 0
     """Faults after which a job cannot simply train on (a death, an exception, a signal, an early leave)."""
-    unpublishable: bool = False
-    """The directory itself refuses: nothing can be verified or renamed there."""
     controller_killed: bool = False
     controller_stopped: bool = False
     ended: bool = False
     """Nothing can happen any more, or the simulation's horizon has been reached."""
     crossed_horizon: bool = False
+
+    def can_write(self, rank: int, targets: tuple[int, ...]) -> bool:
+        """Whether some directory that is still in play takes what this rank writes."""
+        return any(target not in self.closed_targets and (rank, target) not in self.refused for target in targets)

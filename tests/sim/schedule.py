@@ -135,7 +135,17 @@ def _draw_ranks(dice: random.Random, job: Job, trigger: Trigger, several: float)
     return (first,)
 
 
-_OTHER_FAULTS = ("kill", "kill_writer", "pause", "cut", "signal", "stale", "kill_host", "isolate_host", "kill_controller")
+_OTHER_FAULTS = (
+    "kill",
+    "kill_writer",
+    "pause",
+    "cut",
+    "signal",
+    "stale",
+    "kill_host",
+    "isolate_host",
+    "kill_controller",
+)
 _OTHER_WEIGHTS = (34, 16, 12, 14, 6, 8, 5, 3, 2)
 
 

@@ -121,13 +121,11 @@ class TimedWorld(World):
             self.trainers[rank].tear_at = step
         for rank, step in plan.leaves:
             self.trainers[rank].leave_after = step
-        for rank in range(ranks):
-            if (rank, 0) in plan.refused and (not job.fallback or (rank, 1) in plan.refused):
-                self.ledger.ranks[rank].ill.add("storage")
-            if rank in plan.hanging or rank in plan.unreadable:
-                self.ledger.ranks[rank].ill.add("storage")
-        tries = 2 if job.fallback else 1
-        self.ledger.unpublishable = plan.publish_failures >= tries or plan.hanging_verify or plan.hanging_publish
+        ledger = self.ledger
+        ledger.refused = set(plan.refused)
+        ledger.refused |= {(rank, target) for rank in plan.hanging | plan.unreadable for target in job.targets}
+        if plan.hanging_verify or plan.hanging_publish:
+            ledger.closed_targets = set(job.targets)
 
     # ------------------------------------------------------------------ the queue
 
@@ -324,7 +322,9 @@ class TimedWorld(World):
         dice = self.dice
         trainer = self.trainers[rank]
         self.cut_s[session] = self.now_s + (0.002 * dice.random() if lose_tail else 1.0)
-        self.after(max(seen_s, self.up_clear_s[rank] - self.now_s) if not lose_tail else seen_s, self._closed, rank, session)
+        self.after(
+            max(seen_s, self.up_clear_s[rank] - self.now_s) if not lose_tail else seen_s, self._closed, rank, session
+        )
         if trainer.record.life is Life.ALIVE:
             self.after_in(trainer, 0.0005 + 0.05 * dice.random(), self._noticed, trainer, session)
 

@@ -481,10 +481,10 @@ class World:
         self._carry_out_all(effects)
 
     def _note_saved(self, report: Saved) -> None:
-        for (_, step, incident, attempt), files in self.disk.attempts.items():
+        for (target, step, incident, attempt), files in self.disk.attempts.items():
             if (step, incident, attempt) == (report.step, report.incident, report.attempt) and report.rank in files:
                 for unit, _, _ in files[report.rank].units:
-                    self.ledger.heard_saved.add((report.rank, step, unit))
+                    self.ledger.heard_saved.add((target, report.rank, step, unit))
 
     def close(self, rank: int, session: int) -> None:
         """The controller's end of a session is closed."""
@@ -550,8 +550,7 @@ class World:
         assert effect is not None
         problems = self.disk.verify(effect)
         for rank, _ in problems:
-            self.ledger.ranks[rank].ill.add("storage")
-            self.ledger.heard_saved = {saved for saved in self.ledger.heard_saved if saved[0] != rank}
+            self.ledger.heard_saved = {saved for saved in self.ledger.heard_saved if saved[1] != rank}
         if problems:
             self.feed_controller(to_controller.VerifyFailed(effect.incident, effect.attempt, problems))
         else:
@@ -562,6 +561,7 @@ class World:
         effect, self.publishing = self.publishing, None
         assert effect is not None
         if failure:
+            self.ledger.closed_targets.add(effect.target)
             self.feed_controller(to_controller.PublishFailed(effect.incident, effect.attempt, failure))
             return
         self.rename(effect)
