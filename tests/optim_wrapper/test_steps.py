@@ -1,0 +1,590 @@
+"""A resumed loop goes on with the very batches and random numbers of the run that was never interrupted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.steps import ResumeAt, Steps
+
+SAMPLES = 22
+BATCH = 4
+BATCHES = 6  # the last one is short
+
+
+class Items(Dataset[Any]):
+    """Items with random augmentation from the stream that `draw` names."""
+
+    def __init__(self, draw: str = "none", shape: str = "tensor") -> None:
+        self.draw = draw
+        self.shape = shape
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        noise = 0.0
+        if self.draw in ("torch", "all"):
+            noise += torch.rand(()).item()
+        if self.draw in ("python", "all"):
+            noise += random.random()
+        if self.draw in ("numpy", "all"):
+            noise += float(np.random.rand())
+        value = torch.tensor([index, noise], dtype=torch.float64)
+        return {"x": value, "label": index} if self.shape == "dict" else value
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset with a length, cut up between the workers."""
+
+    def __init__(self, draw: str = "none") -> None:
+        self.items = Items(draw)
+
+    def __len__(self) -> int:
+        return SAMPLES + 2  # as many batches as there are with two workers
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, SAMPLES + 2, every):
+            yield self.items[index]
+
+
+class Buckets(Sampler[list[int]]):
+    """A batch sampler of the user's own, with set_epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.default_rng(self.epoch).permutation(SAMPLES).tolist()
+        yield from (order[at : at + BATCH] for at in range(0, SAMPLES, BATCH))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loader(kind: str, draw: str = "none", workers: int = 0, **kwargs: Any) -> Any:
+    items = Items(draw, "dict" if kind == "dict batches" else "tensor")
+    common: dict[str, Any] = {"num_workers": workers, "batch_size": BATCH, **kwargs}
+    if kind == "shuffle":
+        return DataLoader(items, shuffle=True, **common)
+    if kind == "shuffle, drop_last":
+        return DataLoader(items, shuffle=True, drop_last=True, **common)
+    if kind == "shuffle with generator":
+        return DataLoader(items, shuffle=True, generator=seeded(5), **common)
+    if kind == "two generators":
+        return DataLoader(items, sampler=RandomSampler(items, generator=seeded(6)), generator=seeded(7), **common)
+    if kind == "with replacement, generator":
+        sampler = RandomSampler(items, replacement=True, num_samples=100, generator=seeded(8))
+        return DataLoader(items, sampler=sampler, **common)
+    if kind == "with replacement":
+        return DataLoader(items, sampler=RandomSampler(items, replacement=True, num_samples=100), **common)
+    if kind == "weighted":
+        return DataLoader(items, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **common)
+    if kind == "subset":
+        return DataLoader(items, sampler=SubsetRandomSampler(range(3, SAMPLES)), **common)
+    if kind == "distributed":
+        return DataLoader(items, sampler=DistributedSampler(items, 2, 1, shuffle=True), **{**common, "batch_size": 2})
+    if kind == "sequential":
+        return DataLoader(items, **common)
+    if kind == "dict batches":
+        return DataLoader(items, shuffle=True, **common)
+    if kind == "own batch sampler":
+        del common["batch_size"]
+        return DataLoader(items, batch_sampler=Buckets(), **common)
+    if kind == "distributed in batch sampler":
+        del common["batch_size"]
+        sampler = DistributedSampler(items, 2, 0, shuffle=True)
+        return DataLoader(items, batch_sampler=BatchSampler(sampler, 2, False), **common)
+    if kind == "no batching":
+        return DataLoader(items, shuffle=True, **{**common, "batch_size": None})
+    if kind == "iterable":
+        return DataLoader(Stream(draw), **common)
+    if kind == "list":
+        return [torch.tensor([float(k)]) for k in range(BATCHES)]
+    raise AssertionError(kind)
+
+
+# ------------------------------------------------------------------ a run in miniature
+
+
+def all_streams(generators: dict[str, torch.Generator]) -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        **{name: generator.get_state() for name, generator in generators.items()},
+    }
+
+
+def put_back(state: dict[str, Any], generators: dict[str, torch.Generator]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for name, generator in generators.items():
+        generator.set_state(state[name])
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    return value
+
+
+@dataclass
+class Run:
+    """Events of one run, and the streams at each; the record is what must not differ."""
+
+    record: list[Any] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    starts: dict[int, Any] = field(default_factory=dict)
+    ends: dict[tuple[int, int], Any] = field(default_factory=dict)
+    steps: Steps | None = None
+
+    def epoch_start(self, epoch: int) -> None:
+        self.events.append(f"epoch {epoch}")
+        assert self.steps is not None
+        self.starts[epoch] = all_streams(self.steps.generators)
+
+    def under_way(self, epoch: int, step: int) -> None:
+        self.events.append(f"begin {epoch}.{step}")
+
+    def step_end(self, epoch: int, step: int) -> None:
+        self.events.append(f"end {epoch}.{step}")
+        assert self.steps is not None
+        self.ends[epoch, step] = all_streams(self.steps.generators)
+        self.record.append((epoch, step, plain(self.ends[epoch, step])))
+
+    def train(self, **kwargs: Any) -> Run:
+        steps = self.steps = Steps(events=self, **kwargs)
+        for epoch, step, batch in steps:
+            self.record.append((epoch, step, plain(batch), steps.ends_step))
+            torch.rand(3), random.random(), np.random.rand()  # dropout and the like, between the draws of the dataset
+        self.record.append(("after", plain(all_streams(steps.generators))))
+        return self
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def after(record: list[Any], epoch: int, step: int) -> list[Any]:
+    """What comes after the end of a step."""
+    at = max(k for k, entry in enumerate(record) if entry[:2] == (epoch, step)) + 1
+    return record[at:]
+
+
+def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, **kwargs: Any) -> Run:
+    """The run in a "new process": other seeds, a new loader."""
+    seed_all(999)
+    run = Run()
+    new = make()
+
+    def restore(state: Any) -> Callable[[], None]:
+        def put() -> None:
+            assert run.steps is not None
+            put_back(state, run.steps.generators)
+
+        return put
+
+    at = ResumeAt(epoch, step, restore(whole.starts[epoch]), restore(whole.ends[epoch, step]))
+    return run.train(loader=new, resume=at, **kwargs)
+
+
+def whole_run(make: Callable[[], Any], **kwargs: Any) -> Run:
+    seed_all(1)
+    return Run().train(loader=make(), **kwargs)
+
+
+KINDS = [
+    "shuffle", "shuffle, drop_last", "shuffle with generator", "two generators", "with replacement, generator",
+    "with replacement", "weighted", "subset", "distributed", "sequential", "dict batches", "own batch sampler",
+    "distributed in batch sampler", "no batching", "iterable", "list",
+]  # fmt: skip
+
+
+def points(steps: int) -> list[tuple[int, int]]:
+    """In the first epoch, in a later one, at the first step, at the end of an epoch, at the very end."""
+    return [(1, 1), (1, 3), (2, 2), (1, steps), (2, steps), (3, steps)]
+
+
+@pytest.mark.parametrize("draw", ["none", "python", "numpy", "torch", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_without_workers_is_exact_wherever_it_was_cut(kind: str, draw: str) -> None:
+    def make() -> Any:
+        return loader(kind, draw)
+
+    whole = whole_run(make, epochs=3)
+    assert whole.steps is not None
+    for epoch, step in points(whole.steps.steps_per_epoch):
+        again = resumed(whole, make, epoch, step, epochs=3)
+        assert again.record == after(whole.record, epoch, step), (epoch, step)
+        assert again.steps is not None
+        assert again.steps.reasons == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("kind", "draw"),
+    [("shuffle", "all"), ("shuffle with generator", "all"), ("with replacement, generator", "torch"),
+     ("distributed", "python"), ("own batch sampler", "numpy"), ("iterable", "all"), ("no batching", "torch")],
+)  # fmt: skip
+def test_resume_with_workers_is_exact_wherever_it_was_cut(kind: str, draw: str) -> None:
+    def make() -> Any:
+        return loader(kind, draw, workers=2)
+
+    whole = whole_run(make, epochs=2)
+    assert whole.steps is not None
+    last = whole.steps.steps_per_epoch
+    for epoch, step in [(1, 2), (2, 3), (1, last), (2, last)]:
+        again = resumed(whole, make, epoch, step, epochs=2)
+        assert again.record == after(whole.record, epoch, step), (epoch, step)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["shuffle", "shuffle with generator"])
+def test_persistent_workers_are_exact_in_the_first_epoch_and_keep_their_order_later(kind: str) -> None:
+    def make(draw: str = "all") -> Any:
+        return loader(kind, draw, workers=2, persistent_workers=True)
+
+    whole = whole_run(make, epochs=3)
+    assert whole.steps is not None
+    assert any("persistent" in reason for reason in whole.steps.reasons)
+    assert resumed(whole, make, 1, 2, epochs=3).record == after(whole.record, 1, 2)
+    quiet = whole_run(lambda: make("none"), epochs=3)
+    for epoch, step in [(2, 2), (1, 6), (2, 6)]:
+        again = resumed(quiet, lambda: make("none"), epoch, step, epochs=3)
+        assert again.record == after(quiet.record, epoch, step), (epoch, step)
+    # Why it is not promised: what the workers draw in a later epoch is not what it would have been.
+    assert resumed(whole, make, 2, 2, epochs=3).record != after(whole.record, 2, 2)
+
+
+@pytest.mark.parametrize("accumulate", [2, 4, 6, 7])
+def test_accumulated_batches_make_one_step_and_the_left_over_ones_the_last(accumulate: int) -> None:
+    def make() -> Any:
+        return loader("shuffle", "all")
+
+    whole = whole_run(make, epochs=2, accumulate=accumulate)
+    assert whole.steps is not None
+    per_epoch = -(-BATCHES // accumulate)
+    assert whole.steps.steps_per_epoch == per_epoch
+    batches = [entry for entry in whole.record if len(entry) == 4]
+    assert [(entry[0], entry[1]) for entry in batches] == [
+        (epoch, at // accumulate + 1) for epoch in (1, 2) for at in range(BATCHES)
+    ]
+    assert [entry[3] for entry in batches] == [
+        (at + 1) % accumulate == 0 or at + 1 == BATCHES for _ in (1, 2) for at in range(BATCHES)
+    ]
+    assert [event for event in whole.events if event.startswith("end")] == [
+        f"end {epoch}.{step}" for epoch in (1, 2) for step in range(1, per_epoch + 1)
+    ]
+    for epoch, step in [(1, 1), (1, per_epoch), (2, 1)]:
+        again = resumed(whole, make, epoch, step, epochs=2, accumulate=accumulate)
+        assert again.record == after(whole.record, epoch, step)
+
+
+def test_a_run_that_is_resumed_can_be_resumed_again() -> None:
+    def make() -> Any:
+        return loader("shuffle with generator", "all")
+
+    whole = whole_run(make, epochs=3)
+    first = resumed(whole, make, 2, 1, epochs=3)
+    second = resumed(first, make, 2, 4, epochs=3)
+    third = resumed(second, make, 2, 6, epochs=3)
+    assert third.record == after(whole.record, 2, 6)
+
+
+# ------------------------------------------------------------------ order of events
+
+
+def test_events_come_in_the_documented_order() -> None:
+    run = Run()
+    steps = run.steps = Steps([10, 20, 30], 2, accumulate=2, events=run)
+    seen = run.events
+    for epoch, step, batch in steps:
+        seen.append(f"batch {epoch}.{step} {batch}")
+    one = ["begin {e}.1", "batch {e}.1 10", "batch {e}.1 20", "end {e}.1", "begin {e}.2", "batch {e}.2 30", "end {e}.2"]
+    assert seen == [text.format(e=epoch) for epoch in (1, 2) for text in ["epoch {e}", *one]]
+
+
+@pytest.mark.parametrize("how", ["break", "return", "raise"])
+def test_a_body_that_does_not_come_back_leaves_its_step_under_way(how: str) -> None:
+    run = Run()
+    steps = run.steps = Steps([10, 20, 30], 1, events=run)
+
+    def body() -> None:
+        for _, _, batch in steps:
+            if batch == 20:
+                if how == "break":
+                    break
+                if how == "return":
+                    return
+                raise ValueError
+
+    if how == "raise":
+        with pytest.raises(ValueError):
+            body()
+    else:
+        body()
+    assert run.events == ["epoch 1", "begin 1.1", "end 1.1", "begin 1.2"]
+    assert (steps.epoch, steps.step, steps.under_way) == (1, 2, True)
+
+
+def test_a_whole_loop_leaves_nothing_under_way() -> None:
+    run = Run()
+    steps = run.steps = Steps([10, 20], 1, events=run)
+    assert [batch for _, _, batch in steps] == [10, 20]
+    assert (steps.epoch, steps.step, steps.under_way) == (1, 2, False)
+
+
+def test_the_sampler_is_told_the_epoch_counted_from_zero_once() -> None:
+    class Told(DistributedSampler[Any]):
+        def __init__(self) -> None:
+            super().__init__(Items(), 2, 0)
+            self.told: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+            super().set_epoch(epoch)
+
+    for wrap in (False, True):
+        sampler = Told()
+        data: Any = (
+            DataLoader(Items(), batch_sampler=BatchSampler(sampler, 2, False))
+            if wrap
+            else DataLoader(Items(), 2, sampler=sampler)
+        )
+        run = Run()
+        run.steps = Steps(data, 3, events=run)
+        list(run.steps)
+        assert sampler.told == [0, 1, 2]
+
+
+# ------------------------------------------------------------------ negative controls
+
+
+@pytest.mark.process
+def test_control_skipping_by_index_with_workers_differs_where_the_dataset_draws() -> None:
+    def make(draw: str) -> Any:
+        return loader("shuffle", draw, workers=2)
+
+    for draw, equal in (("none", True), ("torch", False)):
+        whole = whole_run(lambda draw=draw: make(draw), epochs=2)
+        again = resumed(whole, lambda draw=draw: make(draw), 2, 3, epochs=2, data="skip")
+        assert (again.record == after(whole.record, 2, 3)) is equal
+        assert again.steps is not None
+        assert any("skipped by index" in reason for reason in again.steps.reasons)
+
+
+def test_control_without_the_streams_of_the_step_the_batches_differ() -> None:
+    def make() -> Any:
+        return loader("shuffle", "torch")
+
+    whole = whole_run(make, epochs=2)
+    seed_all(999)
+    run = Run()
+    run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, lambda: put_back(whole.starts[1], {}), None))
+    assert run.record != after(whole.record, 1, 3)
+    assert run.steps is not None
+    assert any("at the end of step 3 are not known" in reason for reason in run.steps.reasons)
+
+
+def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> None:
+    def make() -> Any:
+        return loader("shuffle")
+
+    whole = whole_run(make, epochs=2)
+    seed_all(999)
+    run = Run()
+    run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, None, lambda: put_back(whole.ends[1, 3], {})))
+    assert run.record != after(whole.record, 1, 3)
+    assert run.steps is not None
+    assert any("the start of epoch 1 are not known" in reason for reason in run.steps.reasons)
+
+
+# ------------------------------------------------------------------ what is not exact says so
+
+
+def test_a_sampler_that_draws_from_the_trainings_streams_between_batches_is_reported() -> None:
+    class Greedy(Sampler[int]):
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __iter__(self) -> Iterator[int]:
+            left = list(range(SAMPLES))
+            while left:
+                yield left.pop(random.randrange(len(left)))
+
+    def make() -> Any:
+        return DataLoader(Items(), BATCH, sampler=Greedy())
+
+    whole = whole_run(make, epochs=1)
+    again = resumed(whole, make, 1, 3, epochs=1)
+    assert again.record != after(whole.record, 1, 3)
+    assert again.steps is not None
+    assert any("sampler draws" in reason for reason in again.steps.reasons)
+
+
+def test_a_foreign_loader_that_draws_ahead_is_reported_and_one_that_does_not_draw_is_exact() -> None:
+    class Ahead:
+        def __init__(self, draws: bool) -> None:
+            self.draws = draws
+
+        def __len__(self) -> int:
+            return BATCHES
+
+        def make(self, k: int) -> Any:
+            return (k, torch.rand(()).item() if self.draws else 0.0)
+
+        def __iter__(self) -> Iterator[Any]:
+            coming = self.make(0)
+            for k in range(1, BATCHES + 1):
+                now, coming = coming, self.make(k)
+                yield now
+
+    for draws in (False, True):
+        whole = whole_run(lambda draws=draws: Ahead(draws), epochs=2)
+        again = resumed(whole, lambda draws=draws: Ahead(draws), 1, 3, epochs=2)
+        assert (again.record == after(whole.record, 1, 3)) is not draws
+        assert again.steps is not None
+        assert any("how far ahead" in reason for reason in again.steps.reasons) is draws
+
+
+def test_without_torchs_private_sampler_iterator_batches_are_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        return loader("shuffle", "none")
+
+    whole = whole_run(make, epochs=1)
+    monkeypatch.setattr("lastwords.optim_wrapper.data_position._SAMPLER_ITERATOR", "_gone_in_a_later_torch")
+    assert resumed(whole, make, 1, 3, epochs=1).record == after(whole.record, 1, 3)
+
+
+@pytest.mark.process
+def test_the_order_of_workers_without_in_order_is_not_promised() -> None:
+    run = Run()
+    steps = Steps(loader("shuffle", workers=2, in_order=False), 1, events=run)
+    assert any("in_order=False" in reason for reason in steps.reasons)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+class NoLength:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Unsized(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("bad", [NoLength(), DataLoader(Unsized()), iter([1, 2]), None])
+def test_a_loader_without_a_length_is_refused_with_what_to_do(bad: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no length .*tft\.step_end\(epoch, step\)"):
+        Steps(bad, 1, events=Run())
+
+
+def test_an_empty_loader_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drop_last"):
+        Steps(DataLoader(Items(), batch_size=100, drop_last=True), 1, events=Run())
+
+
+@pytest.mark.parametrize(("name", "value"), [("epochs", -1), ("epochs", 1.5), ("accumulate", 0), ("accumulate", True)])
+def test_counts_that_are_no_counts_are_refused(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"epochs": 1, "accumulate": 1, name: value}
+    with pytest.raises(ConfigError, match=name):
+        Steps([1], events=Run(), **arguments)
+
+
+class Liar:
+    def __init__(self, says: int, has: int) -> None:
+        self.says, self.has = says, has
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.has))
+
+
+def test_a_loader_whose_length_is_wrong_is_refused_when_it_shows() -> None:
+    for says, has, text in ((3, 2, "ended after 2 batches"), (2, 3, "more batches than its length, 2")):
+        run = Run()
+        with pytest.raises(ConfigError, match=text):
+            run.train(loader=Liar(says, has), epochs=1)
+
+
+def test_another_length_than_in_the_saved_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"epoch 1, step 7, but an epoch has 6 steps here"):
+        Steps([1] * 6, 2, events=Run(), resume=ResumeAt(1, 7, None, None))
+    with pytest.raises(ConfigError, match=r"ended after 2 batches, although 3"):
+        Run().train(loader=Liar(4, 2), epochs=1, resume=ResumeAt(1, 3, None, None))
+
+
+def test_steps_can_be_taken_once() -> None:
+    steps = Steps([1], 1, events=Run())
+    iter(steps)
+    with pytest.raises(ConfigError, match="once"):
+        iter(steps)
+
+
+def test_nothing_of_a_batch_is_kept_while_the_next_is_fetched() -> None:
+    import gc
+    import weakref
+
+    alive: list[Any] = []
+
+    class Loader:
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for k in range(3):
+                gc.collect()
+                assert all(reference() is None for reference in alive)
+                made = torch.tensor([k])
+                alive.append(weakref.ref(made))
+                yield made
+                del made
+
+    run = Run()
+    run.steps = Steps(Loader(), 1, events=run)
+    for _, _, batch in run.steps:
+        assert batch.numel() == 1
+        del batch
