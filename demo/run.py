@@ -49,7 +49,7 @@ def main() -> int:
     console = Console(highlight=False)
     console.print(
         f"[bold]{args.ranks} ranks learn handwritten digits, and one of them gets kill -9.[/]\n"
-        f"[dim]784-512-{args.hidden}-{args.hidden}-512-10, DDP, plain torchrun; seed {args.seed} chooses the victim.[/]\n"
+        f"[dim]784-512-{args.hidden}-{args.hidden}-512-10, DDP, torchrun; seed {args.seed} chooses the victim.[/]\n"
     )
     shutil.rmtree(args.out, ignore_errors=True)
     try:
