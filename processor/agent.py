@@ -65,7 +65,8 @@ class Agent:
         self._saver = saver
         self._departure = departure
         self._on_incident = on_incident
-        self._condition = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
+        self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
         self._session: SessionLike | None = None
         self._save_job: SaveJob | None = None
@@ -95,7 +96,7 @@ class Agent:
         """From now on keep the newest stand in the black box, where it survives this process."""
         with self._condition:
             self._phase_word = phase_word
-            self._write_stand()
+            self._settle_calls()
 
     def hello(self) -> Hello:
         """First report of every session (called by the session's thread)."""
@@ -131,23 +132,23 @@ class Agent:
 
     def ready(self) -> None:
         """The gradients of the step under way are final."""
-        with self._condition:
+        with self._lock:
             self._core.mark_ready()
-            self._settle_calls()
+            self._after_mark()
 
     def enter_update(self) -> None:
         """The optimizer is about to write. Parks during an incident."""
-        with self._condition:
+        with self._lock:
             entered = self._core.try_update()
-            self._settle_calls()
+            self._after_mark()
         if not entered:
             self._park(self._core.try_update)
 
     def leave_update(self) -> None:
         """The optimizer has written everything."""
-        with self._condition:
+        with self._lock:
             self._core.mark_updated()
-            self._settle_calls()
+            self._after_mark()
 
     def torn(self) -> None:
         """The update raised; this rank's weights are of no step."""
@@ -256,7 +257,14 @@ class Agent:
             for effect in self._core.take_effects():
                 self._carry_out(effect)
 
-    _write_stand = _settle_calls
+    def _after_mark(self) -> None:
+        """With the lock: the same as `_settle_calls`, for the calls of every step."""
+        core = self._core
+        if self._phase_word is not None:
+            stand = core.stand
+            self._phase_word.set_stand(stand.phase, stand.step)
+        if core.has_effects:
+            self._settle_calls()
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
