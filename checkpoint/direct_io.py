@@ -52,12 +52,14 @@ class FileSum:
 
 
 def as_bytes(data: Buffer) -> Bytes:
-    """The memory of a contiguous buffer as uint8, without a copy.
+    """The memory of a contiguous buffer as uint8, without a copy; ValueError if it is not contiguous.
 
     >>> as_bytes(memoryview(b"ab")).tolist()
     [97, 98]
     """
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError(f"memory of shape {view.shape} and strides {view.strides} is not contiguous: copy it first")
     if view.nbytes == 0:
         return np.empty(0, np.uint8)
     return np.frombuffer(view, np.uint8)
