@@ -86,6 +86,8 @@ class Steps:
                 raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
         self._loader: Any = loader
         self._facts = loader_facts(loader)
+        self.generators: dict[str, torch.Generator] = generators(loader)
+        """The torch generators that the loader draws from; their states belong to the random streams."""
         self._epochs = epochs
         self._accumulate = accumulate
         self._events = events
@@ -121,16 +123,18 @@ class Steps:
         """Steps in each epoch on this rank; must be the same on all ranks."""
         return -(-self._facts.batches // self._accumulate)
 
-    @property
-    def generators(self) -> dict[str, torch.Generator]:
-        """The torch generators that the loader draws from; their states belong to the random streams."""
-        return generators(self._loader)
-
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:
         if self._begun:
             raise ConfigError("these steps have been iterated over already; call steps() once for the whole run")
         self._begun = True
-        return self._all()
+        return self._whole()
+
+    def _whole(self) -> Generator[tuple[int, int, Any], None, None]:
+        try:
+            yield from self._all()
+        finally:
+            # Left to the garbage collector in a cycle, persistent workers take five seconds each to end.
+            self._loader = None
 
     def _all(self) -> Generator[tuple[int, int, Any], None, None]:
         resume = self._resume
