@@ -240,16 +240,32 @@ class Trainer:
         self.faults.at("left")
 
     def train_own_loop(self, tft: Any, point: Any) -> None:
-        """A loop of the user's own: `step_end` once a step."""
+        """A loop of the user's own: `step_end` once a step, and its own way back to where it was in the data."""
         skipped = (0, 0) if point is None else (point.epoch, point.step)
+        streams = None if point is None else get_streams()
         for epoch, step, batch in self.batches():
             if (epoch, step) <= skipped:
                 continue
+            if streams is not None:
+                set_streams(streams)
+                streams = None
             more = self.train_batch(epoch, step, batch)
             if self.micro == 0:
                 tft.step_end(epoch, step)
             if not more:
                 break
+
+
+def get_streams() -> tuple[Any, Any, torch.Tensor]:
+    """The random streams as they are now."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_streams(streams: tuple[Any, Any, torch.Tensor]) -> None:
+    """Put the random streams back."""
+    random.setstate(streams[0])
+    np.random.set_state(streams[1])
+    torch.set_rng_state(streams[2])
 
 
 def take_output(directory: Path, rank: int) -> None:
