@@ -9,6 +9,7 @@ from lastwords.controller.events import (
     RESEND_INTERVAL_S,
     Outcome,
     OutcomeKind,
+    Reply,
     State,
     Stop,
 )
@@ -32,6 +33,7 @@ class Closing:
         self._context = context
         self.farewell: Order | None = None  # what everybody is told while the job ends
         self.outcome: Outcome | None = None
+        self._told_strangers: set[int] = set()  # ranks that came too late to register, and know by now
 
     @property
     def stopped(self) -> bool:
@@ -83,7 +85,7 @@ class Closing:
             self._stop(f"the job has ended; {ranks_text(self._lingering())} did not close the session")
             return
         assert self.farewell is not None
-        for rank in self._lingering():
+        for rank in sorted(self._context.members.members):
             self._context.send(rank, self.farewell)
         self._context.timers.set("farewell", self._context.now_s + RESEND_INTERVAL_S)
 
@@ -92,9 +94,18 @@ class Closing:
         if self.farewell is not None and self._context.state is not State.STOPPED and not self._lingering():
             self._stop("the job has ended and every rank has left")
 
+    def tell_stranger(self, rank: int) -> None:
+        """A rank has come that was not registered before the job ended."""
+        assert self.farewell is not None
+        self._told_strangers.add(rank)
+        self._context.emit(Reply(self.farewell))
+        self.stop_if_empty()
+
     def _lingering(self) -> list[int]:
-        """Ranks that may still have to be told, sorted."""
-        return sorted(rank for rank, member in self._context.members.members.items() if member.living)
+        """Ranks that may still have to be told, sorted: those that live, and those that are still to come."""
+        members = self._context.members
+        living = [rank for rank, member in members.members.items() if member.living]
+        return sorted(living + [rank for rank in members.missing_ranks if rank not in self._told_strangers])
 
     def _stop(self, reason: str) -> None:
         self._context.state = State.STOPPED

@@ -162,7 +162,9 @@ class ControllerCore:
         elif self._context.state is State.REGISTERING:
             missing = ranks_text(self._members.missing_ranks)
             text = f"{missing} did not register within {self._context.options.start_timeout_s:g} s"
-            self._closing.refuse_all(f"{text}; look at their output, and check that every rank was started")
+            self._closing.refuse_all(
+                f"{text}; look at the output of what is missing, and check that every rank was started"
+            )
 
     # ------------------------------------------------------------------ reports
 
@@ -243,7 +245,7 @@ class ControllerCore:
             context.emit(Reply(Refused(members.generation, refusal)))
             return
         if known is None and self._closing.farewell is not None:
-            context.emit(Reply(self._closing.farewell))
+            self._closing.tell_stranger(hello.rank)
             return
         member = members.admit(hello)
         if known is None and members.complete:

@@ -96,7 +96,7 @@ class Causes:
         >>> causes = Causes()
         >>> _ = causes.add_signal(1, "was asked to stop"), causes.add_signal(0, "was asked to stop")
         >>> causes.text()
-        'ranks 0 and 1: was asked to stop'
+        'ranks 0 and 1: each was asked to stop'
         """
         by_words: dict[str, list[int]] = {}
         for rank, words in sorted(self._words.items()):
@@ -106,4 +106,4 @@ class Causes:
 
 def _phrase(ranks: Iterable[int], words: str) -> str:
     ordered = list(ranks)
-    return f"{ranks_text(ordered)} {words}" if len(ordered) == 1 else f"{ranks_text(ordered)}: {words}"
+    return f"{ranks_text(ordered)} {words}" if len(ordered) == 1 else f"{ranks_text(ordered)}: each {words}"

@@ -91,7 +91,9 @@ class Incident:
         self._unsettled.discard(rank)
         self._settled.pop(rank, None)
         self._proceeding.pop(rank, None)
-        self._lose_writer(rank, f"rank {rank}, which was writing, {death_text(source)}")
+        if self._saving.drop_writer(rank):
+            self._context.log(WARNING, f"incident {self.number}: rank {rank} had not finished its part; choosing again")
+            self._choose_again()
         self.advance()
 
     def on_suspicion(self, rank: int, source: DeathSource) -> None:
@@ -281,11 +283,6 @@ class Incident:
         else:
             self.excluded[report.rank] = f"could not write ({report.reason})"
         self._choose_again()
-
-    def _lose_writer(self, rank: int, words: str) -> None:
-        if self._saving.drop_writer(rank):
-            self._context.log(WARNING, f"incident {self.number}: {words}; choosing again")
-            self._choose_again()
 
     def _choose_again(self) -> None:
         self._context.state = State.PROCEEDING if self._proceeding else State.SETTLING

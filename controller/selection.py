@@ -11,7 +11,7 @@ its writer has died since.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -94,9 +94,6 @@ class NoDecision:
     reason: str
 
 
-CanWrite = Callable[[RankView], bool]
-
-
 @dataclass(frozen=True, slots=True)
 class _Survey:
     """The ranks, indexed once, so that a choice among thousands stays linear."""
@@ -109,10 +106,29 @@ class _Survey:
     parts: Sequence[Part]
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a checkpoint of `step` could be written. refused_hosts: the file system has refused their writes there."""
+
+    step: int
+    target: int
+    refused_hosts: frozenset[str]
+    may_retry: bool
+
+    def may_write(self, view: RankView) -> bool:
+        """True if this rank may try: it never does twice, and its host only as the last resort."""
+        return self.target not in view.refused_targets and (self.may_retry or view.host_id not in self.refused_hosts)
+
+    def must_proceed(self, view: RankView) -> bool:
+        """True if this rank reaches the step only by applying its gradients."""
+        return view.stand is not None and not holds(view.stand, self.step)
+
+
 @dataclass(slots=True)
 class _Draft:
-    """A choice that is being made for one (step, target)."""
+    """A choice that is being made for one place."""
 
+    place: _Place
     kept: list[Part]
     units_of: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     locals_of: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -198,15 +214,21 @@ def _select_among(
     for step in steps:
         if step <= base_step:
             break
-        for target, may_retry in _places(targets, retry_refused):
-            draft = _draft(survey, step, target, may_retry)
-            if isinstance(draft, _Draft):
-                return _decision(survey, draft, step, target, given_up)
-            first_obstacle = first_obstacle or draft
-            by_storage = by_storage or draft.storage
+        for may_retry in (False, True) if retry_refused else (False,):
+            places = [_place(survey, step, target, may_retry) for target in targets]
+            answers = [_draft(survey, place) for place in places]
+            drafts = [answer for answer in answers if isinstance(answer, _Draft)]
+            if drafts:  # the first directory, unless another one saves the rank-local state of more ranks
+                best = min(drafts, key=lambda draft: len(draft.lost_local_ranks))
+                return _decision(survey, best, given_up)
+            for obstacle in answers:
+                assert isinstance(obstacle, _Obstacle)
+                first_obstacle = first_obstacle or obstacle
+                by_storage = by_storage or obstacle.storage
     assert first_obstacle is not None
-    kind = NoDecisionKind.STORAGE if by_storage else NoDecisionKind.NO_HOLDER
-    return NoDecision(kind, _obstacle_text(survey, first_obstacle, steps[0]))
+    if by_storage:
+        return NoDecision(NoDecisionKind.STORAGE, f"nobody is left who could write {first_obstacle.unit}")
+    return NoDecision(NoDecisionKind.NO_HOLDER, _obstacle_text(survey, first_obstacle, steps[0]))
 
 
 def _candidate_steps(survey: _Survey) -> list[int]:
@@ -217,45 +239,35 @@ def _candidate_steps(survey: _Survey) -> list[int]:
     return sorted((step for step in reached | {lowest} if step >= lowest), reverse=True) if reached else []
 
 
-def _places(targets: Sequence[int], retry_refused: bool) -> list[tuple[int, bool]]:
-    """(target, may hosts that were refused there try again) in the order of preference."""
-    places = [(target, False) for target in targets]
-    if retry_refused:
-        places += [(target, True) for target in targets]
-    return places
+def _place(survey: _Survey, step: int, target: int, may_retry: bool) -> _Place:
+    refused = frozenset(view.host_id for view in survey.views.values() if target in view.refused_targets)
+    return _Place(step, target, refused, may_retry)
 
 
-def _draft(survey: _Survey, step: int, target: int, may_retry: bool) -> _Draft | _Obstacle:
+def _draft(survey: _Survey, place: _Place) -> _Draft | _Obstacle:
     """Assign every unit and all rank-local state, or name the unit that cannot be had."""
-    refused_hosts = set()
-    if not may_retry:
-        refused_hosts = {view.host_id for view in survey.views.values() if target in view.refused_targets}
-
-    def may_write(view: RankView) -> bool:
-        return target not in view.refused_targets and view.host_id not in refused_hosts
-
-    draft = _Draft(_kept_parts(survey.parts, step, target))
+    draft = _Draft(place, _kept_parts(survey.parts, place))
     while True:
-        obstacle, reopened = _assign_units(survey, draft, step, may_write)
+        obstacle, reopened = _assign_units(survey, draft)
         if obstacle is not None:
             return obstacle
         if reopened is None:
-            reopened = _assign_locals(survey, draft, step, may_write)
+            reopened = _assign_locals(survey, draft)
         if reopened is None:
             return draft
         # A rank has one part per checkpoint: the one that has to write more writes all of it anew. What it had
         # finished stays on disk until it is replaced, so that its death meanwhile costs nothing.
-        draft = _Draft([part for part in draft.kept if part.rank != reopened])
+        draft = _Draft(place, [part for part in draft.kept if part.rank != reopened])
 
 
-def _kept_parts(parts: Sequence[Part], step: int, target: int) -> list[Part]:
+def _kept_parts(parts: Sequence[Part], place: _Place) -> list[Part]:
     """Parts of this step and directory; of several by one rank the newest, and nothing twice."""
     kept: list[Part] = []
     ranks: set[int] = set()
     units: set[str] = set()
     local_ranks: set[int] = set()
     for part in parts:
-        if part.step != step or part.target != target or part.rank in ranks:
+        if (part.step, part.target) != (place.step, place.target) or part.rank in ranks:
             continue
         if units.isdisjoint(part.units) and local_ranks.isdisjoint(part.local_ranks):
             kept.append(part)
@@ -265,43 +277,42 @@ def _kept_parts(parts: Sequence[Part], step: int, target: int) -> list[Part]:
     return kept
 
 
-def _assign_units(
-    survey: _Survey, draft: _Draft, step: int, may_write: CanWrite
-) -> tuple[_Obstacle | None, int | None]:
+def _assign_units(survey: _Survey, draft: _Draft) -> tuple[_Obstacle | None, int | None]:
     """Give each unit that no kept part has to the best holder; (obstacle, rank whose kept part must be redone)."""
+    place = draft.place
     covered = {unit for part in draft.kept for unit in part.units}
     kept_ranks = {part.rank for part in draft.kept}
+
+    def cost(view: RankView) -> tuple[bool, bool, bool, int]:
+        return place.must_proceed(view), view.host_id in place.refused_hosts, view.rank in kept_ranks, view.rank
+
     for unit in survey.units:
         if unit in covered:
             continue
-        holders = [view for view in survey.holders.get(unit, ()) if view.stand is not None and step in view.stand.reach]
-        able = [view for view in holders if may_write(view)]
-        if not able:
+        holders = [view for view in survey.holders.get(unit, ()) if view.stand and place.step in view.stand.reach]
+        best = min(filter(place.may_write, holders), key=cost, default=None)
+        if best is None:
             return _Obstacle(unit, storage=bool(holders)), None
-        best = min(able, key=lambda view: (_must_proceed(view, step), view.rank in kept_ranks, view.rank))
         if best.rank in kept_ranks:
             return None, best.rank
         draft.units_of[best.rank].append(unit)
-        if _must_proceed(best, step):
+        if place.must_proceed(best):
             draft.proceed.add(best.rank)
     return None, None
 
 
-def _must_proceed(view: RankView, step: int) -> bool:
-    return view.stand is not None and not holds(view.stand, step)
-
-
-def _assign_locals(survey: _Survey, draft: _Draft, step: int, may_write: CanWrite) -> int | None:
+def _assign_locals(survey: _Survey, draft: _Draft) -> int | None:
     """Give each rank's local state to a rank of its host, which can read its black box even if it is dead.
 
     A rank that writes a unit anyway is preferred, then one that stands at the step, then the lowest. Any usable
     rank will do, even a torn one: it only copies boxes. Returns a rank whose kept part must be redone, if any.
     """
+    place = draft.place
     covered = {rank for part in draft.kept for rank in part.local_ranks}
     kept_ranks = {part.rank for part in draft.kept}
 
     def cost(view: RankView) -> tuple[bool, bool, bool, int]:
-        return view.rank in kept_ranks, view.rank not in draft.units_of, _must_proceed(view, step), view.rank
+        return view.rank in kept_ranks, view.rank not in draft.units_of, place.must_proceed(view), view.rank
 
     writers: dict[str, RankView | None] = {}
     for rank in sorted(survey.views):
@@ -309,7 +320,7 @@ def _assign_locals(survey: _Survey, draft: _Draft, step: int, may_write: CanWrit
             continue
         host_id = survey.views[rank].host_id
         if host_id not in writers:
-            writers[host_id] = min(filter(may_write, survey.by_host.get(host_id, ())), key=cost, default=None)
+            writers[host_id] = min(filter(place.may_write, survey.by_host.get(host_id, ())), key=cost, default=None)
         writer = writers[host_id]
         if writer is None:
             draft.lost_local_ranks.append(rank)
@@ -320,20 +331,20 @@ def _assign_locals(survey: _Survey, draft: _Draft, step: int, may_write: CanWrit
     return None
 
 
-def _decision(survey: _Survey, draft: _Draft, step: int, target: int, given_up: tuple[int, ...]) -> Decision:
+def _decision(survey: _Survey, draft: _Draft, given_up: tuple[int, ...]) -> Decision:
     ranks = sorted(set(draft.units_of) | set(draft.locals_of))
     writers = {
         rank: Assignment(tuple(draft.units_of.get(rank, ())), tuple(draft.locals_of.get(rank, ()))) for rank in ranks
     }
     return Decision(
-        step=step,
-        target=target,
+        step=draft.place.step,
+        target=draft.place.target,
         kept=tuple(sorted(draft.kept, key=lambda part: part.rank)),
         writers=writers,
         proceed=tuple(sorted(draft.proceed)),
         lost_local_ranks=tuple(draft.lost_local_ranks),
         given_up=given_up,
-        reason=_decision_text(survey, draft, step, target, given_up),
+        reason=_decision_text(survey, draft, given_up),
     )
 
 
@@ -346,7 +357,8 @@ def _nothing_text(base_step: int) -> str:
     return f"no step had been ended since the start at step {base_step}, whose checkpoint is still the newest"
 
 
-def _decision_text(survey: _Survey, draft: _Draft, step: int, target: int, given_up: tuple[int, ...]) -> str:
+def _decision_text(survey: _Survey, draft: _Draft, given_up: tuple[int, ...]) -> str:
+    step = draft.place.step
     at_step = [view.rank for view in survey.usable if view.stand is not None and holds(view.stand, step)]
     words = [f"step {step} is held by {ranks_text(at_step)}" if at_step else f"step {step} is in finished files"]
     for rank in sorted(draft.units_of):
@@ -358,10 +370,10 @@ def _decision_text(survey: _Survey, draft: _Draft, step: int, target: int, given
     if draft.proceed:
         words.append(f"{ranks_text(draft.proceed)} must apply the gradients of step {step} first")
     if draft.lost_local_ranks:
-        words.append(f"the rank-local state of {ranks_text(draft.lost_local_ranks)} is lost with its host")
+        words.append(f"nobody can write the rank-local state of {ranks_text(draft.lost_local_ranks)}")
     if given_up:
         words.append(f"{ranks_text(given_up)} can write nowhere")
-    if target != PRIMARY_TARGET:
+    if draft.place.target != PRIMARY_TARGET:
         words.append("the fallback directory is used")
     return "; ".join(words)
 
@@ -377,6 +389,4 @@ def _obstacle_text(survey: _Survey, obstacle: _Obstacle, step: int) -> str:
 def _absence(view: RankView) -> str:
     if view.stand is None:
         return view.absence or "is gone"
-    if view.refused_targets:
-        return "could not write it"
     return f"stands at {view.stand}"

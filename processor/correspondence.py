@@ -41,7 +41,7 @@ class Correspondence:
             self.raised,
             self.left,
             self._part.settled,
-            self._part.save_answer,
+            self._part.save_result,
         )
         return tuple(report for report in owed if report is not None)
 

@@ -113,6 +113,11 @@ class Participation:
 
     # ------------------------------------------------------------------ save
 
+    @property
+    def save_result(self) -> Saved | SaveFailed | None:
+        """How this rank's newest part ended, if it has."""
+        return None if isinstance(self.save_answer, SaveProgress) else self.save_answer
+
     def on_save(self, order: Save, stand: Stand) -> None:
         """Write, if this rank can; of two orders the one of the newer attempt counts."""
         if order.incident != self.incident or order.attempt < self.attempt:
