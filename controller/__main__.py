@@ -33,6 +33,9 @@ _log = logging.getLogger("lastwords.controller")
 LOG_RECORDS_MAX = 10_000
 """Records that wait for a disk that hangs; later ones are dropped, since the loop must not wait for a disk."""
 
+PRIORITY = -10
+"""A host whose trainers use every core makes a process of usual priority wait some milliseconds for its turn."""
+
 
 class _DroppingHandler(logging.handlers.QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -107,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one socket for each session
         sys.setswitchinterval(0.0005)  # a storage thread must not keep the loop from a death for 5 ms
+        with contextlib.suppress(OSError):  # only allowed to some users; it needs little, but that at once
+            os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         gc.freeze()
         asyncio.run(_serve(spec, token, lambda: _tell(ready_fd, {"ready": True})))
         code = 0

@@ -253,7 +253,7 @@ def await_address(
             newest, moved_mono_s = record, now_s
         if record.is_idle_stage and record.live > 0 and now_s - began_mono_s > live_grace_s:
             raise ConfigError(
-                f"{ip} port {port} is held by the {record}, which serves {record.live} living ranks; "
+                f"{ip} port {port} is held by the {record}, which is {record.stage} with {record.live} living ranks; "
                 "end that job first, or give this one another ctrl_port"
             )
         if now_s - moved_mono_s > stall_s:

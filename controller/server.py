@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 HOUSEKEEPING_INTERVAL_S = 0.2
 """How often the run file is brought up to date and the starter is looked after."""
 
+STRAYS_LOGGED = 3
+"""A refused process that goes on talking is mentioned this often."""
+
 STOP_GRACE_S = 1.0
 """What is left to say gets this long; the core has waited for the sessions to end before it stops."""
 
@@ -132,6 +135,7 @@ class ControllerShell:
             housekeeping.cancel()
             if self._timer is not None:
                 self._timer.cancel()
+            await self._service.end_all(STOP_GRACE_S)
             await server.stop(STOP_GRACE_S)
             await self._loop.run_in_executor(None, self._clean_up)
         return self._stop_reason or ""
@@ -209,9 +213,11 @@ class ControllerShell:
                 self._take_hello(session, report, now_s)
                 continue
             if self._session_of.get(report.rank) is not session:
-                _log.warning(
-                    "dropped %s of rank %d: no accepted Hello in that session", type(report).__name__, report.rank
-                )
+                session.strays += 1
+                if session.strays <= STRAYS_LOGGED:
+                    _log.warning(
+                        "%s: dropped %s of rank %d, not accepted there", session, type(report).__name__, report.rank
+                    )
                 continue
             seen = self._seen[report.rank]
             seen.heard_mono_s = now_s

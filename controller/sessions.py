@@ -56,6 +56,7 @@ class PeerSession:
         self.peer: str = context.peer()
         self.ranks: set[int] = set()
         self.open = True
+        self.strays = 0  # reports of ranks that are not accepted in this session
         self._cancelled = False
         self._context = context
         self._orders: list[tuple[list[int], Order]] = []
@@ -124,6 +125,7 @@ class SessionService:
         self._token = token.encode()
         self._owner = owner
         self._refusals = 0
+        self._open: set[PeerSession] = set()
 
     def register(self, server: Any) -> None:
         """Add this service to a grpc.aio server. Bytes go in and out, so that a malformed message reaches us."""
@@ -134,6 +136,14 @@ class SessionService:
             state: grpc.unary_unary_rpc_method_handler(self._state),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(prefix[1:], handlers),))
+
+    async def end_all(self, timeout_s: float) -> None:
+        """End every session, after what is still to be said; waits at most `timeout_s` for a slow peer."""
+        sessions = list(self._open)
+        if sessions:
+            await asyncio.wait([asyncio.ensure_future(session.drained()) for session in sessions], timeout=timeout_s)
+        for session in sessions:
+            session.cancel()
 
     async def _admit(self, context: Any) -> None:
         """Abort the call unless it carries the token and speaks our protocol."""
@@ -167,12 +177,14 @@ class SessionService:
         await self._admit(context)
         await context.send_initial_metadata(())
         session = PeerSession(context)
+        self._open.add(session)
         try:
             if not await session.run(self._read(session, context)):
                 await context.abort(grpc.StatusCode.ABORTED, "the controller has ended this session; connect again")
             await session.drained()
         finally:
             session.open = False
+            self._open.discard(session)
             self._owner.on_closed(session)
 
     async def _read(self, session: PeerSession, context: Any) -> None:

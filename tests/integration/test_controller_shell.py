@@ -29,7 +29,7 @@ from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.transport import call_metadata, channel_options, grpc, host_port
-from lastwords.vocabulary import ExitKind, Freeze, Hello, Phase, ProcessId, Stand, Status
+from lastwords.vocabulary import ExitKind, Freeze, Hello, Phase, ProcessId, Resume, Stand, Status
 from tests.integration.puppet import WAIT_S, Puppet, PuppetProcess
 
 pytestmark = pytest.mark.process
@@ -91,6 +91,12 @@ class Job:
         path = self.spec.incidents_path
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def incident(self) -> dict[str, Any]:
+        """The one incident; its line is written while the ranks are told."""
+        wait_for(self.incidents)
+        (record,) = self.incidents()
+        return record
+
     def close(self) -> None:
         for process in self.processes:
             process.close()
@@ -100,6 +106,11 @@ class Job:
             if handle.wait(0.0) is None:
                 os.kill(handle.pid, signal.SIGKILL)
                 handle.wait(WAIT_S)
+            log = handle.log_path.read_text()
+            assert "Traceback" not in log, log
+        for generation in range(1, self.spec.generation + 1):
+            paths.remove_job_dir(self.spec.job, generation)
+        handover.run_file_path(HOST, self.spec.port).unlink(missing_ok=True)
 
     def assert_nothing_is_left(self) -> None:
         for handle in self.handles:
@@ -180,14 +191,15 @@ def test_a_death_before_the_first_step_leaves_a_message_and_no_directory(job: Jo
 def test_a_session_that_returns_in_time_is_a_false_alarm_and_training_goes_on(job: Job) -> None:
     job.start(lost_confirm_s=5.0)
     puppets = job.train(steps=3)
-    for _ in range(3):
-        call = puppets[1].session._call
-        call.cancel()
-        puppets[0].await_(lambda: any(isinstance(order, Freeze) for order in puppets[0].orders), "for a freeze")
+    for count in range(1, 4):
+        puppets[1].session._call.cancel()
+        end = Resume(1, count)
         for puppet in puppets:
-            puppet.await_(lambda puppet=puppet: puppet.core.may_train, "to train on")
-            puppet.orders.clear()
+            puppet.await_(lambda puppet=puppet, end=end: end in puppet.orders, "for the alarm's end")
+            assert puppet.core.may_train
+        for puppet in puppets:
             puppet.step()
+    wait_for(lambda: len(job.incidents()) == 3)
     assert [incident["outcome"] for incident in job.incidents()] == ["FALSE_ALARM"] * 3
     for puppet in puppets:
         puppet.call("mark_left")
@@ -209,7 +221,7 @@ def test_a_writer_that_fails_is_replaced_and_its_files_vanish(job: Job) -> None:
     assert {puppet.exit_order().kind for puppet in puppets} == {ExitKind.SAVED}
     manifest = open_checkpoint(layout.checkpoint_dir(job.spec.root, 4)).manifest
     assert {entry.writer for entry in manifest.units.values()} != {0}
-    (incident,) = job.incidents()
+    incident = job.incident()
     assert any(event["what"] == "save_failed" for event in incident["events"])
     for puppet in puppets:
         puppet.close()
@@ -257,21 +269,14 @@ def test_a_publication_that_the_file_system_refuses_ends_with_the_reason(job: Jo
 
 def test_kill_9_is_known_at_once_and_everybody_else_is_told_where_the_checkpoint_is(job: Job) -> None:
     job.start()
-    ranks = [job.puppet_process(rank) for rank in range(3)]
-    for rank in ranks:
-        rank.begin_call("begin")
-    for rank in ranks:
-        rank._results.get(timeout=WAIT_S)
-    for rank in ranks:
-        rank.call("await_go")
-        rank.call("step", 5)
+    ranks = train_processes(job, 5)
     killed_mono_s = ranks[0].kill()
     told = [rank.told() for rank in ranks[1:]]
     assert {message["path"] for message in told} == {str(layout.checkpoint_dir(job.spec.root, 5))}
     for rank in ranks[1:]:
         rank.begin_call("release")
         assert rank.process.wait(WAIT_S) == 0
-    (incident,) = job.incidents()
+    incident = job.incident()
     assert incident["cause_ranks"] == [0]
     assert incident["known_mono_s"] - killed_mono_s < 0.1
     what = [event["what"] for event in incident["events"]]
@@ -290,16 +295,63 @@ def test_kill_9_is_known_at_once_and_everybody_else_is_told_where_the_checkpoint
 
 def test_when_all_ranks_are_killed_the_controller_ends_by_itself(job: Job) -> None:
     job.start()
-    ranks = [job.puppet_process(rank) for rank in range(3)]
+    for rank in train_processes(job, 2):
+        rank.kill()
+    job.assert_nothing_is_left()
+
+
+# ------------------------------------------------------------------ silence
+
+
+def train_processes(job: Job, steps: int) -> list[PuppetProcess]:
+    ranks = [job.puppet_process(rank) for rank in range(job.spec.world_size)]
     for rank in ranks:
         rank.begin_call("begin")
     for rank in ranks:
         rank._results.get(timeout=WAIT_S)
     for rank in ranks:
         rank.call("await_go")
+        rank.call("step", steps)
+    return ranks
+
+
+def test_a_host_that_falls_silent_is_known_within_two_seconds_and_may_come_back(job: Job) -> None:
+    """A stopped process answers no ping, exactly like a host without power; nothing closes its connection."""
+    job.start(lost_confirm_s=30.0)
+    ranks = train_processes(job, 3)
+    stopped_mono_s = time.monotonic()
+    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    wait_for(lambda: query_state(job.address, TOKEN).incident == 1)
+    known_after_s = time.monotonic() - stopped_mono_s
+    os.kill(ranks[1].process.pid, signal.SIGCONT)
+    incident = job.incident()
+    assert incident["outcome"] == "FALSE_ALARM"
+    assert incident["known_mono_s"] - stopped_mono_s < 2.2
+    assert known_after_s < 3.0
     for rank in ranks:
-        rank.kill()
-    job.assert_nothing_is_left()
+        assert rank.call("step", 2) is None
+
+
+def test_a_shorter_keepalive_knows_sooner(job: Job) -> None:
+    job.start(lost_confirm_s=30.0, keepalive_time_s=0.2, keepalive_timeout_s=0.3)
+    ranks = train_processes(job, 3)
+    stopped_mono_s = time.monotonic()
+    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    wait_for(lambda: query_state(job.address, TOKEN).incident == 1)
+    os.kill(ranks[1].process.pid, signal.SIGCONT)
+    assert job.incident()["known_mono_s"] - stopped_mono_s < 0.8
+
+
+def test_busy_cores_are_no_lost_host(job: Job) -> None:
+    job.start()
+    ranks = train_processes(job, 3)
+    burn = "import time; end = time.monotonic() + 5\nwhile time.monotonic() < end: pass"
+    burners = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(2 * (os.cpu_count() or 1))]
+    for burner in burners:
+        burner.wait()
+    assert query_state(job.address, TOKEN).incident == 0
+    for rank in ranks:
+        rank.call("step", 1)
 
 
 # ------------------------------------------------------------------ who may take part
@@ -398,7 +450,7 @@ def test_reports_for_a_rank_of_another_session_are_dropped(job: Job) -> None:
     puppets = job.train(steps=2)
     stay = threading.Event()
     channel, call = raw_session(job, [codec.reports_to_bytes([Status(1, 1, Stand(Phase.COMPUTING, 99))])], stay)
-    wait_for(lambda: "no accepted Hello" in handle.log_path.read_text())
+    wait_for(lambda: "not accepted there" in handle.log_path.read_text())
     stay.set()
     list(call)
     channel.close()
