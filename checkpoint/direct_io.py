@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lastwords.checkpoint.system import BLOCK_BYTES, REAL_OS, Os, storage_error, storage_errors
+from lastwords.checkpoint.system import BLOCK_BYTES, REAL_OS, Os, close, storage_error, storage_errors
 from lastwords.errors import StorageError
 
 CHUNK_BYTES = 4 << 20
@@ -160,7 +160,7 @@ class DirectWriter:
             with storage_errors("fsync of", self._path):
                 self._os.fsync(fd)
         finally:
-            self._os.close(fd)
+            close(fd, self._path, self._os)
         return FileSum(self._size, tuple(self._chunks))
 
     # ------------------------------------------------------------------ the caller's thread
@@ -244,7 +244,10 @@ class DirectWriter:
             thread.join()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            self._os.close(fd)
+            try:
+                self._os.close(fd)
+            except OSError:
+                pass  # it is given up anyway, and what led to that matters more
 
     # ------------------------------------------------------------------ the writing threads
 

@@ -21,7 +21,7 @@ from lastwords.checkpoint.format import Header, TensorSpec
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.part import FileEntry
 from lastwords.checkpoint.partfile import check_header, open_part_file
-from lastwords.checkpoint.system import REAL_OS, Os, storage_error, storage_errors
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ def _read_file(directory: Path, entry: FileEntry, pieces: Sequence[_Piece] | Non
             finally:
                 pool.shutdown(cancel_futures=True)
     finally:
-        os.close(fd)
+        close(fd, directory / entry.path, os)
 
 
 def _plan(entry: FileEntry, pieces: Sequence[_Piece] | None) -> list[tuple[int, list[_Piece]]]:

@@ -15,7 +15,7 @@ from lastwords.checkpoint.direct_io import Buffer, DirectWriter, as_bytes
 from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document
 from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order, is_checksum
 from lastwords.checkpoint.storable import pack, unpack
-from lastwords.checkpoint.system import REAL_OS, Os, make_directories, read_whole, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, Os, close, make_directories, read_whole, storage_errors, sync_directory
 from lastwords.errors import ConfigError, FormatError
 
 PART_FORMAT = 1
@@ -355,7 +355,7 @@ def write_document(path: Path, raw: bytes, os: Os) -> None:
                 done += os.pwrite(fd, view[done:], done)
             os.fsync(fd)
         finally:
-            os.close(fd)
+            close(fd, path, os)
 
 
 def read_part(rank_dir: Path, os: Os = REAL_OS) -> Part:

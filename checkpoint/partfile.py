@@ -11,7 +11,7 @@ import xxhash
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
 from lastwords.checkpoint.part import FILE_FORMAT, FileEntry
-from lastwords.checkpoint.system import REAL_OS, Os, storage_error, storage_errors
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
 from lastwords.errors import FormatError, IncompleteError
 
 
@@ -33,7 +33,7 @@ def open_part_file(directory: Path, entry: FileEntry, os: Os) -> int:
             kind = "truncated" if size < entry.bytes else "too long"
             raise FormatError(damage(path, f"it is {kind}: {size} bytes where the manifest says {entry.bytes}"))
     except BaseException:
-        os.close(fd)
+        close(fd, path, os)
         raise
     return fd
 
@@ -87,7 +87,7 @@ def check_header(
     try:
         return read_header(fd, directory, entry, specs, rank=rank, global_step=global_step, os=os)
     finally:
-        os.close(fd)
+        close(fd, directory / entry.path, os)
 
 
 def _check_metadata(header: Header, where: str, *, rank: int, global_step: int) -> None:

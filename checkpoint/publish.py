@@ -17,7 +17,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.manifest import MANIFEST_FORMAT, Manifest, contradiction, read_manifest
 from lastwords.checkpoint.part import LocalEntry, Part, UnitEntry, read_part, write_document
 from lastwords.checkpoint.partfile import check_header
-from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, Os, close, remove_tree, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -356,4 +356,4 @@ def _unlocked(path: Path, os: Os) -> bool:
     try:
         return os.try_lock(fd)
     finally:
-        os.close(fd)
+        close(fd, path, os)

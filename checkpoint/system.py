@@ -193,6 +193,12 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         raise storage_error(doing, path, error) from error
 
 
+def close(fd: int, path: Path, os: Os) -> None:
+    """Closes; the descriptor is gone even if the system reports an error, which is a StorageError."""
+    with storage_errors("closing", path):
+        os.close(fd)
+
+
 def sync_directory(path: Path, os: Os) -> None:
     """Makes the names inside `path` durable."""
     with storage_errors("making the entries durable of", path):
@@ -200,7 +206,7 @@ def sync_directory(path: Path, os: Os) -> None:
         try:
             os.fsync(fd)
         finally:
-            os.close(fd)
+            close(fd, path, os)
 
 
 def make_directories(path: Path, os: Os) -> None:
@@ -273,4 +279,4 @@ def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None) 
                 done += count
             return bytes(view[:done])
         finally:
-            os.close(fd)
+            close(fd, path, os)

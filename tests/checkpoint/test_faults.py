@@ -1,0 +1,180 @@
+"""A file system that refuses: every failing system call is a StorageError, and nothing older is touched."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords.checkpoint import load
+from lastwords.checkpoint.system import Os
+from lastwords.errors import StorageError
+from tests.checkpoint.interposed import CALLS, InterposedOs, counting, failing
+from tests.checkpoint.simulated_disk import SimulatedOs
+from tests.checkpoint.states import Job, UnverifiedError
+from tests.checkpoint.test_crash import CASES, NEWER, OLDER, ROOT, check, disk_with
+
+EIO = OSError(errno.EIO, "Input/output error")
+
+
+def calls_of_a_save(disk: SimulatedOs, newer: tuple[Job, int]) -> int:
+    os = InterposedOs(counting(), disk)
+    newer[0].save(ROOT, newer[1], os)
+    return os.count
+
+
+def error_of_a_save(newer: tuple[Job, int], os: Os) -> StorageError | None:
+    try:
+        newer[0].save(ROOT, newer[1], os)
+    except StorageError as error:
+        return error
+    except UnverifiedError as error:  # the controller hears of it as a problem
+        [(_, text)] = error.args[0]
+        assert "(errno 5)" in text
+        return StorageError(text, errno=errno.EIO)
+    return None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_failing_call_is_a_storage_error_or_does_not_matter(case: str) -> None:
+    older, newer, features = CASES[case]
+    harmless = set()
+    for at in range(1, calls_of_a_save(disk_with(older, **features), newer) + 1):
+        disk = disk_with(older, **features)
+        called = ""
+
+        def before(number: int, name: str, args: tuple[Any, ...], at: int = at) -> None:
+            nonlocal called
+            if number == at:
+                called = name
+                raise OSError(errno.EIO, "Input/output error")
+
+        os = InterposedOs(before, disk)
+        error = error_of_a_save(newer, os)
+        if error is None:
+            harmless.add(called)
+        else:
+            assert error.errno == errno.EIO
+            assert str(ROOT) in str(error)
+            assert ";" in str(error), "the message says what to do"
+        check(ROOT, disk, older=older, newer=newer, published=error is None)
+        assert len(os.open_fds) <= (called == "close"), f"{called} failed and left a file open"
+    assert harmless <= set(CALLS) - {"fsync", "rename", "mkdir", "ftruncate"}
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("call", ["pwrite", "fallocate"])
+def test_a_full_disk_leaves_the_older_checkpoint_and_no_partial_file(call: str, at: int) -> None:
+    disk = disk_with((OLDER, 36))
+    os = InterposedOs(failing(OSError(errno.ENOSPC, "No space left on device"), call, at), disk)
+    error = error_of_a_save((NEWER, 37), os)
+    writes = {"fallocate": ["file 0", "file 1"], "pwrite": ["file 0", "part 0", "file 1", "part 1", "manifest"]}[call]
+    if at > len(writes):
+        assert error is None
+        return
+    assert error is not None
+    assert error.errno == errno.ENOSPC
+    assert "fallback directory" in str(error)
+    check(ROOT, disk, older=(OLDER, 36), newer=(NEWER, 37), published=False)
+    if writes[at - 1] != "manifest":
+        rank = writes[at - 1][-1]
+        left = disk.listdir(NEWER.tmp_dir(ROOT, 37) / f"rank_{rank}")
+        assert left == [], "the space of what was written is free again"
+
+
+def test_a_disk_without_room_for_the_new_one_says_how_much_was_needed() -> None:
+    disk = disk_with((OLDER, 36))
+    disk._bytes_max = disk._used() + 100
+    with pytest.raises(StorageError, match=r"reserving \d+ bytes .* free some space .* \(100 bytes are free\)"):
+        NEWER.save(ROOT, 37, disk)
+    check(ROOT, disk, older=(OLDER, 36), newer=(NEWER, 37), published=False)
+
+
+def test_the_next_attempt_succeeds_beside_the_failed_one() -> None:
+    disk = disk_with((OLDER, 36))
+    with pytest.raises(StorageError):
+        NEWER.save(ROOT, 37, InterposedOs(failing(EIO, "fsync"), disk))
+    retry = NEWER.again(attempt=2)
+    retry.save(ROOT, 37, disk)
+    check(ROOT, disk, older=(OLDER, 36), newer=(retry, 37), published=True)
+
+
+class FsyncWatch(InterposedOs):
+    """Fails the `at`-th fsync and remembers which files are fsynced after theirs had failed."""
+
+    def __init__(self, at: int, inner: Os) -> None:
+        super().__init__(counting(), inner)
+        self.at = at
+        self.fsyncs = 0
+        self.files: dict[int, Path] = {}
+        self.failed: set[Path] = set()
+        self.fsynced_again: list[Path] = []
+
+    def create(self, path: Path, *, direct: bool) -> int:
+        fd = super().create(path, direct=direct)
+        self.files[fd] = path
+        return fd
+
+    def fsync(self, fd: int) -> None:
+        self.fsyncs += 1
+        path = self.files.get(fd)
+        if path in self.failed:
+            self.fsynced_again.append(path)
+        if self.fsyncs == self.at:
+            self.failed |= {path} if path else set()
+            raise EIO
+        super().fsync(fd)
+
+
+def test_a_file_whose_fsync_failed_is_never_fsynced_again() -> None:
+    """Whichever fsync it is; those of directories may be repeated, since their names are journalled anew."""
+    files = 0
+    for at in range(1, 40):
+        os = FsyncWatch(at, disk_with((OLDER, 36)))
+        if error_of_a_save((NEWER, 37), os) is None:
+            break
+        assert not os.fsynced_again
+        files += len(os.failed)
+    assert files == 5, "two files, two parts, one manifest"
+
+
+def test_a_failed_last_fsync_says_that_the_checkpoint_is_visible() -> None:
+    fsyncs = 0
+
+    def count(number: int, name: str, args: tuple[Any, ...]) -> None:
+        nonlocal fsyncs
+        fsyncs += name == "fsync"
+
+    NEWER.save(ROOT, 37, InterposedOs(count, disk_with((OLDER, 36))))
+    disk = disk_with((OLDER, 36))
+    with pytest.raises(StorageError, match="visible and whole, but may not survive a power loss"):
+        NEWER.save(ROOT, 37, InterposedOs(failing(EIO, "fsync", fsyncs), disk))
+    assert load.latest(ROOT, os=disk) == ROOT / "tft_saved_checkpoints-step_37"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ESTALE, errno.EMFILE, 9999])
+def test_every_errno_comes_with_something_to_do(number: int) -> None:
+    disk = disk_with((OLDER, 36))
+    with pytest.raises(StorageError, match=r"errno \d+\); .{10,}") as caught:
+        NEWER.save(ROOT, 37, InterposedOs(failing(OSError(number, "no"), "mkdir"), disk))
+    assert caught.value.errno == number
+
+
+def test_a_file_where_a_directory_is_needed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match=r"a file stands where a directory is needed"):
+        NEWER.save(tmp_path / "file", 37)
+
+
+def test_unreadable_directories_are_storage_errors_and_not_nothing_found() -> None:
+    for name in ("listdir", "open_read", "preadv", "size"):
+        os: Os = InterposedOs(failing(EIO, name), disk_with((OLDER, 36)))
+        if name == "listdir":
+            with pytest.raises(StorageError):
+                load.latest(ROOT, os=os)
+            continue
+        [found] = load.scan(ROOT, os)
+        assert found.status is load.Status.UNREADABLE
+        assert "Input/output error" in found.why

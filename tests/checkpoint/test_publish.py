@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from lastwords.checkpoint import layout, load, publish
+from lastwords.checkpoint.document import encode_document
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.part import LocalState, Part, UnitState, read_part, write_part
+from lastwords.checkpoint.system import REAL_OS
+from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from tests.checkpoint.states import Job, content_of, content_written
+
+JOB = Job()
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def test_a_saved_checkpoint_comes_back_whole(tmp_path: Path) -> None:
+    path = JOB.save(tmp_path, 37)
+    assert path == tmp_path / "tft_saved_checkpoints-step_37"
+    assert content_of(path) == content_written(JOB, 37)
+    manifest = load.open_checkpoint(path).manifest
+    assert (manifest.global_step, manifest.epoch, manifest.step) == (37, 4, 7)
+    assert (manifest.job, manifest.generation, manifest.incident, manifest.attempt) == ("job", 1, 1, 1)
+    assert (manifest.world_size, manifest.cause_ranks) == (2, (1,))
+    assert manifest.reason == "rank 1 died (kill -9?)"
+    assert manifest.units["a"].meta == JOB.unit("a", 37).meta
+    assert manifest.units["bb"].writer == 1
+    assert manifest.locals[1].meta == {"position": {"batch": 37, "rank": 1}}
+    assert manifest.exact
+    assert load.verify(path) == []
+
+
+def test_only_final_files_are_left(tmp_path: Path) -> None:
+    path = JOB.save(tmp_path, 37)
+    assert sorted(item.relative_to(tmp_path).as_posix() for item in tmp_path.rglob("*")) == [
+        "tft_saved_checkpoints-step_37",
+        "tft_saved_checkpoints-step_37/manifest.json",
+        "tft_saved_checkpoints-step_37/rank_0",
+        "tft_saved_checkpoints-step_37/rank_0/ttp_rank_0-4_7.ckpt",
+        "tft_saved_checkpoints-step_37/rank_1",
+        "tft_saved_checkpoints-step_37/rank_1/ttp_rank_1-4_7.ckpt",
+    ]
+    assert path.is_dir()
+
+
+def test_any_safetensors_reader_opens_a_file(tmp_path: Path) -> None:
+    weights = {
+        "f32": torch.randn(17, 3),
+        "bf16": torch.randn(5).to(torch.bfloat16),
+        "bool": torch.tensor([True, False, True]),
+        "i64": torch.tensor(7),
+        "f8": torch.randn(3).to(torch.float8_e4m3fn),
+        "c64": torch.randn(2, dtype=torch.complex64),
+        "empty": torch.zeros(0, 4),
+    }
+    codes = {"f32": "F32", "bf16": "BF16", "bool": "BOOL", "i64": "I64", "f8": "F8_E4M3", "c64": "C64", "empty": "F32"}
+    tensors = [
+        (
+            TensorSpec(layout.unit_tensor_name("u", "model", name), codes[name], tuple(tensor.shape)),
+            tensor.flatten().view(torch.uint8).numpy() if tensor.dim() and tensor.numel() else tensor.numpy(),
+        )
+        for name, tensor in weights.items()
+    ]
+    part = write_part(tmp_path, 0, 1, 37, 37, {"u": UnitState(tensors)}, {}, {})
+    loaded = safetensors.torch.load_file(tmp_path / part.file.path)
+    assert set(loaded) == {spec.name for spec, _ in tensors}
+    for name, tensor in weights.items():
+        found = loaded[layout.unit_tensor_name("u", "model", name)]
+        assert found.dtype == tensor.dtype
+        assert found.shape == tensor.shape
+        assert torch.equal(
+            found.view(torch.uint8) if found.dim() else found, tensor.view(torch.uint8) if tensor.dim() else tensor
+        )
+    with safetensors.safe_open(str(tmp_path / part.file.path), framework="pt") as file:
+        assert json.loads(file.metadata()["lastwords"])["global_step"] == 37
+        assert torch.equal(file.get_slice("unit/u/model/f32")[2:5], weights["f32"][2:5])
+
+
+def test_a_file_holds_nothing_that_could_be_unpickled(tmp_path: Path) -> None:
+    path = JOB.save(tmp_path, 37)
+    for file in path.rglob("*"):
+        if file.is_file():
+            assert b"\x80\x04" not in file.read_bytes()[:2]
+            assert file.suffix in (".json", ".ckpt")
+
+
+def test_a_function_is_asked_for_its_tensor_only_when_its_turn_has_come(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def lazy(name: str) -> Callable[[], bytes]:
+        def produce() -> bytes:
+            asked.append(name)
+            return b"12345678"
+
+        return produce
+
+    names = [layout.unit_tensor_name("u", "model", name) for name in "abc"]
+    tensors = [(TensorSpec(name, "U8", (8,)), lazy(name)) for name in names]
+    part = write_part(tmp_path, 0, 1, 1, 1, {"u": UnitState(tensors)}, {}, {})
+    assert asked == names
+    assert (tmp_path / part.file.path).read_bytes().endswith(b"12345678" * 3)
+
+
+def test_a_part_may_hold_no_tensor_at_all(tmp_path: Path) -> None:
+    write_part(JOB.tmp_dir(tmp_path, 1), 0, 1, 1, 1, {"u": UnitState([], {"k": 1})}, {0: LocalState([])}, {})
+    facts = replace(JOB.facts(1), writers=(0,), world_size=1, cause_ranks=())
+    path = publish.publish(tmp_path, JOB.tmp_dir(tmp_path, 1), facts)
+    checkpoint = load.open_checkpoint(path)
+    assert checkpoint.read_unit("u") == {}
+    assert checkpoint.manifest.units["u"].meta == {"k": 1}
+
+
+def test_ranks_write_at_the_same_time(tmp_path: Path) -> None:
+    directory = JOB.tmp_dir(tmp_path, 5)
+    failures: list[BaseException] = []
+
+    def write(rank: int) -> None:
+        try:
+            write_part(directory, rank, 1, 5, 5, {f"u{rank}": JOB.unit(f"u{rank}", 5)}, {rank: JOB.local(rank, 5)}, {})
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert not publish.verify_parts(directory, range(8), [f"u{rank}" for rank in range(8)], range(8), 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("unit/other/model/w", b"1234", r"was given for unit/u/\*"),
+        ("unit/u/grad/w", b"1234", "neither unit/"),
+        ("unit/u/model/w", b"123", "has 3 bytes, its spec says 4"),
+    ],
+)
+def test_state_that_does_not_fit_its_spec_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    state = UnitState([(TensorSpec(name, "U8", (4,)), content)])
+    with pytest.raises((ConfigError, FormatError), match=message):
+        write_part(tmp_path, 0, 1, 1, 1, {"u": state}, {}, {})
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("where", ["unit", "local", "facts"])
+def test_values_that_cannot_be_stored_are_refused_with_their_path(tmp_path: Path, where: str) -> None:
+    bad = {"scheduler": [1, object()]}
+    unit = UnitState([], bad if where == "unit" else {})
+    local = LocalState([], bad if where == "local" else {})
+    with pytest.raises(ConfigError, match=r"\['scheduler'\]\[1\] is a builtins.object"):
+        write_part(tmp_path, 0, 1, 1, 1, {"u": unit}, {3: local}, bad if where == "facts" else {})
+
+
+# ---------------------------------------------------------------------- verify_parts
+
+
+def rewrite_part(rank_dir: Path, change: Callable[[Part], Part]) -> None:
+    path = rank_dir / layout.PART_NAME
+    path.write_bytes(change(read_part(rank_dir)).encode())
+
+
+Damage = Callable[[Path], object]
+
+DEFECTS: dict[str, tuple[Damage, int, str]] = {
+    "a writer that never began": (lambda d: publish.discard(d / "rank_1"), 1, "did not finish"),
+    "a writer that did not finish": (lambda d: (d / "rank_1/part.json").unlink(), 1, "did not finish"),
+    "a part.json that was cut off": (lambda d: _truncate(d / "rank_1/part.json", 1), 1, "part.json is damaged"),
+    "a missing file": (lambda d: (d / "rank_1/ttp_rank_1-4_7.ckpt").unlink(), 1, "is missing"),
+    "a truncated file": (lambda d: _truncate(d / "rank_1/ttp_rank_1-4_7.ckpt", 1), 1, "truncated"),
+    "a file that is too long": (lambda d: _truncate(d / "rank_1/ttp_rank_1-4_7.ckpt", -1), 1, "too long"),
+    "a damaged header": (lambda d: _flip(d / "rank_1/ttp_rank_1-4_7.ckpt", 100), 1, "damaged"),
+    "another step": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, global_step=36)), 1, "global step 36"),
+    "another rank": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, rank=5)), 1, "part of rank 5"),
+    "another epoch": (lambda d: _move_epoch(d / "rank_1"), 1, "says epoch 9"),
+    "a unit too few": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, units={})), 1, "not those"),
+}  # fmt: skip
+
+
+def _truncate(path: Path, less: int) -> None:
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.truncate(size - less)
+
+
+def _flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def _move_epoch(rank_dir: Path) -> None:
+    old, new = "rank_1/ttp_rank_1-4_7.ckpt", "rank_1/ttp_rank_1-9_7.ckpt"
+    (rank_dir.parent / old).rename(rank_dir.parent / new)
+
+    def change(part: Part) -> Part:
+        return replace(
+            part,
+            epoch=9,
+            file=replace(part.file, path=new),
+            units={unit: replace(entry, file=new) for unit, entry in part.units.items()},
+            locals={rank: replace(entry, file=new) for rank, entry in part.locals.items()},
+        )
+
+    rewrite_part(rank_dir, change)
+
+
+def test_sound_parts_have_no_problem(tmp_path: Path) -> None:
+    assert JOB.verify(JOB.write(tmp_path, 37), 37) == []
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_verify_parts_finds_the_defect_and_names_the_rank(tmp_path: Path, defect: str) -> None:
+    damage, rank, message = DEFECTS[defect]
+    directory = JOB.write(tmp_path, 37)
+    damage(directory)
+    problems = JOB.verify(directory, 37)
+    assert [found for found, _ in problems] == [rank]
+    assert message in problems[0][1]
+
+
+def test_verify_parts_misses_units_and_local_states_that_nobody_wrote(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    problems = publish.verify_parts(directory, (0, 1), ("a", "bb", "ccc"), (0, 1, 2), 37)
+    assert [rank for rank, _ in problems] == [publish.NO_RANK, publish.NO_RANK]
+    assert "ccc" in problems[0][1]
+    assert "rank 2" in problems[1][1]
+
+
+def test_verify_parts_refuses_what_was_not_asked_for(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    assert [rank for rank, _ in publish.verify_parts(directory, (0, 1), ("a",), (0,), 37)] == [1, 1]
+
+
+def test_verify_parts_refuses_a_unit_that_was_written_twice(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    write_part(directory, 2, 4, 7, 37, {"a": JOB.unit("a", 37)}, {1: JOB.local(1, 37)}, {})
+    problems = publish.verify_parts(directory, (0, 1, 2), ("a", "bb"), (0, 1), 37)
+    assert [rank for rank, _ in problems] == [2, 2]
+
+
+def test_verify_parts_of_a_directory_that_is_not_there_names_every_writer(tmp_path: Path) -> None:
+    assert [rank for rank, _ in JOB.verify(tmp_path / "nothing", 37)] == [0, 1]
+
+
+# ---------------------------------------------------------------------- publish
+
+
+def test_publishing_without_a_whole_set_of_parts_is_refused(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    (directory / "rank_1/part.json").unlink()
+    with pytest.raises(IncompleteError, match="did not finish"):
+        publish.publish(tmp_path, directory, JOB.facts(37))
+    with pytest.raises(IncompleteError, match="no writer"):
+        publish.publish(tmp_path, directory, replace(JOB.facts(37), writers=()))
+    assert load.scan(tmp_path) == []
+
+
+def test_what_an_excluded_rank_left_is_not_published(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    (directory / "rank_7").mkdir()
+    (directory / "rank_7/ttp_rank_7-4_7.ckpt").write_bytes(b"half")
+    (directory / "stray").write_bytes(b"x")
+    path = publish.publish(tmp_path, directory, JOB.facts(37))
+    assert sorted(item.name for item in path.iterdir()) == ["manifest.json", "rank_0", "rank_1"]
+
+
+def test_the_same_step_of_the_same_job_is_replaced(tmp_path: Path) -> None:
+    JOB.save(tmp_path, 37)
+    newer = JOB.again(generation=2, seed=3)
+    path = newer.save(tmp_path, 37)
+    assert content_of(path) == content_written(newer, 37)
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_same_step_of_another_job_is_kept_aside(tmp_path: Path) -> None:
+    jobs = [JOB, Job(name="second", seed=1), Job(name="third", seed=2)]
+    for job in jobs:
+        path = job.save(tmp_path, 37)
+    assert sorted(item.name for item in tmp_path.iterdir()) == [
+        path.name,
+        f"{path.name}-replaced-1",
+        f"{path.name}-replaced-2",
+    ]
+    for job in jobs:
+        found = load.latest(tmp_path, job.name)
+        assert found is not None
+        assert content_of(found) == content_written(job, 37)
+
+
+def test_an_unreadable_directory_under_the_final_name_is_kept_aside(tmp_path: Path) -> None:
+    final = layout.checkpoint_dir(tmp_path, 37)
+    final.mkdir()
+    (final / "notes.txt").write_text("mine")
+    path = JOB.save(tmp_path, 37)
+    assert content_of(path) == content_written(JOB, 37)
+    assert (tmp_path / f"{final.name}-replaced-1/notes.txt").read_text() == "mine"
+
+
+def test_a_clock_that_was_set_back_does_not_make_the_new_one_look_older(tmp_path: Path) -> None:
+    for step, stamp in ((37, 5000), (38, 4000), (39, 5000)):
+        directory = JOB.write(tmp_path, step)
+        publish.publish(tmp_path, directory, JOB.facts(step), published_unix_ns=stamp)
+        assert load.latest(tmp_path) == layout.checkpoint_dir(tmp_path, step)
+
+
+def test_reasons_say_why_a_resume_is_not_exact(tmp_path: Path) -> None:
+    directory = JOB.tmp_dir(tmp_path, 37)
+    locals_ = {1: replace(JOB.local(1, 37), exact=False, reasons=("the tentative copy differed",))}
+    write_part(directory, 0, 4, 7, 37, {"a": JOB.unit("a", 37)}, locals_, {})
+    facts = replace(JOB.facts(37), writers=(0,), world_size=3, lost_locals={2: "its host was lost"})
+    manifest = load.open_checkpoint(publish.publish(tmp_path, directory, facts)).manifest
+    assert not manifest.exact
+    assert [reason.split(":")[0] for reason in manifest.reasons] == ["rank 0", "rank 1", "rank 2"]
+    assert "it was not written" in manifest.reasons[0]
+    assert manifest.reasons[1] == "rank 1: the tentative copy differed"
+    assert "its host was lost" in manifest.reasons[2]
+
+
+def test_facts_of_the_writers_are_merged_and_differences_named(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    facts = replace(JOB.facts(37), facts={"bucket_order": [2, 1, 0]})
+    manifest = load.open_checkpoint(publish.publish(tmp_path, directory, facts)).manifest
+    assert manifest.facts == {
+        "torch": "2.13",
+        "threads": 1,
+        "bucket_order": [2, 1, 0],
+        "by_rank": {"1": {"threads": 2}},
+    }
+
+
+def test_shards_keep_their_place_in_the_whole_through_the_manifest(tmp_path: Path) -> None:
+    spec = TensorSpec("unit/u/model/w", "F32", (2, 3), (4, 3), (2, 0))
+    state = UnitState([(spec, np.ones((2, 3), np.float32))])
+    directory = JOB.tmp_dir(tmp_path, 1)
+    write_part(directory, 0, 1, 1, 1, {"u": state}, {}, {})
+    path = publish.publish(tmp_path, directory, replace(JOB.facts(1), writers=(0,)))
+    checkpoint = load.open_checkpoint(path)
+    assert checkpoint.spec(spec.name) == spec
+    assert checkpoint.read_unit("u")[spec.name][0] == spec
+
+
+# ---------------------------------------------------------------------- tidying up
+
+
+def tmp_names(root: Path) -> list[str]:
+    return sorted(item.name for item in root.iterdir() if item.name.startswith(".tmp-"))
+
+
+def test_what_dead_writers_of_older_generations_left_is_removed(tmp_path: Path) -> None:
+    JOB.again(generation=1).write(tmp_path, 30)
+    half = JOB.again(generation=2).write(tmp_path, 31)
+    (half / "rank_0/part.json").unlink()
+    (half / "rank_1/part.json").write_text("{")
+    JOB.again(generation=3).save(tmp_path, 37)
+    assert tmp_names(tmp_path) == []
+
+
+def test_what_the_same_or_a_newer_generation_writes_stays(tmp_path: Path) -> None:
+    same = JOB.again(generation=3, incident=2).write(tmp_path, 30)
+    newer = JOB.again(generation=4).write(tmp_path, 30)
+    JOB.again(generation=3).save(tmp_path, 37)
+    assert tmp_names(tmp_path) == sorted([same.name, newer.name])
+
+
+def test_what_another_job_is_about_to_publish_stays(tmp_path: Path) -> None:
+    theirs = Job(name="other", generation=1).write(tmp_path, 30)
+    JOB.again(generation=3).save(tmp_path, 37)
+    assert tmp_names(tmp_path) == [theirs.name]
+
+
+def test_what_a_living_process_still_writes_stays(tmp_path: Path) -> None:
+    slow = JOB.again(generation=1).tmp_dir(tmp_path, 30)
+    (slow / "rank_0").mkdir(parents=True)
+    fd = REAL_OS.create(slow / "rank_0/ttp_rank_0-3_10.ckpt", direct=False)
+    assert REAL_OS.try_lock(fd)
+    JOB.again(generation=3).save(tmp_path, 37)
+    assert tmp_names(tmp_path) == [slow.name]
+    REAL_OS.close(fd)
+    JOB.again(generation=4).save(tmp_path, 38)
+    assert tmp_names(tmp_path) == []
+
+
+def test_nothing_but_temporary_directories_is_ever_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-mine").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    link = JOB.again(generation=1).tmp_dir(tmp_path, 1)
+    link.symlink_to(outside)
+    JOB.again(generation=3).save(tmp_path, 37)
+    publish.discard(link)
+    assert (tmp_path / ".tmp-mine").is_dir()
+    assert (outside / "precious").read_text() == "x"
+
+
+def test_discarding_what_is_not_there_is_fine(tmp_path: Path) -> None:
+    publish.discard(tmp_path / "nothing")
+
+
+def test_a_newer_part_is_refused_with_the_word_upgrade(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    path = directory / "rank_1/part.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    path.write_bytes(encode_document({**content, "format_version": 2}))
+    [(rank, text)] = JOB.verify(directory, 37)
+    assert rank == 1
+    assert "written by a newer lastwords, format 2; this one reads up to 1; upgrade" in text
+
+
+def test_too_many_replaced_ones_are_an_error_and_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "_REPLACED_MAX", 2)
+    JOB.save(tmp_path, 37)
+    Job(name="second").save(tmp_path, 37)
+    with pytest.raises(StorageError, match="remove some"):
+        Job(name="third").save(tmp_path, 37)
