@@ -44,10 +44,8 @@ from lastwords.processor.box_layout import (
     PAGE_BYTES,
     SLOT_COUNTER,
     SLOT_JSON_BYTES,
-    SLOT_JSON_LOST_BYTES,
-    SLOT_KIND,
+    SLOT_KIND_AND_STEP,
     SLOT_SEQUENCE,
-    SLOT_STEP,
     WORD_DIFFERS,
     WORD_FIRST_DIFFERENT_STEP,
     WORD_MATCHES,
@@ -87,6 +85,36 @@ class BlackBox:
     The mapping stays until the process ends: views of it are handed out and kept.
     """
 
+    # Slots: in a real step all of this is cold, and a dictionary would be one more cache line for each attribute.
+    __slots__ = (
+        "_activations",
+        "_address",
+        "_bytes",
+        "_committed",
+        "_committed_before",
+        "_committed_step",
+        "_counter",
+        "_fd",
+        "_head_words",
+        "_json",
+        "_json_at",
+        "_json_reserved",
+        "_map",
+        "_mapping",
+        "_next_of",
+        "_open_kind",
+        "_open_step",
+        "_present",
+        "_sequences",
+        "_slot_activations",
+        "_step_slots",
+        "_tentative",
+        "_tentative_step",
+        "_words",
+        "layout",
+        "path",
+    )
+
     def __init__(self, path: Path, places: BoxMap, fd: int, after_store: Callable[[], None] | None) -> None:
         self.path = path
         self.layout = places.layout
@@ -115,8 +143,9 @@ class BlackBox:
         self._tentative = _NO_SLOT
         self._tentative_step = -1
         self._next_of = {SlotKind.EPOCH: places.epoch_slots[0], SlotKind.FACTS: places.facts_slots[0]}
-        self._kinds = [SlotKind.FACTS] * len(places.slots)
-        self._steps = [0] * len(places.slots)
+        self._step_slots = places.step_slots
+        self._open_kind = SlotKind.FACTS
+        self._open_step = 0
 
     @classmethod
     def create(cls, path: Path, layout: BoxLayout, *, after_store: Callable[[], None] | None = None) -> BlackBox:
@@ -212,14 +241,13 @@ class BlackBox:
         sequence = (self._sequences[slot] + 1) | 1
         self._sequences[slot] = sequence
         words[head + SLOT_SEQUENCE] = sequence  # odd: before anything else in the slot changes
-        words[head + SLOT_KIND] = kind
-        words[head + SLOT_STEP] = step
+        words[head + SLOT_KIND_AND_STEP] = step << 8 | kind
         if self._slot_activations[slot] != self._activations:
             at = self._map.slots[slot].present_at
             self._json[at : at + len(self._present)] = self._present
             self._slot_activations[slot] = self._activations
-        self._kinds[slot] = kind
-        self._steps[slot] = step
+        self._open_kind = kind
+        self._open_step = step
         return slot
 
     def commit(self, slot: int, json_bytes: bytes = b"{}") -> None:
@@ -233,26 +261,24 @@ class BlackBox:
         if nbytes <= self._json_reserved or self._reserve_json(nbytes):
             at = self._json_at[slot]
             self._json[at : at + nbytes] = json_bytes
-            words[head + SLOT_JSON_BYTES] = nbytes
-            words[head + SLOT_JSON_LOST_BYTES] = 0
+            words[head + SLOT_JSON_BYTES] = nbytes << 1
         else:
-            words[head + SLOT_JSON_BYTES] = 0
-            words[head + SLOT_JSON_LOST_BYTES] = nbytes
+            words[head + SLOT_JSON_BYTES] = nbytes << 1 | 1  # lost
         self._counter += 1
         words[head + SLOT_COUNTER] = self._counter
         sequence = self._sequences[slot] + 1
         self._sequences[slot] = sequence
         words[head + SLOT_SEQUENCE] = sequence  # even: the very last store
-        kind = self._kinds[slot]
+        kind = self._open_kind
         if kind is SlotKind.COMMITTED:
-            step = self._steps[slot]
+            step = self._open_step
             if step != self._committed_step:
                 self._committed_before = self._committed
                 self._committed_step = step
             self._committed = slot
         elif kind is SlotKind.TENTATIVE:
             self._tentative = slot
-            self._tentative_step = self._steps[slot]
+            self._tentative_step = self._open_step
         else:
             slots = self._map.epoch_slots if kind is SlotKind.EPOCH else self._map.facts_slots
             self._next_of[kind] = slots[(slots.index(slot) + 1) % len(slots)]
@@ -297,8 +323,8 @@ class BlackBox:
             raise ConfigError(
                 f"black box: a {kind.name.lower()} copy of step {step} after step {self._committed_step} was ended"
             )
-        for slot in self._map.step_slots:
-            if slot not in (self._committed, self._committed_before, self._tentative):
+        for slot in self._step_slots:
+            if slot != self._committed and slot != self._committed_before and slot != self._tentative:
                 return slot
         raise AssertionError("three of four slots at most are in use")
 

@@ -43,11 +43,9 @@ FIRST_DIFFERENCE_BYTES_MAX = 512
 
 # Offsets in a slot's head, in 8-byte words.
 SLOT_SEQUENCE = 0
-SLOT_KIND = 1
-SLOT_STEP = 2
-SLOT_COUNTER = 3
-SLOT_JSON_BYTES = 4
-SLOT_JSON_LOST_BYTES = 5
+SLOT_KIND_AND_STEP = 1  # step << 8 | kind
+SLOT_COUNTER = 2
+SLOT_JSON_BYTES = 3  # length << 1 | 1 if there was no room for it
 SLOT_HEAD_BYTES = 64
 
 STEP_SLOTS = 4

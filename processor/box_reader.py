@@ -18,10 +18,8 @@ from lastwords.processor.box_layout import (
     PAGE_BYTES,
     SLOT_COUNTER,
     SLOT_JSON_BYTES,
-    SLOT_JSON_LOST_BYTES,
-    SLOT_KIND,
+    SLOT_KIND_AND_STEP,
     SLOT_SEQUENCE,
-    SLOT_STEP,
     WORD_DIFFERS,
     WORD_FIRST_DIFFERENT_STEP,
     WORD_MATCHES,
@@ -177,8 +175,8 @@ class BoxReader:
         sequence = words[head + SLOT_SEQUENCE]
         if sequence % 2 or sequence == 0:
             return None
-        kind, step = words[head + SLOT_KIND], words[head + SLOT_STEP]
-        json_bytes, lost_bytes = words[head + SLOT_JSON_BYTES], words[head + SLOT_JSON_LOST_BYTES]
+        step, kind = divmod(words[head + SLOT_KIND_AND_STEP], 256)
+        json_bytes, lost = divmod(words[head + SLOT_JSON_BYTES], 2)
         regions: dict[str, RegionCopy] = {}
         text = b"{}"
         if wanted is None or step == wanted:
@@ -187,7 +185,7 @@ class BoxReader:
                 if present[region.index]:
                     data = _pread_all(self._fd, region.spec.nbytes, region.offset)
                     regions[name] = RegionCopy(region.spec.dtype, region.spec.shape, data)
-            if json_bytes <= self._map.layout.json_bytes_max:
+            if not lost and json_bytes <= self._map.layout.json_bytes_max:
                 text = _pread_all(self._fd, json_bytes, place.json_at) or b"{}"
         if words[head + SLOT_SEQUENCE] != sequence:
             return None
@@ -198,7 +196,7 @@ class BoxReader:
             copy_kind = SlotKind(kind)
         except ValueError as error:
             raise FormatError(f"{self.path}: slot {slot} is damaged: {error}") from error
-        problem = f"{lost_bytes} bytes of JSON did not fit into the black box" if lost_bytes else ""
+        problem = f"{json_bytes} bytes of JSON did not fit into the black box" if lost else ""
         return SlotCopy(copy_kind, step, regions, document, problem)
 
 
