@@ -182,12 +182,15 @@ class BufferCapture:
         return frozenset(names)
 
     def bind(self, box: BlackBox) -> None:
-        """Prepare the captures into each step slot of `box`, whose layout has `regions`."""
+        """Prepare the captures into each step slot of `box`, whose layout has `regions`; replaces an earlier box."""
+        wanted = self._activated_early | {buffer.name for buffer in self._active if buffer.name in self._lazy}
         self._box = box
+        self._active, self._known = [], []  # of the box before this one, if there was one
         self._targets = {slot: [] for slot in box.step_slots}
         for buffer in self._eager.values():
-            self._activate(buffer)
-        for name in sorted(self._activated_early):
+            if not buffer.given_up:
+                self._activate(buffer)
+        for name in sorted(wanted):
             self._activate_lazy(name)
 
     def refresh(self) -> None:
