@@ -186,9 +186,9 @@ class JobParent:
         spec = self.spec
         program = ["-m", spec["module"], *spec["arguments"]]
         if spec["launcher"] == "torchrun":
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(spec["world_size"])]
-            torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(spec["master_port"])]
-            self.spawn(-1, "torchrun", [*torchrun, *spec["launcher_arguments"], *program])
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(spec["world_size"]), *spec["launcher_arguments"]]
+            self.spawn(-1, "torchrun", [*torchrun, *program])
             return None
         for rank in range(spec["world_size"]):
             if spec["launcher"] == "hand":
