@@ -1,8 +1,9 @@
 """A JSON file that knows when one of its bytes is wrong: manifest.json and part.json.
 
-Its bytes are a function of its content (`encode_document`): sorted keys, one top-level key a line, ASCII. The field
-`checksum` is the xxh3_64 of those bytes with sixteen zeros in its own place. Reading encodes again and compares, so
-that a flip in mere white space is found too.
+Its bytes are a function of its content (`encode_document`): ASCII, one top-level key a line and these sorted, no
+other white space. The field `checksum` is the xxh3_64 of those bytes with sixteen zeros in its own place. Reading
+encodes again and compares, so that a flip in mere white space is found too. Inner keys keep their order, because a
+dict of the user's comes back in the order that it had.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DOCUMENT_BYTES_MAX = 1 << 30
 
 
 def _compact(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def encode_document(content: Mapping[str, Any]) -> bytes:

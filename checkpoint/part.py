@@ -286,7 +286,7 @@ def write_part(
         "local": {str(owner): pack(dict(state.meta), f"local[{owner}]") for owner, state in locals.items()},
     }
     header = encode_header(
-        [every[index][0] for index in order], {METADATA_KEY: json.dumps(content, separators=(",", ":"), sort_keys=True)}
+        [every[index][0] for index in order], {METADATA_KEY: json.dumps(content, separators=(",", ":"))}
     )
     path = layout.PartPath(rank, epoch, step)
     rank_dir = directory / layout.rank_dir_name(rank)

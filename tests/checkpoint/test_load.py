@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from lastwords.checkpoint import direct_io, layout, load, publish
+from lastwords.checkpoint.direct_io import CHUNK_BYTES
+from lastwords.checkpoint.document import encode_document
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.part import UnitState, write_part
+from lastwords.checkpoint.system import Os
+from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
+from tests.checkpoint.interposed import InterposedOs, counting
+from tests.checkpoint.states import Job, content_of, content_written
+
+JOB = Job(elements=9)
+FILE_0, FILE_1 = "rank_0/ttp_rank_0-4_7.ckpt", "rank_1/ttp_rank_1-4_7.ckpt"
+
+
+@functools.cache
+def _original() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="lastwords-test-"))
+    JOB.save(root, 37)
+    JOB.again(generation=2, seed=4).save(root, 36)
+    return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_original() -> object:
+    yield
+    shutil.rmtree(_original())
+    _original.cache_clear()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of step 37."""
+    target = tmp_path / "root" / "tft_saved_checkpoints-step_37"
+    shutil.copytree(_original() / target.name, target)
+    return target
+
+
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= bits
+    path.write_bytes(raw)
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def test_one_changed_byte_anywhere_in_a_file_is_found(saved: Path) -> None:
+    """In the length, in the header and in the data; by `verify` and by reading what it is in."""
+    path = saved / FILE_0
+    raw = path.read_bytes()
+    header_bytes = 8 + struct.unpack("<Q", raw[:8])[0]
+    in_header = in_data = 0
+    for at in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1 << (at % 8)
+        path.write_bytes(damaged)
+        [problem] = load.verify(saved)
+        assert problem.file == FILE_0
+        assert str(path) in problem.text
+        if at < header_bytes:
+            in_header += 1
+            with pytest.raises(FormatError):
+                load.open_checkpoint(saved)
+            if at % 16 == 0:
+                assert load.verify(saved, deep=False)
+                assert load.latest(saved.parent) is None
+        else:
+            in_data += 1
+            with pytest.raises(FormatError, match=r"do not fit their checksum; restore"):
+                content_of(saved)
+    assert in_header > 500
+    assert in_data > 100
+
+
+Damage = Callable[[Path], object]
+
+
+def _truncate(path: Path, size: int) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(size)
+
+
+def _manifest_of_format_2(directory: Path) -> None:
+    content = json.loads((directory / "manifest.json").read_bytes())
+    del content["checksum"]
+    (directory / "manifest.json").write_bytes(encode_document({**content, "format_version": 2}))
+
+
+def _file_of_format_2(directory: Path) -> None:
+    raw = (directory / FILE_0).read_bytes()
+    (directory / FILE_0).write_bytes(raw.replace(b'\\"format\\":1', b'\\"format\\":2'))
+
+
+DEFECTS: dict[str, tuple[Damage, type[CheckpointError], str]] = {
+    "an empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), IncompleteError, r"no manifest.json"),
+    "a partial directory": (lambda d: (d / "manifest.json").unlink(), IncompleteError, r"no manifest.json"),
+    "no directory": (shutil.rmtree, IncompleteError, r"there is no directory"),
+    "an empty manifest": (lambda d: (d / "manifest.json").write_bytes(b""), FormatError, r"manifest.json is damaged"),
+    "a manifest of a newer format": (_manifest_of_format_2, FormatError, r"newer lastwords, format 2; .*1; upgrade"),
+    "a file of a newer format": (_file_of_format_2, FormatError, r"newer lastwords, format 2; .*1; upgrade"),
+    "a missing file": (lambda d: (d / FILE_1).unlink(), IncompleteError, rf"{FILE_1} is missing; restore it"),
+    "a missing rank directory": (lambda d: shutil.rmtree(d / "rank_1"), IncompleteError, rf"{FILE_1} is missing"),
+    "an empty file": (lambda d: _truncate(d / FILE_1, 0), FormatError, rf"{FILE_1} is damaged: it is truncated: 0"),
+    "a file that lacks a byte": (lambda d: _truncate(d / FILE_1, 900), FormatError, r"truncated: 900 bytes where"),
+    "a file that is too long": (lambda d: _truncate(d / FILE_1, 9000), FormatError, r"too long: 9000 bytes where"),
+    "the file of another step": (
+        lambda d: shutil.copy(_original() / f"tft_saved_checkpoints-step_36/{FILE_1[:-6]}6.ckpt", d / FILE_1),
+        FormatError,
+        r"of global step 36, the manifest is of step 37; a file of another checkpoint",
+    ),
+    "the file of another rank": (lambda d: shutil.copy(d / FILE_0, d / FILE_1), FormatError, r"damaged|rank 0"),
+    "a renamed directory": (
+        lambda d: d.rename(d.parent / "tft_saved_checkpoints-step_38"),
+        IncompleteError,
+        r"there is no directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_each_defect_is_found_on_opening_and_says_what_to_do(saved: Path, defect: str) -> None:
+    damage, kind, message = DEFECTS[defect]
+    damage(saved)
+    with pytest.raises(kind, match=message) as caught:
+        load.open_checkpoint(saved)
+    assert type(caught.value) is kind
+    assert str(saved) in str(caught.value)
+    assert any(word in str(caught.value) for word in ("restore", "use another checkpoint", "upgrade"))
+    assert load.verify(saved)
+    assert load.latest(saved.parent) is None
+
+
+def test_missing_files_are_listed(saved: Path) -> None:
+    (saved / FILE_1).unlink()
+    with pytest.raises(IncompleteError) as caught:
+        load.open_checkpoint(saved)
+    assert caught.value.missing == (FILE_1,)
+
+
+def test_a_directory_under_the_name_of_another_step_is_refused(saved: Path) -> None:
+    other = saved.rename(saved.parent / "tft_saved_checkpoints-step_38")
+    with pytest.raises(FormatError, match=r"global step 37: the directory was renamed"):
+        load.open_checkpoint(other)
+    assert load.latest(saved.parent) is None
+
+
+def test_a_checkpoint_may_be_copied_to_a_directory_of_any_other_name(saved: Path) -> None:
+    best = saved.rename(saved.parent / "best-so-far")
+    assert content_of(best) == content_written(JOB, 37)
+
+
+def test_swapping_two_chunks_is_found(tmp_path: Path) -> None:
+    path = big_checkpoint(tmp_path)
+    file = next(path.rglob("*.ckpt"))
+    raw = bytearray(file.read_bytes())
+    a, b = slice(CHUNK_BYTES, 2 * CHUNK_BYTES), slice(2 * CHUNK_BYTES, 3 * CHUNK_BYTES)
+    raw[a], raw[b] = raw[b], raw[a]
+    file.write_bytes(raw)
+    [problem] = load.verify(path)
+    assert f"bytes {CHUNK_BYTES} to {2 * CHUNK_BYTES}" in problem.text
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_endless_loop(saved: Path) -> None:
+    checkpoint = load.open_checkpoint(saved)
+
+    class Shrinking(Os):
+        def preadv(self, fd: int, views: object, offset: int) -> int:
+            return 0
+
+    checkpoint._os = Shrinking()
+    with pytest.raises(FormatError, match="it ends at byte"):
+        checkpoint.read_unit("a")
+
+
+def test_a_failing_disk_is_a_storage_error(saved: Path) -> None:
+    checkpoint = load.open_checkpoint(saved)
+
+    class Failing(Os):
+        def preadv(self, fd: int, views: object, offset: int) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    checkpoint._os = Failing()
+    with pytest.raises(StorageError, match="do not trust this disk") as caught:
+        checkpoint.read_unit("a")
+    assert caught.value.errno == errno.EIO
+
+
+# ---------------------------------------------------------------------- which one is newest
+
+
+def test_newest_is_what_was_published_last_and_not_what_was_touched_last(tmp_path: Path) -> None:
+    import os
+
+    first, second = JOB.save(tmp_path, 40), JOB.again(generation=2).save(tmp_path, 12)
+    os.utime(first)
+    assert load.latest(tmp_path) == second
+    assert [found.path for found in load.scan(tmp_path)] == [second, first]
+
+
+def test_a_damaged_newest_one_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, newer = JOB.save(tmp_path, 36), JOB.save(tmp_path, 37)
+    flip(newer / FILE_1, 100)
+    assert load.latest(tmp_path) == older
+    assert f"{newer} is skipped: " in caplog.text
+    assert [found.status for found in load.scan(tmp_path)] == [load.Status.DAMAGED, load.Status.COMPLETE]
+
+
+def test_statuses_tell_incomplete_from_damaged(tmp_path: Path) -> None:
+    for step in (36, 37, 38, 39):
+        JOB.save(tmp_path, step)
+    (tmp_path / "tft_saved_checkpoints-step_36/manifest.json").unlink()
+    (tmp_path / "tft_saved_checkpoints-step_37/manifest.json").write_text("{}")
+    (tmp_path / f"tft_saved_checkpoints-step_38/{FILE_1[:-6]}8.ckpt").unlink()
+    assert {found.path.name[-2:]: found.status.value for found in load.scan(tmp_path)} == {
+        "39": "complete",
+        "38": "incomplete",
+        "37": "damaged",
+        "36": "incomplete",
+    }
+
+
+def test_only_this_job_s_checkpoints_count_if_asked(tmp_path: Path) -> None:
+    mine = JOB.save(tmp_path, 36)
+    theirs = Job(name="other").save(tmp_path, 37)
+    assert load.latest(tmp_path) == theirs
+    assert load.latest(tmp_path, "job") == mine
+    assert load.latest(tmp_path, "nobody") is None
+    assert [found.path for found in load.scan(tmp_path, job="job")] == [mine]
+
+
+def test_what_is_being_written_is_never_found(tmp_path: Path) -> None:
+    JOB.write(tmp_path, 37)
+    (tmp_path / "other-directory").mkdir()
+    (tmp_path / "tft_saved_checkpoints-step_5").write_text("a file")
+    assert load.scan(tmp_path) == []
+    assert load.latest(tmp_path) is None
+
+
+def test_a_root_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert load.latest(tmp_path / "nothing") is None
+    assert load.scan(tmp_path / "nothing") == []
+
+
+def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError):
+        load.latest(tmp_path / "file")
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def big_checkpoint(root: Path, *, small: int = 0) -> Path:
+    """Four chunks in a few tensors whose borders lie everywhere, and `small` tensors of a few bytes."""
+    sizes = [CHUNK_BYTES // 4 - 13, 3, 2 * CHUNK_BYTES // 4 + 1, 0, CHUNK_BYTES // 4 + 77, *([2] * small)]
+    tensors = [
+        (TensorSpec(f"unit/u/model/w{index:05}", "F32", (size,)), np.random.default_rng(index).random(size, np.float32))
+        for index, size in enumerate(sizes)
+    ]
+    directory = JOB.tmp_dir(root, 1)
+    write_part(directory, 0, 1, 1, 1, {"u": UnitState(tensors)}, {}, {})
+    return publish.publish(root, directory, replace(JOB.facts(1), writers=(0,)))
+
+
+def expected(checkpoint: load.Checkpoint) -> dict[str, bytes]:
+    specs = checkpoint.manifest.units["u"].tensors
+    return {
+        spec.name: np.random.default_rng(index).random(spec.shape[0], np.float32).tobytes()
+        for index, spec in enumerate(specs)
+    }
+
+
+def test_tensors_are_read_straight_into_the_caller_s_memory(tmp_path: Path) -> None:
+    checkpoint = load.open_checkpoint(big_checkpoint(tmp_path))
+    memory = {name: bytearray(checkpoint.spec(name).nbytes) for name in checkpoint.names}
+    asked: list[str] = []
+    progress: list[int] = []
+
+    def into(spec: TensorSpec) -> memoryview:
+        asked.append(spec.name)
+        return memoryview(memory[spec.name])
+
+    checkpoint.read_tensors(checkpoint.names, into, progress.append)
+    assert {name: bytes(data) for name, data in memory.items()} == expected(checkpoint)
+    assert asked == checkpoint.names
+    assert progress == sorted(progress)
+    assert progress[-1] >= sum(map(len, memory.values()))
+
+
+def test_a_few_tensors_cost_only_the_chunks_they_lie_in(tmp_path: Path) -> None:
+    path = big_checkpoint(tmp_path)
+    read: list[int] = []
+
+    class Counting(Os):
+        def preadv(self, fd: int, views: list[memoryview], offset: int) -> int:  # type: ignore[override]
+            count = super().preadv(fd, views, offset)
+            read.append(count)
+            return count
+
+    checkpoint = load.open_checkpoint(path, Counting())
+    read.clear()
+    name = "unit/u/model/w00001"
+    memory = bytearray(12)
+    checkpoint.read_tensors([name], lambda spec: memoryview(memory))
+    assert bytes(memory) == expected(checkpoint)[name]
+    assert sum(read) <= 2 * CHUNK_BYTES
+
+
+def test_more_tensors_in_a_chunk_than_one_system_call_takes(tmp_path: Path) -> None:
+    checkpoint = load.open_checkpoint(big_checkpoint(tmp_path, small=3000))
+    found = checkpoint.read_unit("u")
+    assert {name: data.tobytes() for name, (_, data) in found.items()} == expected(checkpoint)
+    assert len(found) == 3005
+
+
+def test_every_short_read_is_continued(tmp_path: Path) -> None:
+    class Short(Os):
+        def preadv(self, fd: int, views: list[memoryview], offset: int) -> int:  # type: ignore[override]
+            return super().preadv(fd, [views[0][:100_003]], offset)
+
+    checkpoint = load.open_checkpoint(big_checkpoint(tmp_path), Short())
+    found = checkpoint.read_unit("u")
+    assert {name: data.tobytes() for name, (_, data) in found.items()} == expected(checkpoint)
+
+
+def test_memory_that_does_not_fit_is_refused_before_anything_is_read(saved: Path) -> None:
+    checkpoint = load.open_checkpoint(saved)
+    for memory in (memoryview(bytearray(1)), memoryview(bytes(36))):
+        with pytest.raises(ValueError, match="bytes of memory"):
+            checkpoint.read_tensors(["unit/a/model/fc.weight"], lambda spec, memory=memory: memory)
+
+
+def test_what_is_not_there_is_named(saved: Path) -> None:
+    checkpoint = load.open_checkpoint(saved)
+    for read, missing in (
+        (lambda: checkpoint.read_unit("zz"), "unit zz"),
+        (lambda: checkpoint.read_local(7), "local state of rank 7"),
+        (lambda: checkpoint.read_tensors(["x"], lambda spec: memoryview(bytearray(1))), "x"),
+        (lambda: checkpoint.spec("y"), "y"),
+    ):
+        with pytest.raises(IncompleteError) as caught:
+            read()
+        assert caught.value.missing == (missing,)
+
+
+def test_a_lost_local_state_says_why_it_was_lost(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    facts = replace(JOB.facts(37), world_size=3, lost_locals={2: "its host was lost"})
+    checkpoint = load.open_checkpoint(publish.publish(tmp_path, directory, facts))
+    with pytest.raises(IncompleteError, match="its host was lost"):
+        checkpoint.read_local(2)
+
+
+def test_fresh_tensors_are_aligned_for_every_type(saved: Path) -> None:
+    for _, data in load.open_checkpoint(saved).read_unit("a").values():
+        assert data.ctypes.data % 64 == 0 or not data.size
+
+
+def test_every_file_is_closed_again(saved: Path) -> None:
+    os = InterposedOs(counting())
+    content_of(saved, os)
+    assert load.verify(saved, os=os) == []
+    flip(saved / FILE_0, (saved / FILE_0).stat().st_size - 1)
+    assert load.verify(saved, os=os)
+    with pytest.raises(FormatError):
+        content_of(saved, os)
+    load.scan(saved.parent, os)
+    assert not os.open_fds
+
+
+def test_chunks_of_the_manifest_can_be_checked_by_anyone(saved: Path) -> None:
+    """The checksum is what docs/format.md says: xxh3_64 of every 4 MiB of the file, the header included."""
+    manifest = Manifest.decode((saved / "manifest.json").read_bytes(), saved)
+    for entry in manifest.files:
+        raw = (saved / entry.path).read_bytes()
+        assert entry.chunks == tuple(
+            xxhash.xxh3_64(raw[at : at + 4 * 1024 * 1024]).hexdigest() for at in range(0, len(raw), 4 * 1024 * 1024)
+        )
+        assert direct_io.CHUNK_BYTES == 4 * 1024 * 1024
+        assert layout.PartPath.parse(entry.path, where="x")

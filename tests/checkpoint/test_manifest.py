@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lastwords.checkpoint import layout, load
+from lastwords.checkpoint.direct_io import CHUNK_BYTES
+from lastwords.checkpoint.document import decode_document, encode_document
+from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
+from lastwords.checkpoint.manifest import MANIFEST_FORMAT, Manifest, contradiction, read_manifest
+from lastwords.checkpoint.part import FileEntry, LocalEntry, Part, UnitEntry, read_part
+from lastwords.errors import FormatError, IncompleteError
+from tests.checkpoint.states import Job
+from tests.checkpoint.test_storable import VALUES, same
+
+WHERE = Path("/ckpt/manifest.json")
+SUMS = st.integers(0, 2**64 - 1).map(lambda number: f"{number:016x}")
+METAS = st.dictionaries(st.text(max_size=3), VALUES, max_size=2)
+COUNTS = st.integers(0, 2**40)
+
+
+@st.composite
+def specs(draw: Any, prefix: str) -> tuple[TensorSpec, ...]:
+    names = draw(st.lists(st.text("abc./", min_size=1, max_size=4), max_size=2, unique=True))
+    found = []
+    for name in names:
+        shape = draw(st.lists(st.integers(0, 4), max_size=2))
+        offsets = [draw(st.integers(0, 3)) for _ in shape]
+        whole = [size + offset + draw(st.integers(0, 3)) for size, offset in zip(shape, offsets, strict=True)]
+        dtype = draw(st.sampled_from(sorted(DTYPE_BITS)))
+        found.append(TensorSpec(prefix + name, dtype, tuple(shape), tuple(whole), tuple(offsets)))
+    return tuple(found)
+
+
+@st.composite
+def manifests(draw: Any) -> Manifest:
+    epoch, step = draw(st.tuples(st.integers(1, 99), st.integers(1, 99)))
+    ranks = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True))
+    files = {}
+    for rank in ranks:
+        size = draw(st.integers(8, 3 * CHUNK_BYTES))
+        chunks = tuple(draw(SUMS) for _ in range(-(-size // CHUNK_BYTES)))
+        header = draw(st.integers(8, size))
+        files[rank] = FileEntry(str(layout.PartPath(rank, epoch, step)), size, header, draw(SUMS), chunks)
+    units = {
+        f"u{index}": UnitEntry(rank, files[rank].path, draw(specs(f"unit/u{index}/model/")), draw(METAS))
+        for index, rank in enumerate(ranks)
+    }
+    locals_ = {
+        owner: LocalEntry(
+            ranks[0],
+            files[ranks[0]].path,
+            draw(specs(f"local/{owner}/")),
+            draw(METAS),
+            draw(st.booleans()),
+            tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+        )
+        for owner in draw(st.lists(st.integers(0, 9), max_size=2, unique=True).map(sorted))
+    }
+    return Manifest(
+        format_version=MANIFEST_FORMAT,
+        job=draw(st.text(max_size=5)),
+        parent_job=draw(st.text(max_size=5)),
+        generation=draw(COUNTS),
+        incident=draw(COUNTS),
+        attempt=draw(COUNTS),
+        global_step=draw(st.integers(1, 2**40)),
+        epoch=epoch,
+        step=step,
+        world_size=draw(st.integers(10, 99)),
+        reason=draw(st.text(max_size=9)),
+        cause_ranks=tuple(draw(st.lists(st.integers(0, 9), max_size=2))),
+        published_unix_ns=draw(COUNTS),
+        files=tuple(files.values()),
+        units=units,
+        locals=locals_,
+        exact=draw(st.booleans()),
+        reasons=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+        facts=draw(METAS),
+    )
+
+
+@given(manifests())
+def test_a_manifest_comes_back_as_it_was_written(manifest: Manifest) -> None:
+    raw = manifest.encode()
+    back = Manifest.decode(raw, WHERE)
+    assert back == manifest
+    assert same(back.facts, manifest.facts)
+    for unit, entry in manifest.units.items():
+        assert same(back.units[unit].meta, entry.meta)
+    assert back.encode() == raw
+    assert raw.isascii()
+    json.loads(raw)
+
+
+@functools.cache
+def example() -> tuple[bytes, bytes]:
+    """manifest.json and part.json of a small checkpoint."""
+    with tempfile.TemporaryDirectory() as name:
+        job = Job()
+        directory = job.write(Path(name), 37)
+        part = (directory / "rank_1/part.json").read_bytes()
+        return (job.again(generation=2).save(Path(name), 37) / "manifest.json").read_bytes(), part
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x20, 0x80, 0x10])
+def test_one_changed_byte_anywhere_in_a_manifest_is_found(flip: int) -> None:
+    raw = example()[0]
+    for at in range(len(raw)):
+        damaged = raw[:at] + bytes([raw[at] ^ flip]) + raw[at + 1 :]
+        with pytest.raises(FormatError, match=r"manifest\.json.*"):
+            Manifest.decode(damaged, WHERE)
+
+
+def test_one_changed_byte_anywhere_in_a_part_is_found() -> None:
+    raw = example()[1]
+    for at in range(len(raw)):
+        damaged = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+        with pytest.raises(FormatError):
+            Part.decode(damaged, WHERE)
+
+
+def test_white_space_that_was_changed_is_found() -> None:
+    """JSON would not mind, and neither would a checksum over the parsed content."""
+    raw = example()[0]
+    assert json.loads(raw.replace(b": ", b":\t")) == json.loads(raw)
+    for damaged in (raw.replace(b": ", b":\t", 1), raw + b"\n", raw[:-1], raw.replace(b"\n", b"\r\n", 1)):
+        with pytest.raises(FormatError, match="checksum"):
+            Manifest.decode(damaged, WHERE)
+
+
+def test_a_manifest_cut_off_anywhere_is_found() -> None:
+    raw = example()[0]
+    for size in range(len(raw)):
+        with pytest.raises(FormatError, match="damaged"):
+            Manifest.decode(raw[:size], WHERE)
+
+
+def test_a_newer_format_is_named_with_what_to_do() -> None:
+    content = json.loads(example()[0])
+    del content["checksum"]
+    newer = encode_document({**content, "format_version": 2, "units": "something else entirely"})
+    with pytest.raises(FormatError, match=r"written by a newer lastwords, format 2; this one reads up to 1; upgrade"):
+        Manifest.decode(newer, WHERE)
+
+
+def test_a_flipped_version_digit_is_damage_and_not_a_newer_format() -> None:
+    raw = example()[0].replace(b'"format_version": 1', b'"format_version": 3')
+    with pytest.raises(FormatError, match="checksum"):
+        Manifest.decode(raw, WHERE)
+
+
+JUNK = st.sampled_from([None, -1, 0, 1.5, True, "", "x", [], ["x"], {}, {"x": 1}, 2**70, "../x", [[1]], {"~class": 1}])
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_forged_manifest_raises_nothing_but_format_error(data: Any) -> None:
+    content = json.loads(example()[0])
+    del content["checksum"]
+    place: Any = content
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        inner = place[key]
+        if not (isinstance(inner, dict | list) and inner) or data.draw(st.booleans()):
+            break
+        place = inner
+    if isinstance(place, dict) and data.draw(st.booleans()):
+        del place[key]
+    else:
+        place[key] = data.draw(JUNK)
+    try:
+        Manifest.decode(encode_document(content), WHERE)
+    except FormatError:
+        pass
+
+
+def manifest_with(**changes: Any) -> Manifest:
+    return replace(Manifest.decode(example()[0], WHERE), **changes)
+
+
+def _moved(manifest: Manifest, path: str) -> dict[str, UnitEntry]:
+    return {unit: replace(entry, file=path) for unit, entry in manifest.units.items()}
+
+
+BASE = Manifest.decode(example()[0], WHERE)
+FILE = BASE.files[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": (FILE, FILE)}, "one file twice"),
+        ({"units": {}}, "no unit"),
+        ({"files": (replace(FILE, bytes=FILE.bytes + CHUNK_BYTES), BASE.files[1])}, "checksums for"),
+        ({"files": (replace(FILE, header_bytes=FILE.bytes + 1), BASE.files[1])}, "checksums for"),
+        ({"epoch": 5}, "of another step"),
+        ({"files": BASE.files[:1]}, "not among its files"),
+        ({"units": _moved(BASE, FILE.path)}, "written by rank 1"),
+        ({"units": {"a": BASE.units["a"], "c": replace(BASE.units["a"])}}, "listed twice or under"),
+        ({"world_size": 1}, "outside its world"),
+        ({"cause_ranks": (7,)}, "outside its world"),
+        ({"units": {"a/b": replace(BASE.units["a"], tensors=())}}, "must match"),
+    ],
+)
+def test_each_contradiction_is_named(changes: dict[str, Any], message: str) -> None:
+    assert contradiction(BASE) is None
+    manifest = manifest_with(**changes)
+    found = contradiction(manifest)
+    assert found is not None
+    assert message in found
+    with pytest.raises(FormatError, match=message):
+        Manifest.decode(manifest.encode(), WHERE)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../../x", "rank_0/../x.ckpt"])
+def test_paths_in_a_manifest_cannot_lead_out_of_its_directory(path: str) -> None:
+    forged = manifest_with(files=(replace(FILE, path=path), *BASE.files[1:]), units=_moved(BASE, path))
+    with pytest.raises(FormatError, match="damaged or forged"):
+        Manifest.decode(forged.encode(), WHERE)
+
+
+def test_every_field_is_in_the_file() -> None:
+    assert {field.name for field in fields(Manifest)} == set(json.loads(example()[0])) - {"checksum"}
+
+
+def test_a_directory_without_a_manifest_is_incomplete(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteError, match="left unfinished") as caught:
+        read_manifest(tmp_path)
+    assert caught.value.missing == ("manifest.json",)
+    with pytest.raises(IncompleteError, match="no directory"):
+        read_manifest(tmp_path / "nothing")
+
+
+def test_a_manifest_that_is_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(Exception, match="regular"):
+        read_manifest(tmp_path)
+
+
+def test_documents_are_canonical() -> None:
+    one, other = encode_document({"b": 1, "a": [1, 2]}), encode_document({"a": [1, 2], "b": 1})
+    assert one == other
+    assert decode_document(encode_document({"format_version": 1}), where=WHERE, version_max=1) == {"format_version": 1}
+
+
+@pytest.mark.parametrize("version", [None, "1", 0, -1, True, 1.0])
+def test_a_document_without_a_sound_version_is_damaged(version: Any) -> None:
+    with pytest.raises(FormatError, match="format version"):
+        decode_document(encode_document({"format_version": version}), where=WHERE, version_max=1)
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_raise_anything_but_format_error(raw: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode_document(raw, where=WHERE, version_max=1)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=3).filter(lambda key: key != "checksum"), st.integers() | st.text(max_size=4), max_size=4
+    )
+)
+def test_documents_come_back(content: dict[str, Any]) -> None:
+    content = {**content, "format_version": 1}
+    assert decode_document(encode_document(content), where=WHERE, version_max=1) == content
+
+
+def test_parts_come_back(tmp_path: Path) -> None:
+    directory = Job().write(tmp_path, 37)
+    part = read_part(directory / "rank_0")
+    assert Part.decode(part.encode(), WHERE) == part
+    assert load.scan(tmp_path) == []
