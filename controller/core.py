@@ -193,10 +193,10 @@ class ControllerCore:
         self._stray(self._loop.on_left(report))
 
     def _on_settled(self, member: Member, report: Settled) -> None:
-        member.stand = report.stand
         if report.incident <= self._incident_resumed:
             self._context.send(report.rank, Resume(self._members.generation, report.incident))
         elif (current := self._current(report.incident)) is not None:
+            member.stand = report.stand
             current.on_settled(report)
 
     def _on_save_progress(self, member: Member, report: SaveProgress) -> None:
