@@ -65,7 +65,7 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
         for target in job.targets:
             if step > job.start_step and target not in ledger.closed_targets and _can_be_had(job, ledger, step, target):
                 told = sorted({record.farewell for record in ledger.ranks if record.farewell})
-                yield f"every unit had a healthy holder at step {step}, but nothing was published; ranks were told {told}"
+                yield f"step {step} had healthy holders of every unit, but nothing was published; told: {told}"
                 return
 
 
@@ -144,6 +144,24 @@ def a_false_alarm_is_not_noticed(job: Job, ledger: Ledger) -> Iterator[str]:
             yield f"nothing had failed, yet rank {rank} was told {record.farewell!r}"
 
 
+def rank_local_state_is_saved_or_said_to_be_lost(job: Job, ledger: Ledger) -> Iterator[str]:
+    """Every black box that a healthy rank of its host could read is in the checkpoint; of the others it says so."""
+    for publication in ledger.publications:
+        saved = {rank for file in publication.files for rank, _ in file.local_steps}
+        for rank, host in enumerate(job.hosts):
+            if rank in saved:
+                continue
+            if rank not in publication.lost_local_ranks:
+                yield f"step {publication.step}: nothing is said about the rank-local state of rank {rank}"
+            mates = [mate for mate, home in enumerate(job.hosts) if home == host]
+            if any((mate, publication.target) in ledger.refused for mate in mates):
+                continue
+            for mate in mates:
+                if ledger.ranks[mate].healthy():
+                    yield f"step {publication.step}: rank {mate} was healthy, but the state of rank {rank} is lost"
+                    break
+
+
 CHECKERS: tuple[Checker, ...] = (
     i1_every_file_is_of_the_published_step,
     i2_only_whole_verified_directories_are_published,
@@ -153,6 +171,7 @@ CHECKERS: tuple[Checker, ...] = (
     i6_nothing_older_changes_anything_newer,
     i7_nobody_waits_for_ever,
     a_false_alarm_is_not_noticed,
+    rank_local_state_is_saved_or_said_to_be_lost,
 )
 
 

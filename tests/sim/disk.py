@@ -89,6 +89,7 @@ class Disk:
             effect.step,
             effect.target,
             files,
+            effect.lost_local_ranks,
             (name, files) in self.verified,
         )
         self.attempts.pop(name, None)

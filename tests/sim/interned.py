@@ -32,7 +32,7 @@ def frozen(value: Any, seen: dict[int, int]) -> Hashable:
         if all(isinstance(key, int | str) for key in value):
             return (dict, *((key, frozen(value[key], seen)) for key in sorted(value, key=repr)))
         return (dict, frozenset((frozen(key, seen), frozen(item, seen)) for key, item in value.items()))
-    if isinstance(value, type) or callable(value) and not hasattr(value, "__dict__"):
+    if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
         return value  # type: ignore[no-any-return]
     if hasattr(value, "__dataclass_params__") and value.__dataclass_params__.frozen:
         return value  # type: ignore[no-any-return]

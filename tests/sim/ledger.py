@@ -41,6 +41,7 @@ class Publication(NamedTuple):
     step: int
     target: int
     files: tuple[Written, ...]
+    lost_local_ranks: tuple[int, ...]  # whose rank-local state the manifest says is lost
     verified: bool  # a verification of exactly these files had succeeded before
 
 

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.count:
         bad, lines = replay(options.seed, not options.no_death, options.mutant)
-        sys.stdout.write("\n".join(lines + ["", *(f"VIOLATED  {line}" for line in bad or ())]) + "\n")
+        sys.stdout.write("\n".join([*lines, "", *(f"VIOLATED  {line}" for line in bad or ())]) + "\n")
         sys.stdout.write("all invariants hold\n" if not bad else "")
         return 1 if bad else 0
     failed: Counter[str] = Counter()

@@ -91,9 +91,9 @@ def _draw_job(dice: random.Random) -> Job:
     per_host = dice.randint(1, 4)
     hosts = tuple(rank // per_host for rank in range(ranks))
     layout = dice.random()
-    if layout < 0.7 or ranks == 1:
+    if layout < 0.6 or ranks == 1:
         units: tuple[tuple[str, ...], ...] = ((UNIT_REPLICATED,),) * ranks
-    elif layout < 0.88:
+    elif layout < 0.82:
         shards = dice.choice([number for number in (2, 3, 4) if number <= ranks])
         units = tuple((f"tp{rank % shards}",) for rank in range(ranks))
     else:
@@ -146,7 +146,9 @@ _OTHER_FAULTS = (
     "isolate_host",
     "kill_controller",
 )
-_OTHER_WEIGHTS = (34, 16, 12, 14, 6, 8, 5, 3, 2)
+_ANY_WEIGHTS = (34, 16, 12, 14, 6, 8, 5, 3, 2)
+_STORM_WEIGHTS = (40, 60, 5, 5, 0, 0, 5, 0, 1)
+_NETWORK_WEIGHTS = (10, 0, 40, 50, 0, 10, 0, 10, 0)
 
 
 def _draw_fault(dice: random.Random, job: Job, kind: str, in_incident: bool) -> Fault:
@@ -170,9 +172,10 @@ def draw(seed: int, with_death: bool = True) -> Plan:
     faults: list[Fault] = []
     if with_death:
         faults.append(_draw_fault(dice, job, "kill", in_incident=False))
-    others = dice.choices((0, 1, 2, 3), (30, 40, 20, 10))[0]
+    weights = dice.choices((_ANY_WEIGHTS, _STORM_WEIGHTS, _NETWORK_WEIGHTS), (60, 25, 15))[0]
+    others = dice.choices((0, 1, 2, 3), (25, 40, 22, 13))[0] if weights is _ANY_WEIGHTS else dice.randint(1, 3)
     for _ in range(others):
-        kind = dice.choices(_OTHER_FAULTS, _OTHER_WEIGHTS)[0]
+        kind = dice.choices(_OTHER_FAULTS, weights)[0]
         if not with_death and kind.startswith("kill"):
             kind = dice.choice(("pause", "cut", "signal", "stale"))
         faults.append(_draw_fault(dice, job, kind, in_incident=bool(faults)))

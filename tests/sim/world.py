@@ -67,7 +67,7 @@ class At(enum.IntEnum):
 
 
 class Trainer:
-    """One simulated training process. `contributed` and the like are the newest step for which it entered a collective."""
+    """One simulated training process. `contributed` and the like: newest step for which it entered that collective."""
 
     __slots__ = (
         "at",
@@ -80,8 +80,8 @@ class Trainer:
         "linked",
         "logged",
         "outbox",
-        "rank",
         "raise_at",
+        "rank",
         "record",
         "save",
         "save_first",
@@ -177,7 +177,7 @@ class World:
         if at is At.GATE:
             if trainer.core.frozen or trainer.core.leaving:
                 return GO
-            return GO if all(getattr(other, "gated") >= trainer.gated for other in self.trainers) else WAIT
+            return GO if all(other.gated >= trainer.gated for other in self.trainers) else WAIT
         if at is At.STUCK or at is At.STUCK_UPDATE:
             return ("time out",)
         if at is At.HELD or at is At.GONE:
@@ -481,8 +481,13 @@ class World:
         self._carry_out_all(effects)
 
     def _note_saved(self, report: Saved) -> None:
+        """The controller knows of a finished file. One that a rank tells of after a long silence is not owed a use."""
+        if "silent" in self.ledger.ranks[report.rank].ill:
+            return
         for (target, step, incident, attempt), files in self.disk.attempts.items():
-            if (step, incident, attempt) == (report.step, report.incident, report.attempt) and report.rank in files:
+            if (step, incident, attempt) != (report.step, report.incident, report.attempt) or report.rank not in files:
+                continue
+            if files[report.rank].whole:
                 for unit, _, _ in files[report.rank].units:
                     self.ledger.heard_saved.add((target, report.rank, step, unit))
 
