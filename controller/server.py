@@ -12,24 +12,23 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 from lastwords import clock, codec
 from lastwords.controller import events
 from lastwords.controller.events import Effect, Event, State
 from lastwords.controller.handover import RunFile
+from lastwords.controller.neighbours import Neighbours
+from lastwords.controller.roster import Roster
 from lastwords.controller.sessions import PeerSession, SessionService
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.storage import StorageJobs
 from lastwords.controller.timeline import Timeline, sentence
 from lastwords.errors import LastWordsError, UnavailableError
 from lastwords.liveness import paths, process_id
-from lastwords.liveness.watch import HostWatch
-from lastwords.state import ControllerState, RankState
+from lastwords.state import ControllerState
 from lastwords.transport import Keepalive, grpc, host_port, server_options
-from lastwords.vocabulary import DeathSource, Goodbye, Hello, ProcessId, Report, SaveProgress, Stand
+from lastwords.vocabulary import DeathSource, Goodbye, Hello, Report, SaveProgress
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +40,9 @@ STRAYS_LOGGED = 3
 
 STOP_GRACE_S = 1.0
 """What is left to say gets this long; the core has waited for the sessions to end before it stops."""
+
+STORAGE_GRACE_S = 30.0
+"""Unfinished files of gigabytes take their time to be removed; what is left then is removed by the next job."""
 
 _MAY_END_WHEN_EMPTY = (State.REGISTERING, State.EXITING, State.RELEASING, State.REFUSING)
 
@@ -60,16 +62,6 @@ class Core(Protocol):
     def handle(self, event: Event, now_s: float) -> list[Effect]: ...
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What people are told about a rank; the core keeps its own books."""
-
-    process: ProcessId
-    stand: Stand
-    heard_mono_s: float
-    dead: bool = False
-
-
 class ControllerShell:
     """Serves one job until its core stops. Build it and `run` it in one loop; `run` may be called once."""
 
@@ -80,11 +72,8 @@ class ControllerShell:
         self._service = SessionService(token, self)
         self._storage = StorageJobs(spec, self._from_thread)
         self._timeline = Timeline(spec.job, spec.generation)
-        self._host_id = process_id.host_id()
+        self._roster = Roster(spec.world_size)
         self._starter_ticks = process_id.start_ticks(spec.starter_pid) if spec.starter_pid else None
-        self._session_of: dict[int, PeerSession] = {}
-        self._seen: dict[int, _Seen] = {}
-        self._watched: dict[int, ProcessId] = {}
         self._progress = 0
         self._newest_line = ""
         self._asked_to_end = False
@@ -93,9 +82,7 @@ class ControllerShell:
         self._timer: asyncio.TimerHandle | None = None
         self._began_mono_s = clock.mono_s()
         self._loop = asyncio.get_running_loop()
-        # Adding a watch opens files and may wait for a thread; one thread keeps the order of add and remove.
-        self._watch_jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")
-        self._watch = HostWatch(self._on_death)
+        self._neighbours = Neighbours(spec.job, spec.generation, self._on_death)
 
     # ------------------------------------------------------------------ life
 
@@ -151,9 +138,8 @@ class ControllerShell:
             self._stopped.set()
 
     def _clean_up(self) -> None:
-        self._watch_jobs.shutdown(wait=True)
-        self._watch.stop()
-        self._storage.wait_idle(STOP_GRACE_S)
+        self._neighbours.stop()
+        self._storage.wait_idle(STORAGE_GRACE_S)
         paths.remove_job_dir(self._spec.job, self._spec.generation)
         if self._run_file is not None:
             self._run_file.remove()
@@ -170,7 +156,7 @@ class ControllerShell:
 
     def _look_after(self, ticks: int) -> None:
         self._update_run_file()
-        if not self._seen and ticks % 5 == 4 and self._spec.starter_pid and not self._starter_lives():
+        if self._roster.is_untouched and ticks % 5 == 4 and self._spec.starter_pid and not self._starter_lives():
             self.stop(f"nobody has connected, and process {self._spec.starter_pid}, which started this, is gone")
         self._end_if_asked()
 
@@ -190,8 +176,7 @@ class ControllerShell:
 
     def _live(self) -> int:
         """Ranks that can be expected to go on; before the first of them, the process that started this."""
-        connected = sum(1 for rank in self._session_of if not self._seen[rank].dead)
-        return connected or int(not self._seen and self._starter_lives())
+        return self._roster.live or int(self._roster.is_untouched and self._starter_lives())
 
     def _on_sigterm(self) -> None:
         _log.info("asked to end (SIGTERM): will do so when no rank is left and no incident is open")
@@ -212,31 +197,25 @@ class ControllerShell:
             if isinstance(report, Hello):
                 self._take_hello(session, report, now_s)
                 continue
-            if self._session_of.get(report.rank) is not session:
+            if self._roster.session_of(report.rank) is not session:
                 session.strays += 1
                 if session.strays <= STRAYS_LOGGED:
                     _log.warning(
                         "%s: dropped %s of rank %d, not accepted there", session, type(report).__name__, report.rank
                     )
                 continue
-            seen = self._seen[report.rank]
-            seen.heard_mono_s = now_s
-            stand = getattr(report, "stand", None)
-            if stand is not None:
-                seen.stand = stand
+            self._roster.hear(report, now_s)
             if isinstance(report, SaveProgress):
                 self._progress += 1
             elif isinstance(report, Goodbye):
-                self._unwatch(report.rank)
+                self._neighbours.part_with(report.rank)
             self._timeline.note_report(report, now_s)
             self._perform(self._ask(events.FromRank(report), now_s), now_s, session, report.rank)
         self._rearm()
 
     def on_closed(self, session: PeerSession) -> None:
         """A session is over: its ranks are under suspicion, unless they have said Hello in a newer one."""
-        gone = sorted(rank for rank in session.ranks if self._session_of.get(rank) is session)
-        for rank in gone:
-            del self._session_of[rank]
+        gone = self._roster.unbind(session)
         if gone and self._stop_reason is None:
             now_s = clock.mono_s()
             self._timeline.note("suspected", now_s, ranks=gone)
@@ -244,25 +223,15 @@ class ControllerShell:
 
     def _take_hello(self, session: PeerSession, hello: Hello, now_s: float) -> None:
         effects = self._ask(events.FromRank(hello), now_s)
-        if any(isinstance(effect, events.Reply) for effect in effects):
-            self._perform(effects, now_s, session, hello.rank)
+        if effects is None:
             return
-        before = self._session_of.get(hello.rank)
-        if before is not None and before is not session:
-            before.ranks.discard(hello.rank)
-            if not before.ranks:
-                before.cancel()
-        session.ranks.add(hello.rank)
-        self._session_of[hello.rank] = session
-        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s)
-        if hello.process.host_id == self._host_id and self._watched.get(hello.rank) != hello.process:
-            self._watched[hello.rank] = hello.process
-            self._watch_jobs.submit(self._add_watch, hello.rank, hello.process)
+        if not any(isinstance(effect, events.Reply) for effect in effects):
+            self._roster.bind(session, hello, now_s)
+            self._neighbours.welcome(hello)
         self._perform(effects, now_s, session, hello.rank)
 
     def _on_died(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
-        if rank in self._seen:
-            self._seen[rank].dead = True
+        self._roster.bury(rank)
         self._timeline.note("died", known_mono_s, rank=rank, source=source.name)
         self._feed((events.Died(rank, source),))
 
@@ -295,20 +264,22 @@ class ControllerShell:
             self._perform(self._ask(event, now_s), now_s)
         self._rearm()
 
-    def _ask(self, event: Event, now_s: float) -> list[Effect]:
+    def _ask(self, event: Event, now_s: float) -> list[Effect] | None:
         try:
             return self._core.handle(event, now_s)
         except Exception:  # outermost: one event that the core cannot digest must not end everybody's protection
             _log.exception("the controller's core failed at %s; the event is dropped", event)
-            return []
+            return None
 
-    def _perform(self, effects: list[Effect], now_s: float, session: PeerSession | None = None, rank: int = 0) -> None:
+    def _perform(
+        self, effects: list[Effect] | None, now_s: float, session: PeerSession | None = None, rank: int = 0
+    ) -> None:
         """Carry out what the core wants; `session` and `rank` are where the report came from, for a Reply."""
-        for effect in effects:
+        for effect in effects or ():
             match effect:
                 case events.Send(order=order):
                     line = self._timeline.note_order(effect.rank, order, now_s, clock.wall_ns())
-                    receiver = self._session_of.get(effect.rank)
+                    receiver = self._roster.session_of(effect.rank)
                     if receiver is not None:
                         receiver.push(effect.rank, order)
                     if line is not None:
@@ -346,17 +317,7 @@ class ControllerShell:
         _log.info("%s", self._newest_line)
         self._storage.append_line(self._spec.incidents_path, line)
 
-    # ------------------------------------------------------------------ the host watch
-
-    def _add_watch(self, rank: int, process: ProcessId) -> None:
-        try:
-            self._watch.add(rank, paths.life_path(self._spec.job, self._spec.generation, rank), process)
-        except LastWordsError as error:
-            _log.warning("rank %d cannot be watched on this host, its session alone counts: %s", rank, error)
-
-    def _unwatch(self, rank: int) -> None:
-        if self._watched.pop(rank, None) is not None:
-            self._watch_jobs.submit(self._watch.remove, rank)
+    # ------------------------------------------------------------------ other threads
 
     def _on_death(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
         """Watcher's thread."""
@@ -373,15 +334,7 @@ class ControllerShell:
     def state(self) -> bytes:
         """Answer to a State call."""
         now_s = clock.mono_s()
-        ranks = []
-        for rank in range(self._spec.world_size):
-            seen = self._seen.get(rank)
-            if seen is None:
-                ranks.append(RankState(rank, None, None, connected=False, dead=False, heard_s=-1.0))
-                continue
-            connected = rank in self._session_of
-            ranks.append(RankState(rank, seen.process, seen.stand, connected, seen.dead, now_s - seen.heard_mono_s))
-        summary = f"{len(self._session_of)} of {self._spec.world_size} ranks are connected"
+        summary = f"{len(self._roster.connected)} of {self._spec.world_size} ranks are connected"
         if self._newest_line:
             summary += f"; {self._newest_line}"
         return codec.state_to_bytes(
@@ -394,6 +347,6 @@ class ControllerShell:
                 stage=self._core.state.value,
                 incident=self._core.incident,
                 summary=summary,
-                ranks=tuple(ranks),
+                ranks=self._roster.views(now_s),
             )
         )

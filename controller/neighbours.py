@@ -1,0 +1,53 @@
+"""Ranks on the controller's own host, watched by itself: their deaths are known before any connection breaks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from lastwords.errors import LastWordsError
+from lastwords.liveness import paths, process_id
+from lastwords.liveness.watch import HostWatch
+from lastwords.vocabulary import DeathSource, Hello, ProcessId
+
+_log = logging.getLogger(__name__)
+
+
+class Neighbours:
+    """The host watch behind a thread of its own, since adding a watch opens files and may wait for a thread.
+
+    `on_death(rank, source, known_mono_s)` comes from watchers' threads. Methods are for the loop's thread.
+    """
+
+    def __init__(self, job: str, generation: int, on_death: Callable[[int, DeathSource, float], None]) -> None:
+        self._job = job
+        self._generation = generation
+        self._host_id = process_id.host_id()
+        self._watched: dict[int, ProcessId] = {}
+        self._watch = HostWatch(on_death)
+        self._jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")  # one keeps the order of calls
+
+    def welcome(self, hello: Hello) -> None:
+        """An accepted rank: watch its process if it runs on this host, unless that is done already."""
+        if hello.process.host_id == self._host_id and self._watched.get(hello.rank) != hello.process:
+            self._watched[hello.rank] = hello.process
+            self._jobs.submit(self._add, hello.rank, hello.process)
+
+    def part_with(self, rank: int) -> None:
+        """The rank's process ends with permission; its end is nobody's business."""
+        if self._watched.pop(rank, None) is not None:
+            self._jobs.submit(self._watch.remove, rank)
+
+    def stop(self) -> None:
+        """Stop watching. Waits for threads: not for the loop's thread."""
+        self._jobs.shutdown(wait=True)
+        self._watch.stop()
+
+    def _add(self, rank: int, process: ProcessId) -> None:
+        try:
+            self._watch.add(rank, paths.life_path(self._job, self._generation, rank), process)
+        except LastWordsError as error:
+            _log.warning("rank %d cannot be watched on this host, its session alone counts: %s", rank, error)
+        except Exception:  # outermost: nobody looks at what a thread pool's job raises
+            _log.exception("watching rank %d failed", rank)

@@ -1,0 +1,88 @@
+"""Which session each rank's orders go to, and what people are told about a rank. The core keeps books of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lastwords.controller.sessions import PeerSession
+from lastwords.state import RankState
+from lastwords.vocabulary import Hello, ProcessId, Report, Stand
+
+
+@dataclass(slots=True)
+class _Seen:
+    process: ProcessId
+    stand: Stand
+    heard_mono_s: float
+    dead: bool = False
+
+
+class Roster:
+    """Ranks that were accepted, and the sessions that they are bound to. The loop's thread only."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._session_of: dict[int, PeerSession] = {}
+        self._seen: dict[int, _Seen] = {}
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no rank has ever been accepted."""
+        return not self._seen
+
+    @property
+    def connected(self) -> Collection[int]:
+        """Ranks with an open session."""
+        return self._session_of.keys()
+
+    @property
+    def live(self) -> int:
+        """How many ranks have an open session and are not known to be dead."""
+        return sum(1 for rank in self._session_of if not self._seen[rank].dead)
+
+    def session_of(self, rank: int) -> PeerSession | None:
+        """Session that orders for `rank` go to."""
+        return self._session_of.get(rank)
+
+    def bind(self, session: PeerSession, hello: Hello, now_s: float) -> None:
+        """A Hello was accepted: orders for its rank go here from now on; a session left without ranks is ended."""
+        before = self._session_of.get(hello.rank)
+        if before is not None and before is not session:
+            before.ranks.discard(hello.rank)
+            if not before.ranks:
+                before.cancel()
+        session.ranks.add(hello.rank)
+        self._session_of[hello.rank] = session
+        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s)
+
+    def unbind(self, session: PeerSession) -> list[int]:
+        """A session is over; returns the ranks that have none now, sorted."""
+        gone = sorted(rank for rank in session.ranks if self._session_of.get(rank) is session)
+        for rank in gone:
+            del self._session_of[rank]
+        return gone
+
+    def hear(self, report: Report, now_s: float) -> None:
+        """A report of an accepted rank."""
+        seen = self._seen[report.rank]
+        seen.heard_mono_s = now_s
+        stand: Stand | None = getattr(report, "stand", None)
+        if stand is not None:
+            seen.stand = stand
+
+    def bury(self, rank: int) -> None:
+        """The process of this rank has died."""
+        if rank in self._seen:
+            self._seen[rank].dead = True
+
+    def views(self, now_s: float) -> tuple[RankState, ...]:
+        """All ranks of the job as people see them."""
+        return tuple(self._view(rank, now_s) for rank in range(self._world_size))
+
+    def _view(self, rank: int, now_s: float) -> RankState:
+        seen = self._seen.get(rank)
+        if seen is None:
+            return RankState(rank, None, None, connected=False, dead=False, heard_s=-1.0)
+        heard_s = max(0.0, now_s - seen.heard_mono_s)
+        return RankState(rank, seen.process, seen.stand, rank in self._session_of, seen.dead, heard_s)
