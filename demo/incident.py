@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +62,7 @@ def read_incident(ckpt_path: Path, killed_mono_s: float, ranks: int) -> Incident
             bars += [Bar(rank, "trains", float("-inf"), 0.0), Bar(rank, "dead", 0.0, float("inf"))]
             continue
         settled_s = last("settled", rank)[1]
+        settled_s = decided_s if math.isnan(settled_s) else settled_s  # a silent rank is decided upon without its word
         bars += [Bar(rank, "trains", float("-inf"), settled_s), Bar(rank, "parked", settled_s, end_s)]
         if rank in decision["writers"]:
             bars.append(Bar(rank, "saves", decided_s, last("saved", rank)[1]))

@@ -36,8 +36,10 @@ def draw(
     killed: Mapping[int, RankLog],
     resumed: Mapping[int, RankLog],
     incident: Incident,
+    *,
+    identical: bool,
 ) -> None:
-    """Writes a PNG to `path`."""
+    """Writes a PNG to `path`; `identical` is what its title says of the runs."""
     style: dict[Any, Any] = {
         "font.size": 10,
         "text.color": INK,
@@ -49,6 +51,8 @@ def draw(
         layout = ConstrainedLayoutEngine(h_pad=0.14, w_pad=0.12, hspace=0.06)
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 8.6), height_ratios=(1.15, 1), layout=layout)
         _curves(top, uninterrupted, killed, resumed, incident)
+        title = "The resumed run is the uninterrupted run, bit for bit" if identical else "The runs differ"
+        top.set_title(title, loc="left", fontweight="bold", fontsize=13)
         _timeline(bottom, incident)
         figure.savefig(path, dpi=150, facecolor="white")
         plt.close(figure)
@@ -84,7 +88,6 @@ def _curves(
         fontsize=9.5,
     )
     axes.set(xlabel="global step", ylabel="loss, mean of all ranks", ylim=(0, top))
-    axes.set_title("The resumed run is the uninterrupted run", loc="left", fontweight="bold", fontsize=13)
     axes.legend(loc="center right", frameon=False)
     _plain(axes, "y")
 

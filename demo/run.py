@@ -80,14 +80,16 @@ def story(console: Console, args: argparse.Namespace) -> int:
 
         resumed = stages[2].run("--is_recover", "1", ckpt_path=training.ckpt_path, from_step=incident.step)
 
-    picture = args.out / "last-words.png"
-    draw(picture, uninterrupted, killed, resumed, incident)
-    lost = max(max(log.losses, default=0) for log in killed.values()) - incident.step
-    console.print(table(incident, max(lost, 0)))
-    console.print(f"picture: {picture}\ncheckpoint: {incident.path}\n")
+    lost = max(0, max(max(log.losses, default=0) for log in killed.values()) - incident.step)
     difference = first_difference(uninterrupted, killed, resumed, step=incident.step)
-    if difference is not None or lost > 0:
-        console.print(f"[bold red]the runs differ: {difference or f'{lost} steps were lost'}[/]")
+    if difference is None and lost:
+        difference = f"{lost} steps were trained but are not in the checkpoint"
+    picture = args.out / "last-words.png"
+    draw(picture, uninterrupted, killed, resumed, incident, identical=difference is None)
+    console.print(table(incident, lost))
+    console.print(f"picture: {picture}\ncheckpoint: {incident.path}\n", soft_wrap=True)
+    if difference is not None:
+        console.print(f"the runs differ: {difference}", style="bold red", markup=False, soft_wrap=True)
         return EXIT_DIFFERENT
     console.print(f"[bold green]{IDENTICAL}[/]")
     return 0
