@@ -82,7 +82,9 @@ class Closing:
     def on_timer(self, name: str) -> None:
         """`farewell`: say it again. `exit`: nobody is waited for any longer."""
         if name == "exit":
-            self._stop(f"the job has ended; {ranks_text(self._lingering())} did not close the session")
+            members = self._context.members
+            late = sorted(members.living) + [rank for rank in members.missing_ranks if rank not in self._told_strangers]
+            self._stop(f"the job has ended; {ranks_text(late)} did not take leave in time")
             return
         assert self.farewell is not None
         for rank in sorted(self._context.members.members):
@@ -101,11 +103,10 @@ class Closing:
         self._context.emit(Reply(self.farewell))
         self.stop_if_empty()
 
-    def _lingering(self) -> list[int]:
-        """Ranks that may still have to be told, sorted: those that live, and those that are still to come."""
+    def _lingering(self) -> bool:
+        """True while some rank may still have to be told: one that lives, or one that is still to come."""
         members = self._context.members
-        living = [rank for rank, member in members.members.items() if member.living]
-        return sorted(living + [rank for rank in members.missing_ranks if rank not in self._told_strangers])
+        return bool(members.living) or len(members.members) + len(self._told_strangers) < members.world_size
 
     def _stop(self, reason: str) -> None:
         self._context.state = State.STOPPED

@@ -6,7 +6,10 @@ told what to write (`selected`), there is no way to `Resumed` any more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lastwords.controller.context import Ended, JobContext, Resumed, Verdict
+from lastwords.controller.decision import NO_TARGETS, Decision, NoDecision, NoDecisionKind, RankView
 from lastwords.controller.detection import Causes, death_text, raised_text, signal_text, suspicion_text
 from lastwords.controller.events import (
     ERROR,
@@ -22,7 +25,7 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.membership import Life
 from lastwords.controller.saving import Saving
-from lastwords.controller.selection import Decision, NoDecision, NoDecisionKind, RankView, select
+from lastwords.controller.selection import select
 from lastwords.vocabulary import (
     DeathSource,
     ExitKind,
@@ -66,9 +69,8 @@ class Incident:
         self.opened = True
         self._first_words = words
         context.log(WARNING, f"incident {self.number}: {self.words()}; every rank is told to stop")
-        self._unsettled = {rank for rank, member in context.members.members.items() if member.living}
-        for rank in sorted(self._unsettled):
-            context.send(rank, self._freeze())
+        self._unsettled = set(context.members.living)
+        self._send_freeze(self._unsettled)
         context.timers.set("settle", context.now_s + context.options.settle_timeout_s)
         context.timers.set("resend", context.now_s + RESEND_INTERVAL_S)
         self.advance()
@@ -77,9 +79,11 @@ class Incident:
         """Why this incident is on, for people."""
         return self.causes.text() or self._first_words
 
-    def _freeze(self) -> Freeze:
+    def _send_freeze(self, ranks: Iterable[int]) -> None:
         context = self._context
-        return Freeze(context.generation, self.number, context.options.settle_timeout_s, self.words())
+        order = Freeze(context.generation, self.number, context.options.settle_timeout_s, self.words())
+        for rank in sorted(ranks):
+            context.send(rank, order)
 
     # ------------------------------------------------------------------ what happens to ranks
 
@@ -137,7 +141,7 @@ class Incident:
                 self.excluded[rank] = "came too late to be counted"
             else:
                 self._await(rank)
-        self._context.send(rank, self._freeze())
+        self._send_freeze((rank,))
         if rank in self._proceeding:
             self._context.send(rank, self._proceed())
         writing = self._saving.writing.get(rank)
@@ -210,20 +214,21 @@ class Incident:
     def _views(self) -> dict[int, RankView]:
         views = {}
         for rank, member in self._context.members.members.items():
-            settled = self._settled.get(rank)
-            absence = ""
+            stand, absence = None, ""
             if not member.living:
                 absence = death_text(member.source) if member.source is not None else "is gone"
             elif rank in self.excluded:
                 absence = self.excluded[rank]
-            usable = settled is not None and not absence and member.life is Life.ALIVE
+            elif member.life is Life.ALIVE and rank in self._settled:
+                stand = self._settled[rank].stand
+            refused = self._saving.refused.get(rank)
             views[rank] = RankView(
-                rank=rank,
-                host_id=member.process.host_id,
-                units=member.units,
-                stand=settled.stand if settled is not None and usable else None,
-                absence=absence,
-                refused_targets=frozenset(self._saving.refused.get(rank, ())),
+                rank,
+                member.process.host_id,
+                member.units,
+                stand,
+                absence,
+                frozenset(refused) if refused else NO_TARGETS,
             )
         return views
 
@@ -375,8 +380,7 @@ class Incident:
             self._choose_again()
 
     def _resend(self) -> None:
-        for rank in sorted(self._unsettled):
-            self._context.send(rank, self._freeze())
+        self._send_freeze(self._unsettled)
         for rank in sorted(self._proceeding):
             self._context.send(rank, self._proceed())
         for writing in self._saving.unanswered():

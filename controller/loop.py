@@ -40,11 +40,10 @@ class LoopWatch:
     def check_begin(self) -> None:
         """Let the loop begin once all ranks want the same."""
         context, members = self._context, self._context.members
-        waiting = members.loop_waiting
-        if context.state is not State.WATCHING or not waiting:
+        if context.state is not State.WATCHING or not members.anyone_waits:
             return
         context.timers.start("loop", context.now_s + context.options.start_timeout_s)
-        if len(waiting) < members.world_size:
+        if not members.loop_wanted_by_all:
             return
         context.timers.clear("loop")
         disagreement = members.loop_disagreement()
@@ -83,7 +82,7 @@ class LoopWatch:
 
     def _arm_leave(self) -> None:
         options = self._context.options
-        timeout_s = options.leave_timeout_s if self._context.members.left_early() else options.finish_timeout_s
+        timeout_s = options.leave_timeout_s if self._context.members.left_early else options.finish_timeout_s
         self._context.timers.set("leave", self._context.now_s + timeout_s)
 
     # ------------------------------------------------------------------ time
@@ -99,9 +98,10 @@ class LoopWatch:
             text = f"{ranks_text(missing)} did not begin the loop within {options.start_timeout_s:g} s"
             self._closing.refuse_all(f"{text} of {ranks_text(waiting)}")
             return None
-        early = members.left_early()
+        early = members.left_early
         if early:
             words = f"left the loop early, and no other rank has moved for {options.leave_timeout_s:g} s"
             return Strayed(tuple(early), words)
-        late = sorted(rank for rank, member in members.members.items() if member.left is None)
-        return Strayed(tuple(late), f"did not finish the loop, and has not moved for {options.finish_timeout_s:g} s")
+        return Strayed(
+            tuple(members.not_left), f"did not finish the loop, and has not moved for {options.finish_timeout_s:g} s"
+        )

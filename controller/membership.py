@@ -82,7 +82,10 @@ class Membership:
         self.suspects: set[int] = set()
         self.base_step = 0  # newest step at which any rank started: there is nothing to save up to it
         self.loop_go_sent = False
+        self.living: set[int] = set()
         self._not_left: set[int] = set()
+        self._left_early: set[int] = set()
+        self._loop_waiting: set[int] = set()
         self._units: tuple[str, ...] | None = None
 
     # ------------------------------------------------------------------ registration
@@ -115,6 +118,7 @@ class Membership:
         if member is None:
             member = Member(hello.rank, hello.process, tuple(sorted(set(hello.units))), hello.stand)
             self.members[hello.rank] = member
+            self.living.add(hello.rank)
             self._not_left.add(hello.rank)
             self._units = None
             self.base_step = max(self.base_step, hello.stand.ended_step)
@@ -158,6 +162,7 @@ class Membership:
         member = self.members[rank]
         member.life = Life.ALIVE
         member.source = None
+        self.living.add(rank)
         self.suspects.discard(rank)
 
     def bury(self, rank: int, source: DeathSource) -> None:
@@ -165,6 +170,7 @@ class Membership:
         member = self.members[rank]
         member.life = Life.DEAD
         member.source = source
+        self.living.discard(rank)
         self.suspects.discard(rank)
 
     def depart(self, rank: int) -> None:
@@ -172,6 +178,7 @@ class Membership:
         member = self.members[rank]
         if member.life is not Life.DEAD:
             member.life = Life.GONE
+        self.living.discard(rank)
         self.suspects.discard(rank)
 
     # ------------------------------------------------------------------ the loop
@@ -183,6 +190,7 @@ class Membership:
         if shape == member.loop_agreed:
             return True
         member.loop = shape
+        self._loop_waiting.add(report.rank)
         self.base_step = max(self.base_step, report.start_step) if not self.loop_go_sent else self.base_step
         return False
 
@@ -201,9 +209,19 @@ class Membership:
         )
 
     @property
+    def anyone_waits(self) -> bool:
+        """True if some rank has announced a loop that has not begun."""
+        return bool(self._loop_waiting)
+
+    @property
+    def loop_wanted_by_all(self) -> bool:
+        """True if every rank of the job has announced a loop."""
+        return len(self._loop_waiting) == self.world_size
+
+    @property
     def loop_waiting(self) -> list[int]:
         """Ranks that have announced a loop and wait for the others, sorted."""
-        return sorted(rank for rank, member in self.members.items() if member.loop is not None)
+        return sorted(self._loop_waiting)
 
     def agree_loop(self) -> list[int]:
         """All ranks want the same loop: it starts. Returns the ranks to tell, sorted."""
@@ -211,6 +229,7 @@ class Membership:
         for rank in ranks:
             self.members[rank].loop_agreed = self.members[rank].loop
             self.members[rank].loop = None
+        self._loop_waiting.clear()
         self.loop_go_sent = True
         return ranks
 
@@ -223,6 +242,9 @@ class Membership:
         member.left = report.stand
         member.stand = report.stand
         self._not_left.discard(report.rank)
+        last_step = member.loop_agreed.last_step if member.loop_agreed is not None else 0
+        if not last_step or report.stand.ended_step < last_step:
+            self._left_early.add(report.rank)
         return not known
 
     @property
@@ -243,13 +265,12 @@ class Membership:
                 steps.setdefault(member.left.ended_step, []).append(rank)
         return dict(sorted(steps.items()))
 
+    @property
     def left_early(self) -> list[int]:
         """Ranks that left before the last step of their loop, or whose loop's last step is not known; sorted."""
-        early = []
-        for rank, member in sorted(self.members.items()):
-            if member.left is None:
-                continue
-            last_step = member.loop_agreed.last_step if member.loop_agreed is not None else 0
-            if not last_step or member.left.ended_step < last_step:
-                early.append(rank)
-        return early
+        return sorted(self._left_early)
+
+    @property
+    def not_left(self) -> list[int]:
+        """Ranks that are still in their loop, sorted."""
+        return sorted(self._not_left)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lastwords.controller.context import JobContext
+from lastwords.controller.decision import Decision, Part
 from lastwords.controller.events import Discard, PartPlan, StartPublish, StartVerify
-from lastwords.controller.selection import Decision, Part
 from lastwords.vocabulary import Save
 
 

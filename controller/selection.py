@@ -1,97 +1,29 @@
 """Which step is saved, and who writes what: a pure function of what is known about the ranks.
 
 `select` returns a `Decision` or a `NoDecision`, each with its reason in words. The same input gives the same
-answer: everything is sorted before it is chosen from.
-
-Terms. A rank is *usable* if it has settled, has not been excluded, and is not dead or suspect: it has a `stand`.
-A *part* is what one rank writes: units, and the rank-local state of ranks of its host. A finished part counts even if
-its writer has died since.
+answer: everything is sorted before it is chosen from. The values and their words are in
+`lastwords.controller.decision`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
 
-from lastwords.controller.words import NAMED_RANKS_MAX, ranks_text, units_text
+from lastwords.controller.decision import (
+    PRIMARY_TARGET,
+    Assignment,
+    Decision,
+    NoDecision,
+    NoDecisionKind,
+    Part,
+    RankView,
+    decision_text,
+    nothing_text,
+    obstacle_text,
+)
 from lastwords.vocabulary import Phase, Stand
-
-PRIMARY_TARGET = 0
-"""The configured directory; target 1, where there is one, is the fallback."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankView:
-    """What selection knows about one registered rank.
-
-    stand: None unless the rank is usable; `absence` then says why, for people. refused_targets: directories on
-    which this rank's writes have failed.
-    """
-
-    rank: int
-    host_id: str
-    units: tuple[str, ...]
-    stand: Stand | None
-    absence: str = ""
-    refused_targets: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank has written, or is writing, for `step` in the directory of `attempt`."""
-
-    rank: int
-    attempt: int
-    step: int
-    target: int
-    units: tuple[str, ...]
-    local_ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What one rank is to write."""
-
-    units: tuple[str, ...]
-    local_ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A step that can be saved whole.
-
-    kept: parts that are finished or being written and stay as they are. writers: what is to be written beside
-    them, by rank. proceed: ranks that have to apply their gradients first; where it is not empty the ranks settle
-    again and `select` is asked again before anything is written. given_up: ranks that can write nowhere and were
-    left out of the choice of the step. lost_local_ranks: rank-local state that nobody can write.
-    """
-
-    step: int
-    target: int
-    kept: tuple[Part, ...]
-    writers: Mapping[int, Assignment]
-    proceed: tuple[int, ...]
-    lost_local_ranks: tuple[int, ...]
-    given_up: tuple[int, ...]
-    reason: str
-
-
-class NoDecisionKind(Enum):
-    """Why nothing can be saved."""
-
-    NOTHING_TO_SAVE = "nothing to save"
-    NO_HOLDER = "no holder"
-    STORAGE = "storage"
-
-
-@dataclass(frozen=True, slots=True)
-class NoDecision:
-    """Nothing can be saved, and why."""
-
-    kind: NoDecisionKind
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +46,12 @@ class _Place:
     target: int
     refused_hosts: frozenset[str]
     may_retry: bool
+    holding: frozenset[int]  # usable ranks that hold the step
+    proceeding: frozenset[int]  # usable ranks that reach it only by applying their gradients
 
     def may_write(self, view: RankView) -> bool:
         """True if this rank may try: it never does twice, and its host only as the last resort."""
         return self.target not in view.refused_targets and (self.may_retry or view.host_id not in self.refused_hosts)
-
-    def must_proceed(self, view: RankView) -> bool:
-        """True if this rank reaches the step only by applying its gradients."""
-        return view.stand is not None and not holds(view.stand, self.step)
 
 
 @dataclass(slots=True)
@@ -147,10 +77,17 @@ class _Obstacle:
 def holds(stand: Stand, step: int) -> bool:
     """True if a settled rank at `stand` holds its units whole at `step` without doing anything.
 
+    The same as `step in stand.reach`, but for a rank in READY(step), which has to apply its gradients first.
+
     >>> holds(Stand(Phase.READY, 8), 7), holds(Stand(Phase.READY, 8), 8)
     (True, False)
     """
-    return step in stand.reach and not (stand.phase is Phase.READY and stand.step == step)
+    phase = stand.phase
+    if phase is Phase.READY:
+        return stand.step == step + 1
+    if phase is Phase.SKIPPED:
+        return stand.step in (step, step + 1)
+    return stand.step == step and phase in (Phase.COMPUTING, Phase.UPDATED, Phase.DONE)
 
 
 def select(
@@ -208,7 +145,7 @@ def _select_among(
     if not steps:
         return NoDecision(NoDecisionKind.NO_HOLDER, "no rank is left that could write")
     if steps[0] <= base_step:
-        return NoDecision(NoDecisionKind.NOTHING_TO_SAVE, _nothing_text(base_step))
+        return NoDecision(NoDecisionKind.NOTHING_TO_SAVE, nothing_text(base_step))
     first_obstacle: _Obstacle | None = None
     by_storage = False
     for step in steps:
@@ -220,7 +157,7 @@ def _select_among(
             drafts = [answer for answer in answers if isinstance(answer, _Draft)]
             if drafts:  # the first directory, unless another one saves the rank-local state of more ranks
                 best = min(drafts, key=lambda draft: len(draft.lost_local_ranks))
-                return _decision(survey, best, given_up)
+                return _decision(best, given_up)
             for obstacle in answers:
                 assert isinstance(obstacle, _Obstacle)
                 first_obstacle = first_obstacle or obstacle
@@ -228,7 +165,7 @@ def _select_among(
     assert first_obstacle is not None
     if by_storage:
         return NoDecision(NoDecisionKind.STORAGE, f"nobody is left who could write {first_obstacle.unit}")
-    return NoDecision(NoDecisionKind.NO_HOLDER, _obstacle_text(survey, first_obstacle, steps[0]))
+    return NoDecision(NoDecisionKind.NO_HOLDER, obstacle_text(survey.views, first_obstacle.unit, steps[0]))
 
 
 def _candidate_steps(survey: _Survey) -> list[int]:
@@ -241,7 +178,10 @@ def _candidate_steps(survey: _Survey) -> list[int]:
 
 def _place(survey: _Survey, step: int, target: int, may_retry: bool) -> _Place:
     refused = frozenset(view.host_id for view in survey.views.values() if target in view.refused_targets)
-    return _Place(step, target, refused, may_retry)
+    ready = Stand(Phase.READY, step)
+    holding = frozenset(view.rank for view in survey.usable if view.stand is not None and holds(view.stand, step))
+    proceeding = frozenset(view.rank for view in survey.usable if view.stand == ready)
+    return _Place(step, target, refused, may_retry, holding, proceeding)
 
 
 def _draft(survey: _Survey, place: _Place) -> _Draft | _Obstacle:
@@ -284,19 +224,21 @@ def _assign_units(survey: _Survey, draft: _Draft) -> tuple[_Obstacle | None, int
     kept_ranks = {part.rank for part in draft.kept}
 
     def cost(view: RankView) -> tuple[bool, bool, bool, int]:
-        return place.must_proceed(view), view.host_id in place.refused_hosts, view.rank in kept_ranks, view.rank
+        rank = view.rank
+        return rank in place.proceeding, view.host_id in place.refused_hosts, rank in kept_ranks, rank
 
+    reaching = place.holding | place.proceeding
     for unit in survey.units:
         if unit in covered:
             continue
-        holders = [view for view in survey.holders.get(unit, ()) if view.stand and place.step in view.stand.reach]
+        holders = [view for view in survey.holders.get(unit, ()) if view.rank in reaching]
         best = min(filter(place.may_write, holders), key=cost, default=None)
         if best is None:
             return _Obstacle(unit, storage=bool(holders)), None
         if best.rank in kept_ranks:
             return None, best.rank
         draft.units_of[best.rank].append(unit)
-        if place.must_proceed(best):
+        if best.rank in place.proceeding:
             draft.proceed.add(best.rank)
     return None, None
 
@@ -312,7 +254,8 @@ def _assign_locals(survey: _Survey, draft: _Draft) -> int | None:
     kept_ranks = {part.rank for part in draft.kept}
 
     def cost(view: RankView) -> tuple[bool, bool, bool, int]:
-        return view.rank in kept_ranks, view.rank not in draft.units_of, place.must_proceed(view), view.rank
+        rank = view.rank
+        return rank in kept_ranks, rank not in draft.units_of, rank not in place.holding, rank
 
     writers: dict[str, RankView | None] = {}
     for rank in sorted(survey.views):
@@ -331,62 +274,20 @@ def _assign_locals(survey: _Survey, draft: _Draft) -> int | None:
     return None
 
 
-def _decision(survey: _Survey, draft: _Draft, given_up: tuple[int, ...]) -> Decision:
+def _decision(draft: _Draft, given_up: tuple[int, ...]) -> Decision:
+    place = draft.place
     ranks = sorted(set(draft.units_of) | set(draft.locals_of))
-    writers = {
-        rank: Assignment(tuple(draft.units_of.get(rank, ())), tuple(draft.locals_of.get(rank, ()))) for rank in ranks
-    }
-    return Decision(
-        step=draft.place.step,
-        target=draft.place.target,
+    decision = Decision(
+        step=place.step,
+        target=place.target,
         kept=tuple(sorted(draft.kept, key=lambda part: part.rank)),
-        writers=writers,
+        writers={
+            rank: Assignment(tuple(draft.units_of.get(rank, ())), tuple(draft.locals_of.get(rank, ())))
+            for rank in ranks
+        },
         proceed=tuple(sorted(draft.proceed)),
         lost_local_ranks=tuple(draft.lost_local_ranks),
         given_up=given_up,
-        reason=_decision_text(survey, draft, given_up),
+        reason="",
     )
-
-
-# --------------------------------------------------------------------------- words
-
-
-def _nothing_text(base_step: int) -> str:
-    if base_step == 0:
-        return "no step had been ended yet"
-    return f"no step had been ended since the start at step {base_step}, whose checkpoint is still the newest"
-
-
-def _decision_text(survey: _Survey, draft: _Draft, given_up: tuple[int, ...]) -> str:
-    step = draft.place.step
-    at_step = [view.rank for view in survey.usable if view.stand is not None and holds(view.stand, step)]
-    words = [f"step {step} is held by {ranks_text(at_step)}" if at_step else f"step {step} is in finished files"]
-    for rank in sorted(draft.units_of):
-        words.append(f"rank {rank} writes {units_text(draft.units_of[rank])}")
-    for rank in sorted(set(draft.locals_of) - set(draft.units_of)):
-        words.append(f"rank {rank} writes rank-local state of its host")
-    for part in sorted(draft.kept, key=lambda part: part.rank):
-        words.append(f"the part of rank {part.rank} of attempt {part.attempt} is kept")
-    if draft.proceed:
-        words.append(f"{ranks_text(draft.proceed)} must apply the gradients of step {step} first")
-    if draft.lost_local_ranks:
-        words.append(f"nobody can write the rank-local state of {ranks_text(draft.lost_local_ranks)}")
-    if given_up:
-        words.append(f"{ranks_text(given_up)} can write nowhere")
-    if draft.place.target != PRIMARY_TARGET:
-        words.append("the fallback directory is used")
-    return "; ".join(words)
-
-
-def _obstacle_text(survey: _Survey, obstacle: _Obstacle, step: int) -> str:
-    owners = [view for view in survey.views.values() if obstacle.unit in view.units]
-    owners.sort(key=lambda view: view.rank)
-    named = ", ".join(f"rank {view.rank} {_absence(view)}" for view in owners[:NAMED_RANKS_MAX])
-    more = f" and {len(owners) - NAMED_RANKS_MAX} more" if len(owners) > NAMED_RANKS_MAX else ""
-    return f"{obstacle.unit} cannot be saved at step {step}: {named}{more}"
-
-
-def _absence(view: RankView) -> str:
-    if view.stand is None:
-        return view.absence or "is gone"
-    return f"stands at {view.stand}"
+    return replace(decision, reason=decision_text(decision, place.holding))

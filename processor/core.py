@@ -73,7 +73,7 @@ from lastwords.vocabulary import (
 __all__ = ["ProcessorCore", "ProcessorOptions"]
 
 _COMPUTING, _READY, _UPDATING = Phase.COMPUTING, Phase.READY, Phase.UPDATING
-_UPDATED, _SKIPPED, _TORN, _DONE = Phase.UPDATED, Phase.SKIPPED, Phase.TORN, Phase.DONE
+_UPDATED, _TORN = Phase.UPDATED, Phase.TORN
 
 _ROWS: Final[Mapping[str, tuple[Phase | None, ...]]] = {method: row(method) for _, method in TRANSITIONS}
 _READY_ROW: Final = _ROWS["mark_ready"]

@@ -1,0 +1,149 @@
+"""What selection is told and what it answers: plain values, and how they are said.
+
+Terms. A rank is *usable* if it has settled, has not been excluded, and is not dead or suspect: it has a `stand`.
+A *part* is what one rank writes: units, and the rank-local state of ranks of its host. A finished part counts even if
+its writer has died since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from lastwords.controller.words import NAMED_RANKS_MAX, ranks_text, units_text
+from lastwords.vocabulary import Stand
+
+PRIMARY_TARGET = 0
+"""The configured directory; target 1, where there is one, is the fallback."""
+
+
+NO_TARGETS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """What selection knows about one registered rank.
+
+    stand: None unless the rank is usable; `absence` then says why, for people. refused_targets: directories on
+    which this rank's writes have failed.
+    """
+
+    rank: int
+    host_id: str
+    units: tuple[str, ...]
+    stand: Stand | None
+    absence: str = ""
+    refused_targets: frozenset[int] = NO_TARGETS
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has written, or is writing, for `step` in the directory of `attempt`."""
+
+    rank: int
+    attempt: int
+    step: int
+    target: int
+    units: tuple[str, ...]
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one rank is to write."""
+
+    units: tuple[str, ...]
+    local_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A step that can be saved whole.
+
+    kept: parts that are finished or being written and stay as they are. writers: what is to be written beside
+    them, by rank. proceed: ranks that have to apply their gradients first; where it is not empty the ranks settle
+    again and `select` is asked again before anything is written. given_up: ranks that can write nowhere and were
+    left out of the choice of the step. lost_local_ranks: rank-local state that nobody can write.
+    """
+
+    step: int
+    target: int
+    kept: tuple[Part, ...]
+    writers: Mapping[int, Assignment]
+    proceed: tuple[int, ...]
+    lost_local_ranks: tuple[int, ...]
+    given_up: tuple[int, ...]
+    reason: str
+
+
+class NoDecisionKind(Enum):
+    """Why nothing can be saved."""
+
+    NOTHING_TO_SAVE = "nothing to save"
+    NO_HOLDER = "no holder"
+    STORAGE = "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class NoDecision:
+    """Nothing can be saved, and why."""
+
+    kind: NoDecisionKind
+    reason: str
+
+
+# --------------------------------------------------------------------------- words
+
+
+def decision_text(decision: Decision, held: Collection[int]) -> str:
+    """A decision for people; `held` are the ranks that hold the step as they stand."""
+    step = decision.step
+    words = [f"step {step} is held by {ranks_text(held)}" if held else f"step {step} is in finished files"]
+    words += _writers_words(decision.writers)
+    for part in decision.kept[:NAMED_RANKS_MAX]:
+        words.append(f"the part of rank {part.rank} of attempt {part.attempt} is kept")
+    if len(decision.kept) > NAMED_RANKS_MAX:
+        words.append(f"so are {len(decision.kept) - NAMED_RANKS_MAX} more parts")
+    if decision.proceed:
+        words.append(f"{ranks_text(decision.proceed)} must apply the gradients of step {step} first")
+    if decision.lost_local_ranks:
+        words.append(f"nobody can write the rank-local state of {ranks_text(decision.lost_local_ranks)}")
+    if decision.given_up:
+        words.append(f"{ranks_text(decision.given_up)} can write nowhere")
+    if decision.target != PRIMARY_TARGET:
+        words.append("the fallback directory is used")
+    return "; ".join(words)
+
+
+def _writers_words(writers: Mapping[int, Assignment]) -> list[str]:
+    unit_writers = [rank for rank, work in writers.items() if work.units]
+    local_writers = [rank for rank, work in writers.items() if not work.units]
+    words = [f"rank {rank} writes {units_text(writers[rank].units)}" for rank in unit_writers[:NAMED_RANKS_MAX]]
+    if len(unit_writers) > NAMED_RANKS_MAX:
+        words.append(f"{len(unit_writers) - NAMED_RANKS_MAX} more ranks write a unit each")
+    if local_writers:
+        verb = "writes" if len(local_writers) == 1 else "write"
+        words.append(f"{ranks_text(local_writers)} {verb} rank-local state of its host")
+    return words
+
+
+def nothing_text(base_step: int) -> str:
+    """Why there is nothing to save in a job that started at `base_step`."""
+    if base_step == 0:
+        return "no step had been ended yet"
+    return f"no step had been ended since the start at step {base_step}, whose checkpoint is still the newest"
+
+
+def obstacle_text(views: Mapping[int, RankView], unit: str, step: int) -> str:
+    """Why this unit cannot be had at `step`: each of its ranks, and what is the matter with it."""
+    owners = sorted((view for view in views.values() if unit in view.units), key=lambda view: view.rank)
+    named = ", ".join(f"rank {view.rank} {_absence(view)}" for view in owners[:NAMED_RANKS_MAX])
+    more = f" and {len(owners) - NAMED_RANKS_MAX} more" if len(owners) > NAMED_RANKS_MAX else ""
+    return f"{unit} cannot be saved at step {step}: {named}{more}"
+
+
+def _absence(view: RankView) -> str:
+    if view.stand is None:
+        return view.absence or "is gone"
+    return f"stands at {view.stand}"
