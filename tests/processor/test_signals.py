@@ -1,0 +1,353 @@
+"""The guard's rules, with signals that this process sends to itself. Other processes are in tests/integration."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lastwords.processor.signals import SignalGuard
+
+WAIT_S = 20.0
+TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+
+
+class Reports:
+    """Collects what the guard's thread reports."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+        self._condition = threading.Condition()
+
+    def __call__(self, number: int) -> None:
+        with self._condition:
+            self.seen.append((number, threading.current_thread().name))
+            self._condition.notify_all()
+
+    def wait(self, count: int) -> list[int]:
+        with self._condition:
+            assert self._condition.wait_for(lambda: len(self.seen) >= count, WAIT_S), self.seen
+            return [number for number, _ in self.seen]
+
+
+class Calls:
+    """A handler of somebody else."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(self, number: int, frame: types.FrameType | None) -> None:
+        self.numbers.append(number)
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_put_back() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in TAKEN}
+    fd = signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.set_wakeup_fd(fd)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def guard(reports: Reports) -> Iterator[SignalGuard]:
+    made = SignalGuard(reports)
+    made.install()
+    yield made
+    made.uninstall()
+
+
+@contextlib.contextmanager
+def update(guard: SignalGuard) -> Iterator[None]:
+    guard.refresh()
+    guard.enter_update()
+    try:
+        yield
+    finally:
+        guard.leave_update()
+
+
+# --------------------------------------------------------------------------- stop signals
+
+
+def test_sigterm_is_reported_once_from_the_guards_own_thread(guard: SignalGuard, reports: Reports) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    assert reports.wait(1) == [signal.SIGTERM]
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    assert reports.wait(2) == [signal.SIGTERM, signal.SIGINT]
+    assert {name for _, name in reports.seen} == {"lastwords-signals"}
+
+
+def test_the_first_sigint_only_reports_and_the_second_interrupts(guard: SignalGuard, reports: Reports) -> None:
+    signal.raise_signal(signal.SIGINT)
+    assert reports.wait(1) == [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_second_sigint_waits_for_the_update_and_the_third_does_not(guard: SignalGuard) -> None:
+    with update(guard):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert guard.pending
+        guard.run_deferred()
+    with pytest.raises(KeyboardInterrupt):
+        guard.run_deferred()
+    with pytest.raises(KeyboardInterrupt), update(guard):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_sigint_is_heard_in_an_incident_too(guard: SignalGuard) -> None:
+    guard.begin_incident()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_stop_signal_that_is_ignored_stays_ignored(reports: Reports) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard = SignalGuard(reports)
+    guard.install()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    assert reports.wait(1) == [signal.SIGTERM]
+    assert guard.degraded == ""
+    guard.uninstall()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_stop_signals_handler_that_was_set_later_is_taken_back(guard: SignalGuard, reports: Reports) -> None:
+    theirs = Calls()
+    signal.signal(signal.SIGTERM, theirs)
+    with update(guard):
+        signal.raise_signal(signal.SIGTERM)
+    assert reports.wait(1) == [signal.SIGTERM]
+    assert theirs.numbers == []
+    guard.uninstall()
+    assert signal.getsignal(signal.SIGTERM) is theirs
+
+
+# --------------------------------------------------------------------------- handlers of others
+
+
+def raise_in_main(number: int, frame: types.FrameType | None) -> None:
+    """As torch's handler does when a data-loader worker has died."""
+    raise RuntimeError("DataLoader worker is killed by signal")
+
+
+def interrupted_update(halves: list[int]) -> None:
+    for half in (1, 2):
+        halves.append(half)
+        signal.raise_signal(signal.SIGCHLD)
+
+
+def test_a_handler_that_raises_would_tear_an_update() -> None:
+    # Negative control for everything below.
+    signal.signal(signal.SIGCHLD, raise_in_main)
+    halves: list[int] = []
+    with pytest.raises(RuntimeError):
+        interrupted_update(halves)
+    assert halves == [1]
+
+
+def test_a_handler_set_after_the_guard_waits_for_the_end_of_the_update(guard: SignalGuard) -> None:
+    signal.signal(signal.SIGCHLD, raise_in_main)
+    halves: list[int] = []
+    with update(guard):
+        interrupted_update(halves)
+    assert halves == [1, 2]
+    assert guard.pending
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        guard.run_deferred()
+    assert not guard.pending
+    guard.run_deferred()
+
+
+def test_outside_an_update_a_handler_runs_at_once(guard: SignalGuard) -> None:
+    signal.signal(signal.SIGCHLD, raise_in_main)
+    guard.refresh()
+    with pytest.raises(RuntimeError):
+        signal.raise_signal(signal.SIGCHLD)
+    assert not guard.pending
+
+
+def test_in_an_incident_a_handler_waits_until_it_was_a_false_alarm(guard: SignalGuard) -> None:
+    theirs = Calls()
+    signal.signal(signal.SIGCHLD, theirs)
+    guard.refresh()
+    guard.begin_incident()
+    assert guard.deferring
+    signal.raise_signal(signal.SIGCHLD)
+    guard.run_deferred()
+    assert theirs.numbers == []
+    guard.end_incident()
+    guard.run_deferred()
+    assert theirs.numbers == [signal.SIGCHLD]
+
+
+def test_once_a_stop_was_asked_for_dead_children_are_nothing_new(guard: SignalGuard) -> None:
+    # A launcher stops trainer and data-loader workers together.
+    signal.signal(signal.SIGCHLD, raise_in_main)
+    guard.refresh()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGCHLD)
+    guard.run_deferred()
+    assert guard.pending
+
+
+def test_a_handler_that_calls_the_one_before_it_does_not_run_in_circles(guard: SignalGuard) -> None:
+    # torch's handler does: it remembers the handler that it found, which is the guard's.
+    theirs = Calls()
+    found: Any = signal.getsignal(signal.SIGCHLD)
+
+    def chained(number: int, frame: types.FrameType | None) -> None:
+        theirs(number, frame)
+        if callable(found):
+            found(number, frame)
+
+    signal.signal(signal.SIGCHLD, chained)
+    for _ in range(3):
+        guard.refresh()
+    signal.raise_signal(signal.SIGCHLD)
+    with update(guard):
+        signal.raise_signal(signal.SIGCHLD)
+        signal.raise_signal(signal.SIGCHLD)
+    guard.run_deferred()
+    assert theirs.numbers == [signal.SIGCHLD] * 2  # several of one kind are one, as for the kernel
+    guard.uninstall()
+    signal.raise_signal(signal.SIGCHLD)
+    assert theirs.numbers == [signal.SIGCHLD] * 3
+
+
+def test_other_signals_can_be_deferred_as_well(reports: Reports) -> None:
+    theirs = Calls()
+    before = signal.signal(signal.SIGUSR1, theirs)
+    guard = SignalGuard(reports, deferred=(signal.SIGCHLD, signal.SIGUSR1))
+    guard.install()
+    with update(guard):
+        signal.raise_signal(signal.SIGUSR1)
+        assert theirs.numbers == []
+    guard.run_deferred()
+    assert theirs.numbers == [signal.SIGUSR1]
+    guard.uninstall()
+    assert signal.getsignal(signal.SIGUSR1) is theirs
+    signal.signal(signal.SIGUSR1, before)
+
+
+# --------------------------------------------------------------------------- taking and giving back
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN, Calls()])
+def test_everything_is_as_before_after_the_guard(reports: Reports, before: Any) -> None:
+    for number in TAKEN:
+        signal.signal(number, before)
+    guard = SignalGuard(reports)
+    for _ in range(2):
+        guard.install()
+        guard.install()
+        guard.refresh()
+        guard.uninstall()
+        guard.uninstall()
+    assert [signal.getsignal(number) for number in TAKEN] == [before] * 3
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "lastwords-signals" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_handler_over_ours_stays_and_passes_through(guard: SignalGuard, reports: Reports) -> None:
+    ours: Any = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda number, frame: ours(number, frame))
+    guard.uninstall()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert reports.seen == []
+
+
+def test_an_earlier_wakeup_fd_still_gets_every_byte_and_is_put_back(reports: Reports) -> None:
+    inner, outer = socket.socketpair()
+    outer.setblocking(False)
+    inner.settimeout(WAIT_S)
+    signal.set_wakeup_fd(outer.fileno())
+    signal.signal(signal.SIGUSR1, Calls())
+    guard = SignalGuard(reports)
+    guard.install()
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGTERM)
+    received = inner.recv(1)
+    received += inner.recv(1)
+    assert received == bytes((signal.SIGUSR1, signal.SIGTERM))
+    assert reports.wait(1) == [signal.SIGTERM]
+    guard.uninstall()
+    assert signal.set_wakeup_fd(-1) == outer.fileno()
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    inner.close()
+    outer.close()
+
+
+def test_a_stop_is_reported_although_somebody_took_the_wakeup_fd(guard: SignalGuard, reports: Reports) -> None:
+    inner, outer = socket.socketpair()
+    outer.setblocking(False)
+    signal.set_wakeup_fd(outer.fileno())
+    signal.raise_signal(signal.SIGTERM)
+    assert reports.wait(1) == [signal.SIGTERM]
+    guard.uninstall()
+    assert signal.set_wakeup_fd(-1) == outer.fileno()  # it is theirs, and stays
+    inner.close()
+    outer.close()
+
+
+def test_outside_the_main_thread_it_says_why_it_does_nothing(reports: Reports) -> None:
+    before = [signal.getsignal(number) for number in TAKEN]
+    guard = SignalGuard(reports)
+    thread = threading.Thread(target=guard.install)
+    thread.start()
+    thread.join()
+    assert "main thread" in guard.degraded
+    assert [signal.getsignal(number) for number in TAKEN] == before
+    with update(guard):  # harmless
+        pass
+    guard.run_deferred()
+    guard.uninstall()
+
+
+def test_a_report_that_fails_does_not_end_the_guards_thread(caplog: pytest.LogCaptureFixture) -> None:
+    reports = Reports()
+
+    def fail_first(number: int) -> None:
+        reports(number)
+        if len(reports.seen) == 1:
+            raise OSError("the session is gone")
+
+    guard = SignalGuard(fail_first)
+    guard.install()
+    signal.raise_signal(signal.SIGTERM)
+    reports.wait(1)
+    signal.raise_signal(signal.SIGINT)
+    assert reports.wait(2) == [signal.SIGTERM, signal.SIGINT]
+    guard.uninstall()
+    assert "reporting signal 15 failed" in caplog.text
+
+
+def test_a_guard_that_is_not_installed_costs_nothing_and_takes_nothing() -> None:
+    guard = SignalGuard(Reports())
+    guard.refresh()
+    guard.enter_update()
+    guard.leave_update()
+    assert not guard.deferring
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert os.getpid() == guard._pid
