@@ -93,6 +93,8 @@ def test_ctrl_c_in_an_update_reports_and_a_second_one_interrupts_after_it() -> N
         scene.until("half 1")
         scene.send(signal.SIGINT)
         scene.until(f"reported {int(signal.SIGINT)}")
+        for _ in range(2):  # the main thread has run the first one's handler by then
+            assert (scene.line() or "").startswith("half")
         scene.send(signal.SIGINT)
         assert scene.rest()[-2:] == ["updated", "interrupted"]
 
