@@ -68,12 +68,11 @@ def scan(root: Path, os: Os = REAL_OS, *, job: str | None = None) -> list[Found]
     Checked are manifest, presence, sizes and headers; `verify` checks the data as well. A missing `root` is empty.
     With `job`, only checkpoints of that job (a directory whose manifest cannot be read belongs to none).
     """
-    found = [
+    return [
         _check(path, manifest, os) if manifest is not None else Found(path, *failure, None)
         for path, manifest, failure in _manifests(root, os)
         if job is None or (manifest is not None and manifest.job == job)
     ]
-    return found
 
 
 def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
@@ -93,6 +92,15 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
             return path
         logger.warning("%s is skipped: %s", path, found.why)
     return None
+
+
+def examine(path: Path, os: Os = REAL_OS) -> Found:
+    """What `scan` says of one directory, whatever its name."""
+    try:
+        manifest = _named_manifest(path, os)
+    except CheckpointError as error:
+        return Found(path, _status_of(error), str(error), None)
+    return _check(path, manifest, os)
 
 
 def _manifests(root: Path, os: Os) -> list[tuple[Path, Manifest | None, tuple[Status, str]]]:
@@ -371,6 +379,3 @@ def _fill(fd: int, views: list[memoryview], offset: int, path: Path, os: Os) -> 
             count -= len(rest.pop(0))
         if rest and count:
             rest[0] = rest[0][count:]
-
-
-__all__ = ["Checkpoint", "Found", "Problem", "Status", "latest", "open_checkpoint", "scan", "verify"]

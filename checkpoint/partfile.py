@@ -73,6 +73,21 @@ def read_header(
     return header
 
 
+def read_lone_header(path: Path, os: Os = REAL_OS) -> Header:
+    """Header of any safetensors file, checked against its size only: no manifest, step or checksum is known."""
+    try:
+        fd = os.open_read(path)
+    except OSError as error:
+        raise storage_error("opening", path, error) from error
+    try:
+        with storage_errors("reading", path):
+            size = os.size(fd)
+        length = header_length(read_exactly(fd, min(8, size), 0, path, os), file_bytes=size, where=str(path))
+        return decode_header(read_exactly(fd, length, 0, path, os), file_bytes=size, where=str(path))
+    finally:
+        close(fd, path, os)
+
+
 def check_header(
     directory: Path,
     entry: FileEntry,

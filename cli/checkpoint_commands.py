@@ -1,0 +1,329 @@
+"""`lastwords latest`, `inspect` and `verify`. Each prints to stdout and returns a verdict."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+from lastwords.checkpoint import layout, load
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.partfile import read_lone_header
+from lastwords.cli import tables
+
+
+class Verdict(enum.Enum):
+    """What a command found, from which its exit code follows."""
+
+    FINE = "fine"
+    NOTHING = "nothing"
+    DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+
+
+_VERDICTS = {
+    load.Status.COMPLETE: Verdict.FINE,
+    load.Status.INCOMPLETE: Verdict.DAMAGED,
+    load.Status.DAMAGED: Verdict.DAMAGED,
+    load.Status.UNREADABLE: Verdict.UNREADABLE,
+}
+_STYLES = {Verdict.FINE: "green", Verdict.DAMAGED: "red", Verdict.UNREADABLE: "red", Verdict.NOTHING: "yellow"}
+
+
+def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
+    """Prints the path of the newest complete checkpoint. Newer ones that were skipped are told on stderr."""
+    path = load.latest(root, job)
+    if path is None:
+        others = [found for found in load.scan(root, job=job) if found.status is not load.Status.COMPLETE]
+        of_job = "" if job is None else f" of job {job}"
+        _say(f"no complete checkpoint{of_job} in {root}")
+        if as_json:
+            _print_json({"path": None, "incomplete": [_found_json(found) for found in others]})
+        return _worst(others) if others else Verdict.NOTHING
+    if not as_json:
+        print(path)
+        return Verdict.FINE
+    manifest = load.open_checkpoint(path).manifest
+    _print_json({"path": str(path), **_summary_json(manifest)})
+    return Verdict.FINE
+
+
+def inspect(path: Path, *, as_json: bool, tensors: bool) -> Verdict:
+    """Shows one checkpoint, one .ckpt file, or the list of checkpoints in a directory."""
+    if path.is_file():
+        return _inspect_file(path, as_json=as_json)
+    if is_checkpoint(path):
+        return _inspect_one(load.examine(path), as_json=as_json, tensors=tensors)
+    return _inspect_all(path, as_json=as_json)
+
+
+def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
+    """Checks one checkpoint, or all in a directory, and lists every problem."""
+    chosen = [load.examine(path)] if is_checkpoint(path) else load.scan(path)
+    if not chosen:
+        return _nothing(path, as_json=as_json, empty={"checkpoints": []})
+    results: list[tuple[load.Found, list[load.Problem]]] = []
+    for found in chosen:
+        total = found.manifest.total_bytes if found.manifest is not None and deep else 0
+        with _progress(found.path.name, total) as progress:
+            results.append((found, load.verify(found.path, deep, progress=progress)))
+    if as_json:
+        _print_json(
+            {
+                "deep": deep,
+                "checkpoints": [
+                    {
+                        "path": str(found.path),
+                        "sound": not problems,
+                        "bytes": found.manifest.total_bytes if found.manifest is not None else None,
+                        "problems": [{"file": problem.file, "text": problem.text} for problem in problems],
+                    }
+                    for found, problems in results
+                ],
+            }
+        )
+    else:
+        rows = [
+            (found.path.name, Text("sound", "green"), tables.size(found.manifest.total_bytes) if found.manifest else "")
+            if not problems
+            else (found.path.name, Text("not sound", "red"), "\n".join(problem.text for problem in problems))
+            for found, problems in results
+        ]
+        what = "every byte" if deep else "manifests, sizes and headers"
+        tables.console().print(tables.table(f"Checked {what}", ("checkpoint", "result", ""), rows))
+    verdicts = [_verdict_of(found, problems) for found, problems in results]
+    return max(verdicts, key=list(Verdict).index)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True for a directory that is a checkpoint by its name or its manifest, however damaged it may be."""
+    named = layout.CheckpointName.parse(path.resolve().name) is not None and path.is_dir()
+    return named or (path / layout.MANIFEST_NAME).exists()
+
+
+def _verdict_of(found: load.Found, problems: list[load.Problem]) -> Verdict:
+    if not problems:
+        return Verdict.FINE
+    return Verdict.UNREADABLE if found.status is load.Status.UNREADABLE else Verdict.DAMAGED
+
+
+def _worst(found: list[load.Found]) -> Verdict:
+    return max((_VERDICTS[item.status] for item in found), key=list(Verdict).index)
+
+
+def _nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
+    _say(f"there is no checkpoint in {path}" if path.is_dir() else f"there is nothing at {path}")
+    if as_json:
+        _print_json(empty)
+    return Verdict.NOTHING
+
+
+# ---------------------------------------------------------------------- inspect
+
+
+def _inspect_all(root: Path, *, as_json: bool) -> Verdict:
+    found = load.scan(root)
+    if not found:
+        return _nothing(root, as_json=as_json, empty={"checkpoints": []})
+    if as_json:
+        _print_json({"checkpoints": [_found_json(item) for item in found]})
+    else:
+        rows = [
+            (
+                item.path.name,
+                tables.plain(item.status.value, _STYLES[_VERDICTS[item.status]]),
+                item.manifest.global_step if item.manifest else "",
+                tables.moment(item.manifest.published_unix_ns) if item.manifest else "",
+                tables.size(item.manifest.total_bytes) if item.manifest else "",
+                item.manifest.job if item.manifest else "",
+                _exact(item.manifest) if item.manifest else "",
+                item.why or (item.manifest.reason if item.manifest else ""),
+            )
+            for item in found
+        ]
+        columns = ("checkpoint", "state", "step", "published", "size", "job", "exact", "why")
+        made = tables.table(f"Checkpoints in {root}, newest first", columns, rows, right=("step", "size"))
+        tables.console().print(made)
+    if any(item.status is load.Status.COMPLETE for item in found):
+        return Verdict.FINE
+    return _worst(found)
+
+
+def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool) -> Verdict:
+    verdict = _VERDICTS[found.status]
+    if as_json:
+        content = None if found.manifest is None else json.loads(found.manifest.encode())
+        _print_json({**_found_json(found), "manifest": content})
+        return verdict
+    if found.manifest is None:
+        _say(found.why)
+        return verdict
+    console = tables.console()
+    _print_manifest(console, found, found.manifest)
+    if tensors:
+        specs = [spec for unit in found.manifest.units.values() for spec in unit.tensors]
+        specs += [spec for local in found.manifest.locals.values() for spec in local.tensors]
+        console.print(_tensor_table(specs))
+    return verdict
+
+
+def _print_manifest(console: Console, found: load.Found, manifest: Manifest) -> None:
+    fence = f"generation {manifest.generation}, incident {manifest.incident}, attempt {manifest.attempt}"
+    parent = f" (resumed from {manifest.parent_job})" if manifest.parent_job else ""
+    rows: list[tuple[str, object]] = [
+        ("checkpoint", found.path),
+        ("state", tables.plain(found.status.value, _STYLES[_VERDICTS[found.status]])),
+        ("step", f"{manifest.global_step} (epoch {manifest.epoch}, step {manifest.step})"),
+        ("published", tables.moment(manifest.published_unix_ns)),
+        ("because", manifest.reason),
+        ("caused by ranks", tables.numbers(manifest.cause_ranks)),
+        ("job", f"{manifest.job}{parent}: {fence}"),
+        ("world size", manifest.world_size),
+        ("size", f"{tables.size(manifest.total_bytes)} in {len(manifest.files)} file(s)"),
+        ("exact resume", _exact(manifest)),
+    ]
+    if found.why:
+        rows.insert(2, ("problem", tables.plain(found.why, "red")))
+    console.print(tables.facts(rows))
+    console.print()
+    columns = ("unit", "written by rank", "tensors", "size", "types", "file")
+    units = [
+        (name, unit.writer, len(unit.tensors), tables.size(_bytes(unit.tensors)), _types(unit.tensors), unit.file)
+        for name, unit in manifest.units.items()
+    ]
+    console.print(tables.table("Units", columns, units, right=columns[1:4]))
+    columns = ("rank", "written by rank", "tensors", "size", "exact", "file")
+    locals_ = [
+        (
+            rank,
+            local.writer,
+            len(local.tensors),
+            tables.size(_bytes(local.tensors)),
+            "yes" if local.exact else "no: " + "; ".join(local.reasons),
+            local.file,
+        )
+        for rank, local in manifest.locals.items()
+    ]
+    console.print(tables.table("Rank-local state", columns, locals_, right=columns[:4]))
+    if manifest.facts:
+        facts = [(name, tables.short(value)) for name, value in manifest.facts.items()]
+        console.print(tables.table("Recorded with it", ("what", "value"), facts))
+
+
+def _inspect_file(path: Path, *, as_json: bool) -> Verdict:
+    header = read_lone_header(path)
+    specs = [spec for spec, _, _ in header.tensors.values()]
+    if as_json:
+        _print_json(
+            {
+                "path": str(path),
+                "bytes": header.file_bytes,
+                "metadata": dict(header.metadata),
+                "tensors": [
+                    {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "begin": begin, "end": end}
+                    for spec, begin, end in header.tensors.values()
+                ],
+            }
+        )
+        return Verdict.FINE
+    console = tables.console()
+    console.print(tables.facts([("file", path), ("size", tables.size(header.file_bytes)), ("tensors", len(specs))]))
+    console.print()
+    console.print(_tensor_table(specs))
+    return Verdict.FINE
+
+
+def _tensor_table(specs: list[TensorSpec]) -> Any:
+    columns = ("tensor", "type", "shape", "of", "at", "size")
+    rows = [
+        (
+            spec.name,
+            spec.dtype,
+            _shape(spec.shape),
+            "" if spec.shape == spec.global_shape else _shape(spec.global_shape),
+            "" if spec.shape == spec.global_shape else _shape(spec.offsets),
+            tables.size(spec.nbytes),
+        )
+        for spec in specs
+    ]
+    return tables.table("Tensors", columns, rows, right=("size",))
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def _types(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(f"{count} {dtype}" for dtype, count in sorted(Counter(spec.dtype for spec in specs).items()))
+
+
+def _bytes(specs: tuple[TensorSpec, ...]) -> int:
+    return sum(spec.nbytes for spec in specs)
+
+
+def _exact(manifest: Manifest) -> Text:
+    if manifest.exact:
+        return Text("yes", "green")
+    return tables.plain("no, because " + "\n".join(manifest.reasons), "yellow")
+
+
+# ---------------------------------------------------------------------- output
+
+
+def _summary_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "global_step": manifest.global_step,
+        "epoch": manifest.epoch,
+        "step": manifest.step,
+        "job": manifest.job,
+        "generation": manifest.generation,
+        "world_size": manifest.world_size,
+        "published_unix_ns": manifest.published_unix_ns,
+        "bytes": manifest.total_bytes,
+        "reason": manifest.reason,
+        "cause_ranks": list(manifest.cause_ranks),
+        "exact": manifest.exact,
+        "reasons": list(manifest.reasons),
+    }
+
+
+def _found_json(found: load.Found) -> dict[str, Any]:
+    summary = {} if found.manifest is None else _summary_json(found.manifest)
+    return {"path": str(found.path), "state": found.status.value, "why": found.why, **summary}
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    json.dump(content, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def _say(text: str) -> None:
+    print(f"lastwords: {tables.plain(text).plain}", file=sys.stderr)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Any]:
+    """A bar on stderr while bytes are read; nothing where stderr is no terminal or there is little to read."""
+    if not sys.stderr.isatty() or total < (64 << 20):
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,108 @@
+"""The command `lastwords`: arguments in, exit code out. What the commands do is in modules of their own.
+
+Data goes to stdout (with `--json` exactly one JSON document), everything else to stderr. Exit codes are for scripts:
+see `ExitCode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lastwords import __version__
+from lastwords.cli import checkpoint_commands as commands
+from lastwords.errors import ConfigError, FormatError, IncompleteError, LastWordsError, StorageError
+
+
+class ExitCode(enum.IntEnum):
+    """What a script learns. Every command keeps to these."""
+
+    OK = 0
+    NOTHING_FOUND = 1  # no checkpoint there
+    USAGE = 2  # the command line makes no sense (argparse's own code)
+    DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
+    STORAGE = 4  # the file system refused
+
+
+EXIT_CODES = """\
+exit codes:
+  0  fine
+  1  nothing found: there is no checkpoint at PATH
+  2  wrong usage
+  3  what is there is damaged, incomplete, or written by a newer lastwords
+  4  the file system refused (permission, I/O error)
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="lastwords",
+        description="Looks at checkpoints that lastwords has saved.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lastwords {__version__}")
+    subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, what: str) -> argparse.ArgumentParser:
+        command = subcommands.add_parser(
+            name, help=what, description=what, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the directory that holds them")
+        command.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+        return command
+
+    latest = add("latest", "print the path of the newest complete checkpoint in PATH")
+    latest.add_argument("--job", help="only checkpoints of this job")
+    inspect = add("inspect", "show what a checkpoint holds, or list those in PATH")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    verify = add("verify", "read every byte and check it; all checkpoints if PATH holds several")
+    verify.add_argument("--quick", action="store_true", help="check manifest, sizes and headers only")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its `ExitCode`; SystemExit(2) for wrong usage."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(format="lastwords: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `lastwords inspect ... | head`: the reader has seen enough. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except LastWordsError as error:
+        print(f"lastwords: {error}", file=sys.stderr)
+        return exit_code_of(error)
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> ExitCode:
+    if arguments.command == "latest":
+        verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)
+    elif arguments.command == "inspect":
+        verdict = commands.inspect(arguments.path, as_json=arguments.json, tensors=arguments.tensors)
+    else:
+        verdict = commands.verify(arguments.path, as_json=arguments.json, deep=not arguments.quick)
+    return {
+        commands.Verdict.FINE: ExitCode.OK,
+        commands.Verdict.NOTHING: ExitCode.NOTHING_FOUND,
+        commands.Verdict.DAMAGED: ExitCode.DAMAGED,
+        commands.Verdict.UNREADABLE: ExitCode.STORAGE,
+    }[verdict]
+
+
+def exit_code_of(error: LastWordsError) -> ExitCode:
+    """Exit code for an error that ended a command."""
+    if isinstance(error, StorageError):
+        return ExitCode.STORAGE
+    if isinstance(error, FormatError | IncompleteError):
+        return ExitCode.DAMAGED
+    return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.DAMAGED

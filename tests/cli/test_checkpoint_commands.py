@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords.checkpoint import load, publish
+from lastwords.checkpoint.system import REAL_OS
+from lastwords.cli.main import EXIT_CODES, ExitCode, exit_code_of, main
+from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError
+from tests.checkpoint.states import Job
+
+JOB = Job()
+FILE_1 = "rank_1/ttp_rank_1-4_7.ckpt"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Checkpoints of steps 36 and 37; the latter is newer."""
+    directory = tmp_path / "ckpt"
+    JOB.save(directory, 36)
+    JOB.again(generation=2).save(directory, 37)
+    return directory
+
+
+@pytest.fixture
+def newest(root: Path) -> Path:
+    return root / "tft_saved_checkpoints-step_37"
+
+
+def flip_last_byte(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def run(capsys: Capture, *arguments: object) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run_json(capsys: Capture, *arguments: object) -> tuple[int, Any]:
+    """Exit code and the one JSON document on stdout."""
+    code, out, _ = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+# ---------------------------------------------------------------------- latest
+
+
+def test_latest_prints_a_path_and_nothing_else(capsys: Capture, root: Path, newest: Path) -> None:
+    assert run(capsys, "latest", root) == (ExitCode.OK, f"{newest}\n", "")
+
+
+def test_latest_in_json_says_where_training_goes_on(capsys: Capture, root: Path, newest: Path) -> None:
+    code, found = run_json(capsys, "latest", root)
+    assert code == ExitCode.OK
+    assert found["path"] == str(newest)
+    assert (found["global_step"], found["epoch"], found["step"], found["exact"]) == (37, 4, 7, True)
+
+
+def test_latest_of_another_job_is_found_by_its_name(capsys: Capture, root: Path) -> None:
+    path = Job(name="other").save(root, 5)
+    assert run(capsys, "latest", root, "--job", "other")[:2] == (ExitCode.OK, f"{path}\n")
+    code, out, err = run(capsys, "latest", root, "--job", "nobody")
+    assert (code, out) == (ExitCode.NOTHING_FOUND, "")
+    assert "no complete checkpoint of job nobody" in err
+
+
+def test_latest_skips_a_damaged_one_and_says_so(capsys: Capture, root: Path, newest: Path) -> None:
+    (newest / FILE_1).unlink()
+    code, out, err = run(capsys, "latest", root)
+    assert (code, out) == (ExitCode.OK, f"{root / 'tft_saved_checkpoints-step_36'}\n")
+    assert f"{newest} is skipped" in err
+
+
+@pytest.mark.parametrize("command", ["latest", "inspect", "verify"])
+def test_nothing_found_has_its_own_exit_code(capsys: Capture, tmp_path: Path, command: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "nothing"):
+        code, out, err = run(capsys, command, path)
+        assert (code, out) == (ExitCode.NOTHING_FOUND, "")
+        assert str(path) in err
+        code, found = run_json(capsys, command, path)
+        assert code == ExitCode.NOTHING_FOUND
+        assert found in ({"path": None, "incomplete": []}, {"checkpoints": []})
+
+
+def test_a_directory_with_nothing_but_damaged_ones_is_not_nothing(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "tft_saved_checkpoints-step_5").mkdir()
+    for command in ("latest", "inspect", "verify"):
+        assert run(capsys, command, tmp_path)[0] == ExitCode.DAMAGED
+    code, found = run_json(capsys, "latest", tmp_path)
+    assert code == ExitCode.DAMAGED
+    assert found["incomplete"][0]["state"] == "incomplete"
+
+
+# ---------------------------------------------------------------------- inspect
+
+
+def test_inspect_shows_what_a_person_wants_to_know(capsys: Capture, newest: Path) -> None:
+    code, out, err = run(capsys, "inspect", newest)
+    assert (code, err) == (ExitCode.OK, "")
+    for text in ("37 (epoch 4, step 7)", "rank 1 died (kill -9?)", "complete", "exact resume", "bb", FILE_1, "threads"):
+        assert text in out
+    assert "unit/a/model/fc.weight" not in out
+    assert "unit/a/model/fc.weight" in run(capsys, "inspect", newest, "--tensors")[1]
+
+
+def test_inspect_says_why_a_resume_is_not_exact(capsys: Capture, tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    facts = replace(JOB.facts(37), world_size=3, lost_locals={2: "its host was lost"})
+    path = publish.publish(tmp_path, directory, facts)
+    assert "no, because rank 2: its local state" in run(capsys, "inspect", path)[1]
+    assert run_json(capsys, "inspect", path)[1]["exact"] is False
+
+
+def test_inspect_in_json_holds_the_whole_manifest(capsys: Capture, newest: Path) -> None:
+    code, found = run_json(capsys, "inspect", newest)
+    assert code == ExitCode.OK
+    assert found["state"] == "complete"
+    assert found["manifest"] == json.loads((newest / "manifest.json").read_text())
+
+
+def test_inspect_lists_what_a_directory_holds(capsys: Capture, root: Path, newest: Path) -> None:
+    (newest / FILE_1).unlink()
+    code, out, _ = run(capsys, "inspect", root)
+    assert code == ExitCode.OK
+    assert out.index("step_37") < out.index("step_36")
+    code, found = run_json(capsys, "inspect", root)
+    assert [item["state"] for item in found["checkpoints"]] == ["incomplete", "complete"]
+
+
+def test_inspect_of_a_single_file_lists_its_tensors(capsys: Capture, newest: Path) -> None:
+    code, out, _ = run(capsys, "inspect", newest / FILE_1)
+    assert code == ExitCode.OK
+    assert "unit/bb/optim/fc.weight/exp_avg" in out
+    code, found = run_json(capsys, "inspect", newest / FILE_1)
+    assert json.loads(found["metadata"]["lastwords"])["global_step"] == 37
+    assert {tensor["dtype"] for tensor in found["tensors"]} == {"F32", "I64", "BOOL", "BF16", "U8"}
+
+
+def test_inspect_of_a_damaged_one_shows_what_can_still_be_read(capsys: Capture, newest: Path) -> None:
+    (newest / FILE_1).unlink()
+    code, out, _ = run(capsys, "inspect", newest)
+    assert code == ExitCode.DAMAGED
+    assert "37 (epoch 4, step 7)" in out
+    assert "is missing" in out
+    (newest / "manifest.json").write_text("{}")
+    code, out, err = run(capsys, "inspect", newest)
+    assert (code, out) == (ExitCode.DAMAGED, "")
+    assert "manifest.json is damaged" in err
+
+
+def test_inspect_of_a_file_that_is_no_checkpoint_is_damage(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt").write_bytes(b"x" * 100)
+    code, out, err = run(capsys, "inspect", tmp_path / "x.ckpt")
+    assert (code, out) == (ExitCode.DAMAGED, "")
+    assert "x.ckpt is damaged" in err
+
+
+def test_text_from_a_file_cannot_steer_the_terminal(capsys: Capture, tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    path = publish.publish(tmp_path, directory, replace(JOB.facts(37), reason="[red]\x1b]0;owned\x07\x1b[2J"))
+    out = run(capsys, "inspect", path)[1]
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert "[red]" in out
+
+
+# ---------------------------------------------------------------------- verify
+
+
+def test_verify_of_sound_checkpoints_is_fine(capsys: Capture, root: Path, newest: Path) -> None:
+    for path in (root, newest):
+        code, out, err = run(capsys, "verify", path)
+        assert (code, err) == (ExitCode.OK, "")
+        assert "sound" in out
+        assert "not sound" not in out
+
+
+def test_verify_finds_a_flipped_byte_that_a_quick_look_cannot(capsys: Capture, newest: Path) -> None:
+    flip_last_byte(newest / FILE_1)
+    assert run(capsys, "verify", "--quick", newest)[0] == ExitCode.OK
+    code, out, _ = run(capsys, "verify", newest)
+    assert code == ExitCode.DAMAGED
+    assert "do not fit" in " ".join(out.split())
+    code, found = run_json(capsys, "verify", newest)
+    assert code == ExitCode.DAMAGED
+    [checkpoint] = found["checkpoints"]
+    assert checkpoint["sound"] is False
+    assert checkpoint["problems"][0]["file"] == FILE_1
+
+
+def test_verify_of_a_directory_fails_if_one_of_several_is_damaged(capsys: Capture, root: Path) -> None:
+    flip_last_byte(root / "tft_saved_checkpoints-step_36/rank_0/ttp_rank_0-4_6.ckpt")
+    code, found = run_json(capsys, "verify", root)
+    assert code == ExitCode.DAMAGED
+    assert [checkpoint["sound"] for checkpoint in found["checkpoints"]] == [True, False]
+
+
+def test_a_newer_format_is_told_to_upgrade(capsys: Capture, newest: Path) -> None:
+    from lastwords.checkpoint.document import encode_document
+
+    content = json.loads((newest / "manifest.json").read_bytes())
+    del content["checksum"]
+    (newest / "manifest.json").write_bytes(encode_document({**content, "format_version": 2}))
+    code, _, err = run(capsys, "inspect", newest)
+    assert code == ExitCode.DAMAGED
+    assert "written by a newer lastwords, format 2" in err
+
+
+def test_a_trailing_slash_or_a_relative_path_changes_nothing(
+    capsys: Capture, newest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(newest)
+    (newest / "manifest.json").unlink()
+    for path in (".", f"{newest}/"):
+        assert run(capsys, "verify", path)[0] == ExitCode.DAMAGED
+
+
+# ---------------------------------------------------------------------- errors and codes
+
+
+def test_a_file_system_that_refuses_has_its_own_exit_code(
+    capsys: Capture, root: Path, newest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(REAL_OS, "open_read", refuse, raising=False)
+    for arguments in (["latest", root], ["inspect", root], ["inspect", newest], ["verify", newest]):
+        code, _, err = run(capsys, *arguments)
+        assert code == ExitCode.STORAGE
+    monkeypatch.setattr(REAL_OS, "listdir", refuse, raising=False)
+    code, out, err = run(capsys, "latest", root)
+    assert (code, out) == (ExitCode.STORAGE, "")
+    assert "check the permissions" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["latest"], ["sing", "x"], ["verify", "x", "--loud"]])
+def test_wrong_usage_has_argparse_s_exit_code(capsys: Capture, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (StorageError("x"), ExitCode.STORAGE),
+        (FormatError("x"), ExitCode.DAMAGED),
+        (IncompleteError("x"), ExitCode.DAMAGED),
+        (MismatchError("x"), ExitCode.DAMAGED),
+        (ConfigError("x"), ExitCode.USAGE),
+    ],
+)
+def test_each_error_has_an_exit_code(error: Any, code: ExitCode) -> None:
+    assert exit_code_of(error) == code
+
+
+def test_every_exit_code_is_in_the_help(capsys: Capture) -> None:
+    for code in ExitCode:
+        assert f"\n  {code.value}  " in EXIT_CODES
+    for arguments in (["--help"], ["verify", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert EXIT_CODES.strip() in capsys.readouterr().out
+
+
+def test_the_command_runs_without_torch_and_survives_a_closed_pipe(newest: Path) -> None:
+    code = (
+        "import sys; from lastwords.cli.main import main; code = main(sys.argv[1:]); "
+        "assert not {'torch', 'grpc'} & set(sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "inspect", str(newest), "--tensors"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    assert (broken.returncode, broken.stderr) == (0, "")
+
+
+def test_what_the_command_calls_sound_can_be_opened(capsys: Capture, root: Path) -> None:
+    _, found = run_json(capsys, "verify", root)
+    for checkpoint in found["checkpoints"]:
+        assert load.open_checkpoint(Path(checkpoint["path"]))
