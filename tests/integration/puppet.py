@@ -28,7 +28,7 @@ from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.processor import events as processor_events
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.session import Session
-from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Order, ProcessId, Refused, Save, Status
+from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Order, ProcessId, Refused, Resume, Save, Status
 
 WAIT_S = 20.0
 STEPS_PER_EPOCH = 100
@@ -101,6 +101,11 @@ class Puppet:
     def await_go(self) -> None:
         """Wait until all ranks have begun the same loop."""
         self.await_(lambda: self.core.loop_open, "to train")
+
+    def await_resume(self, incident: int) -> None:
+        """Wait until this rank has been told that the alarm was false."""
+        end = Resume(self.core.generation, incident)
+        self.await_(lambda: end in self.orders and self.core.may_train, "for the alarm's end")
 
     def call(self, name: str, *arguments: Any) -> Any:
         """One call of the training thread."""

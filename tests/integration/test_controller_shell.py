@@ -29,7 +29,7 @@ from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.transport import call_metadata, channel_options, grpc, host_port
-from lastwords.vocabulary import ExitKind, Freeze, Hello, Phase, ProcessId, Resume, Stand, Status
+from lastwords.vocabulary import ExitKind, Freeze, Hello, Phase, ProcessId, Stand, Status
 from tests.integration.puppet import WAIT_S, Puppet, PuppetProcess
 
 pytestmark = pytest.mark.process
@@ -193,10 +193,8 @@ def test_a_session_that_returns_in_time_is_a_false_alarm_and_training_goes_on(jo
     puppets = job.train(steps=3)
     for count in range(1, 4):
         puppets[1].session._call.cancel()
-        end = Resume(1, count)
         for puppet in puppets:
-            puppet.await_(lambda puppet=puppet, end=end: end in puppet.orders, "for the alarm's end")
-            assert puppet.core.may_train
+            puppet.await_resume(count)
         for puppet in puppets:
             puppet.step()
     wait_for(lambda: len(job.incidents()) == 3)
@@ -329,7 +327,8 @@ def test_a_host_that_falls_silent_is_known_within_two_seconds_and_may_come_back(
     assert incident["known_mono_s"] - stopped_mono_s < 2.2
     assert known_after_s < 3.0
     for rank in ranks:
-        assert rank.call("step", 2) is None
+        rank.call("await_resume", 1)
+        rank.call("step", 2)
 
 
 def test_a_shorter_keepalive_knows_sooner(job: Job) -> None:
