@@ -58,7 +58,7 @@ class StepRecorder:
 
     # ------------------------------------------------------------------ life
 
-    def make_source(self, box_path: Callable[[int], Path], facts: Callable[[], dict[str, Any]]) -> TrainerSource:
+    def make_source(self, box_path: Callable[[int], Path], facts: Callable[[int], dict[str, Any]]) -> TrainerSource:
         """The writer's view of this rank."""
         self.source = TrainerSource(self.view, self.extras, box_path, self.rank_local_buffers, facts)
         return self.source

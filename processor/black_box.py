@@ -144,7 +144,7 @@ class BlackBox:
         self._tentative_step = -1
         self._next_of = {SlotKind.EPOCH: places.epoch_slots[0], SlotKind.FACTS: places.facts_slots[0]}
         self._step_slots = places.step_slots
-        self._open_kind = SlotKind.FACTS
+        self._open_kind = SlotKind.TENTATIVE
         self._open_step = 0
 
     @classmethod
@@ -246,8 +246,9 @@ class BlackBox:
             at = self._map.slots[slot].present_at
             self._json[at : at + len(self._present)] = self._present
             self._slot_activations[slot] = self._activations
-        self._open_kind = kind
-        self._open_step = step
+        if kind <= SlotKind.COMMITTED:  # facts may be written while a step's slot is open
+            self._open_kind = kind
+            self._open_step = step
         return slot
 
     def commit(self, slot: int, json_bytes: bytes = b"{}") -> None:
@@ -269,19 +270,18 @@ class BlackBox:
         sequence = self._sequences[slot] + 1
         self._sequences[slot] = sequence
         words[head + SLOT_SEQUENCE] = sequence  # even: the very last store
-        kind = self._open_kind
-        if kind is SlotKind.COMMITTED:
-            step = self._open_step
-            if step != self._committed_step:
-                self._committed_before = self._committed
-                self._committed_step = step
-            self._committed = slot
-        elif kind is SlotKind.TENTATIVE:
-            self._tentative = slot
-            self._tentative_step = self._open_step
-        else:
+        if slot >= len(self._step_slots):
+            kind = SlotKind.EPOCH if slot in self._map.epoch_slots else SlotKind.FACTS
             slots = self._map.epoch_slots if kind is SlotKind.EPOCH else self._map.facts_slots
             self._next_of[kind] = slots[(slots.index(slot) + 1) % len(slots)]
+        elif self._open_kind is SlotKind.COMMITTED:
+            if self._open_step != self._committed_step:
+                self._committed_before = self._committed
+                self._committed_step = self._open_step
+            self._committed = slot
+        else:
+            self._tentative = slot
+            self._tentative_step = self._open_step
 
     def write_slot(self, kind: SlotKind, step: int, fill: Callable[[int], None], json_bytes: bytes = b"{}") -> int:
         """`begin`, `fill(slot)`, `commit`; returns the slot's number."""

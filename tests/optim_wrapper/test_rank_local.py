@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.optim_wrapper import rank_local, rng_streams
+from lastwords.optim_wrapper import buffer_capture, rng_streams
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
 from lastwords.optim_wrapper.rng_streams import NumpyStream, PythonStream, TorchStream
 from lastwords.processor import black_box
@@ -49,8 +49,9 @@ def draw(count: int = 3) -> list[Any]:
     ]
 
 
-def recorder(tmp_path: Path, *captures: Capture) -> BoxRecorder:
-    return BoxRecorder(BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions(captures))), captures)
+def recorder(tmp_path: Path, *captures: Capture, on_reason: Callable[[str], None] | None = None) -> BoxRecorder:
+    box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions(captures)))
+    return BoxRecorder(box, captures, on_reason=on_reason)
 
 
 def held(made: BoxRecorder, step: int) -> SlotCopy:
@@ -376,7 +377,7 @@ def test_a_buffer_that_cannot_be_stored_is_named(buffer: torch.Tensor) -> None:
     assert capture.reasons[0].startswith("the buffer 'odd' cannot be captured")
 
 
-@pytest.mark.parametrize("dtype", sorted(rank_local._DTYPE_CODES, key=str))
+@pytest.mark.parametrize("dtype", sorted(buffer_capture._DTYPE_CODES, key=str))
 def test_every_storable_type_is_put_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 120, (4, 32), dtype=torch.uint8)
 
@@ -509,6 +510,24 @@ def test_the_start_of_an_epoch_is_recorded_without_buffers(tmp_path: Path) -> No
     assert copy.regions.keys() == {"rng/python", "rng/numpy", "rng/torch"}
     RngCapture().restore(copy.regions)
     assert draw() == expected
+
+
+def test_reasons_that_arise_during_the_run_are_told_once(tmp_path: Path) -> None:
+    net = Net()
+    told: list[str] = []
+    made = recorder(tmp_path, RngCapture(), BufferCapture(net), on_reason=told.append)
+    made.committed(1, b"{}")
+    assert told == []
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        net.small = torch.zeros(9)
+        for step in (2, 3, 4):
+            made.committed(step, b"{}")
+    finally:
+        np.random.set_bit_generator(before)
+    assert sorted(told) == sorted(made.reasons)
+    assert len(told) == 2
 
 
 def test_two_captures_of_the_same_thing_are_refused() -> None:

@@ -391,6 +391,20 @@ def test_facts_are_read_back_and_may_be_replaced(box: BlackBox) -> None:
         assert reader.facts() == {"steps_per_epoch": 4}
 
 
+def test_facts_may_be_written_while_a_step_is_under_way(box: BlackBox) -> None:
+    fill(box, TENTATIVE, 1)
+    slot = box.begin(COMMITTED, 1)
+    box.set_facts(b'{"reasons": ["late"]}')
+    for name, value in contents(1).items():
+        box.region(slot, name)[:] = value
+    box.commit(slot, document(COMMITTED, 1))
+    assert box.compare_tentative() is None
+    fill(box, TENTATIVE, 2)
+    copy = read(box, 1)
+    assert copy is not None
+    assert (copy.kind, list(mixed(copy))) == (COMMITTED, [])
+
+
 def test_epoch_records_hold_only_what_belongs_to_an_epoch(box: BlackBox) -> None:
     slot = box.begin(SlotKind.EPOCH, 7)
     box.region(slot, "rng/torch")[:] = b"e" * 37
