@@ -193,7 +193,7 @@ class ControllerCore:
         self._stray(self._loop.on_left(report))
 
     def _on_settled(self, member: Member, report: Settled) -> None:
-        if report.incident <= self._incident_resumed:
+        if 0 < report.incident <= self._incident_resumed:
             self._context.send(report.rank, Resume(self._members.generation, report.incident))
         elif (current := self._current(report.incident)) is not None:
             member.stand = report.stand

@@ -1,0 +1,465 @@
+"""An incident, from suspicion to selection: certain and uncertain, settled and silent, resume and the lack of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lastwords.controller.events import FromRank, OutcomeKind, State
+from lastwords.vocabulary import (
+    DeathSource,
+    Exit,
+    ExitKind,
+    Freeze,
+    Goodbye,
+    Left,
+    PeerDied,
+    Phase,
+    Proceed,
+    Raised,
+    Report,
+    Resume,
+    Save,
+    Saved,
+    SaveFailed,
+    Settled,
+    Signalled,
+    Stand,
+    Status,
+)
+from tests.controller.job_driver import GENERATION, JobDriver, computing
+
+CERTAIN = [DeathSource.ROBUST_MUTEX, DeathSource.PIDFD, DeathSource.LAUNCHER]
+UNCERTAIN = [DeathSource.STREAM, DeathSource.KEEPALIVE]
+
+
+# --------------------------------------------------------------------------- how it starts
+
+
+@pytest.mark.parametrize("source", CERTAIN)
+def test_a_certain_death_freezes_everybody_else(source: DeathSource) -> None:
+    job = JobDriver(3)
+    job.kill(1, source)
+    assert sorted(job.sent(Freeze)) == [0, 2]
+    for rank in (0, 2):
+        job.settle(rank, computing(5))
+    assert job.core.state is State.SAVING
+
+
+@pytest.mark.parametrize("source", UNCERTAIN)
+def test_a_suspicion_freezes_but_decides_nothing(source: DeathSource) -> None:
+    job = JobDriver(3)
+    job.kill(1, source)
+    assert set(job.sent(Freeze)) >= {0, 2}
+    for rank in (0, 2):
+        job.settle(rank, computing(5))
+    assert job.core.state is State.SETTLING
+
+
+def test_a_peers_word_about_a_death_counts() -> None:
+    job = JobDriver(3)
+    job.hear(PeerDied(0, GENERATION, 1, DeathSource.ROBUST_MUTEX))
+    assert sorted(job.sent(Freeze)) == [0, 2]
+
+
+@pytest.mark.parametrize("dead", [-1, 3, 99])
+def test_a_word_about_a_rank_that_does_not_exist_is_void(dead: int) -> None:
+    job = JobDriver(3)
+    assert job.hear(PeerDied(0, GENERATION, dead, DeathSource.PIDFD)) == []
+
+
+def test_two_sources_of_one_death_are_one_incident() -> None:
+    job = JobDriver(3)
+    job.kill(1)
+    job.close(1)
+    assert job.kill(1, DeathSource.PIDFD) == []
+    assert job.core.incident == 1
+
+
+@pytest.mark.parametrize("secondary", [False, True])
+def test_an_exception_starts_an_incident_that_never_resumes(secondary: bool) -> None:
+    job = JobDriver(2)
+    job.hear(Raised(1, GENERATION, "ValueError: x\n  trace", secondary, computing(5)))
+    assert sorted(job.sent(Freeze)) == [0, 1]
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.verified()
+    job.published()
+    exits = job.sent(Exit)
+    assert exits[0].cause_ranks == (() if secondary else (1,))
+
+
+def test_sigterm_to_everybody_names_everybody() -> None:
+    job = JobDriver(2)
+    for rank in (0, 1):
+        job.hear(Signalled(rank, GENERATION, 15, computing(5)))
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.verified()
+    job.published()
+    assert job.sent(Exit)[0].cause_ranks == (0, 1)
+    assert job.sent(Exit)[0].reason == "ranks 0 and 1: each was asked to stop (SIGTERM)"
+
+
+def test_sigterm_after_a_death_is_not_a_cause() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    for rank in (0, 1):
+        job.hear(Signalled(rank, GENERATION, 15, computing(5)))
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.verified()
+    job.published()
+    assert job.sent(Exit)[0].cause_ranks == (2,)
+
+
+def test_a_status_is_no_incident() -> None:
+    job = JobDriver(2)
+    assert job.hear(Status(0, GENERATION, computing(5))) == []
+
+
+# --------------------------------------------------------------------------- false alarms
+
+
+def test_a_false_alarm_resumes_as_soon_as_the_suspect_is_back() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    job.wait(1.9)
+    job.hello(1)
+    assert sorted(job.sent(Resume)) == [0, 1, 2]
+    assert job.core.state is State.WATCHING
+
+
+def test_a_suspect_that_does_not_come_back_is_dead() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    for rank in (0, 2):
+        job.settle(rank, computing(5))
+    job.wait(2.0)
+    assert job.core.state is State.SAVING
+    job.hello(1)
+    assert not job.sent(Resume)
+
+
+def test_a_silent_rank_with_a_living_session_is_cleared_by_any_word() -> None:
+    job = JobDriver(3)
+    job.kill(1, DeathSource.KEEPALIVE)
+    job.hear(Status(1, GENERATION, computing(5)))
+    assert sorted(job.sent(Resume)) == [0, 1, 2]
+
+
+def test_all_suspects_must_be_back() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    job.close(2)
+    job.hello(1)
+    assert not job.sent(Resume)
+    job.hello(2)
+    assert sorted(job.sent(Resume)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("second", ["death", "exception", "signal"])
+def test_nothing_resumes_once_something_is_certain(second: str) -> None:
+    job = JobDriver(3)
+    job.close(1)
+    if second == "death":
+        job.kill(2)
+    elif second == "exception":
+        job.hear(Raised(2, GENERATION, "RuntimeError: gloo", True, computing(5)))
+    else:
+        job.hear(Signalled(2, GENERATION, 15, computing(5)))
+    job.hello(1)
+    assert not job.sent(Resume)
+    assert job.core.state is State.SETTLING
+
+
+def test_nothing_resumes_after_the_choice() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    assert job.sent(Save)
+    job.close(1)
+    job.hello(1)
+    assert not job.sent(Resume)
+
+
+def test_a_rank_that_missed_resume_gets_it_when_it_answers_the_old_freeze() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    job.hello(1)
+    job.settle(0, computing(5), incident=1)
+    assert job.sent(Resume) == {0: Resume(GENERATION, 1)}
+    assert job.core.state is State.WATCHING
+
+
+def test_a_rank_that_reconnects_after_a_false_alarm_hears_of_its_end() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    job.hello(1)
+    job.hello(0)
+    assert job.sent(Resume) == {0: Resume(GENERATION, 1)}
+
+
+def test_the_next_incident_has_the_next_number() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    job.hello(1)
+    job.kill(2)
+    assert job.sent(Freeze)[0].incident == 2
+
+
+# --------------------------------------------------------------------------- settle
+
+
+def test_the_choice_waits_for_every_living_rank() -> None:
+    job = JobDriver(4)
+    job.kill(3)
+    job.settle(0, computing(5))
+    job.settle(1, computing(5))
+    assert job.core.state is State.SETTLING
+    job.settle(2, computing(6))
+    assert job.sent(Save)[2].step == 6
+
+
+def test_a_freeze_that_is_not_answered_goes_out_again() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    job.settle(0, computing(5))
+    job.wait(0.5)
+    assert sorted(job.sent(Freeze)) == [1]
+
+
+def test_a_silent_rank_is_left_out_and_told_to_leave() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    job.settle(0, computing(5))
+    job.wait(30.0)
+    assert job.sent(Save)[0].step == 5
+    assert "rank 1 did not settle within 30 s" in job.logs()
+    job.settle(1, computing(6))
+    job.saved(0, 5)
+    job.verified()
+    job.published()
+    assert sorted(job.sent(Exit)) == [0, 1]
+    assert job.sent(Exit)[1].step == 5
+
+
+def test_had_it_answered_in_time_its_step_would_count() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    job.settle(0, computing(5))
+    job.wait(29.0)
+    job.settle(1, computing(6))
+    assert job.sent(Save)[1].step == 6
+
+
+def test_the_newest_of_several_answers_counts_whatever_their_order() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    job.settle(0, Stand(Phase.UPDATED, 8), sequence=2)
+    job.settle(0, Stand(Phase.READY, 8), sequence=1)
+    job.settle(0, Stand(Phase.UPDATED, 8), sequence=2)
+    job.settle(1, computing(7))
+    assert job.sent(Save)[0].step == 8
+
+
+def test_a_death_after_the_answer_takes_it_back() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    job.settle(0, computing(8))
+    job.kill(0)
+    job.settle(1, computing(7))
+    assert job.sent(Save)[1].step == 7
+
+
+def test_a_suspect_may_come_back_before_the_choice() -> None:
+    job = JobDriver(4)
+    job.kill(3)
+    job.settle(0, computing(5))
+    job.close(1)
+    job.settle(2, computing(5))
+    assert job.core.state is State.SETTLING
+    job.hello(1)
+    assert job.sent(Freeze)
+    job.settle(1, computing(6))
+    assert job.sent(Save)[1].step == 6
+
+
+def test_a_rank_that_comes_back_too_late_is_only_told() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    for rank in (0, 2):
+        job.settle(rank, computing(5))
+    job.wait(2.0)
+    job.hello(1)
+    assert 1 in job.sent(Freeze)
+    job.settle(1, computing(6))
+    assert job.core.state is State.SAVING
+    job.saved(0, 5)
+    job.verified()
+    job.published()
+    assert sorted(job.sent(Exit)) == [0, 1, 2]
+
+
+def test_a_rank_that_comes_back_before_the_choice_counts_and_is_waited_for_in_bounded_time() -> None:
+    job = JobDriver(3)
+    job.close(1)
+    job.settle(0, computing(5))
+    job.wait(29.0)  # rank 1 is dead by now, rank 2 has not answered
+    job.hello(1)
+    job.settle(2, computing(5))
+    assert job.core.state is State.SETTLING
+    job.wait(30.1)
+    assert job.core.state is State.SAVING
+
+
+# --------------------------------------------------------------------------- proceed
+
+
+def gated_split() -> JobDriver:
+    job = JobDriver(4, units=("A", "B", "A", "B"))
+    job.kill(3)
+    job.settle(0, computing(8))
+    job.settle(1, Stand(Phase.READY, 8))
+    job.settle(2, Stand(Phase.READY, 8))
+    return job
+
+
+def test_a_laggard_whose_unit_nobody_holds_is_told_to_proceed() -> None:
+    job = gated_split()
+    assert job.sent(Proceed) == {1: Proceed(GENERATION, 1, 8)}
+    assert job.core.state is State.PROCEEDING
+    assert not job.sent(Save), "nothing is written before it has settled again"
+    job.settle(1, computing(8))
+    assert sorted(job.sent(Save)) == [0, 1]
+
+
+def test_its_old_answer_repeated_does_not_count_as_a_new_one() -> None:
+    job = gated_split()
+    job.settle(1, Stand(Phase.READY, 8), sequence=3)
+    assert job.core.state is State.PROCEEDING
+
+
+def test_a_lost_proceed_goes_out_again() -> None:
+    job = gated_split()
+    job.wait(0.5)
+    assert sorted(job.sent(Proceed)) == [1]
+    job.hello(1)
+    assert sorted(job.sent(Proceed)) == [1]
+
+
+def test_a_rank_that_never_proceeds_is_left_out() -> None:
+    job = gated_split()
+    job.wait(30.0)
+    assert job.core.outcome is not None
+    assert job.core.outcome.kind is OutcomeKind.NOT_SAVED
+    assert "rank 1 did not apply step 8 within 30 s" in job.core.outcome.reason
+
+
+def test_no_choice_is_made_while_a_rank_may_be_updating() -> None:
+    """It could be at step 7 or at step 8: whatever were chosen now could be wrong."""
+    job = gated_split()
+    job.kill(0)
+    assert not job.sent(Save)
+    job.settle(1, computing(8))
+    assert job.sent(Proceed) == {2: Proceed(GENERATION, 1, 8)}
+
+
+def test_a_rank_that_tears_its_update_is_replaced() -> None:
+    job = JobDriver(4, units=("A", "B", "A", "B"))
+    job.hear(Raised(2, GENERATION, "x", False, computing(7)))
+    job.settle(0, computing(8))
+    job.settle(1, Stand(Phase.READY, 8))
+    job.settle(2, computing(7))
+    job.settle(3, Stand(Phase.READY, 8))
+    assert sorted(job.sent(Proceed)) == [1]
+    job.settle(1, Stand(Phase.TORN, 8))
+    assert sorted(job.sent(Proceed)) == [3]
+
+
+# --------------------------------------------------------------------------- nothing to save, nobody left
+
+
+def test_a_death_before_the_first_step_leaves_nothing() -> None:
+    job = JobDriver(2)
+    job.begin_loop()
+    job.kill(1)
+    job.settle(0, Stand(Phase.READY, 1))
+    assert job.sent(Exit)[0].kind is ExitKind.NOTHING_TO_SAVE
+    assert job.starts() is None
+    assert not job.discards()
+
+
+def test_a_death_before_the_first_step_after_a_resume_leaves_the_old_checkpoint() -> None:
+    job = JobDriver(2)
+    job.begin_loop(start_step=37)
+    job.kill(1)
+    job.settle(0, computing(37))
+    assert job.sent(Exit)[0].kind is ExitKind.NOTHING_TO_SAVE
+
+
+def test_a_second_loop_does_not_move_the_start() -> None:
+    job = JobDriver(2)
+    job.begin_loop(10, 1)
+    job.begin_loop(10, 1, start_step=10)
+    job.kill(1)
+    job.settle(0, computing(10))
+    assert job.sent(Save)[0].step == 10
+
+
+def test_everybody_dead_ends_at_once() -> None:
+    job = JobDriver(2)
+    job.kill(0)
+    job.kill(1)
+    assert job.stops()
+    assert job.core.outcome is not None
+    assert job.core.outcome.kind is OutcomeKind.NOT_SAVED
+
+
+# --------------------------------------------------------------------------- fencing
+
+LATE: list[Report] = [
+    Settled(1, GENERATION - 1, 1, 99, computing(99)),
+    Settled(1, GENERATION, 0, 99, computing(99)),
+    Settled(1, GENERATION, 2, 99, computing(99)),
+    Saved(1, GENERATION - 1, 1, 1, 5, 10),
+    Saved(1, GENERATION, 1, 1, 5, 10),
+    SaveFailed(1, GENERATION, 1, 7, 5, "late", True),
+    Raised(1, GENERATION - 1, "old", False, computing(99)),
+    Signalled(1, GENERATION - 1, 15, computing(99)),
+    Left(1, GENERATION - 1, Stand(Phase.DONE, 99)),
+    PeerDied(1, GENERATION - 1, 0, DeathSource.PIDFD),
+    Goodbye(1, GENERATION),
+    Goodbye(1, GENERATION - 1),
+]
+
+
+@pytest.mark.parametrize("report", LATE, ids=lambda report: f"{type(report).__name__}-{report.generation}")
+def test_a_report_of_another_generation_or_incident_changes_nothing(report: Report) -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    assert job.hear(report) == []
+    job.settle(0, computing(5))
+    job.settle(1, computing(5))
+    assert list(job.sent(Save)) == [0]
+    assert job.sent(Save)[0].step == 5
+
+
+def test_a_dead_ranks_reports_change_nothing() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    job.settle(2, computing(9))
+    job.settle(0, computing(5))
+    job.settle(1, computing(5))
+    assert job.sent(Save)[0].step == 5
+
+
+def test_a_stopped_controller_says_nothing() -> None:
+    job = JobDriver(1)
+    job.kill(0)
+    assert job.stops()
+    assert job.hello(0) == []
+    assert job.core.handle(FromRank(Status(0, GENERATION, computing(1))), 1e9) == []
+    assert job.core.deadline_s is None

@@ -1,0 +1,144 @@
+"""The training thread's calls against the table of phases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from lastwords.controller.selection import holds as controller_holds
+from lastwords.errors import ConfigError
+from lastwords.processor.core import ProcessorCore
+from lastwords.processor.phases import PARKED, TRANSITIONS, holds
+from lastwords.vocabulary import Left, Phase, Raised, Stand
+from tests.processor.rank_driver import GENERATION, RankDriver, reports
+
+METHODS: dict[str, Callable[[ProcessorCore], object]] = {
+    "begin_loop": lambda core: core.begin_loop(10, 2, 7),
+    "mark_ready": lambda core: core.mark_ready(),
+    "try_update": lambda core: core.try_update(),
+    "mark_updated": lambda core: core.mark_updated(),
+    "mark_torn": lambda core: core.mark_torn(),
+    "mark_skipped": lambda core: core.mark_skipped(),
+    "try_end_step": lambda core: core.try_end_step(),
+    "mark_left": lambda core: core.mark_left(),
+    "mark_raised": lambda core: core.mark_raised("ValueError: x", secondary=False),
+}
+STEP_OF = {Phase.COMPUTING: 7, Phase.DONE: 7}
+
+
+def at(phase: Phase) -> RankDriver:
+    rank = RankDriver(ended_step=7)
+    rank.walk(phase, STEP_OF.get(phase, 8))
+    rank.core.take_effects()
+    return rank
+
+
+def test_the_table_knows_every_call() -> None:
+    assert {method for _, method in TRANSITIONS} == set(METHODS)
+    assert {method for _, method in PARKED} <= set(METHODS)
+
+
+@pytest.mark.parametrize(("phase", "method"), list(itertools.product(Phase, METHODS)))
+def test_a_call_does_what_the_table_says(phase: Phase, method: str) -> None:
+    rank = at(phase)
+    after = TRANSITIONS.get((phase, method))
+    if after is None:
+        with pytest.raises(ConfigError, match="rank 1 at"):
+            METHODS[method](rank.core)
+        assert rank.core.stand == at(phase).core.stand
+    else:
+        METHODS[method](rank.core)
+        assert rank.core.phase is after
+
+
+@pytest.mark.parametrize(("phase", "method"), PARKED)
+def test_a_frozen_rank_parks_as_the_table_says(phase: Phase, method: str) -> None:
+    rank = at(phase)
+    rank.freeze()
+    rank.wait(1.0)  # a rank in UPDATED settles when its grace is over
+    assert METHODS[method](rank.core) is False
+    assert rank.core.phase is PARKED[phase, method]
+    rank.resume()
+    assert METHODS[method](rank.core) is True
+    assert rank.core.phase is TRANSITIONS[phase, method]
+
+
+def test_steps_are_counted_at_their_end_only() -> None:
+    rank = at(Phase.COMPUTING)
+    core = rank.core
+    stands = []
+    for method in ("mark_ready", "try_update", "mark_updated", "try_end_step"):
+        METHODS[method](core)
+        stands.append(str(core.stand))
+    assert stands == ["READY(8)", "UPDATING(8)", "UPDATED(8)", "COMPUTING(8)"]
+    assert core.ended_step == 8
+
+
+def test_a_step_without_an_update_counts() -> None:
+    rank = at(Phase.COMPUTING)
+    assert rank.core.try_end_step() is True
+    assert rank.core.stand == Stand(Phase.COMPUTING, 8)
+
+
+def test_the_loop_goes_on_from_where_it_was_resumed() -> None:
+    rank = RankDriver()
+    rank.core.begin_loop(10, 5, 37)
+    assert rank.core.stand == Stand(Phase.COMPUTING, 37)
+
+
+def test_an_exception_in_ready_gives_the_gradients_up() -> None:
+    rank = at(Phase.READY)
+    rank.core.mark_raised("ValueError: in a hook", secondary=False)
+    assert rank.core.stand == Stand(Phase.COMPUTING, 7)
+    assert rank.core.stand.reach == {7}
+
+
+def test_leaving_after_a_torn_update_is_reported_as_an_exception() -> None:
+    rank = at(Phase.TORN)
+    rank.core.mark_left()
+    (report,) = reports(rank.core.take_effects())
+    assert isinstance(report, Raised)
+    assert not report.secondary
+    assert report.stand == Stand(Phase.TORN, 8)
+
+
+def test_the_error_for_a_second_step_says_what_to_do() -> None:
+    rank = at(Phase.UPDATED)
+    with pytest.raises(ConfigError, match=r"call step_end\(\) once after each step\(\)"):
+        rank.core.mark_ready()
+
+
+def test_the_error_after_a_torn_update_says_so() -> None:
+    with pytest.raises(ConfigError, match="weights are of no step"):
+        at(Phase.TORN).core.mark_ready()
+
+
+def test_only_the_first_exception_is_reported() -> None:
+    rank = at(Phase.COMPUTING)
+    rank.core.mark_raised("ValueError: first", secondary=False)
+    rank.core.mark_raised("RuntimeError: second", secondary=True)
+    (report,) = reports(rank.core.take_effects())
+    assert report == Raised(1, GENERATION, "ValueError: first", False, Stand(Phase.COMPUTING, 7))
+
+
+def test_leaving_is_reported_once() -> None:
+    rank = at(Phase.COMPUTING)
+    rank.core.mark_left()
+    rank.core.mark_left()
+    assert reports(rank.core.take_effects()) == [Left(1, GENERATION, Stand(Phase.DONE, 7))]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("step", [6, 7, 8, 9])
+def test_a_rank_holds_what_is_in_its_reach_unless_it_has_to_update_first(phase: Phase, step: int) -> None:
+    stand = Stand(phase, STEP_OF.get(phase, 8))
+    needs_update = stand == Stand(Phase.READY, step)
+    assert holds(stand, step) == (step in stand.reach and not needs_update)
+
+
+def test_both_sides_agree_about_who_holds_what() -> None:
+    for phase, of_step, step in itertools.product(Phase, range(4), range(4)):
+        stand = Stand(phase, of_step)
+        assert holds(stand, step) == controller_holds(stand, step), (stand, step)

@@ -1,0 +1,133 @@
+"""One rank and its session: what is repeated, and what happens without a controller."""
+
+from __future__ import annotations
+
+from lastwords.processor.core import ProcessorOptions
+from lastwords.processor.events import Leave, Log, Released, SaveFinished, SessionDown, SessionUp
+from lastwords.vocabulary import (
+    Left,
+    LoopBegin,
+    LoopGo,
+    Phase,
+    Raised,
+    Refused,
+    Saved,
+    Settled,
+    Signalled,
+    Stand,
+    Welcome,
+)
+from tests.processor.rank_driver import GENERATION, RankDriver, reports
+
+
+def test_a_new_session_gets_everything_that_is_owed() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.core.mark_signalled(15)
+    rank.freeze()
+    rank.save(7)
+    rank.tell(SessionDown())
+    rank.core.mark_raised("RuntimeError: gloo", secondary=True)
+    rank.tell(SaveFinished(1, 1, 900))
+    assert [type(report) for report in reports(rank.tell(SessionUp()))] == [Signalled, Raised, Settled, Saved]
+
+
+def test_an_agreed_loop_is_not_announced_again() -> None:
+    rank = RankDriver()
+    rank.core.begin_loop(10, 2, 0)
+    assert reports(rank.tell(SessionUp())).count(LoopBegin(1, GENERATION, 10, 2, 0)) == 2  # as it began, and again
+    rank.order(LoopGo(GENERATION))
+    assert rank.core.loop_open
+    assert reports(rank.tell(SessionUp())) == []
+
+
+def test_the_welcome_is_noted() -> None:
+    rank = RankDriver()
+    assert not rank.core.welcomed
+    rank.order(Welcome(GENERATION, 0, 4))
+    assert rank.core.welcomed
+
+
+def test_a_refused_process_leaves_with_the_reason() -> None:
+    rank = RankDriver()
+    (leave,) = [e for e in rank.order(Refused(GENERATION, "rank 1 is already taken")) if isinstance(e, Leave)]
+    assert leave.order == Refused(GENERATION, "rank 1 is already taken")
+
+
+def test_training_goes_on_unprotected_and_that_is_said_once() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.tell(SessionDown())
+    logs = [effect for effect in rank.wait(300.0) if isinstance(effect, Log)]
+    assert len(logs) == 1
+    assert "unprotected" in logs[0].text
+    assert rank.core.may_train
+    (back,) = [effect for effect in rank.tell(SessionUp()) if isinstance(effect, Log)]
+    assert "protected" in back.text
+
+
+def test_a_short_break_is_not_mentioned() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.tell(SessionDown())
+    assert rank.wait(29.9) == []
+    assert rank.tell(SessionUp()) == []
+
+
+def test_a_frozen_rank_leaves_when_the_controller_is_lost() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.freeze()
+    rank.tell(SessionDown())
+    assert not any(isinstance(effect, Leave) for effect in rank.wait(29.9))
+    (leave,) = [effect for effect in rank.wait(0.2) if isinstance(effect, Leave)]
+    assert leave.order is None
+    assert "the controller was lost for 30 s while rank 1 at COMPUTING(7) was stopped" in leave.reason
+
+
+def test_repeated_words_about_a_lost_session_do_not_prolong_the_wait() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.freeze()
+    effects = []
+    for _ in range(40):
+        rank.tell(SessionDown())
+        effects += rank.wait(1.0)
+    assert sum(isinstance(effect, Leave) for effect in effects) == 1
+
+
+def test_an_exception_without_a_controller_does_not_wait_long() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.tell(SessionDown())
+    rank.wait(100.0)
+    rank.core.mark_raised("KeyError: 'label'", secondary=False)
+    (leave,) = [effect for effect in rank.wait(0.0) if isinstance(effect, Leave)]
+    assert "KeyError" in leave.reason
+
+
+def test_a_finished_loop_without_a_controller_ends_well() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.core.mark_left()
+    rank.tell(SessionDown())
+    effects = rank.wait(30.0)
+    assert any(isinstance(effect, Released) for effect in effects)
+    assert not any(isinstance(effect, Leave) for effect in effects)
+
+
+def test_a_rank_that_never_had_a_session_does_not_wait_for_ever() -> None:
+    rank = RankDriver(connected=False, options=ProcessorOptions(controller_lost_s=5.0))
+    rank.wait(0.0)
+    rank.core.begin_loop(10, 2, 0)
+    rank.tell(SessionDown())
+    assert any(isinstance(effect, Leave) for effect in rank.wait(5.1))
+
+
+def test_a_rank_that_left_repeats_it() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.core.mark_left()
+    rank.core.take_effects()
+    assert reports(rank.wait(2.0)) == [Left(1, GENERATION, Stand(Phase.DONE, 7))] * 2
+
+
+def test_nothing_is_sent_while_training() -> None:
+    rank = RankDriver(ended_step=7)
+    for _ in range(5):
+        rank.walk(Phase.UPDATED, rank.core.ended_step + 1)
+        rank.core.try_end_step()
+    assert rank.core.take_effects() == []
+    assert rank.core.deadline_s is None
