@@ -313,6 +313,7 @@ class TFTRegister:
 
         def commit(step: int) -> None:
             self._recorder.committed(step, position)
+            self._buckets.step_ended(step)
 
         self._protection.agent.end_step(commit)
 
@@ -334,8 +335,8 @@ class TFTRegister:
             "world_size": self._world.size if self._world is not None else 0,
         }
 
-    def _manifest_facts(self) -> dict[str, Any]:
-        return {**self._facts, "buckets": self._buckets.record()}
+    def _manifest_facts(self, step: int) -> dict[str, Any]:
+        return {**self._facts, "buckets": self._buckets.record(step)}
 
 
 class _Hooks:

@@ -47,7 +47,7 @@ class TrainerSource:
         extras: Extras,
         box_path: Callable[[int], Path],
         rank_local_buffers: Callable[[], frozenset[str]],
-        facts: Callable[[], dict[str, Any]],
+        facts: Callable[[int], dict[str, Any]],
     ) -> None:
         self._view = view
         self._extras = extras
@@ -106,9 +106,9 @@ class TrainerSource:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
         return {rank: self._local_state(rank, step) for rank in ranks}
 
-    def facts(self) -> dict[str, Any]:
-        """Facts of the run, for the manifest."""
-        return self._facts()
+    def facts(self, step: int) -> dict[str, Any]:
+        """Facts of the run up to `step`, for the manifest."""
+        return self._facts(step)
 
     # ------------------------------------------------------------------ inside
 

@@ -43,8 +43,8 @@ class StateSource(Protocol):
         """Rank-local state of ranks of this host at `step`, read from their black boxes."""
         ...
 
-    def facts(self) -> dict[str, Any]:
-        """What a resume has to know about the run (versions, world size, bucket order, data options)."""
+    def facts(self, step: int) -> dict[str, Any]:
+        """What a resume after `step` has to know about the run (versions, bucket order, data options)."""
         ...
 
 
@@ -149,7 +149,7 @@ class SaveJob:
             global_step=order.step,
             units=units,
             locals=locals_,
-            facts=source.facts(),
+            facts=source.facts(order.step),
             progress=self._progress,
             job=self._spec.job,
         )
