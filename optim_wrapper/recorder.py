@@ -71,7 +71,7 @@ class StepRecorder:
         """Make the black box; copies go there from now on."""
         captures = (self.rng, self.buffers)
         box = BlackBox.create(path, BoxLayout(regions(captures)))
-        self._box = BoxRecorder(box, captures)
+        self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
         self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
         self._say_reasons()
         if self._hook is None:
