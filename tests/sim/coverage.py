@@ -1,4 +1,109 @@
-"""Which transitions of the shipped cores a set of simulations has seen.
+"""Which transitions of the shipped cores simulations have seen. The cores are watched from outside, not changed."""
 
-The cores are watched from outside: their tables are wrapped, not their code.
-"""
+from __future__ import annotations
+
+from typing import Any
+
+from lastwords.controller.context import JobContext
+from lastwords.controller.core import ControllerCore
+from lastwords.controller.events import ControllerOptions, State
+from lastwords.processor.core import ProcessorCore
+from lastwords.processor.phases import PARKED, TRANSITIONS
+from lastwords.vocabulary import Phase
+
+PhaseStep = tuple[Phase, str, Phase]
+StateStep = tuple[State, State]
+
+WANTED_PHASES: frozenset[PhaseStep] = frozenset(
+    (before, call, after) for table in (TRANSITIONS, PARKED) for (before, call), after in table.items()
+)
+"""Every entry of the processor core's tables."""
+
+WANTED_STATES: frozenset[StateStep] = frozenset(
+    {
+        (State.REGISTERING, State.WATCHING),
+        (State.REGISTERING, State.SETTLING),  # somebody is lost before all are there
+        (State.REGISTERING, State.REFUSING),
+        (State.WATCHING, State.SETTLING),
+        (State.WATCHING, State.RELEASING),
+        (State.WATCHING, State.REFUSING),
+        (State.SETTLING, State.WATCHING),  # a false alarm
+        (State.WATCHING, State.REGISTERING),  # ... before all ranks were there
+        (State.SETTLING, State.PROCEEDING),
+        (State.SETTLING, State.SAVING),
+        (State.SETTLING, State.EXITING),
+        (State.PROCEEDING, State.SETTLING),  # the rank that was to proceed is lost, and had boxes to copy
+        (State.PROCEEDING, State.EXITING),
+        (State.PROCEEDING, State.SAVING),
+        (State.SAVING, State.SETTLING),  # a writer was lost
+        (State.SAVING, State.VERIFYING),
+        (State.VERIFYING, State.SETTLING),
+        (State.VERIFYING, State.PUBLISHING),
+        (State.PUBLISHING, State.SETTLING),
+        (State.PUBLISHING, State.EXITING),
+        (State.EXITING, State.STOPPED),
+        (State.RELEASING, State.STOPPED),
+        (State.REFUSING, State.STOPPED),
+    }
+)
+"""The picture of docs/protocol.md: nothing else may happen, and all of it has to."""
+
+
+class Coverage:
+    """What has been seen so far; `controller` and `processor` make cores that are watched."""
+
+    def __init__(self) -> None:
+        self.phases: set[PhaseStep] = set()
+        self.states: set[StateStep] = set()
+
+    def controller(self, world_size: int, generation: int, options: ControllerOptions) -> ControllerCore:
+        core = ControllerCore(world_size, generation, options)
+        context: Any = core._context
+        context.__class__ = _WatchedContext
+        context.watch(self.states)
+        return core
+
+    def processor(self, rank: int, generation: int, start_step: int) -> ProcessorCore:
+        core: Any = _WatchedProcessor(rank, generation, start_step)
+        core.seen = self.phases
+        return core  # type: ignore[no-any-return]
+
+
+class _WatchedContext(JobContext):
+    """A context whose `state` is a property; instances are plain contexts whose class was exchanged."""
+
+    def watch(self, seen: set[StateStep]) -> None:
+        self.__dict__["seen"] = seen
+
+    @property
+    def state(self) -> State:
+        return self.__dict__["state"]  # type: ignore[no-any-return]
+
+    @state.setter
+    def state(self, after: State) -> None:
+        before = self.__dict__.get("state")
+        if before is not None and before is not after and "seen" in self.__dict__:
+            self.__dict__["seen"].add((before, after))
+        self.__dict__["state"] = after
+
+
+class _WatchedProcessor(ProcessorCore):
+    """A core that notes each call of the training thread with the phases before and after it."""
+
+    seen: set[PhaseStep]
+
+
+def _watched(call: str) -> Any:
+    shipped = getattr(ProcessorCore, call)
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        before = self.phase
+        value = shipped(self, *arguments, **named)
+        self.seen.add((before, call, self.phase))
+        return value
+
+    return method
+
+
+for _call in sorted({call for _, call in TRANSITIONS}):
+    setattr(_WatchedProcessor, _call, _watched(_call))

@@ -19,6 +19,8 @@ class Job:
     skipped: steps that have no update on any rank (an inf step).
     log_collective: the loop runs a collective between the update and the end of each step.
     update_collective: the optimizer runs a collective inside `step()` (as ZeRO-1 does).
+    skips_inside: in a skipped step it is the optimizer that finds out, inside `step()`.
+    closure: the optimizer calls its closure twice.
     """
 
     hosts: tuple[int, ...]
@@ -28,6 +30,8 @@ class Job:
     skipped: frozenset[int] = frozenset()
     log_collective: bool = False
     update_collective: bool = False
+    skips_inside: bool = False
+    closure: bool = False
     fallback: bool = False
     generation: int = 1
 

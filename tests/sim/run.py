@@ -29,6 +29,8 @@ _QUIRKS = (
     "raises",
     "tears",
     "leaves",
+    "leaves_inside",
+    "raises_after_loop",
     "refused",
     "hanging",
     "unreadable",
@@ -36,6 +38,7 @@ _QUIRKS = (
     "hanging_verify",
     "hanging_publish",
     "older_directory",
+    "swallows",
 )
 
 

@@ -52,9 +52,12 @@ class Plan:
     seed: int
     job: Job
     faults: tuple[Fault, ...]
-    raises: tuple[tuple[int, int], ...] = ()  # rank, step whose forward raises
+    raises: tuple[tuple[int, int, At], ...] = ()  # rank, step, and where in it the user's code raises
     tears: tuple[tuple[int, int], ...] = ()  # rank, step whose update raises
+    swallows: bool = False  # ... and the user's code catches the exception and leaves the loop
     leaves: tuple[tuple[int, int], ...] = ()  # rank, step after which it leaves the loop
+    leaves_inside: tuple[tuple[int, int], ...] = ()  # rank, step in which it leaves the loop
+    raises_after_loop: frozenset[int] = frozenset()  # ranks whose user code raises while they wait for the release
     refused: frozenset[tuple[int, int]] = frozenset()  # rank, target: the file system refuses
     hanging: frozenset[int] = frozenset()  # ranks whose writes never end
     unreadable: frozenset[int] = frozenset()  # ranks whose files lose a bit
@@ -62,6 +65,7 @@ class Plan:
     hanging_verify: bool = False
     hanging_publish: bool = False
     older_directory: bool = False
+    odd_loop: tuple[int, int] = (-1, -1)  # a rank, and the step at which it alone wants to start (-1: never)
     message_delay_s: float = 0.002
     slow_messages: float = 0.02  # share of messages that take up to half a second
     update_s: float = 0.01
@@ -80,10 +84,17 @@ PLACES = (
     At.COMMITTED,
 )
 _PLACE_WEIGHTS = (10, 22, 6, 14, 4, 16, 12, 8, 8)
-STAGES = ("settling", "saving", "verifying", "publishing", "ending")
-_STAGE_WEIGHTS = (30, 34, 14, 14, 8)
+STAGES = ("settling", "proceeding", "saving", "verifying", "publishing", "ending")
+_STAGE_WEIGHTS = (28, 8, 32, 14, 14, 6)
 PLACE_DELAY_S_MAX = {At.FORWARD: 0.05, At.REDUCE: 0.01, At.UPDATE: 0.01, At.LOG: 0.003}
-STAGE_DELAY_S_MAX = {"settling": 0.04, "saving": 0.25, "verifying": 0.05, "publishing": 0.03, "ending": 0.02}
+STAGE_DELAY_S_MAX = {
+    "settling": 0.04,
+    "proceeding": 0.02,
+    "saving": 0.25,
+    "verifying": 0.05,
+    "publishing": 0.03,
+    "ending": 0.02,
+}
 
 
 def _draw_job(dice: random.Random) -> Job:
@@ -109,6 +120,8 @@ def _draw_job(dice: random.Random) -> Job:
         log_collective=dice.random() < 0.25,
         update_collective=dice.random() < 0.06,
         fallback=dice.random() < 0.25,
+        skips_inside=dice.random() < 0.4,
+        closure=dice.random() < 0.05,
     )
 
 
@@ -193,13 +206,18 @@ def draw(seed: int, with_death: bool = True) -> Plan:
         host = dice.choice(job.hosts)
         refused = {(rank, 0) for rank in ranks if job.hosts[rank] == host}
     quirk = dice.random()
+    # An exception between the gate and the update would break the gate's promise: there is no user code there.
+    raising = (At.FORWARD, At.END) if job.has_gate else (At.FORWARD, At.READY, At.END)
     return Plan(
         seed,
         job,
         tuple(faults),
-        raises=((dice.choice(ranks), step),) if 0.0 <= quirk < 0.05 else (),
-        tears=((dice.choice(ranks), step),) if 0.05 <= quirk < 0.09 else (),
-        leaves=((dice.choice(ranks), step),) if 0.09 <= quirk < 0.13 else (),
+        raises=((dice.choice(ranks), step, dice.choice(raising)),) if 0.0 <= quirk < 0.06 else (),
+        tears=((dice.choice(ranks), step),) if 0.06 <= quirk < 0.09 else (),
+        swallows=dice.random() < 0.3,
+        leaves=((dice.choice(ranks), step),) if 0.09 <= quirk < 0.12 else (),
+        leaves_inside=((dice.choice(ranks), step),) if 0.12 <= quirk < 0.13 else (),
+        raises_after_loop=frozenset({dice.choice(ranks)}) if 0.22 <= quirk < 0.24 else frozenset(),
         refused=frozenset(refused),
         hanging=frozenset({dice.choice(ranks)}) if 0.13 <= quirk < 0.16 else frozenset(),
         unreadable=frozenset({dice.choice(ranks)}) if 0.16 <= quirk < 0.19 else frozenset(),
@@ -207,6 +225,7 @@ def draw(seed: int, with_death: bool = True) -> Plan:
         hanging_verify=0.21 <= quirk < 0.215,
         hanging_publish=0.215 <= quirk < 0.22,
         older_directory=dice.random() < 0.3,
+        odd_loop=(dice.choice(ranks), dice.choice((-1, job.start_step + 1))) if 0.24 <= quirk < 0.244 else (-1, -1),
         message_delay_s=dice.choice((0.0003, 0.002, 0.002, 0.02)),
         slow_messages=dice.choice((0.0, 0.02, 0.1)),
         update_s=dice.choice((0.005, 0.02, 0.02, 0.3, 2.0)),

@@ -115,12 +115,18 @@ class TimedWorld(World):
         self.place_faults: dict[tuple[int, At, int], list[Fault]] = {}
         self.stage_faults: dict[str, list[Fault]] = {}
         self.publish_failures = plan.publish_failures
-        for rank, step in plan.raises:
-            self.trainers[rank].raise_at = step
+        for rank, step, place in plan.raises:
+            self.trainers[rank].raise_at = (step, place)
         for rank, step in plan.tears:
             self.trainers[rank].tear_at = step
+            self.trainers[rank].swallows = plan.swallows
         for rank, step in plan.leaves:
             self.trainers[rank].leave_after = step
+        if plan.odd_loop[0] >= 0:
+            self.trainers[plan.odd_loop[0]].loop_start = plan.odd_loop[1]
+            self.ledger.certain_faults += 1
+        for rank, step in plan.leaves_inside:
+            self.trainers[rank].leave_inside = step
         ledger = self.ledger
         ledger.refused = set(plan.refused)
         ledger.refused |= {(rank, target) for rank in plan.hanging | plan.unreadable for target in job.targets}
@@ -199,6 +205,8 @@ class TimedWorld(World):
                 self.after(fault.trigger.delay_s, self.strike, fault)
         if at is At.GATE:
             self.after_in(trainer, GROUP_TIMEOUT_S, self._gate_timeout, trainer, self.token[rank])
+        if at is At.LEFT and rank in self.plan.raises_after_loop:
+            self.after_in(trainer, 0.03 * self.dice.random(), self.raise_after_loop, trainer)
         if at is At.UPDATE:
             low_s, high_s = 0.3 * self.plan.update_s, self.plan.update_s
         elif at is At.LOG:

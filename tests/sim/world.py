@@ -28,6 +28,8 @@ from lastwords.vocabulary import (
     Hello,
     Order,
     PeerDied,
+    Phase,
+    Proceed,
     Refused,
     Report,
     Resume,
@@ -77,6 +79,8 @@ class Trainer:
         "core",
         "gated",
         "leave_after",
+        "leave_inside",
+        "loop_start",
         "linked",
         "logged",
         "outbox",
@@ -85,6 +89,7 @@ class Trainer:
         "record",
         "save",
         "save_first",
+        "swallows",
         "tear_at",
         "updated",
         "waking",
@@ -106,9 +111,12 @@ class Trainer:
         self.outbox: dict[object, Report] = {}
         self.save: Save | None = None
         self.save_first = 0
-        self.raise_at = -1  # step in whose forward an exception of the user's code comes
+        self.raise_at = (-1, At.FORWARD)  # step, and FORWARD, READY or END: an exception of the user's code comes
         self.tear_at = -1  # step in whose update an exception comes
+        self.swallows = False  # ... which the user's code catches, to leave the loop quietly
+        self.loop_start = start_step  # what it announces; -1: it never begins its loop
         self.leave_after = -1  # step after which it leaves the loop early
+        self.leave_inside = -1  # step in which it leaves the loop with its gradients not applied
 
     def box_has(self, step: int) -> bool:
         """Whether the rank-local state of `step` can be read from its black box, dead or alive."""
@@ -175,14 +183,19 @@ class World:
         if at is At.LOG and self.job.log_collective:
             return self._collective(trainer.logged, "logged")
         if at is At.GATE:
-            if trainer.core.frozen or trainer.core.leaving:
-                return GO
-            return GO if all(other.gated >= trainer.gated for other in self.trainers) else WAIT
+            return self._gate(trainer)
         if at is At.STUCK or at is At.STUCK_UPDATE:
             return ("time out",)
         if at is At.HELD or at is At.GONE:
             return WAIT
         return GO
+
+    def _gate(self, trainer: Trainer) -> tuple[str, ...]:
+        if trainer.core.frozen or trainer.core.leaving:
+            return GO
+        if all(other.gated >= trainer.gated for other in self.trainers):
+            return GO
+        return WAIT
 
     def _collective(self, step: int, entered: str) -> tuple[str, ...]:
         complete = True
@@ -217,15 +230,20 @@ class World:
         if trainer.at in (At.UPDATE, At.STUCK_UPDATE):
             trainer.record.held = TORN
             trainer.record.ill.add("torn")
-            trainer.core.mark_torn()
         if not secondary:
             self.ledger.certain_faults += 1
-        trainer.core.mark_raised(text, secondary)
+        if trainer.at is At.UPDATE:
+            trainer.core.mark_torn()
+        if trainer.at is At.UPDATE and trainer.swallows:
+            trainer.core.mark_left()
+        else:
+            trainer.core.mark_raised(text, secondary)
         self._move_to(trainer, At.HELD)
 
     def _from_start(self, trainer: Trainer) -> None:
-        trainer.core.begin_loop(0, 0, self.job.start_step)
-        self._move_to(trainer, At.OPENING)
+        if trainer.loop_start >= 0:
+            trainer.core.begin_loop(0, 0, trainer.loop_start)
+            self._move_to(trainer, At.OPENING)
 
     def _from_opening(self, trainer: Trainer) -> None:
         if trainer.core.loop_open:
@@ -233,7 +251,7 @@ class World:
 
     def _from_forward(self, trainer: Trainer) -> None:
         step = trainer.record.ended + 1
-        if trainer.raise_at == step:
+        if trainer.raise_at == (step, At.FORWARD):
             self._raise(trainer, "out of memory", secondary=False)
             return
         trainer.box_tentative = step
@@ -246,8 +264,10 @@ class World:
 
     def _from_back(self, trainer: Trainer) -> None:
         step = trainer.record.ended + 1
-        if step not in self.job.skipped:
+        if step not in self.job.skipped or self.job.skips_inside:
             trainer.core.mark_ready()
+            if self.job.closure:
+                trainer.core.mark_ready()
         elif self.job.has_gate:
             trainer.core.mark_skipped()
         else:
@@ -260,11 +280,27 @@ class World:
         else:
             self._move_to(trainer, At.READY)
 
-    def _from_gate(self, trainer: Trainer) -> None:
-        if trainer.record.ended + 1 in self.job.skipped:
+    def _from_ready(self, trainer: Trainer) -> None:
+        step = trainer.record.ended + 1
+        if trainer.raise_at == (step, At.READY):
+            self._raise(trainer, "a hook of the optimizer failed", secondary=False)
+        elif step == trainer.leave_inside:
+            self.ledger.certain_faults += 1
+            trainer.core.mark_left()
+            self._move_to(trainer, At.LEFT)
+        elif step in self.job.skipped:
+            trainer.core.mark_skipped()
             self._move_to(trainer, At.END)
         else:
             self._try_update(trainer)
+
+    def _from_gate(self, trainer: Trainer) -> None:
+        if trainer.core.stand.phase is Phase.SKIPPED:
+            self._move_to(trainer, At.END)
+        elif trainer.core.frozen or trainer.core.leaving:
+            self._try_update(trainer)
+        else:
+            self._from_ready(trainer)
 
     def _back_to_gate(self, trainer: Trainer) -> bool:
         """A rank that parked instead of waiting at the gate has been resumed: the gate still has to be passed."""
@@ -303,7 +339,9 @@ class World:
         self._move_to(trainer, At.END)
 
     def _from_end(self, trainer: Trainer) -> None:
-        if trainer.core.may_end_step:
+        if trainer.raise_at == (trainer.record.ended + 1, At.END):
+            self._raise(trainer, "could not log the loss", secondary=False)
+        elif trainer.core.may_end_step:
             trainer.box_committed = (trainer.box_committed[1], trainer.record.ended + 1)
             self._move_to(trainer, At.COMMITTED)
         else:
@@ -338,9 +376,17 @@ class World:
             if trainer.record.ended < self.job.steps:
                 self.ledger.certain_faults += 1
             trainer.core.mark_left()
+            if trainer.rank % 2:
+                trainer.core.mark_left()  # the generator's end, and then __exit__
             self._move_to(trainer, At.LEFT)
         else:
             self._move_to(trainer, At.FORWARD)
+
+    def raise_after_loop(self, trainer: Trainer) -> None:
+        """An exception of the user's code while this rank waits for the others to be done."""
+        if trainer.at is At.LEFT and not trainer.core.leaving and not trainer.core.released:
+            self._raise(trainer, "could not plot the loss", secondary=False)
+            self.drain(trainer)
 
     def _from_left(self, trainer: Trainer) -> None:
         """Woken for nothing: `released` and `leave` end the process by themselves."""
@@ -358,6 +404,8 @@ class World:
         """The process ends by itself. The kernel closes what it had open."""
         record = trainer.record
         record.reach = trainer.reach()
+        if trainer.at is At.UPDATE:
+            record.ill.add("waiting in its update")
         record.life = Life.LEFT
         record.farewell = farewell
         self._end_process(trainer)
@@ -539,6 +587,8 @@ class World:
                 self._enter_stage("settling")
         elif kind is Resume:
             self._enter_stage("")
+        elif kind is Proceed:
+            self._enter_stage("proceeding")
         elif kind is Save:
             self._enter_stage("saving")
         elif kind is Exit:
@@ -647,7 +697,7 @@ _MOVES = {
     At.FORWARD: World._from_forward,
     At.REDUCE: World._from_reduce,
     At.BACK: World._from_back,
-    At.READY: World._try_update,
+    At.READY: World._from_ready,
     At.GATE: World._from_gate,
     At.PARK_UPDATE: World._from_park_update,
     At.UPDATE: World._from_update,
