@@ -16,14 +16,14 @@ from pathlib import Path
 
 from lastwords import __version__
 from lastwords.cli import checkpoint_commands as commands
-from lastwords.errors import ConfigError, FormatError, IncompleteError, LastWordsError, StorageError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, LastWordsError, StorageError, UnavailableError
 
 
 class ExitCode(enum.IntEnum):
     """What a script learns. Every command keeps to these."""
 
     OK = 0
-    NOTHING_FOUND = 1  # no checkpoint there
+    NOTHING_FOUND = 1  # no checkpoint there, no controller answers
     USAGE = 2  # the command line makes no sense (argparse's own code)
     DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
     STORAGE = 4  # the file system refused
@@ -32,7 +32,7 @@ class ExitCode(enum.IntEnum):
 EXIT_CODES = """\
 exit codes:
   0  fine
-  1  nothing found: there is no checkpoint at PATH
+  1  nothing found: there is no checkpoint at PATH, or no controller answers
   2  wrong usage
   3  what is there is damaged, incomplete, or written by a newer lastwords
   4  the file system refused (permission, I/O error)
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="lastwords",
-        description="Looks at checkpoints that lastwords has saved.",
+        description="Looks at checkpoints that lastwords has saved, and at running controllers.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,6 +64,14 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     verify = add("verify", "read every byte and check it; all checkpoints if PATH holds several")
     verify.add_argument("--quick", action="store_true", help="check manifest, sizes and headers only")
+    what = "show what a running controller knows: its ranks, where they stand, the newest incident"
+    status = subcommands.add_parser(
+        "status", help=what, description=what, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    status.add_argument(
+        "--controller", metavar="HOST:PORT", help="its address; default: the only one of this user on this host"
+    )
+    status.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     return parser
 
 
@@ -85,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> ExitCode:
+    if arguments.command == "status":
+        from lastwords.cli.status_command import status  # brings gRPC, which the other commands do without
+
+        status(arguments.controller, as_json=arguments.json)
+        return ExitCode.OK
     if arguments.command == "latest":
         verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)
     elif arguments.command == "inspect":
@@ -103,6 +116,8 @@ def exit_code_of(error: LastWordsError) -> ExitCode:
     """Exit code for an error that ended a command."""
     if isinstance(error, StorageError):
         return ExitCode.STORAGE
+    if isinstance(error, UnavailableError):
+        return ExitCode.NOTHING_FOUND
     if isinstance(error, FormatError | IncompleteError):
         return ExitCode.DAMAGED
     return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.DAMAGED

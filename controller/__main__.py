@@ -26,7 +26,7 @@ from lastwords.controller.server import ControllerShell
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import ConfigError, LastWordsError
 from lastwords.liveness import process_id
-from lastwords.transport import call_metadata
+from lastwords.transport import call_metadata, host_port
 
 _log = logging.getLogger("lastwords.controller")
 
@@ -81,6 +81,7 @@ def _options(spec: ControllerSpec) -> ControllerOptions:
 
 async def _serve(spec: ControllerSpec, token: str, ready: Callable[[], None]) -> None:
     record = handover.RunRecord(
+        address=host_port(spec.ip, spec.port),
         pid=os.getpid(),
         start_ticks=process_id.start_ticks(os.getpid()) or 0,
         job=spec.job,

@@ -49,6 +49,7 @@ RUN_FILE_BYTES_MAX = 64 * 1024
 class RunRecord:
     """Content of a run file. `live`: ranks that can be expected to go on. `progress` grows while anything moves."""
 
+    address: str
     pid: int
     start_ticks: int
     job: str
@@ -165,6 +166,16 @@ def read_run_file(path: Path) -> RunRecord | None:
         return None
     finally:
         os.close(fd)
+
+
+def running_here(*, root: Path = paths.SHM_ROOT) -> list[RunRecord]:
+    """Every controller of this user that runs on this host, sorted by address."""
+    try:
+        names = sorted(os.listdir(run_directory(root=root)))
+    except OSError:
+        return []
+    found = [read_run_file(run_directory(root=root) / name) for name in names if name.endswith(".json")]
+    return [record for record in found if record is not None and record.is_running]
 
 
 def _make_private_directory(path: Path) -> None:

@@ -22,7 +22,9 @@ HOST = "127.0.0.1"
 
 
 def record_of(pid: int, **changes: object) -> RunRecord:
-    record = RunRecord(pid, process_id.start_ticks(pid) or 0, "digits", 2, "t0ken", "/ckpt/logs/c.log")
+    record = RunRecord(
+        "127.0.0.1:30051", pid, process_id.start_ticks(pid) or 0, "digits", 2, "t0ken", "/ckpt/logs/c.log"
+    )
     return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
 
 
@@ -105,6 +107,15 @@ def test_a_run_file_that_makes_no_sense_is_no_run_file(tmp_path: Path, content: 
     path = tmp_path / "x.json"
     path.write_text(content)
     assert read_run_file(path) is None
+
+
+def test_controllers_that_run_are_listed_and_others_are_not(tmp_path: Path) -> None:
+    assert handover.running_here(root=tmp_path) == []
+    here = record_of(os.getpid())
+    write(tmp_path, 30051, here)
+    write(tmp_path, 30052, dataclasses.replace(here, start_ticks=1))
+    handover.run_directory(root=tmp_path).joinpath("x.json").write_text("garbage")
+    assert handover.running_here(root=tmp_path) == [here]
 
 
 def test_a_link_is_no_run_file(tmp_path: Path) -> None:

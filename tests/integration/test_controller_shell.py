@@ -22,6 +22,7 @@ from lastwords import codec
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.load import verify as verify_checkpoint
+from lastwords.cli.main import main as cli
 from lastwords.controller import handover
 from lastwords.controller.launch import ControllerHandle, start_controller
 from lastwords.controller.query import query_state
@@ -499,6 +500,45 @@ def test_state_needs_no_token_from_the_same_user_on_the_same_host(job: Job, monk
     assert query_state(job.address).job == job.spec.job
     with pytest.raises(ConfigError, match="LASTWORDS_TOKEN"):
         query_state(host_port(HOST, free_port()))
+
+
+def test_the_command_shows_the_state_to_people_and_to_scripts(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.start()
+    puppets = job.train(steps=2)
+    puppets[2].close()
+    wait_for(lambda: not query_state(job.address).ranks[2].connected)
+    assert cli(["status", "--controller", job.address]) == 0
+    shown = capsys.readouterr().out
+    assert job.spec.job in shown
+    assert "COMPUTING(2)" in shown
+    assert shown.count("connected") >= 2
+    assert "lost" in shown
+    assert cli(["status", "--json", "--controller", job.address]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["job"], record["world_size"], len(record["ranks"])) == (job.spec.job, 3, 3)
+    assert record["ranks"][0]["stand"] == "COMPUTING(2)"
+    assert record["ranks"][2]["connected"] is False
+
+
+@pytest.mark.parametrize(
+    ("address", "code"),
+    [("nonsense", 2), ("127.0.0.1:99999", 2), (f"{HOST}:1", 2)],
+    ids=["no port", "bad port", "no token"],
+)
+def test_the_command_says_what_is_wrong_with_its_address(
+    address: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LASTWORDS_TOKEN", raising=False)
+    assert cli(["status", "--controller", address]) == code
+    assert capsys.readouterr().err.startswith("lastwords: ")
+
+
+def test_the_command_finds_nobody_where_nobody_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LASTWORDS_TOKEN", TOKEN)
+    assert cli(["status", "--controller", host_port(HOST, free_port())]) == 1
+    assert "no controller answers" in capsys.readouterr().err
 
 
 def test_a_controller_that_is_not_there_is_unavailable() -> None:
