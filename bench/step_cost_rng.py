@@ -23,13 +23,16 @@ import torch
 
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
 from lastwords.processor.black_box import BlackBox, BoxLayout
+from lastwords.processor.signals import SignalGuard
 from lastwords.vocabulary import Phase
 
 RNG_BUDGET_US = 60.0
 BOOKKEEPING_BUDGET_US = 10.0
 """Two slots of 5 us."""
 STAND_BUDGET_US = 0.3
-JUDGED_WARM = ("100 phase marks", "black box bookkeeping")
+GUARD_BUDGET_US = 2.0
+"""refresh 1 us, enter_update and leave_update 0.5 us each."""
+JUDGED_WARM = ("100 phase marks", "100 guarded updates", "black box bookkeeping")
 """Budgets of single calls; whole captures are judged as a real step meets them, cold."""
 Row = dict[str, float | str]
 
@@ -59,6 +62,18 @@ def stands(made: BoxRecorder, count: int = 100) -> Callable[[], None]:
     def once() -> None:
         for step in range(count):
             made.box.set_stand(Phase.UPDATING, step)
+
+    return once
+
+
+def guarded_updates(guard: SignalGuard, count: int = 100) -> Callable[[], None]:
+    """What the signal guard does around `count` updates."""
+
+    def once() -> None:
+        for _ in range(count):
+            guard.refresh()
+            guard.enter_update()
+            guard.leave_update()
 
     return once
 
@@ -96,12 +111,14 @@ def measure(directory: Path, steps: int, cold_mb: int, layers: int) -> list[Row]
         for target, source in zip(plain, buffers, strict=True):
             target.copy_(source)
 
+    guard = SignalGuard(lambda number: None)
     rng = recorder(directory, [RngCapture()])
     nothing = recorder(directory, [])
     normalised = recorder(directory, [BufferCapture(network)])
     both = recorder(directory, [RngCapture(), BufferCapture(network)])
     names: list[tuple[str, Callable[[], None], float]] = [
         ("100 phase marks", stands(nothing), 100 * STAND_BUDGET_US),
+        ("100 guarded updates", guarded_updates(guard), 100 * GUARD_BUDGET_US),
         ("black box bookkeeping", stepping(nothing), BOOKKEEPING_BUDGET_US),
         ("random streams", stepping(rng), RNG_BUDGET_US),
         ("  through public functions", public_streams, 0.0),
@@ -109,6 +126,7 @@ def measure(directory: Path, steps: int, cold_mb: int, layers: int) -> list[Row]
         ("  plain copy", plain_copy, 0.0),
         ("streams and buffers", stepping(both), 0.0),
     ]
+    guard.install()
     cold = torch.zeros(cold_mb << 18)
     rows: list[Row] = []
     for name, work, budget_us in names:
@@ -124,6 +142,7 @@ def measure(directory: Path, steps: int, cold_mb: int, layers: int) -> list[Row]
                 "budget_us": budget_us,
             }
         )
+    guard.uninstall()
     copied = next(row for row in rows if row["what"] == "  plain copy")
     for row in rows:
         if row["budget_us"] == -1.0:
