@@ -27,6 +27,9 @@ from lastwords.vocabulary import UNIT_REPLICATED
 META_VERSION = 1
 _COMPILED = "_orig_mod."
 
+SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"})
+"""torch's own optimizers whose state or weights differ from rank to rank although the model is DDP's."""
+
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """The user's own module under DDP, DataParallel and torch.compile, in any order."""
@@ -79,6 +82,11 @@ class UnitView:
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         self.model = unwrap(model)
         self.optimizer = optimizer.inner if isinstance(optimizer, OptTFTWrapper) else optimizer
+        if any(kind.__name__ in SHARDING_OPTIMIZERS for kind in type(self.optimizer).__mro__):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} keeps another part of its state on each rank, and only state that "
+                "every rank holds can be saved so far; use its inner optimizer class on all parameters instead"
+            )
         self.unit = unit
         self.exclude_buffers = frozenset(exclude_buffers)
         self.names()

@@ -300,6 +300,19 @@ def test_a_unit_goes_through_a_real_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ refusals at the start
 
 
+def test_an_optimizer_that_shards_its_state_is_refused() -> None:
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        """Stands for torch.distributed.optim's, which needs a process group."""
+
+    class Derived(ZeroRedundancyOptimizer):
+        pass
+
+    net = nn.Linear(2, 2)
+    for kind in (ZeroRedundancyOptimizer, Derived):
+        with pytest.raises(ConfigError, match=f"{kind.__name__} keeps another part of its state on each rank"):
+            UnitView(net, OptTFTWrapper(kind(net.parameters(), 0.1)))
+
+
 def test_a_model_and_an_optimizer_that_share_no_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="share no parameters"):
         UnitView(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
