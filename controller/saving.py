@@ -1,15 +1,15 @@
 """One incident's attempts to save: who writes, what is finished, what may be thrown away.
 
-A writer's part is kept across attempts as long as step and directory stay the same, even if the writer dies after it
-has finished: the file is on disk. Every attempt has a directory of its own, so that a writer which was given up
-but still runs can never write into a directory that is about to be published; kept parts are moved over when
-all parts are there. Each new attempt after a failure has lost a rank, or a (rank, directory) pair, so their number is
-bounded.
+A writer's part is kept across attempts as long as the step stays the same, even if the writer dies after it has
+finished: the file is on disk, for whenever its directory is chosen again. Every attempt has a directory of its own,
+so that a writer which was given up but still runs can never write into a directory that is about to be published;
+kept parts are moved over when all parts are there. Each new attempt after a failure has lost a rank, or a (rank,
+directory) pair, so their number is bounded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lastwords.controller.context import JobContext
 from lastwords.controller.decision import Decision, Part
@@ -70,7 +70,8 @@ class Saving:
             ]
         self.plan = (*decision.kept, *new)
         self.writing = {rank: writing for rank, writing in self.writing.items() if writing.part in decision.kept}
-        self.finished = [part for part in self.finished if (part.step, part.target) == (self.step, self.target)]
+        # Parts in another directory stay: if this one fails too, they may be all that is left of a dead writer.
+        self.finished = [part for part in self.finished if part.step == self.step]
         self._discard_unneeded()
         writers = tuple(sorted({part.rank for part in new} | set(self.writing)))
         for part in new:
@@ -112,7 +113,8 @@ class Saving:
         if writing is None or writing.part.step != step:
             return False
         del self.writing[rank]
-        self.finished = [part for part in self.finished if part.rank != rank] + [writing.part]
+        replaced = (rank, writing.part.target)
+        self.finished = [part for part in self.finished if (part.rank, part.target) != replaced] + [writing.part]
         self._arm()
         return True
 
@@ -155,12 +157,9 @@ class Saving:
         """All parts are finished: gather them in the newest attempt's directory and look at them."""
         parts = tuple(PartPlan(part.rank, part.attempt, part.units, part.local_ranks) for part in self.plan)
         self._context.emit(StartVerify(self._incident, self.attempt, self.step, self.target, parts))
-        gathered = {
-            part.rank: Part(part.rank, self.attempt, part.step, part.target, part.units, part.local_ranks)
-            for part in self.plan
-        }
+        gathered = {part: replace(part, attempt=self.attempt) for part in self.plan}
         self.plan = tuple(gathered.values())
-        self.finished = [gathered.get(part.rank, part) for part in self.finished]
+        self.finished = [gathered.get(part, part) for part in self.finished]
 
     def reject(self, problems: tuple[tuple[int, str], ...]) -> None:
         """Verification found bad parts; where it names no writer, all are."""
@@ -171,7 +170,7 @@ class Saving:
             self.refused.setdefault(rank, set()).add(self.target)
         self.storage_failures += 1
         self.storage_reason = text or "the verification failed"
-        self.finished = [part for part in self.finished if part.rank not in bad]
+        self.finished = [part for part in self.finished if part.target != self.target or part.rank not in bad]
 
     def start_publish(self, reason: str, cause_ranks: tuple[int, ...], dead_ranks: tuple[int, ...]) -> None:
         """The parts are good: give the directory its final name."""
@@ -204,7 +203,7 @@ class Saving:
         self._spared.add(self.attempt)
         self.storage_failures += 1
         self.storage_reason = reason
-        self.finished = []
+        self.finished = [part for part in self.finished if part.target != self.target]
 
     def discard_all(self, published_attempt: int = 0) -> None:
         """Throw away every temporary directory but the published one (which has another name by now)."""
