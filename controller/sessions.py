@@ -7,6 +7,7 @@ go to is decided by the owner (`controller.server`), since only the core knows w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import logging
@@ -109,8 +110,8 @@ class PeerSession:
                 message = pb.ToRank(orders=[codec.addressed_to_pb(ranks, _encoded(order)) for ranks, order in orders])
                 await self._context.write(message.SerializeToString())
         except Exception as error:  # outermost loop of a task: the stream is over, its reader says so to the owner
-            self.open = False
             _log.info("cannot send to %s: %s", self, error)
+            self.cancel()  # a session that only listens would leave its ranks without orders
         finally:
             self._writer = None
 
@@ -180,7 +181,8 @@ class SessionService:
         self._open.add(session)
         try:
             if not await session.run(self._read(session, context)):
-                await context.abort(grpc.StatusCode.ABORTED, "the controller has ended this session; connect again")
+                with contextlib.suppress(grpc.aio.UsageError, grpc.aio.InternalError):  # the stream is gone already
+                    await context.abort(grpc.StatusCode.ABORTED, "the controller has ended this session; connect again")
             await session.drained()
         finally:
             session.open = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -23,14 +24,16 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.load import verify as verify_checkpoint
 from lastwords.cli.main import main as cli
-from lastwords.controller import handover
+from lastwords.controller import events, handover
+from lastwords.controller.events import State
 from lastwords.controller.launch import ControllerHandle, start_controller
 from lastwords.controller.query import query_state
+from lastwords.controller.server import ControllerShell
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.transport import call_metadata, channel_options, grpc, host_port
-from lastwords.vocabulary import ExitKind, Freeze, Hello, Phase, ProcessId, Stand, Status
+from lastwords.vocabulary import ExitKind, Freeze, Goodbye, Hello, Phase, ProcessId, Stand, Status
 from tests.integration.puppet import WAIT_S, Puppet, PuppetProcess
 
 pytestmark = pytest.mark.process
@@ -623,6 +626,73 @@ def test_a_controller_that_fails_shows_the_end_of_its_log(job: Job, monkeypatch:
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
     with pytest.raises(UnavailableError, match=r"(?s)did not start.*\n.*encodings"):
         job.start()
+
+
+@pytest.mark.parametrize("ip", ["::1", "localhost"])
+def test_other_ways_to_write_an_address_work_too(job: Job, ip: str) -> None:
+    try:
+        if not handover.port_is_free(ip, job.spec.port):
+            pytest.skip(f"{ip} is taken")
+    except ConfigError:
+        pytest.skip(f"this host has no {ip}")
+    handle = job.start(ip=ip, world_size=1)
+    puppet = Puppet(0, 1, host_port(ip, job.spec.port), TOKEN, job.spec.root, job=job.spec.job)
+    job.puppets.append(puppet)
+    puppet.begin()
+    puppet.await_go()
+    assert query_state(host_port(ip, job.spec.port)).pid == handle.pid
+    with pytest.raises(ConfigError, match="living ranks"):
+        handover.await_address(ip, job.spec.port, live_grace_s=0.3)
+    puppet.call("mark_left")
+    puppet.await_(lambda: puppet.core.released, "to be released")
+    puppet.close()
+    assert handle.wait(WAIT_S) == 0
+
+
+class BrokenCore:
+    """A core that cannot digest a status."""
+
+    state = State.WATCHING
+    deadline_s = None
+    incident = 0
+
+    def __init__(self) -> None:
+        self.digested: list[events.Event] = []
+
+    def handle(self, event: events.Event, now_s: float) -> list[events.Effect]:
+        if isinstance(event, events.FromRank) and isinstance(event.report, Status):
+            raise ZeroDivisionError("a mistake in the core")
+        self.digested.append(event)
+        if isinstance(event, events.FromRank) and isinstance(event.report, Goodbye):
+            return [events.Stop("goodbye")]
+        return []
+
+
+def test_a_core_that_fails_at_a_report_goes_on_with_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = ControllerSpec(HOST, free_port(), f"broken-{os.getpid()}", 1, 1, tmp_path)
+    core = BrokenCore()
+    hello = Hello(0, 1, 1, ProcessId("elsewhere", 1, 1, "n"), ("u",), Stand(Phase.COMPUTING, 0))
+
+    def talk() -> None:
+        messages = [hello, Status(0, 1, hello.stand), Status(0, 1, hello.stand), Goodbye(0, 1)]
+        with grpc.insecure_channel(host_port(HOST, spec.port), options=channel_options()) as channel:
+            raw = iter([codec.reports_to_bytes([message]) for message in messages])
+            with contextlib.suppress(grpc.RpcError):
+                list(channel.stream_stream(codec.SESSION_METHOD)(raw, metadata=call_metadata(TOKEN)))
+
+    talker = threading.Thread(target=talk)
+
+    async def serve() -> str:
+        return await ControllerShell(spec, TOKEN, core).run(talker.start)
+
+    handler_before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert asyncio.run(serve()) == "goodbye"
+    finally:
+        signal.signal(signal.SIGTERM, handler_before)
+        talker.join()
+    assert [type(event.report) for event in core.digested if isinstance(event, events.FromRank)] == [Hello, Goodbye]
+    assert caplog.text.count("a mistake in the core") >= 2
 
 
 # ------------------------------------------------------------------ handover

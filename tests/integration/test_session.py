@@ -179,6 +179,21 @@ def test_a_broken_session_comes_back_with_a_fresh_hello(controller: Controller, 
     assert controller.hear(Goodbye) == Goodbye(1, 0)
 
 
+def test_a_session_that_cannot_be_written_to_is_ended_and_comes_back(controller: Controller, rank: Rank) -> None:
+    class Broken:
+        async def write(self, _message: bytes) -> None:
+            raise OSError("no way out")
+
+    controller.hear(Hello)
+    controller.sessions[-1]._context = Broken()
+    controller.say(1, Welcome(0, 0, 4))
+    rank.downs.get(timeout=WAIT_S)
+    rank.ups.get(timeout=WAIT_S)
+    controller.hear(Hello)
+    controller.say(1, Welcome(0, 0, 4))
+    assert rank.orders.get(timeout=WAIT_S) == Welcome(0, 0, 4)
+
+
 def test_it_comes_back_within_the_time_that_makes_a_lost_session_a_death(controller: Controller, rank: Rank) -> None:
     controller.hear(Hello)
     for _ in range(5):
