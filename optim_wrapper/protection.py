@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.world import World
 from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import UNWIND_S, Departure
+from lastwords.processor.departure import EXIT_SAVED, UNWIND_S, Departure
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
@@ -229,7 +229,7 @@ class Protection:
                 return  # what leaves the loop is the refusal itself, or an earlier error
             self._departure.raise_if_refused()
         verdict = self._departure.verdict
-        if own and (verdict is None or verdict.is_cause):
+        if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
             self._departure.announce()
             self._departure.end_within(UNWIND_S, EXIT_OWN_ERROR)
             return

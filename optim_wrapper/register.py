@@ -169,8 +169,7 @@ class TFTRegister:
         if protection is None or protection.closed:
             return
         own = not is_collective_error(error)
-        if not protection.leaving:
-            protection.raised(one_line(error), not own)
+        protection.raised(one_line(error), not own)
         self._close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
             protection.depart(own)

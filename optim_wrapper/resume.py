@@ -12,7 +12,7 @@ import torch
 
 from lastwords.checkpoint import load
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.errors import FormatError, IncompleteError, LastWordsError, MismatchError
+from lastwords.errors import CheckpointError, FormatError, IncompleteError, LastWordsError, MismatchError
 from lastwords.optim_wrapper import ddp_buckets
 from lastwords.optim_wrapper.extras import restore_inline
 from lastwords.optim_wrapper.facts import differences
@@ -87,6 +87,21 @@ def resume_from(
     path = choose(roots, world, key, only_job, missing_ok)
     if path is None:
         return None
+    own: Exception | None = None
+    resumed: Resumed | None = None
+    try:
+        resumed = _restore(path, world, recorder, facts_here)
+    except LastWordsError as error:
+        own = error
+    problem = world.problem_anywhere(f"{key}/restored", None if own is None else str(own), STORE_WAIT_S)
+    if own is not None:
+        raise own
+    if problem is not None:
+        raise CheckpointError(f"another rank cannot resume, so none does: {problem}")
+    return resumed
+
+
+def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mapping[str, Any]) -> Resumed:
     checkpoint = load.open_checkpoint(path)
     manifest = checkpoint.manifest
     if manifest.world_size != world.size:

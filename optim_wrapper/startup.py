@@ -64,17 +64,17 @@ def agree(world: World, config: Config, settings: dict[str, Any]) -> Agreement:
 
     `settings` must be equal on all ranks (JSON). Raises ConfigError on every rank where one of them cannot go on.
     """
-    if config.ctrl_rank_id >= world.size:
-        raise ConfigError(
-            f"ctrl_rank_id is {config.ctrl_rank_id}, but this job has ranks 0 to {world.size - 1}; "
-            "give the rank whose host has the address ctrl_ip"
-        )
-    check_directory(config.ckpt_save_path, "ckpt_save_path")
-    if config.fallback_path is not None:
-        check_directory(config.fallback_path, "fallback_path")
     prefix = next_prefix()
-    if world.size > 1:
-        _compare(world, prefix, settings)
+    own: LastWordsError | None = None
+    try:
+        _check(world, config, prefix, settings)
+    except LastWordsError as error:
+        own = error
+    problem = world.problem_anywhere(f"{prefix}/check", None if own is None else str(own), STORE_WAIT_S)
+    if own is not None:
+        raise own
+    if problem is not None:
+        raise ConfigError(f"another rank cannot start: {problem}")
     if world.rank != config.ctrl_rank_id:
         word = world.read(f"{prefix}/job", STORE_WAIT_S, f"rank {config.ctrl_rank_id} to start the controller")
         if "error" in word:
@@ -94,6 +94,19 @@ def agree(world: World, config: Config, settings: dict[str, Any]) -> Agreement:
     word = {"job": agreement.job, "generation": agreement.generation, "token": agreement.token}
     world.publish(f"{prefix}/job", word)
     return agreement
+
+
+def _check(world: World, config: Config, prefix: str, settings: dict[str, Any]) -> None:
+    if config.ctrl_rank_id >= world.size:
+        raise ConfigError(
+            f"ctrl_rank_id is {config.ctrl_rank_id}, but this job has ranks 0 to {world.size - 1}; "
+            "give the rank whose host has the address ctrl_ip"
+        )
+    check_directory(config.ckpt_save_path, "ckpt_save_path")
+    if config.fallback_path is not None:
+        check_directory(config.fallback_path, "fallback_path")
+    if world.size > 1:
+        _compare(world, prefix, settings)
 
 
 def _compare(world: World, prefix: str, settings: dict[str, Any]) -> None:

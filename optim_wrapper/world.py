@@ -51,6 +51,25 @@ class World:
             raise ConfigError(f"rank {self.rank} found no settings under {key!r} in the process group's store")
         return value
 
+    def problem_anywhere(self, key: str, problem: str | None, timeout_s: float) -> str | None:
+        """A barrier with a word: returns one rank's problem to all ranks, None if no rank has any.
+
+        Raises UnavailableError if not every rank has come by after `timeout_s`.
+        """
+        if self.store is None:
+            return problem
+        try:
+            if problem is not None:
+                self.store.set(f"{key}/problem", f"rank {self.rank}: {problem}")
+            if self.store.add(f"{key}/count", 1) == self.size:
+                self.store.set(f"{key}/all", "here")
+            self.store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
+            if self.store.check([f"{key}/problem"]):
+                return self.store.get(f"{key}/problem").decode(errors="replace")
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+            raise UnavailableError(f"rank {self.rank} waited {timeout_s:g} s for the other ranks: {error}") from error
+        return None
+
 
 def next_prefix() -> str:
     """Store prefix of this process's next registration: every rank counts alike."""

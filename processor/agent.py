@@ -18,7 +18,7 @@ from typing import Protocol
 from lastwords import clock
 from lastwords.processor import events
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import Departure, Verdict, verdict_of
+from lastwords.processor.departure import EXIT_SAVED, Departure, Verdict, verdict_of
 from lastwords.processor.saver import SaveJob, SaverSpec
 from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
 
@@ -29,6 +29,14 @@ STATUS_INTERVAL_S = 0.1
 
 PARK_POLL_S = 0.5
 """A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
+
+COME_BY_S = 0.5
+"""How long the training thread may take to come by after an incident before the process is ended without it. By then
+the checkpoint is published, so this costs nothing but time; a rank in a dead collective never comes."""
+
+COME_BY_UNSAVED_S = 3.0
+"""The same where nothing was saved: mostly errors that all ranks have at once, at the start or in resume(), and each
+should end with its own traceback rather than with the news of another one's."""
 
 
 class SessionLike(Protocol):
@@ -307,7 +315,15 @@ class Agent:
             threading.Thread(target=self._end_from_here, name="lastwords-end", daemon=True).start()
 
     def _end_from_here(self) -> None:
-        """The training thread sits in the user's code or in a collective: nothing in Python can move it."""
+        """The training thread sits in the user's code or in a collective, and nothing in Python can move it.
+
+        It gets a moment to come by, since its own way out is the gentler one: its `finally` blocks run.
+        """
+        with self._condition:
+            verdict = self._departure.verdict
+            saved = verdict is not None and verdict.code == EXIT_SAVED
+            if self._condition.wait_for(lambda: self._in_our_hands > 0, COME_BY_S if saved else COME_BY_UNSAVED_S):
+                return
         self.close(timeout_s=1.0)
         self._departure.end_now()
 
@@ -320,6 +336,8 @@ class Agent:
         """True once `go_on()`, False once this process has to end."""
         with self._condition:
             self._in_our_hands += 1
+            if self._departure.decided:
+                self._condition.notify_all()
             try:
                 while not self._departure.decided:
                     if go_on():
