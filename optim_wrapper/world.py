@@ -72,10 +72,13 @@ class World:
 
 
 def next_prefix() -> str:
-    """Store prefix of this process's next registration: every rank counts alike."""
+    """Store prefix of this process's next registration: every rank counts alike.
+
+    torchrun's own store outlives its workers, so what they wrote before a restart must not be found after it.
+    """
     global _agreements
     _agreements += 1
-    return f"lastwords/{_agreements}"
+    return f"lastwords/{restart_count()}/{_agreements}"
 
 
 def job_name(environ: dict[str, str] | None = None) -> str | None:
