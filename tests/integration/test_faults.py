@@ -15,6 +15,9 @@ pytestmark = pytest.mark.process
 
 LAYOUT = Layout(augment=True)
 OTHERS = {0: EXIT_SAVED, 1: EXIT_SAVED, 2: EXIT_SAVED, 3: EXIT_SAVED}
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it gloo finds the addresses of dead workers in torchrun's store after a restart (torch 2.13, alone too)."""
+
 QUICK = {"LASTWORDS_LEAVE_TIMEOUT_S": "1.5", "LASTWORDS_PROGRESS_TIMEOUT_S": "3"}
 
 
@@ -190,7 +193,7 @@ def test_five_kills_in_a_row_cost_nothing(rig: Rig) -> None:
     kills = [
         Kill("forward", 2, (1,)),
         Kill("before_step", 4, (0,), "ahead"),
-        Kill("update", 5, (2, 3), "ahead"),
+        Kill("update", 6, (2, 3), "ahead"),
         Kill("backward", 8, (0, 1, 3)),
         Kill("end", 11, (3,), "ahead"),
     ]
@@ -198,7 +201,7 @@ def test_five_kills_in_a_row_cost_nothing(rig: Rig) -> None:
     for kill in kills[1:]:
         launch, step = rig.die(layout, kill, recover=True)
     rig.check_resume(launch, step)
-    assert [path.name.rpartition("_")[2] for path in launch.checkpoints] == ["1", "4", "5", "7", "11"]
+    assert [path.name.rpartition("_")[2] for path in launch.checkpoints] == ["1", "4", "6", "7", "11"]
 
 
 def test_torchrun_restarts_and_resumes_by_itself(rig: Rig) -> None:
@@ -208,7 +211,9 @@ def test_torchrun_restarts_and_resumes_by_itself(rig: Rig) -> None:
         Fault(0, 5, "forward", ("kill",), restart=1),
         Fault(3, 6, "update", ("kill",), restart=2),
     ]
-    launch = rig.launch(layout, faults=faults, launcher="torchrun", launcher_arguments=["--max-restarts=3"])
+    launch = rig.launch(
+        layout, faults=faults, launcher="torchrun", launcher_arguments=["--max-restarts=3"], env=FRESH_STORE
+    )
     launch.finish(180)
     if launch.codes != {-1: 0}:
         raise launch.fail(f"torchrun ended with {launch.codes}")
@@ -236,10 +241,8 @@ def test_one_rank_that_breaks_is_waited_for_and_then_the_others_save(rig: Rig) -
 
 
 def test_a_rank_that_dies_after_its_loop_while_others_still_train(rig: Rig) -> None:
-    faults = [
-        Fault(1, 8, "left", ("kill",)),
-        Fault(2, 8, "end", ("await_death:1",)),
-    ]
+    faults = [Fault(rank, 8, "end", (f"mark:done-{rank}", "await_death:1")) for rank in (0, 2, 3)]
+    faults.append(Fault(1, 8, "left", (*(f"await:done-{rank}" for rank in (0, 2, 3)), "kill")))
     launch = rig.launch(LAYOUT, faults=faults)
     step = died(rig, launch, OTHERS | {1: KILLED}, {8})
     rig.check_resume(launch, step)

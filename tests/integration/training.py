@@ -217,7 +217,7 @@ class Trainer:
     def run_registered(self, tft: Any) -> None:
         """What stands inside `with tft:`."""
         maps = Path("/proc/self/maps").read_text().splitlines()
-        shared = sorted({line.split(maxsplit=5)[5] for line in maps if "/dev/shm/lastwords-" in line})
+        shared = sorted({line.split()[5] for line in maps if "/dev/shm/lastwords-" in line})
         (Path(self.plan.directory) / f"rank_{self.rank}.shm").write_text("\n".join(shared))
         self.faults.frozen = lambda: sabotage.is_frozen(tft)
         self.faults.at("before_loop")
@@ -245,10 +245,9 @@ class Trainer:
         streams = None if point is None else get_streams()
         for epoch, step, batch in self.batches():
             if (epoch, step) <= skipped:
+                assert streams is not None
+                set_streams(streams)  # fetching this batch again has moved them
                 continue
-            if streams is not None:
-                set_streams(streams)
-                streams = None
             more = self.train_batch(epoch, step, batch)
             if self.micro == 0:
                 tft.step_end(epoch, step)
