@@ -5,30 +5,23 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.direct_io import CHUNK_BYTES, Bytes, as_bytes
-from lastwords.checkpoint.document import damage
+from lastwords.checkpoint.chunk_reader import Piece, read_file
+from lastwords.checkpoint.direct_io import Bytes, as_bytes
 from lastwords.checkpoint.format import Header, TensorSpec
-from lastwords.checkpoint.manifest import Manifest, read_manifest
+from lastwords.checkpoint.manifest import Manifest, claimed_published_ns, read_manifest
 from lastwords.checkpoint.part import FileEntry
-from lastwords.checkpoint.partfile import check_header, open_part_file
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
+from lastwords.checkpoint.partfile import check_header
+from lastwords.checkpoint.system import REAL_OS, Os, storage_error
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
-
-_READERS = 2
-_PIECES_MAX = 512
-"""preadv takes 1024 pieces (IOV_MAX); a chunk with more tensors than this is read whole and copied out."""
 
 
 class Status(enum.Enum):
@@ -68,11 +61,10 @@ def scan(root: Path, os: Os = REAL_OS, *, job: str | None = None) -> list[Found]
     Checked are manifest, presence, sizes and headers; `verify` checks the data as well. A missing `root` is empty.
     With `job`, only checkpoints of that job (a directory whose manifest cannot be read belongs to none).
     """
-    return [
-        _check(path, manifest, os) if manifest is not None else Found(path, *failure, None)
-        for path, manifest, failure in _manifests(root, os)
-        if job is None or (manifest is not None and manifest.job == job)
-    ]
+    found = [examine(path, os) for path in _candidates(root, os)]
+    if job is not None:
+        found = [item for item in found if item.manifest is not None and item.manifest.job == job]
+    return sorted(found, key=lambda item: item.manifest is None)
 
 
 def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
@@ -81,16 +73,12 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
     Newest is what was published last by its manifest, never by a file's time. Newer ones that are damaged are
     skipped with a warning.
     """
-    for path, manifest, failure in _manifests(root, os):
-        if manifest is None:
-            logger.warning("%s is skipped: %s", path, failure[1])
-            continue
-        if job is not None and manifest.job != job:
-            continue
-        found = _check(path, manifest, os)
-        if found.status is Status.COMPLETE:
+    for path in _candidates(root, os):
+        found = examine(path, os)
+        if found.status is Status.COMPLETE and found.manifest is not None and job in (None, found.manifest.job):
             return path
-        logger.warning("%s is skipped: %s", path, found.why)
+        if found.status is not Status.COMPLETE and (found.manifest is None or job in (None, found.manifest.job)):
+            logger.warning("%s is skipped: %s", path, found.why)
     return None
 
 
@@ -103,25 +91,17 @@ def examine(path: Path, os: Os = REAL_OS) -> Found:
     return _check(path, manifest, os)
 
 
-def _manifests(root: Path, os: Os) -> list[tuple[Path, Manifest | None, tuple[Status, str]]]:
+def _candidates(root: Path, os: Os) -> list[Path]:
+    """Directories with a checkpoint's name, the one that claims to be newest first; nothing of them is checked yet."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise storage_error("listing", root, error) from error
-    readable: list[tuple[Path, Manifest | None, tuple[Status, str]]] = []
-    others: list[tuple[Path, Manifest | None, tuple[Status, str]]] = []
-    for name in names:
-        path = root / name
-        if layout.CheckpointName.parse(name) is None or not os.is_directory(path):
-            continue
-        try:
-            readable.append((path, _named_manifest(path, os), (Status.COMPLETE, "")))
-        except CheckpointError as error:
-            others.append((path, None, (_status_of(error), str(error))))
-    readable.sort(key=lambda item: (item[1].published_unix_ns if item[1] else 0, item[0].name), reverse=True)
-    return readable + others
+    paths = [root / name for name in names if layout.CheckpointName.parse(name) is not None]
+    claims = [(claimed_published_ns(path, os), path.name, path) for path in paths if os.is_directory(path)]
+    return [path for _, _, path in sorted(claims, reverse=True)]
 
 
 def _named_manifest(path: Path, os: Os) -> Manifest:
@@ -161,15 +141,6 @@ def _check_file(directory: Path, manifest: Manifest, entry: FileEntry, os: Os) -
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes [begin, end) of the file and where they go."""
-
-    begin: int
-    end: int
-    target: memoryview
-
-
 class Checkpoint:
     """A published checkpoint whose manifest, sizes and headers have been checked. Made by `open_checkpoint`.
 
@@ -205,24 +176,21 @@ class Checkpoint:
         """Reads tensors straight into memory that `into` names for each: writable, contiguous, of `spec.nbytes`.
 
         `into` is called once for every tensor, on this thread, before anything is read. `progress(bytes)` is called
-        on this thread now and then with the bytes read so far. If a checksum is wrong, FormatError is raised and the
-        destinations hold rubbish: do not train on them.
+        on this thread now and then with the bytes that were read so far. If a checksum is wrong, FormatError is raised
+        and the destinations hold rubbish: do not train on them.
         """
-        by_file: dict[str, list[_Piece]] = {}
+        by_file: dict[str, list[Piece]] = {}
         for name in dict.fromkeys(names):
             file, spec, begin, end = self._find(name)
             target = memoryview(into(spec))
             if target.nbytes != spec.nbytes or target.readonly:
                 raise ValueError(f"{name}: {target.nbytes} bytes of memory (readonly: {target.readonly}) for {spec}")
             if spec.nbytes:
-                by_file.setdefault(file, []).append(_Piece(begin, end, as_bytes(target).data))
-        done = 0
+                by_file.setdefault(file, []).append(Piece(begin, end, as_bytes(target).data))
+        before = 0
         for file in sorted(by_file):
             pieces = sorted(by_file[file], key=lambda piece: piece.begin)
-            for count in _read_file(self.path, self.manifest.file(file), pieces, self._os):
-                done += count
-                if progress is not None:
-                    progress(done)
+            before += read_file(self.path, self.manifest.file(file), pieces, self._os, _after(before, progress))
 
     def read_unit(self, unit: str) -> Tensors:
         """All tensors of a unit. Its JSON is `manifest.units[unit].meta`."""
@@ -278,104 +246,18 @@ def verify(
     except CheckpointError as error:
         return [Problem(layout.MANIFEST_NAME, str(error))]
     problems: list[Problem] = []
-    done = 0
+    before = 0
     for entry in manifest.files:
         try:
             _check_file(path, manifest, entry, os)
             if deep:
-                for count in _read_file(path, entry, None, os):
-                    done += count
-                    if progress is not None:
-                        progress(done)
+                read_file(path, entry, None, os, _after(before, progress))
         except CheckpointError as error:
             problems.append(Problem(entry.path, str(error)))
+        before += entry.bytes
     return problems
 
 
-def _read_file(directory: Path, entry: FileEntry, pieces: Sequence[_Piece] | None, os: Os) -> Iterator[int]:
-    """Reads the pieces (sorted, without overlap), or everything if None, and yields the bytes of each chunk read."""
-    plan = _plan(entry, pieces)
-    fd = open_part_file(directory, entry, os)
-    try:
-        with storage_errors("reading", directory / entry.path):
-            os.advise_sequential(fd)
-        local = threading.local()
-
-        def read(step: tuple[int, list[_Piece]]) -> int:
-            if not hasattr(local, "scratch"):
-                local.scratch = memoryview(bytearray(CHUNK_BYTES))
-            return _read_chunk(fd, directory / entry.path, entry, *step, local.scratch, os)
-
-        if len(plan) <= 1:
-            yield from map(read, plan)
-            return
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="lastwords-read") as pool:
-            try:
-                yield from pool.map(read, plan)
-            finally:
-                pool.shutdown(cancel_futures=True)
-    finally:
-        close(fd, directory / entry.path, os)
-
-
-def _plan(entry: FileEntry, pieces: Sequence[_Piece] | None) -> list[tuple[int, list[_Piece]]]:
-    """Chunks to read, each with the parts of pieces in it."""
-    if pieces is None:
-        return [(index, []) for index in range(len(entry.chunks))]
-    plan: dict[int, list[_Piece]] = {}
-    for piece in pieces:
-        for index in range(piece.begin // CHUNK_BYTES, -(-piece.end // CHUNK_BYTES)):
-            begin, end = max(piece.begin, index * CHUNK_BYTES), min(piece.end, (index + 1) * CHUNK_BYTES)
-            part = _Piece(begin, end, piece.target[begin - piece.begin : end - piece.begin])
-            plan.setdefault(index, []).append(part)
-    return sorted(plan.items())
-
-
-def _read_chunk(
-    fd: int, path: Path, entry: FileEntry, index: int, pieces: list[_Piece], scratch: memoryview, os: Os
-) -> int:
-    start = index * CHUNK_BYTES
-    length = min(CHUNK_BYTES, entry.bytes - start)
-    views = [scratch[:length]] if len(pieces) > _PIECES_MAX else _views(pieces, start, length, scratch)
-    with storage_errors("reading", path):
-        _fill(fd, views, start, path, os)
-    if len(views) == 1:
-        digest = xxhash.xxh3_64_hexdigest(views[0])
-    else:
-        state = xxhash.xxh3_64()
-        for view in views:
-            state.update(view)
-        digest = state.hexdigest()
-    if digest != entry.chunks[index]:
-        raise FormatError(damage(path, f"its bytes {start} to {start + length} do not fit their checksum"))
-    if len(pieces) > _PIECES_MAX:
-        for piece in pieces:
-            piece.target[:] = scratch[piece.begin - start : piece.end - start]
-    return length
-
-
-def _views(pieces: list[_Piece], start: int, length: int, scratch: memoryview) -> list[memoryview]:
-    """Memory for a whole chunk in file order: the pieces' own, and scratch for what lies between them."""
-    views: list[memoryview] = []
-    at = start
-    for piece in pieces:
-        if piece.begin > at:
-            views.append(scratch[at - start : piece.begin - start])
-        views.append(piece.target)
-        at = piece.end
-    if at < start + length:
-        views.append(scratch[at - start : length])
-    return views
-
-
-def _fill(fd: int, views: list[memoryview], offset: int, path: Path, os: Os) -> None:
-    rest = list(views)
-    while rest:
-        count = os.preadv(fd, rest, offset)
-        if count == 0:
-            raise FormatError(damage(path, f"it ends at byte {offset}"))
-        offset += count
-        while rest and count >= len(rest[0]):
-            count -= len(rest.pop(0))
-        if rest and count:
-            rest[0] = rest[0][count:]
+def _after(before: int, progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    """Progress of one file, told as progress of all."""
+    return None if progress is None else lambda done: progress(before + done)

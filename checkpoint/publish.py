@@ -14,9 +14,9 @@ from typing import Any
 
 from lastwords import clock
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.manifest import MANIFEST_FORMAT, Manifest, contradiction, read_manifest
+from lastwords.checkpoint.manifest import MANIFEST_FORMAT, Manifest, claimed_published_ns, contradiction, read_manifest
 from lastwords.checkpoint.part import LocalEntry, Part, UnitEntry, read_part, write_document
-from lastwords.checkpoint.partfile import check_header
+from lastwords.checkpoint.partfile import check_header, check_unchanged
 from lastwords.checkpoint.system import REAL_OS, Os, close, remove_tree, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 
@@ -69,7 +69,9 @@ def verify_parts(
     place: tuple[int, int] | None = None
     for rank in sorted(expected_writers):
         try:
-            part = _read_verified(tmp_dir, rank, step, os)
+            part = _read_part_of(tmp_dir, rank, step, os)
+            specs = {spec.name: spec for entry in _owners(part) for spec in entry.tensors}
+            check_header(tmp_dir, part.file, specs, rank=rank, global_step=step, os=os)
         except CheckpointError as error:
             problems.append((rank, str(error)))
             continue
@@ -99,7 +101,7 @@ def verify_parts(
     return problems
 
 
-def _read_verified(tmp_dir: Path, rank: int, step: int, os: Os) -> Part:
+def _read_part_of(tmp_dir: Path, rank: int, step: int, os: Os) -> Part:
     rank_dir = tmp_dir / layout.rank_dir_name(rank)
     try:
         part = read_part(rank_dir, os)
@@ -114,8 +116,6 @@ def _read_verified(tmp_dir: Path, rank: int, step: int, os: Os) -> Part:
         raise FormatError(f"{rank_dir} is of global step {part.global_step}, not of {step}")
     if any(entry.writer != rank or entry.file != part.file.path for entry in _owners(part)):
         raise FormatError(f"{rank_dir}: {layout.PART_NAME} points to another rank's file")
-    specs = {spec.name: spec for entry in _owners(part) for spec in entry.tensors}
-    check_header(tmp_dir, part.file, specs, rank=rank, global_step=step, os=os)
     return part
 
 
@@ -132,11 +132,12 @@ def publish(
     step; one of another job is kept as `...-replaced-K`. Raises StorageError; the older checkpoints are untouched
     then, and `tmp_dir` can be discarded (unless the very last fsync failed, which the message says).
     """
-    parts = [_read_verified(tmp_dir, rank, incident.global_step, os) for rank in sorted(incident.writers)]
+    parts = [_read_part_of(tmp_dir, rank, incident.global_step, os) for rank in sorted(incident.writers)]
+    for part in parts:
+        check_unchanged(tmp_dir, part.file, os)
     if not parts:
         raise IncompleteError("there is no writer, so nothing to publish", missing=("writers",))
-    newest = newest_published_ns(root, os)
-    stamp = max(clock.wall_ns() if published_unix_ns is None else published_unix_ns, newest + 1)
+    stamp = later_than_all(root, clock.wall_ns() if published_unix_ns is None else published_unix_ns, os)
     manifest = build_manifest(incident, parts, published_unix_ns=stamp)
     _remove_foreign(tmp_dir, incident.writers, os)
     write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os)
@@ -206,21 +207,22 @@ def merge_facts(own: Mapping[str, Any], parts: list[Part]) -> dict[str, Any]:
     return merged
 
 
-def newest_published_ns(root: Path, os: Os = REAL_OS) -> int:
-    """Newest `published_unix_ns` among the checkpoints in `root`, 0 if there is none.
+def later_than_all(root: Path, now_ns: int, os: Os = REAL_OS) -> int:
+    """`now_ns`, or a little more than the newest `published_unix_ns` among the checkpoints in `root`.
 
     A wall clock that was set back must not make a new checkpoint look older than the one before it.
     """
-    newest = 0
     with storage_errors("listing", root):
         names = os.listdir(root)
     for name in names:
-        if layout.CheckpointName.parse(name) is not None:
-            try:
-                newest = max(newest, read_manifest(root / name, os).published_unix_ns)
-            except CheckpointError:
-                continue
-    return newest
+        path = root / name
+        if layout.CheckpointName.parse(name) is None or claimed_published_ns(path, os) < now_ns:
+            continue
+        try:
+            now_ns = max(now_ns, read_manifest(path, os).published_unix_ns + 1)
+        except CheckpointError:
+            continue  # damaged, so its claim is worth nothing
+    return now_ns
 
 
 def _remove_foreign(tmp_dir: Path, writers: Collection[int], os: Os) -> None:

@@ -213,7 +213,7 @@ def test_manifest_written_after_the_rename_is_caught() -> None:
         directory = NEWER.write(root, 37, os)
         final = layout.checkpoint_dir(root, 37)
         os.rename(directory, final)
-        parts = [publish._read_verified(final, rank, 37, os) for rank in (0, 1)]
+        parts = [publish._read_part_of(final, rank, 37, os) for rank in (0, 1)]
         manifest = publish.build_manifest(NEWER.facts(37), parts, published_unix_ns=1)
         publish.write_document(final / layout.MANIFEST_NAME, manifest.encode(), os)
 
@@ -226,7 +226,7 @@ def test_publishing_before_verifying_is_caught(monkeypatch: pytest.MonkeyPatch) 
         part = publish.read_part(directory / "rank_1", os)
         os.unlink(directory / part.file.path)
         os.close(os.create(directory / part.file.path, direct=False))
-        monkeypatch.setattr(publish, "_read_verified", _unverified)
+        monkeypatch.setattr(publish, "check_unchanged", lambda *_: None)
         publish.publish(root, directory, NEWER.facts(37), os)
 
     assert "visible but" in first_broken(lambda: disk_with(CASES["the next step"][0]), truncated_and_unverified)
@@ -259,10 +259,6 @@ def test_the_number_of_system_calls_is_the_same_in_every_run() -> None:
         NEWER.save(ROOT, 37, os)
         counts.add(os.count)
     assert len(counts) == 1
-
-
-def _unverified(tmp_dir: Path, rank: int, step: int, os: Os) -> object:
-    return publish.read_part(tmp_dir / layout.rank_dir_name(rank), os)
 
 
 class _WithoutFsync(Os):

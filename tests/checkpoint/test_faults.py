@@ -169,9 +169,14 @@ def test_a_file_where_a_directory_is_needed_is_named(tmp_path: Path) -> None:
 
 
 def test_unreadable_directories_are_storage_errors_and_not_nothing_found() -> None:
-    for name in ("listdir", "open_read", "preadv", "size"):
-        os: Os = InterposedOs(failing(EIO, name), disk_with((OLDER, 36)))
-        if name == "listdir":
+    for broken in ("listdir", "open_read", "preadv", "size"):
+
+        def before(number: int, name: str, args: tuple[Any, ...], broken: str = broken) -> None:
+            if name == broken:
+                raise EIO
+
+        os = InterposedOs(before, disk_with((OLDER, 36)))
+        if broken == "listdir":
             with pytest.raises(StorageError):
                 load.latest(ROOT, os=os)
             continue

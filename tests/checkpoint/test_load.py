@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,18 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_endless_loop(sa
         checkpoint.read_unit("a")
 
 
+def test_whoever_stops_a_long_read_is_heard_and_no_thread_goes_on(tmp_path: Path) -> None:
+    checkpoint = load.open_checkpoint(big_checkpoint(tmp_path))
+    memory = {name: bytearray(checkpoint.spec(name).nbytes) for name in checkpoint.names}
+
+    def stop(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.read_tensors(checkpoint.names, lambda spec: memoryview(memory[spec.name]), stop)
+    assert not [thread for thread in threading.enumerate() if thread.name == "lastwords-read"]
+
+
 def test_a_failing_disk_is_a_storage_error(saved: Path) -> None:
     checkpoint = load.open_checkpoint(saved)
 
@@ -200,6 +213,17 @@ def test_a_failing_disk_is_a_storage_error(saved: Path) -> None:
     with pytest.raises(StorageError, match="do not trust this disk") as caught:
         checkpoint.read_unit("a")
     assert caught.value.errno == errno.EIO
+
+
+def test_damage_that_another_thread_finds_is_raised_in_the_caller_s(tmp_path: Path) -> None:
+    path = big_checkpoint(tmp_path)
+    file = next(path.rglob("*.ckpt"))
+    for chunk in range(4):
+        flip(file, chunk * CHUNK_BYTES + 5000)
+        with pytest.raises(FormatError, match=f"bytes {chunk * CHUNK_BYTES} to"):
+            load.open_checkpoint(path).read_unit("u")
+        flip(file, chunk * CHUNK_BYTES + 5000)
+    assert load.verify(path) == []
 
 
 # ---------------------------------------------------------------------- which one is newest
