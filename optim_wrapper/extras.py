@@ -1,15 +1,17 @@
 """Extras: schedulers, scalers and other objects of the user's that have to come along.
 
-At each step's end their state is copied structurally (containers rebuilt, tensors cloned), which costs a few
+At each step's end their state is compared with the one before and copied where it differs, which costs a few
 microseconds for a scheduler; it becomes JSON and tensors only when it is saved. Which of them moved in which step
 is remembered, because a rank can be caught between the update and the scheduler's own step (see `after_update`).
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
-from collections import OrderedDict
+import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ _log = logging.getLogger(__name__)
 class ExtrasSnapshot:
     """States of all extras at one moment, by name, and what is known of how they move.
 
+    Never changed once made: what has not moved is shared with the snapshot before.
     steps: step ends seen so far. regular: names of those that moved in each of these steps, schedulers exactly once.
     moved: names of those that have ever moved. step_on_resume: schedulers whose step() for this step is still due.
     """
@@ -79,14 +82,15 @@ class Extras:
         """States at a step's end, `before` being those at the end of the step before."""
         if not self._objects:
             return before
-        states = {name: self._state(name) for name in self._objects}
-        moves = {name: self._moves(name, before.states[name], state) for name, state in states.items()}
-        return ExtrasSnapshot(
-            states,
-            before.steps + 1,
-            frozenset(name for name in before.regular if moves[name] == 1),
-            before.moved | {name for name, count in moves.items() if count},
-        )
+        states, regular, moved = {}, set(before.regular), set(before.moved)
+        for name, value in self._objects.items():
+            was = before.states[name]
+            states[name], differs = _advance(was, value if isinstance(value, dict) else value.state_dict())
+            if differs:
+                moved.add(name)
+            if name in regular and (not differs or _moves(was, states[name]) != 1):
+                regular.discard(name)
+        return ExtrasSnapshot(states, before.steps + 1, frozenset(regular), frozenset(moved))
 
     # ------------------------------------------------------------------ writer's thread
 
@@ -102,7 +106,7 @@ class Extras:
         due: list[str] = []
         reasons: list[str] = []
         for name, state in states.items():
-            if self._moves(name, before.states[name], state) or (before.steps and name not in before.moved):
+            if _advance(before.states[name], state)[1] or (before.steps and name not in before.moved):
                 continue
             what = f"{self._label}[{name!r}] had not moved yet when its step was cut off after the update"
             if not before.steps:
@@ -110,7 +114,7 @@ class Extras:
             elif name not in before.regular:
                 reasons.append(f"{what}, and it does not move exactly once in every step")
             elif not _steps_without_argument(self._objects[name]):
-                reasons.append(f"{what}, and it cannot be stepped without an argument")
+                reasons.append(f"{what}, and it is no scheduler that steps without an argument")
             else:
                 due.append(name)
         return ExtrasSnapshot(states, before.steps, before.regular, before.moved, tuple(due)), reasons
@@ -164,12 +168,22 @@ class Extras:
         for name, value in values.items():
             target = self._objects[name]
             if isinstance(target, dict):
-                target.clear()
-                target.update(value)
-            else:
+                _overwrite(target, value)
+                continue
+            try:
                 target.load_state_dict(value)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise MismatchError(
+                    f"{self._label}[{name!r}] ({type(target).__name__}) refused the state in the checkpoint "
+                    f"({error!r}); "
+                    "register the same kind of object as the saved run did",
+                    different={f"{self._label}[{name!r}]": repr(error)},
+                ) from error
         for name in history.step_on_resume:
-            self._objects[name].step()
+            with warnings.catch_warnings():
+                # torch warns about a scheduler's step without an optimizer's before it; that one was in the saved run.
+                warnings.simplefilter("ignore", UserWarning)
+                self._objects[name].step()
             _log.info("%s[%r] made the step that was still due", self._label, name)
         return history
 
@@ -177,15 +191,7 @@ class Extras:
 
     def _state(self, name: str) -> Any:
         value = self._objects[name]
-        return _copy(value if isinstance(value, dict) else value.state_dict())
-
-    def _moves(self, name: str, before: Any, now: Any) -> int:
-        """How often an extra moved between two states: exact for schedulers, else 0 or 1."""
-        if isinstance(before, dict) and isinstance(now, dict):
-            counts = before.get("_step_count"), now.get("_step_count")
-            if isinstance(counts[0], int) and isinstance(counts[1], int):
-                return counts[1] - counts[0]
-        return 0 if _equal(before, now) else 1
+        return _advance(None, value if isinstance(value, dict) else value.state_dict())[0]
 
 
 def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> dict[str, Any]:
@@ -211,43 +217,95 @@ def restore_inline(extras: Extras, packed: Mapping[str, Any]) -> ExtrasSnapshot:
     return extras.restore(packed["tree"], read)
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    kind = type(value)
-    if kind is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    if kind is list:
-        return [_copy(item) for item in value]
-    if kind is tuple:
-        return tuple(_copy(item) for item in value)
-    if kind is OrderedDict:
-        return OrderedDict((key, _copy(item)) for key, item in value.items())
-    return value.copy() if hasattr(value, "copy") and not isinstance(value, str | bytes) else value
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and bytes_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(item, other[key]) for key, item in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other) or (one != one and other != other)
+def _advance(before: Any, now: Any) -> tuple[Any, bool]:
+    """A copy of `now` that shares with `before` (a copy made earlier) what is equal; and whether anything differs."""
+    kind = type(now)
+    if now is before and kind in _ATOMS:
+        return now, False
+    if type(before) is not kind:
+        before = None
+    if kind in _ATOMS:
+        return now, before is None or (now != before and not (now != now and before != before))
+    if kind is list or kind is tuple:
+        pairs = [_advance(old, item) for old, item in zip(before, now, strict=True)] if _as_long(before, now) else None
+        if pairs is None:
+            return kind([_advance(None, item)[0] for item in now]), True
+        if not any(pair[1] for pair in pairs):
+            return before, False
+        return kind([pair[0] for pair in pairs]), True
+    if kind is dict or kind is OrderedDict:
+        known = before if before is not None else {}
+        differs = before is None or len(before) != len(now)
+        result = kind()
+        for key, item in now.items():
+            result[key], moved = _advance(known.get(key), item)
+            differs = differs or moved or key not in known
+        return (result, True) if differs else (before, False)
+    if isinstance(now, torch.Tensor):
+        if before is not None and bytes_equal(before, now.detach()):
+            return before, False
+        return now.detach().clone(), True
+    # Counters, sets and whatever else: either the checkpoint can store it or `store` refused it at the start.
+    if kind in (Counter, set, frozenset) and before == now:
+        return before, False
+    return copy.deepcopy(now), True
+
+
+def _as_long(before: Any, now: Any) -> bool:
+    return before is not None and len(before) == len(now)
+
+
+def _moves(before: Any, now: Any) -> int:
+    """How often a scheduler stepped between two states of it: 1, or 2 for anything else; other objects: always 1.
+
+    torch's schedulers count in last_epoch and most in _step_count as well (CosineAnnealingWarmRestarts does not);
+    one that is stepped with an argument, such as a fraction of an epoch, does not count up by one.
+    """
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return 1
+    if isinstance(now.get("last_epoch"), int | float) and isinstance(before.get("last_epoch"), int | float):
+        counts = before.get("_step_count"), now.get("_step_count")
+        known = isinstance(counts[0], int) and isinstance(counts[1], int)
+        extra = known and counts[1] - counts[0] not in (0, 1)  # type: ignore[operator]
+        return 2 if extra or now["last_epoch"] - before["last_epoch"] != 1 else 1
+    inner = before.get("_schedulers"), now.get("_schedulers")
+    if isinstance(inner[0], list) and isinstance(inner[1], list) and len(inner[0]) == len(inner[1]):
+        return max((_moves(*pair) for pair in zip(*inner, strict=True)), default=1)
+    return 1
+
+
+def _overwrite(target: dict[Any, Any], value: dict[Any, Any]) -> None:
+    """Make `target` equal to `value`; tensors and dicts in it that have the right form stay the same objects."""
+    for key in [key for key in target if key not in value]:
+        del target[key]
+    for key, item in value.items():
+        here = target.get(key)
+        if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
+            if here.shape == item.shape and here.dtype == item.dtype:
+                with torch.no_grad():
+                    here.copy_(item)
+                continue
+        elif type(here) is dict and type(item) is dict:
+            _overwrite(here, item)
+            continue
+        target[key] = item
 
 
 def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits (a NaN equals itself)."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
     views = bytes_of(one.cpu().contiguous()), bytes_of(other.cpu().contiguous())
-    return views[0] is not None and views[1] is not None and bytes(views[0]) == bytes(views[1])
+    return views[0] is not None and views[1] is not None and views[0] == views[1]
 
 
 def _steps_without_argument(target: Any) -> bool:
     step = getattr(target, "step", None)
-    if not callable(step):
-        return False
+    if not callable(step) or not callable(getattr(target, "get_last_lr", None)):
+        return False  # a second optimizer, say, has a step() too; stepping it again is not what is due
     try:
         inspect.signature(step).bind()
     except (TypeError, ValueError):

@@ -4,7 +4,7 @@ A value becomes a *tree*: the same nesting in plain Python (see `lastwords.check
 tensor is replaced by its name. A node is a dictionary with one tag:
 
     {"plain": value}                  no tensor anywhere inside
-    {"tensor": name, "dtype": ...}    one tensor, stored beside the tree under `name`
+    {"tensor": name, "dtype": ..., "shape": ...}   one tensor, stored beside the tree under `name`
     {"list" | "tuple": [nodes]}
     {"dict" | "ordered": [[key, node], ...]}
 """
@@ -44,7 +44,7 @@ def take_apart(value: Any, name: str, path: str, home: torch.device | None = Non
     are marked. Raises ConfigError with the `path` of the first part that cannot be stored.
 
     >>> take_apart({"lr": torch.tensor(0.1), "betas": (0.9, 0.999)}, "g", "param_groups[0]")[0]["dict"]
-    [['lr', {'tensor': 'g.lr', 'dtype': 'float32'}], ['betas', {'plain': (0.9, 0.999)}]]
+    [['lr', {'tensor': 'g.lr', 'dtype': 'float32', 'shape': []}], ['betas', {'plain': (0.9, 0.999)}]]
     """
     found: list[NamedTensor] = []
     tree = _take_apart(value, name, path, found, 0)
@@ -58,7 +58,7 @@ def _take_apart(value: Any, name: str, path: str, found: list[NamedTensor], dept
     if isinstance(value, torch.Tensor):
         refuse_unsupported(value, path)
         found.append(NamedTensor(name, path, value))
-        node: Tree = {"tensor": name, "dtype": dtype_name(value.dtype)}
+        node: Tree = {"tensor": name, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
         if isinstance(value, torch.nn.Parameter):
             node["parameter"] = value.requires_grad
         return node

@@ -1,0 +1,110 @@
+"""What lastwords uses of DistributedDataParallel beyond its public face: looked up by name, tested, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_MODEL_NAMES = (
+    "reducer",
+    "logger",
+    "require_backward_grad_sync",
+    "static_graph",
+    "find_unused_parameters",
+    "_build_params_for_reducer",
+    "_get_ddp_logging_data",
+)
+_REDUCER_NAMES = ("_rebuild_buckets", "prepare_for_forward", "prepare_for_backward", "_delay_all_reduce")
+_BUCKETS = "rebuilt_per_bucket_param_indices"
+
+
+def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel in a model as the loop calls it, torch.compile looked through; None if none."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return None
+        model = inner
+    return model
+
+
+def capability(ddp: DistributedDataParallel) -> list[str]:
+    """Why the order of this model's buckets cannot be recorded or replayed; empty if it can."""
+    missing = [f"DistributedDataParallel.{name}" for name in _MODEL_NAMES if not hasattr(ddp, name)]
+    missing += [f"Reducer.{name}" for name in _REDUCER_NAMES if not hasattr(getattr(ddp, "reducer", None), name)]
+    if not hasattr(getattr(ddp, "logger", None), "set_runtime_stats_and_log"):
+        missing.append("Logger.set_runtime_stats_and_log")
+    if missing:
+        return [
+            f"this torch ({torch.__version__}) has no {', '.join(missing)}, so the order of DDP's buckets cannot be "
+            "made again"
+        ]
+    reasons = []
+    if getattr(ddp, "_use_python_reducer", False):
+        reasons.append("DDP runs in the compiler's Python reducer mode, whose order of sums is not recorded")
+    if getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None):
+        reasons.append("DDP delays the reduction of some parameters, which is not replayed")
+    if getattr(ddp, "mixed_precision", None) is not None:
+        reasons.append("DDP's own mixed precision is on, which is not replayed; use torch.autocast")
+    for hook, state in getattr(ddp, "_comm_hooks", ()):
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            name = getattr(hook, "__qualname__", repr(hook))
+            reasons.append(f"DDP's communication hook {name} keeps a state of its own, which is not saved")
+    return reasons
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and parameters in the reducer's own numbering."""
+    parameters: list[torch.Tensor] = list(ddp._build_params_for_reducer()[0])
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    return [names.get(id(parameter), "?") for parameter in parameters], parameters
+
+
+def buckets_from_log(ddp: DistributedDataParallel) -> list[list[int]] | None:
+    """The rebuilt buckets as DDP's logging data show them, from the third iteration on; None before.
+
+    Takes the reducer's lock: only for the training thread, outside of a backward pass.
+
+    >>> parse_buckets("7 6 5 4, 2 3 1 0")
+    [[7, 6, 5, 4], [2, 3, 1, 0]]
+    """
+    found = ddp._get_ddp_logging_data()
+    text = found.get(_BUCKETS)
+    if not found.get("has_rebuilt_buckets") or not isinstance(text, str):
+        return None
+    return parse_buckets(text)
+
+
+def parse_buckets(text: str) -> list[list[int]] | None:
+    """Indices by bucket, from DDP's text; None for a text of another form.
+
+    >>> parse_buckets("5 4") , parse_buckets("?"), parse_buckets("")
+    ([[5, 4]], None, None)
+    """
+    try:
+        buckets = [[int(index) for index in bucket.split()] for bucket in text.split(",")]
+    except ValueError:
+        return None
+    return buckets if all(buckets) else None
+
+
+def agreed_order(order: Sequence[int], buckets: Sequence[Sequence[int]]) -> list[int]:
+    """The order that leads to `buckets`: `order` itself if its items come as they do there, else the buckets' own.
+
+    With several dtypes a bucket's items lie apart in the order, so only their sequence inside each bucket counts.
+    In a static graph an item may come twice, of which the last time counts, or never.
+
+    >>> agreed_order([3, 1, 2, 0], [[3, 2], [1, 0]]), agreed_order([3, 1, 2, 0], [[2, 3], [1, 0]])
+    ([3, 1, 2, 0], [2, 3, 1, 0])
+    >>> agreed_order([1, 0, 1], [[0, 1, 2]]), agreed_order([1, 0, 1], [[1, 0, 2]])
+    ([1, 0, 1], [1, 1, 0])
+    """
+    last = {index: place for place, index in enumerate(order)}
+    known = [[index for index in bucket if index in last] for bucket in buckets]
+    if all(bucket == sorted(bucket, key=last.__getitem__) for bucket in known):
+        return list(order)
+    earlier = [index for place, index in enumerate(order) if last[index] != place]
+    return earlier + [index for bucket in known for index in bucket]
