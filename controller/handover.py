@@ -178,6 +178,17 @@ def running_here(*, root: Path = paths.SHM_ROOT) -> list[RunRecord]:
     return [record for record in found if record is not None and record.is_running]
 
 
+def remove_dead_run_files(*, root: Path = paths.SHM_ROOT, young_s: float = 60.0) -> None:
+    """Remove run files of controllers that were killed. Young ones stay, in case a new one is just being put there."""
+    directory = run_directory(root=root)
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(directory)):
+            record = read_run_file(directory / name)
+            age_s = clock.wall_ns() / 1e9 - (directory / name).lstat().st_mtime
+            if record is not None and not record.is_running and age_s > young_s:
+                (directory / name).unlink(missing_ok=True)
+
+
 def _make_private_directory(path: Path) -> None:
     try:
         with contextlib.suppress(FileExistsError):

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from lastwords.controller import handover
 from lastwords.errors import LastWordsError
-from lastwords.liveness import paths, process_id
+from lastwords.liveness import leftovers, paths, process_id
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource, Hello, ProcessId
 
@@ -27,6 +28,10 @@ class Neighbours:
         self._watched: dict[int, ProcessId] = {}
         self._watch = HostWatch(on_death)
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")  # one keeps the order of calls
+
+    def clear_up(self) -> None:
+        """Remove what ended jobs and killed controllers have left on this host."""
+        self._jobs.submit(_clear_up)
 
     def welcome(self, hello: Hello) -> None:
         """An accepted rank: watch its process if it runs on this host, unless that is done already."""
@@ -51,3 +56,11 @@ class Neighbours:
             _log.warning("rank %d cannot be watched on this host, its session alone counts: %s", rank, error)
         except Exception:  # outermost: nobody looks at what a thread pool's job raises
             _log.exception("watching rank %d failed", rank)
+
+
+def _clear_up() -> None:
+    try:
+        handover.remove_dead_run_files()
+        leftovers.remove_dead_job_dirs()
+    except Exception:  # outermost: nobody looks at what a thread pool's job raises
+        _log.exception("clearing up failed")

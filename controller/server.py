@@ -114,6 +114,7 @@ class ControllerShell:
         )
         self._feed((events.Tick(),))
         self._update_run_file()
+        self._neighbours.clear_up()
         housekeeping = self._loop.create_task(self._keep_house())
         on_ready()
         try:

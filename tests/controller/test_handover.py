@@ -118,6 +118,17 @@ def test_controllers_that_run_are_listed_and_others_are_not(tmp_path: Path) -> N
     assert handover.running_here(root=tmp_path) == [here]
 
 
+def test_run_files_of_killed_controllers_are_removed_and_others_stay(tmp_path: Path) -> None:
+    running = write(tmp_path, 30051, record_of(os.getpid()))
+    killed = write(tmp_path, 30052, dataclasses.replace(record_of(os.getpid()), start_ticks=1))
+    handover.remove_dead_run_files(root=tmp_path)
+    assert killed.exists(), "too young: a new controller may just be writing its own"
+    handover.remove_dead_run_files(root=tmp_path, young_s=-1.0)
+    assert running.exists()
+    assert not killed.exists()
+    handover.remove_dead_run_files(root=tmp_path / "nowhere")
+
+
 def test_a_link_is_no_run_file(tmp_path: Path) -> None:
     path = write(tmp_path, 30051, record_of(os.getpid()))
     link = tmp_path / "link.json"

@@ -1,0 +1,60 @@
+"""What jobs leave in shared memory when nobody cleaned up: black boxes of other hosts, or of a killed controller.
+
+The controller removes its job's directory on its own host. Everywhere else, and after `kill -9` of the controller, the
+directory stays and holds memory until somebody calls this: whoever starts next on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from lastwords import clock
+from lastwords.errors import LastWordsError
+from lastwords.liveness import paths
+from lastwords.liveness.robust_mutex import state_of
+
+_log = logging.getLogger(__name__)
+
+YOUNG_S = 60.0
+"""A job that is just starting may have a directory and no life line that is held yet."""
+
+_JOB_DIR = re.compile(r"lastwords-(\d+)-([A-Za-z0-9_.-]{1,64})-g(\d+)")
+
+
+def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_S) -> list[Path]:
+    """Remove every job directory of this user all of whose ranks on this host have ended; returns what went.
+
+    A directory without any life line, with one that cannot be read, or changed less than `young_s` ago stays.
+    Harmless at any time and from any process; failures are only logged.
+    """
+    removed = []
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        _log.warning("cannot look for leftovers in %s: %s", root, error)
+        return []
+    for name in names:
+        found = _JOB_DIR.fullmatch(name)
+        if found is None or int(found[1]) != os.getuid():
+            continue
+        path = root / name
+        try:
+            if _is_dead(path, young_s):
+                paths.remove_job_dir(found[2], int(found[3]), root=root)
+                removed.append(path)
+        except (LastWordsError, OSError) as error:
+            _log.info("%s stays: %s", path, error)
+    if removed:
+        _log.info("removed what ended jobs had left: %s", ", ".join(map(str, removed)))
+    return removed
+
+
+def _is_dead(path: Path, young_s: float) -> bool:
+    found = path.lstat()
+    if found.st_uid != os.getuid() or clock.wall_ns() / 1e9 - found.st_mtime < young_s:
+        return False
+    lives = sorted(path.glob("rank_*.life"))
+    return bool(lives) and all(state_of(life) is not None for life in lives)

@@ -1,0 +1,73 @@
+"""What ended jobs leave in shared memory goes, and nothing that anybody may still need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lastwords.liveness import paths
+from lastwords.liveness.leftovers import remove_dead_job_dirs
+from lastwords.liveness.robust_mutex import LifeLine
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Robust mutexes need memory that processes share; /dev/shm is where jobs keep theirs."""
+    path = Path(f"/dev/shm/test-leftovers-{os.getpid()}")
+    path.mkdir()
+    yield path
+    shutil.rmtree(path)
+
+
+def job(root: Path, name: str, *, ended: int, living: int = 0, extra: str = "") -> tuple[Path, list[LifeLine]]:
+    path = paths.make_job_dir(name, 1, root=root)
+    lives = [LifeLine.create(paths.life_path(name, 1, rank, root=root)) for rank in range(ended + living)]
+    for life in lives[:ended]:
+        life.release()
+    paths.box_path(name, 1, 0, root=root).write_bytes(bytes(1000))
+    if extra:
+        (path / extra).write_text("")
+    os.utime(path, (1, 1))
+    return path, lives[ended:]
+
+
+def test_a_job_whose_ranks_have_all_ended_is_removed(root: Path) -> None:
+    path, _ = job(root, "over", ended=3)
+    assert remove_dead_job_dirs(root=root) == [path]
+    assert not path.exists()
+
+
+def test_a_job_with_one_living_rank_stays_whole(root: Path) -> None:
+    path, lives = job(root, "alive", ended=2, living=1)
+    assert remove_dead_job_dirs(root=root) == []
+    assert sorted(entry.name for entry in path.iterdir()) == ["rank_0.box", "rank_0.life", "rank_1.life", "rank_2.life"]
+    for life in lives:
+        life.release()
+
+
+def test_a_job_that_has_just_begun_stays(root: Path) -> None:
+    path, _ = job(root, "young", ended=1)
+    os.utime(path)
+    assert remove_dead_job_dirs(root=root) == []
+    assert path.exists()
+
+
+def test_what_cannot_be_judged_stays(root: Path) -> None:
+    without, _ = job(root, "without-life-lines", ended=0)
+    broken, _ = job(root, "broken", ended=1)
+    paths.life_path("broken", 1, 1, root=root).write_bytes(b"x")
+    os.utime(broken, (1, 1))
+    for name in ("something-else", f"lastwords-{os.getuid() + 1}-other-g1", f"lastwords-{os.getuid()}-controllers"):
+        (root / name).mkdir()
+        os.utime(root / name, (1, 1))
+    assert remove_dead_job_dirs(root=root) == []
+    assert without.exists()
+    assert broken.exists()
+
+
+def test_a_place_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    assert remove_dead_job_dirs(root=tmp_path / "nowhere") == []
