@@ -372,9 +372,8 @@ class ControllerCore:
 
     def _resume_all(self, number: int) -> None:
         self._incident_resumed = number
-        self._context.state = State.WATCHING
+        self._context.state = State.WATCHING if self._members.complete else State.REGISTERING
         if not self._members.complete:
-            self._context.state = State.REGISTERING
             self._timers.set("start", self._context.now_s + self._context.options.start_timeout_s)
         self._context.log(INFO, f"incident {number}: false alarm, every rank goes on")
         self._context.send_all(Resume(self._members.generation, number))

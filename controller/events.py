@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lastwords.vocabulary import DeathSource, Order, Report
@@ -60,6 +61,23 @@ class State(enum.Enum):
     RELEASING = "releasing"
     REFUSING = "refusing"
     STOPPED = "stopped"
+
+
+NEXT_STATES: Mapping[State, frozenset[State]] = {
+    State.REGISTERING: frozenset((State.WATCHING, State.SETTLING, State.REFUSING)),
+    State.WATCHING: frozenset((State.SETTLING, State.RELEASING, State.REFUSING)),
+    State.SETTLING: frozenset((State.REGISTERING, State.WATCHING, State.PROCEEDING, State.SAVING, State.EXITING)),
+    State.PROCEEDING: frozenset((State.SETTLING, State.SAVING, State.EXITING)),
+    State.SAVING: frozenset((State.SETTLING, State.VERIFYING, State.EXITING)),
+    State.VERIFYING: frozenset((State.SETTLING, State.PUBLISHING, State.EXITING)),
+    State.PUBLISHING: frozenset((State.SETTLING, State.EXITING)),
+    State.EXITING: frozenset((State.STOPPED,)),
+    State.RELEASING: frozenset((State.STOPPED,)),
+    State.REFUSING: frozenset((State.STOPPED,)),
+    State.STOPPED: frozenset(),
+}
+"""Where each state can lead. Only SETTLING leads back to training, and only before anything has been chosen; SAVING
+and VERIFYING lead to EXITING only if a publication that had been given up succeeds after all."""
 
 
 class OutcomeKind(enum.Enum):

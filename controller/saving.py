@@ -60,14 +60,14 @@ class Saving:
         context = self._context
         self.step, self.target = decision.step, decision.target
         self.lost_local_ranks = decision.lost_local_ranks
-        new: list[Part] = []
-        if decision.writers:
-            self.attempt += 1
-            self._directories[self.attempt] = (decision.step, decision.target)
-            new = [
-                Part(rank, self.attempt, decision.step, decision.target, work.units, work.local_ranks)
-                for rank, work in sorted(decision.writers.items())
-            ]
+        # A directory of its own even if nothing new is to be written: in the one before, a writer that was given up
+        # has left half a file, or is still writing it.
+        self.attempt += 1
+        self._directories[self.attempt] = (decision.step, decision.target)
+        new = [
+            Part(rank, self.attempt, decision.step, decision.target, work.units, work.local_ranks)
+            for rank, work in sorted(decision.writers.items())
+        ]
         self.plan = (*decision.kept, *new)
         self.writing = {rank: writing for rank, writing in self.writing.items() if writing.part in decision.kept}
         # Parts in another directory stay: if this one fails too, they may be all that is left of a dead writer.

@@ -155,9 +155,8 @@ def _select_among(
             places = [_place(survey, step, target, may_retry) for target in targets]
             answers = [_draft(survey, place) for place in places]
             drafts = [answer for answer in answers if isinstance(answer, _Draft)]
-            if drafts:  # the first directory, unless another one saves the rank-local state of more ranks
-                best = min(drafts, key=lambda draft: len(draft.lost_local_ranks))
-                return _decision(best, given_up)
+            if drafts:
+                return _decision(min(drafts, key=_cost), given_up)
             for obstacle in answers:
                 assert isinstance(obstacle, _Obstacle)
                 first_obstacle = first_obstacle or obstacle
@@ -166,6 +165,11 @@ def _select_among(
     if by_storage:
         return NoDecision(NoDecisionKind.STORAGE, f"nobody is left who could write {first_obstacle.unit}")
     return NoDecision(NoDecisionKind.NO_HOLDER, obstacle_text(survey.views, first_obstacle.unit, steps[0]))
+
+
+def _cost(draft: _Draft) -> tuple[int, int, int]:
+    """Of two directories the one that saves the rank-local state of more ranks, then the one with less to write."""
+    return len(draft.lost_local_ranks), len(draft.units_of), len(draft.locals_of)
 
 
 def _candidate_steps(survey: _Survey) -> list[int]:

@@ -123,6 +123,23 @@ def test_other_writers_go_on_when_one_is_replaced() -> None:
     assert job.discards() == [(1, 5)]
 
 
+def test_what_a_failed_writer_has_left_is_not_in_the_published_directory() -> None:
+    """Nobody can replace rank 2 on its host; the directory of its attempt holds half a file of it."""
+    job = JobDriver(4, hosts="aabb")
+    job.kill(3)
+    for rank in range(3):
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.save_failed(2, 5)
+    started = job.starts()
+    assert isinstance(started, StartVerify)
+    assert started.attempt == 2
+    assert [(part.rank, part.attempt) for part in started.parts] == [(0, 1)]
+    job.verified(attempt=2)
+    job.published(attempt=2)
+    assert job.discards() == [(1, 5)]
+
+
 def test_a_writer_without_progress_is_replaced() -> None:
     job = saving()
     job.progress(0, 0)

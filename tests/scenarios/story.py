@@ -228,6 +228,11 @@ class Story:
             event = to_controller.PublishFailed(effect.incident, effect.attempt, words[0])
         self._tell(event)
 
+    def do_late_published(self, attempt: str) -> None:
+        """late-published ATTEMPT: a publication that nobody waits for any more succeeds."""
+        assert self.controller is not None
+        self._tell(to_controller.Published(self.controller.incident, int(attempt), "/ckpt/late"))
+
     def do_wait(self, seconds: str) -> None:
         """wait SECONDS: time passes."""
         until_s = self.now_s + float(seconds)
