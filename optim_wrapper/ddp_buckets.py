@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lastwords.optim_wrapper.ddp_private import (
     agreed_order,
     buckets_from_log,
+    build_parameters,
     capability,
     find_ddp,
     reducer_parameters,
@@ -104,6 +105,7 @@ class BucketOrder:
             passes = passes[: self._passes_at_step.get(step, len(passes))]
         return {
             "version": VERSION,
+            "step": step,
             "static_graph": self._ddp.static_graph,
             "find_unused_parameters": self._ddp.find_unused_parameters,
             "parameters": list(self._names),
@@ -124,6 +126,8 @@ class BucketOrder:
         self._passes = [list(one) for one in record["passes"]]
         self._buckets = record["buckets"]
         self._current.clear()
+        if record["step"] is not None:
+            self._passes_at_step = {record["step"]: len(self._passes)}
         if len(self._passes) >= self._passes_wanted:
             self._detach()
 
@@ -133,7 +137,8 @@ class BucketOrder:
 
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(noting(index)))
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(register(noting(index)))
         if self._ddp is not None and self._ddp.static_graph:
             self._hooks.append(self._ddp.register_forward_pre_hook(lambda *_: self._pass_ends()))
 
@@ -228,8 +233,8 @@ def _refuse(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str
 
 
 def _replay_passes(ddp: DistributedDataParallel, parameters: list[torch.Tensor], passes: list[list[int]]) -> None:
-    reducer = ddp.reducer
-    sparse = ddp._build_params_for_reducer()[1]
+    reducer: Any = ddp.reducer
+    sparse = build_parameters(ddp)[1]
     with torch.enable_grad():
         for number, order in enumerate(passes):
             ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,9 +57,16 @@ def capability(ddp: DistributedDataParallel) -> list[str]:
     return reasons
 
 
+def build_parameters(ddp: DistributedDataParallel) -> tuple[list[torch.Tensor], list[bool]]:
+    """The reducer's parameters in its own numbering, and whether each gets sparse gradients."""
+    built: Any = ddp._build_params_for_reducer
+    parameters, sparse = built()
+    return list(parameters), list(sparse)
+
+
 def reducer_parameters(ddp: DistributedDataParallel) -> tuple[list[str], list[torch.Tensor]]:
     """Names and parameters in the reducer's own numbering."""
-    parameters: list[torch.Tensor] = list(ddp._build_params_for_reducer()[0])
+    parameters: list[torch.Tensor] = build_parameters(ddp)[0]
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return [names.get(id(parameter), "?") for parameter in parameters], parameters
 
@@ -71,7 +79,8 @@ def buckets_from_log(ddp: DistributedDataParallel) -> list[list[int]] | None:
     >>> parse_buckets("7 6 5 4, 2 3 1 0")
     [[7, 6, 5, 4], [2, 3, 1, 0]]
     """
-    found = ddp._get_ddp_logging_data()
+    logged: Any = ddp._get_ddp_logging_data
+    found = logged()
     text = found.get(_BUCKETS)
     if not found.get("has_rebuilt_buckets") or not isinstance(text, str):
         return None

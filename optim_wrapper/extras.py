@@ -271,9 +271,9 @@ def _moves(before: Any, now: Any) -> int:
         known = isinstance(counts[0], int) and isinstance(counts[1], int)
         extra = known and counts[1] - counts[0] not in (0, 1)  # type: ignore[operator]
         return 2 if extra or now["last_epoch"] - before["last_epoch"] != 1 else 1
-    inner = before.get("_schedulers"), now.get("_schedulers")
-    if isinstance(inner[0], list) and isinstance(inner[1], list) and len(inner[0]) == len(inner[1]):
-        return max((_moves(*pair) for pair in zip(*inner, strict=True)), default=1)
+    inner, inner_now = before.get("_schedulers"), now.get("_schedulers")
+    if isinstance(inner, list) and isinstance(inner_now, list) and len(inner) == len(inner_now):
+        return max(map(_moves, inner, inner_now), default=1)
     return 1
 
 
