@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lastwords.controller.words import NAMED_RANKS_MAX, ranks_text, units_text
-from lastwords.vocabulary import Stand
+from lastwords.vocabulary import Phase, Stand
 
 PRIMARY_TARGET = 0
 """The configured directory; target 1, where there is one, is the fallback."""
@@ -91,6 +91,19 @@ class NoDecision:
 
     kind: NoDecisionKind
     reason: str
+
+
+def laggards(views: Mapping[int, RankView], answer: NoDecision) -> set[int]:
+    """Ranks whose word must be out of date, if that may be why there is no holder.
+
+    If a rank has begun the update of N+1, every rank had entered that step's gate. One that said COMPUTING(N) said so
+    while it still computed; it has come to the gate since, stands at READY(N+1), and says so next.
+    """
+    if answer.kind is not NoDecisionKind.NO_HOLDER:
+        return set()
+    stands = {rank: view.stand for rank, view in views.items() if view.stand is not None}
+    newest = max((stand.begun_step for stand in stands.values()), default=0)
+    return {rank for rank, stand in stands.items() if stand == Stand(Phase.COMPUTING, newest - 1)}
 
 
 # --------------------------------------------------------------------------- words

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lastwords.controller.context import Ended, JobContext, Resumed, Verdict
-from lastwords.controller.decision import NO_TARGETS, Decision, NoDecision, NoDecisionKind, RankView
+from lastwords.controller.decision import NO_TARGETS, Decision, NoDecision, NoDecisionKind, RankView, laggards
 from lastwords.controller.detection import Causes, death_text, raised_text, signal_text, suspicion_text
 from lastwords.controller.events import (
     ERROR,
@@ -54,6 +54,7 @@ class Incident:
         self._first_words = ""
         self._settled: dict[int, Settled] = {}
         self._unsettled: set[int] = set()
+        self._awaited: set[int] = set()  # laggards that were waited for: once each
         self._proceeding: dict[int, float] = {}  # rank -> deadline
         self._proceed_step = 0
         self._selected = False
@@ -140,7 +141,7 @@ class Incident:
             if self._selected:
                 self.excluded[rank] = "came too late to be counted"
             else:
-                self._await(rank)
+                self._await({rank})
         self._send_freeze((rank,))
         if rank in self._proceeding:
             self._context.send(rank, self._proceed())
@@ -150,10 +151,10 @@ class Incident:
 
     # ------------------------------------------------------------------ settle
 
-    def _await(self, rank: int) -> None:
-        """Wait for this rank to settle, not for ever."""
+    def _await(self, ranks: set[int]) -> None:
+        """Wait for these ranks to settle (anew), not for ever."""
         context = self._context
-        self._unsettled.add(rank)
+        self._unsettled |= ranks
         context.timers.start("settle", context.now_s + context.options.settle_timeout_s)
         self._arm_resend()
 
@@ -199,17 +200,20 @@ class Incident:
             self._end(ExitKind.NOT_SAVED, f"{self.words()}; {saving.storage_reason}")
             return
         answer = select(
-            self._views(),
+            views := self._views(),
             context.members.units,
             saving.parts(),
             base_step=context.members.base_step,
             targets=targets,
             retry_refused=saving.storage_failures <= STORAGE_RETRIES_MAX,
         )
-        if isinstance(answer, NoDecision):
-            self._cannot_save(answer)
-        else:
+        if isinstance(answer, Decision):
             self._carry_out(answer)
+        elif behind := laggards(views, answer) - self._awaited:
+            self._awaited |= behind
+            self._await(behind)
+        else:
+            self._cannot_save(answer)
 
     def _views(self) -> dict[int, RankView]:
         views = {}

@@ -62,14 +62,14 @@ def test_a_rank_whose_weights_were_read_for_a_checkpoint_never_proceeds() -> Non
 
 
 class _Job:
-    """A controller of three ranks: 0 and 1 on one host, 2 on another; all have ended step 4."""
+    """A controller of three ranks: 0 and 1 on one host, 2 on another."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: tuple[str, str, str] = ("replicated", "replicated", "replicated")) -> None:
         self.core = ControllerCore(3, 1, ControllerOptions(has_fallback_target=True))
         self.now_s = 0.0
         for rank in range(3):
             process = ProcessId(f"host{rank // 2}", 100 + rank, 1, "n")
-            self.hear(Hello(rank, 1, 3, process, ("replicated",), Stand(Phase.COMPUTING, 0)))
+            self.hear(Hello(rank, 1, 3, process, (units[rank],), Stand(Phase.COMPUTING, 0)))
 
     def hear(self, report: Report) -> list[to_controller.Effect]:
         return self.happens(to_controller.FromRank(report))
@@ -104,3 +104,27 @@ def test_a_dead_writers_file_is_used_although_another_directory_was_tried_meanwh
     effects = job.dies(2)
     (verify,) = [effect for effect in effects if isinstance(effect, to_controller.StartVerify)]
     assert (verify.step, verify.target, verify.units, verify.writers) == (4, 0, ("replicated",), (2,))
+
+
+def test_a_rank_that_answered_before_it_came_to_the_gate_is_waited_for() -> None:
+    """Seed 69123: a frozen rank still computed when it settled; its way to the gate let another one update."""
+    job = _Job(units=("tp0", "tp1", "tp0"))
+    job.dies(2)
+    job.hear(Settled(1, 1, 1, 1, Stand(Phase.COMPUTING, 4)))
+    effects = job.hear(Settled(0, 1, 1, 1, Stand(Phase.COMPUTING, 5)))
+    assert job.core.outcome is None, "tp1 has no holder at step 5 yet, but rank 1 must have come to the gate"
+    assert not _saves(effects)
+    effects = job.hear(Settled(1, 1, 1, 2, Stand(Phase.READY, 5)))
+    assert to_controller.Send(1, Proceed(1, 1, 5)) in effects
+
+
+def test_a_rank_that_never_comes_to_the_gate_is_not_waited_for_for_ever() -> None:
+    """Negative control: its word was true after all (it raised), so time runs out, and nothing can be saved."""
+    job = _Job(units=("tp0", "tp1", "tp0"))
+    job.dies(2)
+    job.hear(Settled(1, 1, 1, 1, Stand(Phase.COMPUTING, 4)))
+    job.hear(Settled(0, 1, 1, 1, Stand(Phase.COMPUTING, 5)))
+    job.now_s += 30.0
+    job.happens(to_controller.Tick())
+    assert job.core.outcome is not None
+    assert job.core.outcome.kind is to_controller.OutcomeKind.NOT_SAVED
