@@ -155,14 +155,6 @@ class Ways:
         checkpoint.read_tensors(self.target, lambda spec: bytes_of(self.target[spec.name]).data)
         return time.perf_counter() - start
 
-    def load_ours_fresh(self) -> float:
-        drop_cache(self._published())
-        start = time.perf_counter()
-        tensors = load.open_checkpoint(self._published()).read_unit("replicated")
-        seconds = time.perf_counter() - start
-        assert len(tensors) == len(self.state)
-        return seconds
-
     def load_torch(self) -> float:
         drop_cache(self.root / "torch")
         start = time.perf_counter()
@@ -205,7 +197,6 @@ SAVES = {
 LOADS = {
     "plain sequential read": "load_plain",
     "ours: into existing tensors": "load_ours",
-    "ours: into new memory": "load_ours_fresh",
     "torch.load + copy_": "load_torch",
     "safetensors.load_file + copy_": "load_safetensors",
     "torch.distributed.checkpoint.load": "load_dcp",

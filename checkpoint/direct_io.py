@@ -1,8 +1,12 @@
 """Streaming a file of known size past the page cache, with its checksums taken on the way.
 
-The producer copies into one of a few aligned buffers and hashes it, while two more threads write the buffers before it:
-`pwrite`, the copy and the hash all release the interpreter lock. Why O_DIRECT: the kernel neither copies the bytes a
-second time nor has to find memory for them, in a process whose memory is full of tensors.
+The caller cuts the file into chunks; a few threads each take one, copy it into an aligned buffer, hash the copy and
+write it. All three release the interpreter lock. That no thread waits for another at every chunk matters on a busy
+machine: one copying thread, with writing threads behind it, took twice as long there. The copy costs little and makes
+sure that the checksum is of the very bytes that go to the disk, even if somebody changes the tensor meanwhile; written
+straight from the tensor, such a chunk could never be read again.
+Why O_DIRECT: the kernel neither copies the bytes a second time nor has to find memory for them, in a process whose
+memory is full of tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +32,13 @@ CHUNK_BYTES = 4 << 20
 """Bytes under one checksum, and of one write. Large enough to keep the disk busy, small enough to re-read alone."""
 
 BUFFERS = 6
-"""6 x 4 MiB = 24 MiB: one being filled, two being written, the others for uneven speeds."""
+"""6 x 4 MiB = 24 MiB: one for each thread, one for the caller, the others wait for a thread."""
 
-_WRITERS = 2
-"""Two writes under way keep the disk busy while the interpreter turns from one chunk to the next."""
+_WRITERS = 3
+"""While one chunk is copied and hashed, two are being written: the disk is never idle."""
+
+_DEFERRED_BYTES = 64 << 10
+"""Smaller pieces are copied by the caller: to remember them would cost more than to copy them."""
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -65,6 +72,19 @@ def as_bytes(data: Buffer) -> Bytes:
     return np.frombuffer(view, np.uint8)
 
 
+_Copy = tuple[Bytes, Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Work for a writing thread: `length` bytes of a buffer go to `offset`, once the copies (to, from) are made."""
+
+    buffer: int
+    length: int
+    offset: int
+    copies: tuple[_Copy, ...]
+
+
 class DirectWriter:
     """Writes one new file of exactly `size` bytes. Used by one thread, as a context manager:
 
@@ -90,7 +110,8 @@ class DirectWriter:
         self._progress = progress
         self._fd = -1
         self._direct = True
-        self._chunks: list[str] = []
+        self._sums: list[str] = []
+        self._deferred: list[_Copy] = []
         self._fill = 0
         self._offset = 0
         self._current = -1
@@ -98,7 +119,7 @@ class DirectWriter:
         self._error: BaseException | None = None
         self._buffers: list[Bytes] = []
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # around what the writing threads change: _written, _error, _direct
 
@@ -130,8 +151,12 @@ class DirectWriter:
         """False once the file system has refused O_DIRECT."""
         return self._direct
 
-    def write(self, data: Buffer) -> None:
-        """Appends the bytes of a contiguous buffer. They may change again as soon as this returns."""
+    def write(self, data: Buffer, *, stable: bool = False) -> None:
+        """Appends the bytes of a contiguous buffer.
+
+        They may change again as soon as this returns, unless `stable` promises that they stay until `finish()`: then
+        other threads copy them, which is faster.
+        """
         source = as_bytes(data)
         at = 0
         while at < source.size:
@@ -139,7 +164,11 @@ class DirectWriter:
                 self._current = self._free.get()
                 self._check()
             count = min(CHUNK_BYTES - self._fill, source.size - at)
-            np.copyto(self._buffers[self._current][self._fill : self._fill + count], source[at : at + count])
+            target, piece = self._buffers[self._current][self._fill : self._fill + count], source[at : at + count]
+            if stable and count >= _DEFERRED_BYTES:
+                self._deferred.append((target, piece))
+            else:
+                np.copyto(target, piece)
             self._fill += count
             at += count
             if self._fill == CHUNK_BYTES:
@@ -161,7 +190,7 @@ class DirectWriter:
                 self._os.fsync(fd)
         finally:
             close(fd, self._path, self._os)
-        return FileSum(self._size, tuple(self._chunks))
+        return FileSum(self._size, tuple(self._sums))
 
     # ------------------------------------------------------------------ the caller's thread
 
@@ -204,12 +233,12 @@ class DirectWriter:
         return StorageError(f"{failure} ({free} bytes are free)", errno=failure.errno)
 
     def _hand_over(self) -> None:
-        buffer = self._buffers[self._current]
-        self._chunks.append(xxhash.xxh3_64_hexdigest(buffer[: self._fill].data))
-        self._full.put((self._current, self._fill, self._offset))
+        self._sums.append("")
+        self._full.put(_Chunk(self._current, self._fill, self._offset, tuple(self._deferred)))
         self._offset += self._fill
         self._fill = 0
         self._current = -1
+        self._deferred.clear()
         if self._progress is not None:
             self._progress(self._written)
         self._check()
@@ -252,18 +281,22 @@ class DirectWriter:
     # ------------------------------------------------------------------ the writing threads
 
     def _write_out(self) -> None:
-        while (item := self._full.get()) is not None:
-            index, length, offset = item
+        while (chunk := self._full.get()) is not None:
+            buffer = self._buffers[chunk.buffer]
             if self._error is None:
                 try:
-                    self._write_chunk(self._buffers[index], length, offset)
+                    for target, piece in chunk.copies:
+                        np.copyto(target, piece)
+                    digest = xxhash.xxh3_64_hexdigest(buffer[: chunk.length].data)
+                    self._sums[chunk.offset // CHUNK_BYTES] = digest
+                    self._write_chunk(buffer, chunk.length, chunk.offset)
                 except BaseException as error:  # a thread's outermost loop: handed to the caller, who raises it
                     with self._lock:
                         self._error = self._error or error
                 else:
                     with self._lock:
-                        self._written += length
-            self._free.put(index)
+                        self._written += chunk.length
+            self._free.put(chunk.buffer)
 
     def _write_chunk(self, buffer: Bytes, length: int, offset: int) -> None:
         padded = length

@@ -22,7 +22,8 @@ PART_FORMAT = 1
 FILE_FORMAT = 1
 
 TensorSource = Buffer | Callable[[], Buffer]
-"""A tensor's bytes, contiguous: any buffer, or a function that is called once, when its turn has come."""
+"""A tensor's bytes, contiguous: a buffer that stays as it is until `write_part` returns, or a function that is called
+once, when its turn has come, and may use the same memory again for the next tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,13 +297,14 @@ def write_part(
         with DirectWriter(
             file, len(header) + sum(spec.nbytes for spec, _ in every), os=os, progress=progress
         ) as writer:
-            writer.write(header)
+            writer.write(header, stable=True)
             for index in order:
                 spec, source = every[index]
                 data = as_bytes(source() if callable(source) else source)
                 if data.nbytes != spec.nbytes:
                     raise ConfigError(f"tensor {spec.name!r} has {data.nbytes} bytes, its spec says {spec.nbytes}")
-                writer.write(data)
+                # What a function makes may be a staging buffer that it uses again; a buffer is the tensor itself.
+                writer.write(data, stable=not callable(source))
             total = writer.finish()
         part = Part(
             rank=rank,

@@ -58,6 +58,35 @@ def test_more_chunks_than_buffers_keep_their_order(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == content
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_stable_memory_gives_the_same_file(tmp_path: Path, size: int) -> None:
+    content = some_bytes(size)
+    cuts = sorted({0, size // 7, size // 2, max(0, size - 100_000), size})
+    with DirectWriter(tmp_path / "file", size) as writer:
+        for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            writer.write(content[begin:end], stable=index % 2 == 0)
+        total = writer.finish()
+    assert (tmp_path / "file").read_bytes() == content
+    assert total == FileSum(size, sums_of(content))
+
+
+def test_the_checksum_is_of_what_was_written_even_if_stable_memory_was_not(tmp_path: Path) -> None:
+    """A tensor that changes while it is saved must not make its file unreadable."""
+    memory = np.zeros(6 * CHUNK_BYTES, np.uint8)
+
+    class Meddling(Os):
+        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+            memory[:] = 1 + offset // CHUNK_BYTES
+            return super().pwrite(fd, data, offset)
+
+    with DirectWriter(tmp_path / "file", memory.size, os=Meddling()) as writer:
+        writer.write(memory, stable=True)
+        total = writer.finish()
+    content = (tmp_path / "file").read_bytes()
+    assert set(content) != {0}, "it did change meanwhile"
+    assert total.chunks == sums_of(content)
+
+
 def test_memory_may_change_as_soon_as_write_returns(tmp_path: Path) -> None:
     memory = np.full(CHUNK_BYTES + 5, 1, np.uint8)
     with DirectWriter(tmp_path / "file", 2 * memory.size) as writer:
