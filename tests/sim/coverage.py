@@ -28,7 +28,7 @@ WANTED_STATES: frozenset[StateStep] = frozenset(
         (State.WATCHING, State.RELEASING),
         (State.WATCHING, State.REFUSING),
         (State.SETTLING, State.WATCHING),  # a false alarm
-        (State.WATCHING, State.REGISTERING),  # ... before all ranks were there
+        (State.SETTLING, State.REGISTERING),  # ... before all ranks were there
         (State.SETTLING, State.PROCEEDING),
         (State.SETTLING, State.SAVING),
         (State.SETTLING, State.EXITING),
