@@ -15,6 +15,7 @@ no_controller             rank ctrl_rank_id believes that it has started a contr
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import signal
@@ -70,6 +71,17 @@ def _no_local_buffers(_: str) -> None:
     from lastwords.optim_wrapper.rank_local import BufferCapture
 
     BufferCapture.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
+
+
+def _no_epoch_start(_: str) -> None:
+    from lastwords.optim_wrapper.register import TFTRegister
+
+    original = TFTRegister._resume_at
+
+    def resume_at(self: TFTRegister, resumed: Any) -> Any:
+        return dataclasses.replace(original(self, resumed), restore_epoch_start=lambda: None)
+
+    TFTRegister._resume_at = resume_at  # type: ignore[method-assign]
 
 
 def _on_pwrite(act: Callable[[Path], None]) -> None:
@@ -130,6 +142,7 @@ _SABOTAGE: dict[str, Callable[[str], None]] = {
     "hangs_while_writing": _hangs_while_writing,
     "no_bucket_replay": _no_bucket_replay,
     "no_controller": _no_controller,
+    "no_epoch_start": _no_epoch_start,
     "no_local_buffers": _no_local_buffers,
     "no_random_numbers": _no_random_numbers,
     "no_tentative_slot": _no_tentative_slot,

@@ -26,10 +26,11 @@ REFUSED_TIMEOUT_S = 40.0
 
 
 def refused(launch: Launch, pattern: str) -> None:
-    """Every rank ends with an error that matches, having trained nothing, and nothing is left."""
+    """Every rank says what matches, having trained nothing, and ends with an error: its own or that of another rank."""
     launch.finish(REFUSED_TIMEOUT_S)
-    if set(launch.codes.values()) != {1}:
-        raise launch.fail(f"the ranks ended with {launch.codes}, expected an error on each")
+    codes = set(launch.codes.values())
+    if 1 not in codes or not codes <= {1, EXIT_NOT_SAVED}:
+        raise launch.fail(f"the ranks ended with {launch.codes}, expected errors")
     for rank in range(launch.layout.world_size):
         text = " ".join(launch.job.output(rank).split())
         if not re.search(pattern, text):

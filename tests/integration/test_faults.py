@@ -208,8 +208,7 @@ def test_torchrun_restarts_and_resumes_by_itself(rig: Rig) -> None:
     layout = Layout(augment=True)
     faults = [
         Fault(1, 3, "forward", ("kill",), restart=0),
-        Fault(0, 5, "forward", ("kill",), restart=1),
-        Fault(3, 6, "update", ("kill",), restart=2),
+        Fault(0, 6, "update", ("kill",), restart=1),
     ]
     launch = rig.launch(
         layout, faults=faults, launcher="torchrun", launcher_arguments=["--max-restarts=3"], env=FRESH_STORE
