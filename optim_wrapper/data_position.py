@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.own_streams import own_generators
 from lastwords.optim_wrapper.progress import Progress
 
 DataMode = Literal["refetch", "skip"]
@@ -53,6 +54,12 @@ class LoaderFacts:
     workers: int
     persistent_workers: bool
     in_order: bool
+
+
+PERSISTENT = (
+    "the loader's workers are persistent, so the random numbers they draw after the first epoch depend on all epochs "
+    "before; use persistent_workers=False if the dataset draws any"
+)
 
 
 def loader_facts(loader: Any) -> LoaderFacts:
@@ -96,9 +103,9 @@ def generators(loader: Any) -> dict[str, torch.Generator]:
         "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
         "dataset": getattr(loader, "dataset", None),
     }
+    named = [(name, getattr(owner, "generator", None)) for name, owner in places.items()]
     found: dict[str, torch.Generator] = {}
-    for name, owner in places.items():
-        generator = getattr(owner, "generator", None)
+    for name, generator in (*named, *own_generators(loader)):
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
             found[name] = generator
     return found
@@ -126,11 +133,6 @@ def static_reasons(loader: Any, facts: LoaderFacts, data: DataMode) -> tuple[str
         reasons.append(
             'the loader\'s done batches are skipped by index (data="skip"), so random numbers that the dataset draws '
             "in its workers differ"
-        )
-    if facts.workers and facts.persistent_workers:
-        reasons.append(
-            "the loader's workers are persistent, so the random numbers they draw after the first epoch depend on "
-            "all epochs before; use persistent_workers=False if the dataset draws any"
         )
     if facts.workers and not facts.in_order:
         reasons.append("the loader has in_order=False, so the order of its batches depends on time")

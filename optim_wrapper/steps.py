@@ -22,6 +22,7 @@ import torch
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.data_position import (
+    PERSISTENT,
     DataMode,
     Kind,
     generators,
@@ -32,6 +33,7 @@ from lastwords.optim_wrapper.data_position import (
     skipping_iterator,
     static_reasons,
 )
+from lastwords.optim_wrapper.own_streams import OwnStreams
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +49,9 @@ class StepEvents(Protocol):
 
     def step_end(self, epoch: int, step: int) -> None:
         """`step` of `epoch` has ended."""
+
+    def not_exact(self, reason: str) -> None:
+        """It has just turned out that a resume from here on would not be exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Steps:
         self._facts = loader_facts(loader)
         self.generators: dict[str, torch.Generator] = generators(loader)
         """The torch generators that the loader draws from; their states belong to the random streams."""
+        self._own_streams = OwnStreams(loader)
         self._epochs = epochs
         self._accumulate = accumulate
         self._events = events
@@ -158,6 +164,7 @@ class Steps:
 
     def _one(self, epoch: int, iterator: Iterator[Any], batches_done: int) -> Generator[tuple[int, int, Any]]:
         total, accumulate, events = self._facts.batches, self._accumulate, self._events
+        last = self.steps_per_epoch
         count = batches_done
         step = -(-batches_done // accumulate)
         while True:
@@ -166,6 +173,8 @@ class Steps:
                 self.step = step
                 self.under_way = True
                 self.ends_step = False
+                if self._facts.persistent_workers and (epoch > 1 or (step == last and epoch < self._epochs)):
+                    self._not_exact(PERSISTENT)
                 events.under_way(epoch, step)
             try:
                 batch = next(iterator)
@@ -181,6 +190,11 @@ class Steps:
             yield epoch, step, batch
             del batch  # not kept alive while the next one is fetched
             if self.ends_step:
+                for place in self._own_streams.look():
+                    self._not_exact(
+                        f"the loader's {place} is a random generator of its own that moves in the training process and "
+                        "is not saved; draw from torch, numpy.random or random, or use a torch.Generator"
+                    )
                 events.step_end(epoch, step)
                 self.under_way = False
         if count < total:
@@ -231,4 +245,5 @@ class Steps:
     def _not_exact(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
+            self._events.not_exact(reason)
             _log.warning("not exact, because %s", reason)

@@ -172,12 +172,16 @@ class Run:
     events: list[str] = field(default_factory=list)
     starts: dict[int, Any] = field(default_factory=dict)
     ends: dict[tuple[int, int], Any] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
     steps: Steps | None = None
 
     def epoch_start(self, epoch: int) -> None:
         self.events.append(f"epoch {epoch}")
         assert self.steps is not None
         self.starts[epoch] = all_streams(self.steps.generators)
+
+    def not_exact(self, reason: str) -> None:
+        self.reasons.append(reason)
 
     def under_way(self, epoch: int, step: int) -> None:
         self.events.append(f"begin {epoch}.{step}")
@@ -284,8 +288,9 @@ def test_persistent_workers_are_exact_in_the_first_epoch_and_keep_their_order_la
 
     whole = whole_run(make, epochs=3)
     assert whole.steps is not None
-    assert any("persistent" in reason for reason in whole.steps.reasons)
+    assert any("persistent" in reason for reason in whole.reasons)
     assert resumed(whole, make, 1, 2, epochs=3).record == after(whole.record, 1, 2)
+    assert whole_run(make, epochs=1).reasons == []
     quiet = whole_run(lambda: make("none"), epochs=3)
     for epoch, step in [(2, 2), (1, 6), (2, 6)]:
         again = resumed(quiet, lambda: make("none"), epoch, step, epochs=3)
@@ -483,6 +488,70 @@ def test_a_foreign_loader_that_draws_ahead_is_reported_and_one_that_does_not_dra
         assert (again.record == after(whole.record, 1, 3)) is not draws
         assert again.steps is not None
         assert any("how far ahead" in reason for reason in again.steps.reasons) is draws
+
+
+@pytest.mark.parametrize(
+    "make_rng", [lambda: random.Random(3), lambda: np.random.default_rng(3), lambda: np.random.RandomState(3)]
+)
+def test_a_generator_of_the_datasets_own_is_reported_once_it_moves_and_only_then(make_rng: Any) -> None:
+    class Noise:
+        def __init__(self, draws: bool) -> None:
+            self.draws = draws
+            self.streams = {"noise": [make_rng()]}
+
+        def __call__(self) -> float:
+            return float(self.streams["noise"][0].random()) if self.draws else 0.0
+
+    class Augmented(Items):
+        def __init__(self, draws: bool) -> None:
+            super().__init__()
+            self.transform = Noise(draws)
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([index, self.transform()])
+
+    for draws in (False, True):
+
+        def make(draws: bool = draws) -> Any:
+            return DataLoader(Augmented(draws), BATCH, shuffle=True)
+
+        whole = whole_run(make, epochs=2)
+        again = resumed(whole, make, 2, 2, epochs=2)
+        assert (again.record == after(whole.record, 2, 2)) is not draws
+        if draws:
+            assert len(whole.reasons) == 1
+            assert "dataset.transform.streams['noise'][0] is a random generator of its own" in whole.reasons[0]
+        else:
+            assert whole.reasons == []
+
+
+def test_torch_generators_of_the_datasets_and_samplers_own_are_captured() -> None:
+    class Augmented(Items):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = seeded(4)
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([index, torch.rand((), generator=self.noise).item()])
+
+    class Drawn(Sampler[int]):
+        def __init__(self) -> None:
+            self.rng = seeded(5)
+
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(SAMPLES, generator=self.rng).tolist())
+
+    def make() -> Any:
+        return DataLoader(Augmented(), BATCH, sampler=Drawn())
+
+    whole = whole_run(make, epochs=3)
+    assert whole.steps is not None
+    assert set(whole.steps.generators) == {"sampler.rng", "dataset.noise"}
+    for epoch, step in points(whole.steps.steps_per_epoch):
+        assert resumed(whole, make, epoch, step, epochs=3).record == after(whole.record, epoch, step)
 
 
 def test_without_torchs_private_sampler_iterator_batches_are_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
