@@ -258,7 +258,7 @@ class TFTRegister:
             "steps_per_epoch": steps.steps_per_epoch, "epochs": epochs, "accumulate": accumulate,
             "batches_per_epoch": steps.batches_per_epoch, "mode": self._config.data,
         }  # fmt: skip
-        self._recorder.not_exact(steps.reasons)
+        self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
         self._recorder.rng = RngCapture(generators=steps.generators)
         if self._protection is not None:
             self._protection.use_box(self._recorder.open(self._protection.box_path(self._world.rank)))
@@ -272,7 +272,6 @@ class TFTRegister:
         if self._protection is not None:
             self._protection.agent.begin_loop(steps.steps_per_epoch, epochs, self._global_step)
         yield from steps
-        self._recorder.not_exact(steps.reasons)
 
     @property
     def ends_step(self) -> bool:
@@ -362,6 +361,9 @@ class _Events:
 
     def epoch_start(self, epoch: int) -> None:
         self._recorder.epoch_start(epoch)
+
+    def not_exact(self, reason: str) -> None:
+        self._recorder.not_exact((reason,))
 
     def under_way(self, epoch: int, step: int) -> None:
         self._recorder.under_way(Position(epoch, step))
