@@ -29,11 +29,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError, NotAnOptimizerError
+from lastwords.optim_wrapper.closure_probe import fingerprint_of, same_fingerprint
 
 _HOOK_KEY = "lastwords"
 """Key of our entry in the inner optimizer's hook tables; torch's own keys are integers."""
@@ -193,14 +193,14 @@ class OptTFTWrapper(Optimizer):
         assert hooks is not None
         fingerprint: list[Any] | None = None
         if self._writes_before_closure is None:
-            fingerprint = _fingerprint(self._inner)
+            fingerprint = fingerprint_of(self._inner)
         if self._writes_before_closure is not False:
             self._enter(hooks)
 
         def reported_closure() -> Any:
             nonlocal fingerprint
             if fingerprint is not None:
-                self._writes_before_closure = not _same_fingerprint(fingerprint, _fingerprint(self._inner))
+                self._writes_before_closure = not same_fingerprint(fingerprint, fingerprint_of(self._inner))
                 fingerprint = None
             value = closure()
             if not self._entered:
@@ -369,31 +369,3 @@ def _has_step_hooks(inner: Optimizer) -> bool:
 
 _global_pre_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
 _global_post_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_post_hooks", {})
-
-
-def _fingerprint(inner: Optimizer) -> list[Any]:
-    """Enough of parameters and state to see whether an optimizer has written; entries (place, version, norm)."""
-    entries: list[Any] = []
-
-    def add(place: tuple[Any, ...], value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                plain = getattr(value, "_local_tensor", value).detach()  # a DTensor's norm would be a collective
-                norm = plain.norm() if plain.is_floating_point() or plain.is_complex() else plain.double().norm()
-            # Writing through `.data` leaves the version as it is, so the norm is looked at too.
-            entries.append((place, value._version, repr(norm.item())))
-        elif isinstance(value, int | float | str | bool | None):
-            entries.append((place, value, ""))
-
-    for g, group in enumerate(inner.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            add((g, i), parameter)
-            for key, value in inner.state.get(parameter, {}).items() if parameter in inner.state else ():
-                add((g, i, key), value)
-    return entries
-
-
-def _same_fingerprint(before: list[Any], now: list[Any]) -> bool:
-    # State that an optimizer creates on its first step (LBFGS sets its counters up) is new, not written over.
-    known = {entry[0]: entry[1:] for entry in now}
-    return all(known.get(place) == tuple(rest) for place, *rest in before)
