@@ -15,7 +15,16 @@ from lastwords.checkpoint.direct_io import Buffer, DirectWriter, as_bytes
 from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document
 from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order, is_checksum
 from lastwords.checkpoint.storable import pack, unpack
-from lastwords.checkpoint.system import REAL_OS, Os, close, make_directories, read_whole, storage_errors, sync_directory
+from lastwords.checkpoint.system import (
+    REAL_OS,
+    Os,
+    close,
+    make_directories,
+    make_directory,
+    read_whole,
+    storage_errors,
+    sync_directory,
+)
 from lastwords.errors import ConfigError, FormatError
 
 PART_FORMAT = 1
@@ -268,7 +277,7 @@ def write_part(
     job: str = "",
     os: Os = REAL_OS,
 ) -> Part:
-    """Writes this rank's .ckpt and part.json into `directory` (a `layout.tmp_dir`), both durable on return.
+    """Writes this rank's .ckpt, durable on return, and part.json into `directory` (a `layout.tmp_dir`).
 
     May be called from any thread; adds about 24 MiB of memory while it runs. `progress(bytes_written)` is called on
     this thread at least once for every 4 MiB and may raise to cancel. Raises StorageError, or ConfigError for state
@@ -291,7 +300,10 @@ def write_part(
     )
     path = layout.PartPath(rank, epoch, step)
     rank_dir = directory / layout.rank_dir_name(rank)
-    make_directories(rank_dir, os)
+    # Their names become durable below (rank_dir's in `directory`) and with the publication (`directory`'s in its root).
+    make_directories(directory.parent, os)
+    make_directory(directory, os)
+    make_directory(rank_dir, os)
     file = directory / str(path)
     try:
         with DirectWriter(
@@ -330,7 +342,8 @@ def write_part(
             },
             facts=facts,
         )
-        write_document(rank_dir / layout.PART_NAME, part.encode(), os)
+        # Not fsynced: it is read once, for the manifest, and nobody looks for it after a crash.
+        write_document(rank_dir / layout.PART_NAME, part.encode(), os, durable=False)
         sync_directory(rank_dir, os)
         sync_directory(directory, os)
     except Exception:
@@ -346,8 +359,8 @@ def write_part(
     return part
 
 
-def write_document(path: Path, raw: bytes, os: Os) -> None:
-    """Writes a small new file and makes its content durable (not its name)."""
+def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
+    """Writes a small new file; `durable`: its content is on the disk on return (its name is the caller's)."""
     with storage_errors("writing", path):
         fd = os.create(path, direct=False)
         try:
@@ -355,7 +368,8 @@ def write_document(path: Path, raw: bytes, os: Os) -> None:
             done = 0
             while done < len(raw):
                 done += os.pwrite(fd, view[done:], done)
-            os.fsync(fd)
+            if durable:
+                os.fsync(fd)
         finally:
             close(fd, path, os)
 

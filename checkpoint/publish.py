@@ -140,7 +140,7 @@ def publish(
     stamp = later_than_all(root, clock.wall_ns() if published_unix_ns is None else published_unix_ns, os)
     manifest = build_manifest(incident, parts, published_unix_ns=stamp)
     _remove_foreign(tmp_dir, incident.writers, os)
-    write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os)
+    write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os, durable=True)
     for part in parts:
         rank_dir = tmp_dir / layout.rank_dir_name(part.rank)
         with storage_errors("removing", rank_dir / layout.PART_NAME):
@@ -241,8 +241,6 @@ def _remove_foreign(tmp_dir: Path, writers: Collection[int], os: Os) -> None:
 
 
 def _rename_into_place(root: Path, tmp_dir: Path, final: Path, job: str, os: Os) -> None:
-    # tmp_dir's own name must be durable before it is renamed: the writers may have fsynced another host's view.
-    sync_directory(root, os)
     with storage_errors("publishing", final):
         try:
             os.rename(tmp_dir, final)

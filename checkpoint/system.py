@@ -211,18 +211,24 @@ def sync_directory(path: Path, os: Os) -> None:
 
 def make_directories(path: Path, os: Os) -> None:
     """Creates `path` and its missing parents, each made durable in its own parent; races are harmless."""
-    with storage_errors("creating the directory", path):
-        if os.is_directory(path):
+    with storage_errors("looking for the directory", path):
+        if os.exists(path):
             return
-        if path.parent != path and not os.exists(path.parent):
-            make_directories(path.parent, os)
+    if path.parent != path:
+        make_directories(path.parent, os)
+    make_directory(path, os)
+    sync_directory(path.parent, os)
+
+
+def make_directory(path: Path, os: Os) -> None:
+    """Creates one directory unless it is there. Its name is not durable yet."""
+    with storage_errors("creating the directory", path):
         try:
             os.mkdir(path)
         except FileExistsError:
             # Another writer was faster, or it is a symbolic link to a directory: both are fine; a file is not,
             # and says so when something is created in it.
-            return
-    sync_directory(path.parent, os)
+            pass
 
 
 def remove_tree(path: Path, os: Os) -> None:

@@ -137,7 +137,7 @@ def test_a_file_whose_fsync_failed_is_never_fsynced_again() -> None:
             break
         assert not os.fsynced_again
         files += len(os.failed)
-    assert files == 5, "two files, two parts, one manifest"
+    assert files == 3, "two files and one manifest"
 
 
 def test_a_failed_last_fsync_says_that_the_checkpoint_is_visible() -> None:
