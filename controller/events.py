@@ -17,10 +17,10 @@ RESEND_INTERVAL_S = 0.5
 """An order that has not been answered goes out again this often (Freeze, Proceed, Save, Exit, Release, Refused).
 gRPC loses nothing while a stream lives, so in practice this repairs only what was lost with a stream."""
 
-STORAGE_RETRIES_MAX = 3
-"""How often another rank of a host that was refused by the file system may try the same directory, where neither
-another host nor a fallback directory is left. A full disk stays full, but one bad descriptor or quota need not
-cost the run; three tries of 30 s progress time-out each stay within two minutes."""
+STORAGE_FAILURES_MAX = 8
+"""So often, and once more for every fourth host, may writers be refused by one directory; then it counts as broken for
+all. A full disk stays full, but one bad quota or mount must not cost the run; and where thousands of ranks share one
+full file system it takes no thousand attempts to see that."""
 
 
 @dataclass(frozen=True, slots=True)

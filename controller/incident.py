@@ -15,7 +15,6 @@ from lastwords.controller.events import (
     ERROR,
     INFO,
     RESEND_INTERVAL_S,
-    STORAGE_RETRIES_MAX,
     WARNING,
     Published,
     PublishFailed,
@@ -194,8 +193,7 @@ class Incident:
 
     def _select(self) -> None:
         context, saving = self._context, self._saving
-        possible = (0, 1) if context.options.has_fallback_target else (0,)
-        targets = tuple(target for target in possible if target not in saving.closed_targets)
+        targets = saving.targets()
         if not targets:
             self._end(ExitKind.NOT_SAVED, f"{self.words()}; {saving.storage_reason}")
             return
@@ -205,7 +203,7 @@ class Incident:
             saving.parts(),
             base_step=context.members.base_step,
             targets=targets,
-            retry_refused=saving.storage_failures <= STORAGE_RETRIES_MAX,
+            retry_refused=True,
         )
         if isinstance(answer, Decision):
             self._carry_out(answer)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from lastwords.controller.context import JobContext
 from lastwords.controller.decision import Decision, Part
-from lastwords.controller.events import Discard, PartPlan, StartPublish, StartVerify
+from lastwords.controller.events import STORAGE_FAILURES_MAX, Discard, PartPlan, StartPublish, StartVerify
 from lastwords.vocabulary import Save
 
 
@@ -39,7 +39,7 @@ class Saving:
         self.finished: list[Part] = []
         self.refused: dict[int, set[int]] = {}  # rank -> targets that its writes failed on
         self.closed_targets: set[int] = set()
-        self.storage_failures = 0
+        self._failures: dict[int, int] = {}  # target -> how often it has refused
         self.storage_reason = ""
         self.plan: tuple[Part, ...] = ()
         self.step = 0
@@ -131,8 +131,19 @@ class Saving:
     def refuse(self, rank: int, reason: str) -> None:
         """The file system refused what this rank wrote to the directory in use."""
         self.refused.setdefault(rank, set()).add(self.target)
-        self.storage_failures += 1
+        self._failures[self.target] = self._failures.get(self.target, 0) + 1
         self.storage_reason = reason
+
+    def targets(self) -> tuple[int, ...]:
+        """The directories still in play, the preferred one first."""
+        members = self._context.members.members.values()
+        failures_max = STORAGE_FAILURES_MAX + len({member.process.host_id for member in members}) // 4
+        possible = (0, 1) if self._context.options.has_fallback_target else (0,)
+        return tuple(
+            target
+            for target in possible
+            if target not in self.closed_targets and self._failures.get(target, 0) < failures_max
+        )
 
     def drop_overdue(self) -> list[int]:
         """Give up writers that have made no progress for too long; returns them, sorted."""
@@ -167,9 +178,7 @@ class Saving:
         bad = {rank for rank, _ in problems} & writers or writers
         text = "; ".join(f"part of rank {rank}: {text}" if rank in writers else text for rank, text in problems)
         for rank in sorted(bad):
-            self.refused.setdefault(rank, set()).add(self.target)
-        self.storage_failures += 1
-        self.storage_reason = text or "the verification failed"
+            self.refuse(rank, text or "the verification failed")
         self.finished = [part for part in self.finished if part.target != self.target or part.rank not in bad]
 
     def start_publish(self, reason: str, cause_ranks: tuple[int, ...], dead_ranks: tuple[int, ...]) -> None:
@@ -201,7 +210,6 @@ class Saving:
         """This directory cannot be published into; its verified files stay where they are, for a human."""
         self.closed_targets.add(self.target)
         self._spared.add(self.attempt)
-        self.storage_failures += 1
         self.storage_reason = reason
         self.finished = [part for part in self.finished if part.target != self.target]
 

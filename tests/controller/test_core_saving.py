@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lastwords.controller.core import ControllerOptions
-from lastwords.controller.events import OutcomeKind, PartPlan, StartPublish, StartVerify, State
+from lastwords.controller.events import STORAGE_FAILURES_MAX, OutcomeKind, PartPlan, StartPublish, StartVerify, State
 from lastwords.vocabulary import Exit, ExitKind, Goodbye, Save
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
@@ -247,8 +247,24 @@ def test_retries_in_a_refused_directory_are_bounded() -> None:
         (writer,) = job.sent(Save)
         job.save_failed(writer, 5, attempt=attempts, storage=True)
         attempts += 1
-    assert attempts - 1 == 4
+    assert attempts - 1 == STORAGE_FAILURES_MAX
     assert job.sent(Exit)[0].kind is ExitKind.NOT_SAVED
+
+
+def test_a_directory_that_is_broken_for_all_is_left_for_the_fallback() -> None:
+    job = JobDriver(
+        40, hosts="".join(chr(65 + rank) for rank in range(40)), options=ControllerOptions(has_fallback_target=True)
+    )
+    job.kill(39)
+    for rank in range(39):
+        job.settle(rank, computing(5))
+    refusals = 0
+    while next(iter(job.sent(Save).values())).target == 0:
+        order = next(order for order in job.sent(Save).values() if order.units)
+        (writer,) = [rank for rank, sent in job.sent(Save).items() if sent == order]
+        job.save_failed(writer, 5, attempt=order.attempt, storage=True)
+        refusals += 1
+    assert refusals <= STORAGE_FAILURES_MAX + 40 // 4
 
 
 def test_bad_files_are_written_again_by_somebody_else() -> None:
