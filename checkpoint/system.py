@@ -267,6 +267,8 @@ def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None) 
         fd = os.open_read(path)
     except FileNotFoundError:
         raise
+    except NotADirectoryError as error:  # a file stands where its directory should be: it is missing all the same
+        raise FileNotFoundError(errno.ENOENT, posix.strerror(errno.ENOENT), str(path)) from error
     except OSError as error:
         raise storage_error("opening", path, error) from error
     with storage_errors("reading", path):

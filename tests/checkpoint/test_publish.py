@@ -310,6 +310,14 @@ def test_an_unreadable_directory_under_the_final_name_is_kept_aside(tmp_path: Pa
     assert (tmp_path / f"{final.name}-replaced-1/notes.txt").read_text() == "mine"
 
 
+def test_a_file_under_the_final_name_is_kept_aside(tmp_path: Path) -> None:
+    final = layout.checkpoint_dir(tmp_path, 37)
+    final.write_text("mine")
+    path = JOB.save(tmp_path, 37)
+    assert content_of(path) == content_written(JOB, 37)
+    assert (tmp_path / f"{final.name}-replaced-1").read_text() == "mine"
+
+
 def test_a_clock_that_was_set_back_does_not_make_the_new_one_look_older(tmp_path: Path) -> None:
     for step, stamp in ((37, 5000), (38, 4000), (39, 5000)):
         directory = JOB.write(tmp_path, step)
