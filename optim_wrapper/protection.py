@@ -164,6 +164,19 @@ class Protection:
         """Gradients are final."""
         self.agent.ready()
 
+    def begin_update(self) -> None:
+        """`ready` and `enter_update` at once."""
+        agent, signals = self._agent, self._signals
+        assert agent is not None
+        assert signals is not None
+        signals.refresh()
+        signals.enter_update()
+        try:
+            agent.begin_update()
+        except BaseException:
+            signals.leave_update()
+            raise
+
     def enter_update(self) -> None:
         """May park; then no signal handler runs until the update is whole."""
         agent, signals = self._agent, self._signals

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lastwords.checkpoint.storable import pack
+from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
@@ -25,8 +27,7 @@ _log = logging.getLogger(__name__)
 class StepRecorder:
     """Captures what may have moved on by the time of an incident. Belongs to the training thread.
 
-    The tentative copy is taken when the backward pass begins, that is, after the forward pass and the loss and
-    before the first collective of the gradients: registered on `model`'s output, by a forward hook.
+    The tentative copy is taken in the backward pass, before a collective that lets a peer update (`BeforeCollective`).
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class StepRecorder:
         self._local_now: ExtrasSnapshot = self.local_extras.first()
         self._position = Position(1, 0)
         self._step = 0
-        self._hook: Any = None
-        self._armed = False
+        self._has_local_extras = bool(self.local_extras)
+        self._hook: BeforeCollective | None = None
+        self._paused = False
         self._needs_epoch_start = False
         self._tentative_document: bytes | None = None
+        self._plain_document: tuple[Position | None, bytes] = None, b""
         self._tentative_reasons: list[str] = []
 
     # ------------------------------------------------------------------ life
@@ -75,7 +78,7 @@ class StepRecorder:
         self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
         self._say_reasons()
         if self._hook is None:
-            self._hook = self.model.register_forward_hook(self._after_forward)
+            self._hook = BeforeCollective(self.model, self._tentative)
         return box
 
     def begin(
@@ -89,6 +92,7 @@ class StepRecorder:
     ) -> None:
         """Training goes on after `step`: put the streams there, and take the copies from which it could start again."""
         self._needs_epoch_start = needs_epoch_start
+        self._plain_document = None, b""
         if epoch_start and self._box is not None:
             self.rng.restore(epoch_start)
             self._box.epoch_start(position.epoch)
@@ -97,6 +101,15 @@ class StepRecorder:
         self._extras_now = self.extras.first(self._extras_now)
         self._local_now = self.local_extras.first(self._local_now)
         self._keep(step, position)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward passes belong to no step (the replay of DDP's buckets)."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def close(self) -> None:
         """Take the hook off the model again."""
@@ -134,7 +147,7 @@ class StepRecorder:
     def committed(self, step: int, position: Position) -> None:
         """The end of `step`: everything that may move on from here."""
         self._extras_now = self.extras.ended(self._extras_now)
-        if self.local_extras:
+        if self._has_local_extras:
             self._local_now = self.local_extras.ended(self._local_now)
         self._keep(step, position)
 
@@ -144,7 +157,7 @@ class StepRecorder:
         if self._box is not None:
             document = self._document(position, self._local_now)
             self._box.committed(step, document)
-            if self.local_extras and self._tentative_document not in (None, document):
+            if self._has_local_extras and self._tentative_document not in (None, document):
                 self._tentative_reasons = ["local_extras change between the forward pass and the end of a step"]
                 self._say_reasons()
             self._tentative_document = None
@@ -156,25 +169,11 @@ class StepRecorder:
         if self._box is not None:
             self._box.epoch_start(epoch)
 
-    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        self._armed = True
-        first = _first_differentiable(output)
-        if first is None:
-            self._tentative()
-        else:
-            first.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
-
-    def _before_backward(self, gradient: torch.Tensor) -> None:
-        self._tentative()
-
     def _tentative(self) -> None:
-        if self._armed and self._box is not None:
-            self._armed = False
-            local = self.local_extras.ended(self._local_now) if self.local_extras else self._local_now
-            self._tentative_document = self._document(self._position, local)
-            self._box.tentative(self._step + 1, self._tentative_document)
+        if self._box is not None and not self._paused:
+            local = self.local_extras.ended(self._local_now) if self._has_local_extras else self._local_now
+            self._tentative_document = document = self._document(self._position, local)
+            self._box.tentative(self._step + 1, document)
 
     def _say_reasons(self) -> None:
         assert self._box is not None
@@ -182,35 +181,20 @@ class StepRecorder:
         self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document(self, position: Position, local: ExtrasSnapshot) -> bytes:
-        if not self.local_extras:
-            return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s}' % (
+        if not self._has_local_extras:
+            if position == self._plain_document[0]:
+                return self._plain_document[1]  # the tentative copy's: it is the same step
+            document = b'{"epoch":%d,"step":%d,"needs_epoch_start":%s}' % (
                 position.epoch,
                 position.step,
                 b"true" if self._needs_epoch_start else b"false",
             )
-        document = {
+            self._plain_document = position, document
+            return document
+        members = {
             "epoch": position.epoch,
             "step": position.step,
             "needs_epoch_start": self._needs_epoch_start,
             "local_extras": pack(pack_inline(self.local_extras, local), "local_extras"),
         }
-        return json.dumps(document).encode()
-
-
-def _first_differentiable(output: Any) -> torch.Tensor | None:
-    """Any tensor in a model's output whose gradient will be asked for; tuples, lists, dicts and dataclasses."""
-    if isinstance(output, torch.Tensor):
-        return output if output.requires_grad else None
-    if isinstance(output, Mapping):
-        items: Any = output.values()
-    elif isinstance(output, list | tuple):
-        items = output
-    elif hasattr(output, "__dict__"):
-        items = vars(output).values()
-    else:
-        return None
-    for item in items:
-        found = _first_differentiable(item) if not isinstance(item, str | bytes) else None
-        if found is not None:
-            return found
-    return None
+        return json.dumps(members).encode()

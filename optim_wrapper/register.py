@@ -286,12 +286,12 @@ class TFTRegister:
         """
         if self._steps is not None:
             raise ConfigError("step_end() is for loops of one's own; steps() ends each step by itself")
-        for name, value in (("epoch", epoch), ("step", step)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}")
+        if type(epoch) is not int or type(step) is not int or epoch < 1 or step < 1:
+            _refuse_position(epoch, step)
         if self._world is None:
             raise ConfigError("step_end() has to be called inside `with tft:` (or after tft.start())")
-        self._ensure_loop()
+        if not self._begun:
+            self._ensure_loop()
         self._end_step(Position(epoch, step))
         self._recorder.under_way(Position(epoch, step + 1))
 
@@ -337,11 +337,18 @@ class TFTRegister:
         return {**self._facts, "buckets": self._buckets.record(step)}
 
 
+def _refuse_position(epoch: object, step: object) -> None:
+    for name, value in (("epoch", epoch), ("step", step)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}")
+
+
 class _Hooks:
     """Between `OptTFTWrapper` and the protection; see `StepHooks`."""
 
     def __init__(self, protection: Protection, ensure_loop: Callable[[], None]) -> None:
         self._ready = protection.agent.ready
+        self._begin_update = protection.begin_update
         self._ensure_loop = ensure_loop
         self.enter_update = protection.enter_update
         self.leave_update = protection.leave_update
@@ -350,6 +357,10 @@ class _Hooks:
     def ready(self) -> None:
         self._ensure_loop()
         self._ready()
+
+    def begin_update(self) -> None:
+        self._ensure_loop()
+        self._begin_update()
 
 
 class _Events:

@@ -120,7 +120,8 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
 
     # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
     rng = recorder.rng.snapshot()
-    reasons += ddp_buckets.replay(recorder.model, manifest.facts.get("buckets", {}))
+    with recorder.paused():
+        reasons += ddp_buckets.replay(recorder.model, manifest.facts.get("buckets", {}))
     recorder.rng.restore(rng)
 
     local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name
@@ -28,8 +27,7 @@ EPOCH_PREFIX = "epoch/"
 """Rank-local tensors of an epoch's start stand under this prefix, beside those of the step itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What may move on after a step has ended, as it was at the end of global step `step`."""
 
     step: int

@@ -26,6 +26,7 @@ from lastwords.vocabulary import UNIT_REPLICATED
 
 META_VERSION = 1
 _COMPILED = "_orig_mod."
+_PLAIN = frozenset({type(None), bool, int, float, str, tuple, list})
 
 SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"})
 """torch's own optimizers whose state or weights differ from rank to rank although the model is DDP's."""
@@ -224,11 +225,15 @@ class UnitView:
 
 def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Hyperparameters of every param group, without the parameters; tensors (a tensor lr) are cloned."""
-    return [
-        {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
+    copies = []
+    for group in optimizer.param_groups:
+        plain = group.copy()
+        del plain["params"]
+        # Called in every step, so first the question that C answers at once: is there any tensor at all?
+        if not _PLAIN.issuperset(map(type, plain.values())):
+            plain = {
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in plain.items()
+            }
+        copies.append(plain)
+    return copies

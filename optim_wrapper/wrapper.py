@@ -50,6 +50,9 @@ class StepHooks(Protocol):
     def enter_update(self) -> None:
         """The optimizer is about to write. May block (the rank is parked), and may raise instead of returning."""
 
+    def begin_update(self) -> None:
+        """`ready` and `enter_update` at once: called in their place where there is no gate between them."""
+
     def leave_update(self) -> None:
         """The optimizer has written everything."""
 
@@ -121,6 +124,8 @@ class OptTFTWrapper(Optimizer):
             if closure is None and not args:
                 return self._inner.step(**kwargs)
             return self._inner.step(closure, *args, **kwargs)  # type: ignore[call-overload]
+        if closure is None and not args and not _has_step_hooks(self._inner):
+            return self._simple_step(self._hooks, kwargs)
         return self._reported_step(closure, args, kwargs)
 
     # torch would wrap `step` once more, to run hooks and to open a profiler range. The inner step does both
@@ -143,6 +148,17 @@ class OptTFTWrapper(Optimizer):
             value = self._reported_step(closure, call_args[2:], rest)
         for post_hook in tuple(self._optimizer_step_post_hooks.values()):
             post_hook(self, call_args, kwargs)
+        return value
+
+    def _simple_step(self, hooks: StepHooks, kwargs: dict[str, Any]) -> Any:
+        """What nearly every step is: no closure and no hooks, so nothing of ours has to go between the inner one's."""
+        self._enter(hooks)
+        try:
+            value = self._inner.step(**kwargs)
+        except BaseException as error:
+            hooks.torn(error)
+            raise
+        hooks.leave_update()
         return value
 
     def _reported_step(self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,10 +194,12 @@ class OptTFTWrapper(Optimizer):
         return value
 
     def _enter(self, hooks: StepHooks) -> None:
-        hooks.ready()
-        if self._gate is not None:
+        if self._gate is None:
+            hooks.begin_update()
+        else:
+            hooks.ready()
             self._gate()
-        hooks.enter_update()
+            hooks.enter_update()
         self._entered = True
 
     def _leave(self, hooks: StepHooks) -> None:

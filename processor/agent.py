@@ -144,6 +144,16 @@ class Agent:
             self._core.mark_ready()
             self._after_mark()
 
+    def begin_update(self) -> None:
+        """`ready` and `enter_update` at once, where no gate lies between them. Parks during an incident."""
+        core = self._core
+        with self._lock:
+            core.mark_ready()
+            entered = core.try_update()
+            self._after_mark()
+        if not entered:
+            self._park(core.try_update)
+
     def enter_update(self) -> None:
         """The optimizer is about to write. Parks during an incident."""
         with self._lock:
@@ -169,20 +179,21 @@ class Agent:
 
         Parks during an incident; a rank that has settled neither captures nor counts any more.
         """
-        if not self._core.may_end_step:
+        core = self._core
+        if not core.may_end_step:
             with self._condition:
-                ended = self._core.try_end_step()  # says SKIPPED where there was no update, and parks
-                self._settle_calls()
-            assert not ended
-            self._park(lambda: self._core.may_end_step)
-        commit(self._core.ended_step + 1)
-        with self._condition:
-            ended = self._core.try_end_step()
-            self._settle_calls()
+                if not core.may_end_step:  # still: a false alarm may have ended since
+                    core.try_end_step()  # says SKIPPED where there was no update, and parks
+                    self._settle_calls()
+            self._park(lambda: core.may_end_step)
+        commit(core.ended_step + 1)
+        with self._lock:
+            ended = core.try_end_step()
+            self._after_mark()
         if not ended:  # frozen between the two: the copy is there, and the step ends if training goes on
-            self._park(self._core.try_end_step)
-        elif self._core.frozen:
-            self._park(lambda: not self._core.frozen)
+            self._park(core.try_end_step)
+        elif core.frozen:
+            self._park(lambda: not core.frozen)
 
     def left(self) -> None:
         """The loop is over here; waits until every rank has left, or for the incident's end."""
@@ -269,8 +280,7 @@ class Agent:
         """With the lock: the same as `_settle_calls`, for the calls of every step."""
         core = self._core
         if self._phase_word is not None:
-            stand = core.stand
-            self._phase_word.set_stand(stand.phase, stand.step)
+            self._phase_word.set_stand(core.phase, core.stand_step)
         if core.has_effects:
             self._settle_calls()
 

@@ -110,7 +110,12 @@ class ProcessorCore:
     @property
     def stand(self) -> Stand:
         """Exactly where this rank stands."""
-        return Stand(self._phase, self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1)
+        return Stand(self._phase, self.stand_step)
+
+    @property
+    def stand_step(self) -> int:
+        """The step of `stand`, without making one: for the calls of every step."""
+        return self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1
 
     @property
     def ended_step(self) -> int:
@@ -313,20 +318,21 @@ class ProcessorCore:
     def _on_order(self, order: Order) -> None:
         if order.generation != self.generation or self._leaving or self._released:
             return
+        wakes = False
         match order:
             case Welcome():
-                self._welcomed = True
+                wakes, self._welcomed = not self._welcomed, True
             case LoopGo():
-                self._said.loop_open = self._said.loop is not None
+                wakes, self._said.loop_open = not self._said.loop_open, self._said.loop is not None
             case Freeze():
                 if self._part.on_freeze(order, self.stand):
                     self._after_move()
             case Proceed():
-                self._part.on_proceed(order, self.stand)
+                wakes = self._part.on_proceed(order, self.stand)
             case Save():
                 self._part.on_save(order, self.stand)
             case Resume():
-                self._part.on_resume(order, self.stand)
+                wakes = self._part.on_resume(order, self.stand)
             case Exit():
                 if self._part.concerns(order.incident):
                     self._leave(order, order.reason)
@@ -335,7 +341,8 @@ class ProcessorCore:
             case Release():
                 if self._said.left is not None:
                     self._release()
-        self._outbox.emit(Wake())
+        if wakes:  # a void order does nothing at all
+            self._outbox.emit(Wake())
 
     def _leave(self, order: Exit | Refused | None, reason: str) -> None:
         self._part.cancel_save()
@@ -343,18 +350,18 @@ class ProcessorCore:
         self._said.closed = True
         self._say_goodbye()
         self._outbox.emit(Leave(order, reason))
+        self._outbox.emit(Wake())
 
     def _release(self) -> None:
         self._released = True
         self._said.closed = True
         self._say_goodbye()
         self._outbox.emit(Released())
+        self._outbox.emit(Wake())
 
     def _say_goodbye(self) -> None:
         if self._said.session_up:
             self._outbox.send(Goodbye(self.rank, self.generation))
-
-    # ------------------------------------------------------------------ time
 
     @property
     def deadline_s(self) -> float | None:
@@ -390,4 +397,3 @@ class ProcessorCore:
         else:
             reason = f"the controller was lost for {lost_s:g} s while rank {self.rank} at {self.stand} "
             self._leave(None, reason + self._said.wait_text())
-        self._outbox.emit(Wake())

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lastwords import clock
 from lastwords.checkpoint import layout, part
@@ -20,8 +20,7 @@ PROGRESS_INTERVAL_S = 0.25
 """Progress goes out four times a second: well inside every progress time-out, and no load."""
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Epoch and step within it (both 1-based, 0 before the first) of a global step."""
 
     epoch: int

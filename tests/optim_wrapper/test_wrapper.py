@@ -39,6 +39,10 @@ class Trace:
     def enter_update(self) -> None:
         self._hear("enter")
 
+    def begin_update(self) -> None:
+        self.ready()
+        self.enter_update()
+
     def leave_update(self) -> None:
         self._hear("leave")
 
