@@ -26,7 +26,7 @@ class RankView:
     """What selection knows about one registered rank.
 
     stand: None unless the rank is usable; `absence` then says why, for people. refused_targets: directories on
-    which this rank's writes have failed.
+    which this rank's writes have failed. may_copy: False if it failed to copy black boxes.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class RankView:
     stand: Stand | None
     absence: str = ""
     refused_targets: frozenset[int] = NO_TARGETS
+    may_copy: bool = True
 
 
 @dataclass(frozen=True, slots=True)

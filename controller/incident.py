@@ -223,15 +223,9 @@ class Incident:
                 absence = self.excluded[rank]
             elif member.life is Life.ALIVE and rank in self._settled:
                 stand = self._settled[rank].stand
-            refused = self._saving.refused.get(rank)
-            views[rank] = RankView(
-                rank,
-                member.process.host_id,
-                member.units,
-                stand,
-                absence,
-                frozenset(refused) if refused else NO_TARGETS,
-            )
+            refused = frozenset(self._saving.refused.get(rank, NO_TARGETS))
+            may_copy = rank not in self._saving.cannot_copy
+            views[rank] = RankView(rank, member.process.host_id, member.units, stand, absence, refused, may_copy)
         return views
 
     def _cannot_save(self, answer: NoDecision) -> None:
@@ -281,14 +275,18 @@ class Incident:
 
     def on_save_failed(self, report: SaveFailed) -> None:
         """A writer has failed: its file system refused, or it could not do it."""
-        if not self._saving.fail(report.rank, report.attempt):
+        part = self._saving.fail(report.rank, report.attempt)
+        if part is None:
             return
         words = f"rank {report.rank} could not write its part of step {report.step}: {report.reason}"
-        self._context.log(ERROR, f"incident {self.number}: {words}")
+        if not part.units or report.storage:
+            self._context.log(ERROR, f"incident {self.number}: {words}")
         if report.storage:
             self._saving.refuse(report.rank, words)
+        elif part.units:
+            self._exclude(report.rank, f"could not write ({report.reason})")
         else:
-            self.excluded[report.rank] = f"could not write ({report.reason})"
+            self._saving.cannot_copy.add(report.rank)  # its own weights are as good as before
         self._choose_again()
 
     def _choose_again(self) -> None:

@@ -38,6 +38,7 @@ class Saving:
         self.writing: dict[int, Writing] = {}
         self.finished: list[Part] = []
         self.refused: dict[int, set[int]] = {}  # rank -> targets that its writes failed on
+        self.cannot_copy: set[int] = set()  # ranks that failed to copy black boxes
         self.closed_targets: set[int] = set()
         self._failures: dict[int, int] = {}  # target -> how often it has refused
         self.storage_reason = ""
@@ -124,9 +125,12 @@ class Saving:
         self._arm()
         return dropped
 
-    def fail(self, rank: int, attempt: int) -> bool:
-        """This writer says that it failed; False if nobody waits for it (any more)."""
-        return self._of(rank, attempt) is not None and self.drop_writer(rank)
+    def fail(self, rank: int, attempt: int) -> Part | None:
+        """This writer says that it failed; what it was to write, if anybody waits for it (still)."""
+        writing = self._of(rank, attempt)
+        if writing is not None:
+            self.drop_writer(rank)
+        return None if writing is None else writing.part
 
     def refuse(self, rank: int, reason: str) -> None:
         """The file system refused what this rank wrote to the directory in use."""

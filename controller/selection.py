@@ -267,7 +267,8 @@ def _assign_locals(survey: _Survey, draft: _Draft) -> int | None:
             continue
         host_id = survey.views[rank].host_id
         if host_id not in writers:
-            writers[host_id] = min(filter(place.may_write, survey.by_host.get(host_id, ())), key=cost, default=None)
+            able = [view for view in survey.by_host.get(host_id, ()) if view.may_copy and place.may_write(view)]
+            writers[host_id] = min(able, key=cost, default=None)
         writer = writers[host_id]
         if writer is None:
             draft.lost_local_ranks.append(rank)

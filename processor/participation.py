@@ -84,28 +84,32 @@ class Participation:
         self.settled = Settled(self._rank, self._generation, self.incident, self._sequence, stand)
         self._outbox.send(self.settled)
 
-    def on_proceed(self, order: Proceed, stand: Stand) -> None:
+    def on_proceed(self, order: Proceed, stand: Stand) -> bool:
         """The gradients of this very step may be applied. Never after a Save of units: what is read must not change.
 
-        A rank that only copied black boxes for its host may be the last one that can reach the step.
+        True if it is accepted. A rank that only copied black boxes may be the last one that can reach the step.
         """
-        if order.incident == self.incident and not self._read_units and stand == Stand(Phase.READY, order.step):
-            self.proceed_step = order.step
+        if order.incident != self.incident or self._read_units or stand != Stand(Phase.READY, order.step):
+            return False
+        self.proceed_step = order.step
+        return True
 
     def enter_update(self) -> None:
         """The rank proceeds: its answer is no longer true, and the next one follows after the update."""
         self.settled = None
         self.proceed_step = 0
 
-    def on_resume(self, order: Resume, stand: Stand) -> None:
-        """A false alarm. Also takes note of an incident whose Freeze is still on its way."""
+    def on_resume(self, order: Resume, stand: Stand) -> bool:
+        """A false alarm; True if this rank goes on. Also takes note of an incident whose Freeze is still on its way."""
         if order.incident < self.incident or self.attempt:
-            return
+            return False
         self._over = max(self._over, order.incident)
-        if self.incident:
-            self._forget()
-            self.incident = 0
-            self._outbox.emit(Log(INFO, f"rank {self._rank} goes on at {stand}: false alarm"))
+        if not self.incident:
+            return False
+        self._forget()
+        self.incident = 0
+        self._outbox.emit(Log(INFO, f"rank {self._rank} goes on at {stand}: false alarm"))
+        return True
 
     def concerns(self, incident: int) -> bool:
         """False if an order of this incident is late: that incident is over, or a newer one is on."""

@@ -172,6 +172,27 @@ def test_a_writer_that_cannot_is_replaced() -> None:
     assert job.sent(Save)[1].attempt == 2
 
 
+def test_a_rank_that_cannot_copy_a_black_box_still_holds_its_weights() -> None:
+    job = JobDriver(4, hosts="aabb")
+    job.kill(1)
+    for rank in (0, 2, 3):
+        job.settle(rank, computing(5))
+    assert job.sent(Save)[2].units == ()
+    job.save_failed(2, 5)
+    assert job.sent(Save)[3].local_ranks == (2, 3)
+    job.kill(0)
+    assert job.sent(Save)[2].units == ("u",), "the lowest holder, though another one copies the boxes"
+    assert job.sent(Save)[2].local_ranks == ()
+
+
+def test_a_writer_of_a_unit_that_cannot_is_not_asked_again() -> None:
+    """Negative control: what it holds could not be written."""
+    job = saving()
+    job.save_failed(0, 5)
+    job.kill(1)
+    assert job.stops() or not job.sent(Save)
+
+
 def test_a_lost_order_to_save_goes_out_again_until_it_is_answered() -> None:
     job = saving()
     job.wait(0.5)
