@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 VERSION = 1
 
+_LOOKS_MAX = 8
+"""Steps after which the logging data are no longer asked for the buckets; torch shows them in the third."""
+
 _observers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[BucketOrder]] = weakref.WeakKeyDictionary()
 
 
@@ -53,6 +56,7 @@ class BucketOrder:
         self._current: list[int] = []
         self._hooks: list[Any] = []
         self._buckets: list[list[int]] | None = None
+        self._looks_left = _LOOKS_MAX
         self.muted = False
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
@@ -80,7 +84,8 @@ class BucketOrder:
             self._passes_at_step[step] = len(self._passes)
             if len(self._passes) >= self._passes_wanted:
                 self._detach()
-        elif self._buckets is None and self._passes:
+        elif self._buckets is None and self._passes and self._looks_left:
+            self._looks_left -= 1
             self._buckets = buckets_from_log(self._ddp)
             if self._buckets is not None:
                 self._confirm(self._buckets)

@@ -315,6 +315,26 @@ def test_the_hooks_are_gone_after_the_passes_that_count(tmp_path: Path) -> None:
         assert counts == [(12, 0), (12, 0)]
 
 
+def test_logging_data_that_do_not_show_the_buckets_are_asked_a_few_times_only(tmp_path: Path) -> None:
+    def body(rank: int) -> tuple[int, Any, list[str]]:
+        trial = Trial(lambda: Crossed(60))
+        model, optimizer, order = trial.build(0)
+        asked = []
+
+        def silent() -> dict[str, Any]:
+            asked.append(1)
+            return {"has_rebuilt_buckets": 1}
+
+        model._get_ddp_logging_data = silent  # type: ignore[method-assign]
+        for number in range(1, 20):
+            trial.step(model, optimizer, number)
+            order.step_ended(number)
+        record = order.record(19)
+        return len(asked), record["buckets"], replay(trial.build(1)[0], json.loads(json.dumps(record)))
+
+    assert on_ranks(body, tmp_path, 2) == [(8, None, [])] * 2
+
+
 def test_where_ranks_disagree_about_the_order_that_of_rank_0_is_recorded_once_ddp_shows_it(tmp_path: Path) -> None:
     class Forked(nn.Module):
         """Two branches whose gradients come in another order on odd ranks."""
