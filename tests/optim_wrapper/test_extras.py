@@ -88,8 +88,6 @@ def rates(optimizer: torch.optim.Optimizer) -> list[Any]:
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_a_restored_scheduler_goes_on_as_the_saved_one(name: str, tensor_lr: bool) -> None:
-    if tensor_lr and name in ("CyclicLR", "OneCycleLR", "SWALR"):
-        pytest.skip("torch's own restriction: these want plain numbers, or set them")
     saved_optimizer, optimizer = (
         sgd(torch.tensor(0.1) if tensor_lr else 0.1),
         sgd(torch.tensor(0.1) if tensor_lr else 0.1),
