@@ -16,6 +16,9 @@ FROZEN_S_MAX = 400.0
 """No rank may stay frozen longer. The largest named deadline is 30 s; a schedule has at most four faults, and each
 can start one more wait (settle, leave, progress) before the end."""
 
+STORAGE_FAILURES_MAX = 3
+"""The controller tries on for a while where the same directory refused some ranks of a host, but not for ever."""
+
 Checker = Callable[[Job, Ledger], Iterator[str]]
 
 
@@ -53,9 +56,15 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
     """I3: if every unit has a holder that stays healthy until its file is written, a checkpoint is published.
 
     "Written" means that the controller has heard of it. A job that ends without an incident (released) owes no
-    checkpoint; nor does one in which nobody has ended a step. A dead controller publishes nothing.
+    checkpoint; nor does one in which nobody has ended a step. A dead controller publishes nothing, and one that
+    file systems have refused too often gives up.
     """
-    if not ledger.ended or ledger.controller_killed or ledger.publications:
+    if (
+        ledger.storage_failures > STORAGE_FAILURES_MAX
+        or not ledger.ended
+        or ledger.controller_killed
+        or ledger.publications
+    ):
         return
     if not any(record.life is Life.LEFT and record.farewell.startswith("exit") for record in ledger.ranks):
         return  # the job was released, or nobody was told that the incident is over: I7's business

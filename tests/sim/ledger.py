@@ -93,6 +93,8 @@ class Ledger:
     """(rank, target): what this rank writes there fails, hangs, or cannot be read back."""
     closed_targets: set[int] = field(default_factory=set)
     """Directories in which nothing can be verified, or renamed."""
+    storage_failures: int = 0
+    """How often a file system has refused so far: the controller does not try for ever."""
     stale_effects: list[str] = field(default_factory=list)
     """Messages of an older incident or generation that made a difference."""
     certain_faults: int = 0

@@ -1,22 +1,188 @@
-"""Deliberately broken rules: each a variant of a shipped core that differs in exactly one place."""
+"""Deliberately broken rules. Each differs from the shipped cores in one rule, and some checker has to see it.
+
+A mutant is a set of replacements inside the shipped modules, so that what it leaves alone is the shipped code. If a
+name that a mutant replaces disappears, applying it fails: a mutant can never turn into the shipped code unnoticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
+from lastwords.controller import core as controller_core
+from lastwords.controller.context import Resumed
 from lastwords.controller.core import ControllerCore
+from lastwords.controller.events import State
+from lastwords.controller.incident import Incident
+from lastwords.controller.membership import Life
 from lastwords.processor.core import ProcessorCore
-from tests.sim.timed import ControllerFactory, ProcessorFactory
+from lastwords.vocabulary import Phase, Settled
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
-    """How to make the cores of a job."""
+class Mutant:
+    """rule: what is broken, in words. patches: full name -> replacement. caught_by: checkers one of which must see it.
 
-    controller: ControllerFactory = ControllerCore
-    processor: ProcessorFactory = ProcessorCore
+    small: the exhaustive exploration of the small job must see it as well.
+    """
+
+    rule: str
+    patches: Mapping[str, Any]
+    caught_by: tuple[str, ...]
+    small: bool = False
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The cores have the broken rule inside this block."""
+        with contextlib.ExitStack() as stack:
+            for name, replacement in self.patches.items():
+                if name == "_HANDLERS":
+                    stack.enter_context(mock.patch.dict(controller_core._HANDLERS, replacement))
+                else:
+                    stack.enter_context(mock.patch(name, replacement))
+            yield
 
 
-SHIPPED = Cores()
-MUTANTS: Mapping[str, Cores] = {}
+_INCIDENT = "lastwords.controller.incident.Incident"
+_PROCESSOR = "lastwords.processor.core.ProcessorCore"
+_PART = "lastwords.processor.participation.Participation"
+_SELECTION = "lastwords.controller.selection"
+
+_shipped_carry_out: Callable[..., None] = Incident._carry_out
+_shipped_on_return: Callable[..., None] = Incident.on_return
+_shipped_mark_ready: Callable[..., None] = ProcessorCore.mark_ready
+_shipped_try_update: Callable[..., bool] = ProcessorCore.try_update
+
+
+def _carry_out_the_dead_ranks_step(self: Any, decision: Any) -> None:
+    members = self._context.members.members.values()
+    dead = [member.stand.begun_step for member in members if member.life is Life.DEAD]
+    _shipped_carry_out(self, dataclasses.replace(decision, step=max([decision.step, *dead])))
+
+
+def _publish_at_once(self: Any) -> None:
+    if self._context.state is State.SAVING and not self._saving.writing:
+        self._context.state = State.PUBLISHING
+        self._saving.start_publish(self.words(), self.causes.ranks, ())
+
+
+def _resume_after_select(self: Any, rank: int, *, was_dead: bool) -> None:
+    if self._selected and self.verdict is None:
+        self.verdict = Resumed()
+    else:
+        _shipped_on_return(self, rank, was_dead=was_dead)
+
+
+def _accept_any_settled(self: ControllerCore, member: Any, report: Settled) -> None:
+    if self._incident is not None:
+        self._incident.on_settled(dataclasses.replace(report, incident=self._incident.number))
+
+
+def _ended_steps_the_least_first(survey: Any) -> list[int]:
+    return sorted({view.stand.ended_step for view in survey.usable})
+
+
+def _keep_parts_of_any_step(parts: Any, place: Any) -> list[Any]:
+    kept: list[Any] = []
+    units: set[str] = set()
+    for part in parts:
+        if units.isdisjoint(part.units):
+            kept.append(part)
+            units.update(part.units)
+    return kept
+
+
+def _mark_ready_and_check(self: Any) -> None:
+    _shipped_mark_ready(self)
+    self.checked = not self.frozen and not self.leaving
+
+
+def _update_as_checked_before(self: Any) -> bool:
+    if getattr(self, "checked", False):
+        self.checked = False
+        self._phase = Phase.UPDATING
+        return True
+    return _shipped_try_update(self)
+
+
+def _settle_whatever_happens(self: Any) -> None:
+    if self._part.incident and not self._leaving:
+        self._part.settle(self.stand)
+
+
+def _never(self: Any) -> None:
+    pass
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+MUTANTS: Mapping[str, Mutant] = {
+    "trust-the-dead": Mutant(
+        "the newest step that a dead rank had reported counts",
+        {f"{_INCIDENT}._carry_out": _carry_out_the_dead_ranks_step},
+        ("i3_what_can_be_saved_is_saved",),
+    ),
+    "obedient-saver": Mutant(
+        "the same, and a saver writes a step that it does not hold",
+        {
+            f"{_INCIDENT}._carry_out": _carry_out_the_dead_ranks_step,
+            "lastwords.processor.participation.holds": _always,
+        },
+        ("i1_every_file_is_of_the_published_step",),
+    ),
+    "publish-before-verify": Mutant(
+        "a directory is published without being verified",
+        {f"{_INCIDENT}._verify_if_written": _publish_at_once},
+        ("i2_only_whole_verified_directories_are_published",),
+        small=True,
+    ),
+    "no-lock": Mutant(
+        "the freeze is checked some time before UPDATING is set, without a lock around both",
+        {f"{_PROCESSOR}.mark_ready": _mark_ready_and_check, f"{_PROCESSOR}.try_update": _update_as_checked_before},
+        ("i1_every_file_is_of_the_published_step", "i4_no_survivor_is_set_back"),
+        small=True,
+    ),
+    "settle-in-update": Mutant(
+        "a rank settles while its update is still running",
+        {f"{_PROCESSOR}._after_move": _settle_whatever_happens},
+        ("i1_every_file_is_of_the_published_step", "i4_no_survivor_is_set_back", "i3_what_can_be_saved_is_saved"),
+        small=True,
+    ),
+    "resume-after-select": Mutant(
+        "a rank that comes back turns an incident into a false alarm although savers have their orders",
+        {f"{_INCIDENT}.on_return": _resume_after_select},
+        ("i7_nobody_waits_for_ever", "i3_what_can_be_saved_is_saved", "i1_every_file_is_of_the_published_step"),
+    ),
+    "any-settled": Mutant(
+        "a Settled of an older incident counts",
+        {"_HANDLERS": {Settled: _accept_any_settled}},
+        ("i6_nothing_older_changes_anything_newer",),
+    ),
+    "minimum": Mutant(
+        "N is the smallest step that is held, not the largest",
+        {f"{_SELECTION}._candidate_steps": _ended_steps_the_least_first},
+        ("i4_no_survivor_is_set_back",),
+        small=True,
+    ),
+    "keep-partial-files": Mutant(
+        "finished files are kept although N has become smaller",
+        {f"{_SELECTION}._kept_parts": _keep_parts_of_any_step},
+        ("i3_what_can_be_saved_is_saved", "i1_every_file_is_of_the_published_step"),
+    ),
+    "no-progress-time-out": Mutant(
+        "a writer may take as long as it likes",
+        {f"{_INCIDENT}._drop_overdue": _never},
+        ("i7_nobody_waits_for_ever",),
+    ),
+    "late-exit": Mutant(
+        "a rank obeys an Exit of an incident that is over",
+        {f"{_PART}.concerns": _always},
+        ("i6_nothing_older_changes_anything_newer", "a_false_alarm_is_not_noticed"),
+    ),
+}

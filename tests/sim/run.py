@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections import Counter
 
 from tests.sim.checkers import complaints
-from tests.sim.mutants import MUTANTS, SHIPPED
+from tests.sim.mutants import MUTANTS
 from tests.sim.schedule import draw
 from tests.sim.timed import Story, TimedWorld
 
@@ -16,9 +17,8 @@ def replay(seed: int, with_death: bool = True, mutant: str = "") -> tuple[list[s
     """Complaints and story of one seed."""
     plan = draw(seed, with_death)
     story = Story()
-    cores = MUTANTS[mutant] if mutant else SHIPPED
-    world = TimedWorld(plan, controller=cores.controller, processor=cores.processor, story=story)
-    ledger = world.run()
+    with MUTANTS[mutant].applied() if mutant else contextlib.nullcontext():
+        ledger = TimedWorld(plan, story=story).run()
     head = [f"seed {seed}: {plan.job}", *(f"  fault: {fault}" for fault in plan.faults)]
     quirks = {name: getattr(plan, name) for name in _QUIRKS if getattr(plan, name)}
     head.append(f"  also: {quirks}")
@@ -60,20 +60,23 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write("\n".join([*lines, "", *(f"VIOLATED  {line}" for line in bad or ())]) + "\n")
         sys.stdout.write("all invariants hold\n" if not bad else "")
         return 1 if bad else 0
+    return sweep(range(options.seed, options.seed + options.count), not options.no_death, options.mutant)
+
+
+def sweep(seeds: range, with_death: bool, mutant: str) -> int:
+    """Run many seeds and print only what fails; 1 if anything did."""
     failed: Counter[str] = Counter()
-    for seed in range(options.seed, options.seed + options.count):
-        plan = draw(seed, not options.no_death)
-        cores = MUTANTS[options.mutant] if options.mutant else SHIPPED
-        try:
-            ledger = TimedWorld(plan, controller=cores.controller, processor=cores.processor).run()
-        except Exception as error:  # outermost loop of a sweep: a core that raises is a finding
-            bad = [f"{type(error).__name__}: {error}"]
-        else:
-            bad = complaints(plan.job, ledger)
-        if bad:
-            failed[bad[0].split(":")[0]] += 1
-            sys.stdout.write(f"{command(seed, not options.no_death, options.mutant)}\n    {bad[0]}\n")
-    sys.stdout.write(f"{options.count} schedules, {failed.total()} failed {dict(failed)}\n")
+    with MUTANTS[mutant].applied() if mutant else contextlib.nullcontext():
+        for seed in seeds:
+            plan = draw(seed, with_death)
+            try:
+                bad = complaints(plan.job, TimedWorld(plan).run())
+            except Exception as error:  # outermost loop of a sweep: a core that raises is a finding
+                bad = [f"{type(error).__name__}: {error}"]
+            if bad:
+                failed[bad[0].split(":")[0]] += 1
+                sys.stdout.write(f"{command(seed, with_death, mutant)}\n    {bad[0]}\n")
+    sys.stdout.write(f"{len(seeds)} schedules, {failed.total()} failed {dict(failed)}\n")
     return 1 if failed else 0
 
 

@@ -159,9 +159,25 @@ _OTHER_FAULTS = (
     "isolate_host",
     "kill_controller",
 )
-_ANY_WEIGHTS = (34, 16, 12, 14, 6, 8, 5, 3, 2)
-_STORM_WEIGHTS = (40, 60, 5, 5, 0, 0, 5, 0, 1)
-_NETWORK_WEIGHTS = (10, 0, 40, 50, 0, 10, 0, 10, 0)
+_OTHER_WEIGHTS = {
+    "any": (34, 16, 12, 14, 6, 8, 5, 3, 2),
+    "storm": (40, 60, 5, 5, 0, 0, 5, 0, 1),
+    "network": (10, 0, 40, 50, 0, 10, 0, 10, 0),
+    "echo": (10, 0, 20, 40, 0, 60, 0, 0, 0),
+}
+
+
+def _draw_echo(dice: random.Random, job: Job) -> list[Fault]:
+    """A false alarm early on, and messages that still speak of it later."""
+    rank = dice.randrange(job.world_size)
+    start = Trigger(at=(rank, At.FORWARD, job.start_step + 1), delay_s=0.01 * dice.random())
+    faults = [Fault("cut", start, (rank,), 0.2 * dice.random())]
+    for _ in range(3):
+        step = dice.randint(job.start_step + 1, job.steps)
+        at = (dice.randrange(job.world_size), dice.choice(PLACES), step)
+        trigger = Trigger(at=at) if dice.random() < 0.6 else Trigger(stage="settling", delay_s=0.01 * dice.random())
+        faults.append(Fault("stale", trigger, (dice.randrange(job.world_size),)))
+    return faults
 
 
 def _draw_fault(dice: random.Random, job: Job, kind: str, in_incident: bool) -> Fault:
@@ -185,10 +201,12 @@ def draw(seed: int, with_death: bool = True) -> Plan:
     faults: list[Fault] = []
     if with_death:
         faults.append(_draw_fault(dice, job, "kill", in_incident=False))
-    weights = dice.choices((_ANY_WEIGHTS, _STORM_WEIGHTS, _NETWORK_WEIGHTS), (60, 25, 15))[0]
-    others = dice.choices((0, 1, 2, 3), (25, 40, 22, 13))[0] if weights is _ANY_WEIGHTS else dice.randint(1, 3)
+    profile = dice.choices(("any", "storm", "network", "echo"), (55, 23, 14, 8))[0]
+    if profile == "echo":
+        faults += _draw_echo(dice, job)
+    others = dice.choices((0, 1, 2, 3), (25, 40, 22, 13))[0] if profile in ("any", "echo") else dice.randint(1, 3)
     for _ in range(others):
-        kind = dice.choices(_OTHER_FAULTS, weights)[0]
+        kind = dice.choices(_OTHER_FAULTS, _OTHER_WEIGHTS[profile])[0]
         if not with_death and kind.startswith("kill"):
             kind = dice.choice(("pause", "cut", "signal", "stale"))
         faults.append(_draw_fault(dice, job, kind, in_incident=bool(faults)))

@@ -100,27 +100,35 @@ def fingerprint(core: object) -> bytes:
 
 
 def inject(world: TimedWorld, rank: int) -> None:
-    """Throw one older message at the controller and one at a rank, chosen by the world's dice."""
+    """Throw some older messages at the controller and at a rank, chosen by the world's dice."""
     job, dice = world.job, world.dice
-    trainer = world.trainers[rank]
-    if world.controller_lives:
-        world.feed_controller(to_controller.Tick())
-    if world.controller_lives:
-        report = dice.choice(older_reports(rank, job.generation, world.incident, job.world_size, job.steps))
-        world.tell("fault", f"the controller gets {report}")
-        if report.generation == job.generation and type(report) is Hello and rank not in world.known:
-            return
-        before = fingerprint(world.controller)
-        effects = world.controller.handle(to_controller.FromRank(report), world.now_s)
-        _compare(world, f"controller, {report}", before, fingerprint(world.controller), effects, _HARMLESS_ABOVE)
-    if trainer.record.life is Life.ALIVE and world.paused_until_s[rank] <= world.now_s:
-        world.feed(trainer, to_processor.Tick())
-        order = dice.choice(older_orders(job.generation, world.over[rank], job.steps))
-        world.tell("fault", f"rank {rank} gets {order}")
-        before = fingerprint(trainer.core)
-        trainer.core.handle(to_processor.FromController(order), world.now_s)
-        effects = trainer.core.take_effects()
-        _compare(world, f"rank {rank}, {order}", before, fingerprint(trainer.core), effects, _HARMLESS_BELOW)
+    reports = older_reports(rank, job.generation, world.incident, job.world_size, job.steps)
+    for report in dice.sample(reports, 4):
+        if world.controller_lives:
+            _inject_above(world, rank, report)
+    orders = older_orders(job.generation, world.over[rank], job.steps)
+    for order in dice.sample(orders, 4):
+        if world.trainers[rank].record.life is Life.ALIVE and world.paused_until_s[rank] <= world.now_s:
+            _inject_below(world, rank, order)
+
+
+def _inject_above(world: TimedWorld, rank: int, report: Report) -> None:
+    world.feed_controller(to_controller.Tick())
+    if not world.controller_lives or (type(report) is Hello and rank not in world.known):
+        return  # the first Hello of a rank is taken, whoever says it
+    world.tell("fault", f"the controller gets {report}")
+    before = fingerprint(world.controller)
+    effects = world.controller.handle(to_controller.FromRank(report), world.now_s)
+    _compare(world, f"controller, {report}", before, fingerprint(world.controller), effects, _HARMLESS_ABOVE)
+
+
+def _inject_below(world: TimedWorld, rank: int, order: Order) -> None:
+    core = world.trainers[rank].core
+    world.feed(world.trainers[rank], to_processor.Tick())
+    world.tell("fault", f"rank {rank} gets {order}")
+    before = fingerprint(core)
+    core.handle(to_processor.FromController(order), world.now_s)
+    _compare(world, f"rank {rank}, {order}", before, fingerprint(core), core.take_effects(), _HARMLESS_BELOW)
 
 
 def _says_it_is_over(effect: Any) -> bool:

@@ -207,7 +207,9 @@ class TimedWorld(World):
             self.after_in(trainer, GROUP_TIMEOUT_S, self._gate_timeout, trainer, self.token[rank])
         if at is At.LEFT and rank in self.plan.raises_after_loop:
             self.after_in(trainer, 0.03 * self.dice.random(), self.raise_after_loop, trainer)
-        if at is At.UPDATE:
+        if at is At.READY and self.dice.random() < 0.1:
+            low_s, high_s = 0.0, 0.02  # a pre-hook of the optimizer has something to do
+        elif at is At.UPDATE:
             low_s, high_s = 0.3 * self.plan.update_s, self.plan.update_s
         elif at is At.LOG:
             low_s, high_s = 0.0, self.plan.log_s

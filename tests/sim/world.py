@@ -493,6 +493,7 @@ class World:
         assert order is not None
         if failure:
             reason, storage = f"could not write: {failure}", failure == "storage"
+            self.ledger.storage_failures += storage
             self.feed(trainer, to_processor.SaveErrored(order.incident, order.attempt, reason, storage))
             return
         content = trainer.record.held
@@ -607,6 +608,7 @@ class World:
         for rank, _ in problems:
             self.ledger.heard_saved = {saved for saved in self.ledger.heard_saved if saved[1] != rank}
         if problems:
+            self.ledger.storage_failures += 1
             self.feed_controller(to_controller.VerifyFailed(effect.incident, effect.attempt, problems))
         else:
             self.feed_controller(to_controller.Verified(effect.incident, effect.attempt))
@@ -617,6 +619,7 @@ class World:
         assert effect is not None
         if failure:
             self.ledger.closed_targets.add(effect.target)
+            self.ledger.storage_failures += 1
             self.feed_controller(to_controller.PublishFailed(effect.incident, effect.attempt, failure))
             return
         self.rename(effect)
