@@ -12,7 +12,7 @@ CERTAIN: Final = frozenset((DeathSource.ROBUST_MUTEX, DeathSource.PIDFD, DeathSo
 """Sources that only speak when the process has ended. The others say that nothing is heard of it."""
 
 _DEATH_WORDS: Final[Mapping[DeathSource, str]] = {
-    DeathSource.ROBUST_MUTEX: "died (its host's kernel released its mutex)",
+    DeathSource.ROBUST_MUTEX: "died (killed or crashed)",
     DeathSource.PIDFD: "died (its process has ended)",
     DeathSource.LAUNCHER: "died (the launcher says so)",
     DeathSource.STREAM: "was lost (its connection broke and it did not come back)",

@@ -42,7 +42,7 @@ class Config:
     token: str | None = field(default=None, repr=False)
     connect_timeout_s: float = 30.0
     start_timeout_s: float = 300.0
-    settle_timeout_s: float = 30.0
+    settle_timeout_s: float = 15.0
     lost_confirm_s: float = 2.0
     progress_timeout_s: float = 30.0
     leave_timeout_s: float = 30.0

@@ -6,7 +6,7 @@ the incident ends in Resume; an Exit ends it with the process.
 
 from __future__ import annotations
 
-from lastwords.processor.events import INFO, WARNING, CancelSave, Effect, Log, SendReport, StartSave
+from lastwords.processor.events import INFO, CancelSave, Effect, Log, SendReport, StartSave
 from lastwords.processor.phases import holds
 from lastwords.vocabulary import (
     Freeze,
@@ -73,7 +73,7 @@ class Participation:
         self.cancel_save()
         self._forget()
         self.incident = order.incident
-        self._outbox.emit(Log(WARNING, f"rank {self._rank} stops at {stand}: {order.reason}"))
+        self._outbox.emit(Log(INFO, f"rank {self._rank} stops at {stand}: {order.reason}"))
         return True
 
     def settle(self, stand: Stand) -> None:
