@@ -165,6 +165,9 @@ def build_manifest(incident: Incident, parts: list[Part], *, published_unix_ns: 
             reasons.append(f"rank {rank}: its local state (RNG streams, buffers, data position) is lost: {why}")
         elif not local.exact:
             reasons += [f"rank {rank}: {reason}" for reason in local.reasons or ("no reason given",)]
+    for unit, entry in sorted(units.items()):
+        # The writer's own: a step cut off between update and end leaves, for one, a scheduler that has not moved.
+        reasons += [f"unit {unit}: {reason}" for reason in entry.meta.get("reasons", ())]
     manifest = Manifest(
         format_version=MANIFEST_FORMAT,
         job=incident.job,

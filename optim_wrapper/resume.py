@@ -115,7 +115,6 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
         raise IncompleteError(f"{path} has no unit {UNIT_REPLICATED!r}", missing=(UNIT_REPLICATED,))
     local, owner, reasons = _local(checkpoint, world.rank)
     reasons += [str(reason) for reason in manifest.reasons]
-    reasons += [reason for reason in entry.meta.get("reasons", []) if reason not in reasons]
     reasons += differences(manifest.facts, facts_here)
 
     # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.

@@ -338,6 +338,17 @@ def test_reasons_say_why_a_resume_is_not_exact(tmp_path: Path) -> None:
     assert "its host was lost" in manifest.reasons[2]
 
 
+def test_a_reason_that_the_writer_of_a_unit_knows_stands_in_the_manifest(tmp_path: Path) -> None:
+    directory = JOB.tmp_dir(tmp_path, 37)
+    unit = JOB.unit("a", 37)
+    late = replace(unit, meta={**unit.meta, "reasons": ["the scheduler had not moved yet"]})
+    write_part(directory, 0, 4, 7, 37, {"a": late}, {rank: JOB.local(rank, 37) for rank in range(2)}, {})
+    facts = replace(JOB.facts(37), writers=(0,), world_size=2)
+    manifest = load.open_checkpoint(publish.publish(tmp_path, directory, facts)).manifest
+    assert not manifest.exact
+    assert manifest.reasons == ("unit a: the scheduler had not moved yet",)
+
+
 def test_facts_of_the_writers_are_merged_and_differences_named(tmp_path: Path) -> None:
     directory = JOB.write(tmp_path, 37)
     facts = replace(JOB.facts(37), facts={"bucket_order": [2, 1, 0]})
