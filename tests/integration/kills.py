@@ -45,6 +45,8 @@ class Kill:
             return False
         if self.phase == "epoch_start" and layout.loader == "plain":
             return False
+        if self.phase == "end" and layout.log_reduce and self.survivors in ("behind", "split"):
+            return False  # the victims wait for the held ranks in the all-reduce
         if self.survivors == "split" and len(self.survivor_ranks(layout)) < 2:
             return False
         return 1 <= self.step <= layout.steps
@@ -84,6 +86,14 @@ class Kill:
         if self.survivors in ("ahead", "split") and not skipped:
             return {self.step}
         return {self.step - 1, self.step}
+
+    def is_exact(self, layout: Layout, step: int) -> bool:
+        """Whether the last words of `step` make an exact resume.
+
+        One case does not: the very first step, cut off before its scheduler's step. Nothing shows what that would do.
+        """
+        cut_off = layout.log_reduce == "before" and self.phase not in ("logged", "end")
+        return not (layout.scheduler and step == self.step == 1 and cut_off)
 
     def __str__(self) -> str:
         victims = "+".join(map(str, self.victims))

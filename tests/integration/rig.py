@@ -66,6 +66,12 @@ class Launch:
         return found[-1] if found else None
 
     @property
+    def saved_step(self) -> int:
+        """Step of the new checkpoint; 0 if there is none."""
+        checkpoint = self.new_checkpoint
+        return 0 if checkpoint is None else int(self.manifest(checkpoint)["global_step"])
+
+    @property
     def leftovers(self) -> list[str]:
         """Temporary directories and shared memory that should not be there any more."""
         shared = {Path(line).parent for path in self.directory.glob("rank_*.shm") for line in path.read_text().split()}
@@ -185,7 +191,8 @@ class Rig:
         """Launch, kill, and check everything about the last words; returns the launch and N (0: nothing to save)."""
         launch = self.launch(layout, faults=kill.faults(layout), **settings)
         launch.finish()
-        return launch, self.check_last_words(launch, kill.victims, kill.steps_expected(layout))
+        exact = kill.is_exact(layout, launch.saved_step)
+        return launch, self.check_last_words(launch, kill.victims, kill.steps_expected(layout), exact=exact)
 
     def check_last_words(
         self, launch: Launch, victims: Collection[int], expected: Collection[int], *, exact: bool = True
@@ -283,11 +290,23 @@ class Rig:
         if launch.checkpoints:
             raise launch.fail(f"nothing happened, but there is {launch.checkpoints}")
 
+    def check_inexact_resume(self, killed: Launch, step: int) -> None:
+        """The resume is not exact: every rank is told so, and it is true."""
+        resumed = self.resume(killed)
+        for rank in range(resumed.layout.world_size):
+            record = resumed.track.one(rank, "resumed")
+            if record is None or record["step"] != step or record["exact"] or not record["reasons"]:
+                raise resumed.fail(f"rank {rank} was told {record and record['reasons']}")
+        if self.difference(resumed, step) is None:
+            raise resumed.fail("the resume was said to be inexact, but nothing differs")
+
     def survive(self, layout: Layout, kill: Kill, **settings: Any) -> int:
         """The whole story of one death: last words, resume, the same bits. Returns N."""
         killed, step = self.die(layout, kill, **settings)
-        if step:
+        if step and kill.is_exact(layout, step):
             self.check_resume(killed, step)
+        elif step:
+            self.check_inexact_resume(killed, step)
         return step
 
 

@@ -19,8 +19,8 @@ from tests.integration.rig import Rig
 pytestmark = pytest.mark.process
 
 EPOCH = 4
-VICTIMS = {"rank 0": (0,), "another": (2,), "two": (1, 3), "two with rank 0": (0, 2), "all but one": (0, 1, 3)}
-STEPS = {"first": 1, "second": 2, "first epoch": 3, "new epoch": EPOCH + 1, "second epoch": EPOCH + 2}
+VICTIMS = {"rank 0": (0,), "another": (2,), "two": (1, 3), "all but one": (0, 1, 3)}
+STEPS = {"first": 1, "first epoch": 3, "new epoch": EPOCH + 1, "second epoch": EPOCH + 2}
 PARAMETERS: dict[str, tuple[Hashable, ...]] = {
     "phase": (
         "epoch_start",
@@ -29,7 +29,6 @@ PARAMETERS: dict[str, tuple[Hashable, ...]] = {
         "backward_last",
         "before_step",
         "update",
-        "update_end",
         "after_update",
         "end",
     ),
@@ -80,7 +79,7 @@ def is_allowed(row: Mapping[str, Any]) -> bool:
     return kill_of(row).is_possible(layout_of(row))
 
 
-ROWS, NEVER = pairwise(PARAMETERS, is_allowed)
+ROWS, NEVER = pairwise(PARAMETERS, is_allowed, seed=3)  # of a few seeds the one with the fewest rows
 
 
 def row_id(row: Mapping[str, Any]) -> str:
@@ -96,7 +95,7 @@ def test_the_selection_covers_every_pair_that_can_be() -> None:
     covered = set().union(*map(pairs_of, ROWS))
     for first, second in NEVER:
         names = {first, second}
-        assert names & {("phase", phase) for phase in (*BEFORE_ALL_REDUCE, "update", "update_end")} or (
+        assert names & {("phase", phase) for phase in (*BEFORE_ALL_REDUCE, "update", "end")} or (
             names & {("survivors", "split"), ("scaler", "skips before")}
         ), f"{first} with {second} is not covered"
     for name, values in PARAMETERS.items():
@@ -111,10 +110,8 @@ def test_the_selection_covers_every_pair_that_can_be() -> None:
         ("torchrun", Kill("backward", 3, (0, 2))),
         ("torchrun", Kill("before_step", 6, (0,), "split")),
         ("torchrun", Kill("update", 4, (0, 1, 3), "ahead")),
-        ("torchrun", Kill("after_update", 3, (1,), "ahead")),
         ("hand", Kill("backward_last", 6, (1, 3), "split")),
         ("hand", Kill("update_end", 3, (0,), "behind")),
-        ("hand", Kill("end", 4, (2,), "ahead")),
     ],
     ids=str,
 )

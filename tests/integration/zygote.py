@@ -46,8 +46,13 @@ PRELOAD = (
     "xxhash",
 )
 PRELOAD_UNLESS_GRPC = (
+    "lastwords.codec",
+    "lastwords.controller.launch",
+    "lastwords.liveness.watch",
+    "lastwords.processor.agent",
+    "lastwords.optim_wrapper.resume",
+    "lastwords.optim_wrapper.steps",
     "lastwords.optim_wrapper.wrapper",
-    "lastwords.optim_wrapper.register",
     "tests.integration.training",
 )
 """Imported too as long as they bring no gRPC: gRPC and fork do not mix."""
