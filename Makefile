@@ -15,7 +15,6 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 N ?= 20
 SEED ?= 1
-BENCHES = $(filter-out bench/__%,$(wildcard bench/*.py))
 
 .PHONY: install venv demo test check matrix chaos bench proto clean
 .DELETE_ON_ERROR:
@@ -49,7 +48,7 @@ chaos: $(READY)
 	OMP_NUM_THREADS=1 LASTWORDS_CHAOS_N=$(N) LASTWORDS_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -m slow -k chaos --timeout 7200 $(ARGS)
 
 bench: $(READY)
-	@for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	$(BIN)/python bench/run.py $(ARGS)
 
 proto: $(READY)
 	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
