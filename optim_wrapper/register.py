@@ -292,6 +292,9 @@ class TFTRegister:
             raise ConfigError("step_end() has to be called inside `with tft:` (or after tft.start())")
         if not self._begun:
             self._ensure_loop()
+        if self._protection is None:
+            self._global_step += 1
+            return
         self._end_step(Position(epoch, step))
         self._recorder.under_way(Position(epoch, step + 1))
 
