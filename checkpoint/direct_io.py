@@ -199,7 +199,7 @@ class DirectWriter:
             try:
                 self._fd = self._os.create(self._path, direct=True)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self._direct = False
                 try:
@@ -251,10 +251,9 @@ class DirectWriter:
             raise error
 
     def _stop_threads(self) -> None:
-        threads, self._threads = self._threads, []
-        for _ in threads:
+        for _ in self._threads:
             self._full.put(None)
-        for thread in threads:
+        for thread in self._threads:
             thread.join(timeout=0.25)
             while thread.is_alive():
                 # What is queued (at most BUFFERS chunks) is still being written: keep saying so.
@@ -266,11 +265,10 @@ class DirectWriter:
         """Stops without another write; harmless after `finish()`."""
         with self._lock:
             self._error = self._error or OSError(errno.ECANCELED, "abandoned")
-        threads, self._threads = self._threads, []
-        for _ in threads:
+        for _ in self._threads:
             self._full.put(None)
-        for thread in threads:
-            thread.join()
+        for thread in self._threads:
+            thread.join()  # the file must not be closed, and its number used again, under a write
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             try:
@@ -323,7 +321,7 @@ class DirectWriter:
             self._os.fsync(self._fd)
 
     def _plain(self) -> None:
-        """From here on through the page cache. The other thread's write may still be refused; it comes here too."""
+        """From here on through the page cache. Another thread's write may still be refused; it comes here too."""
         with self._lock:
             if self._direct:
                 self._os.clear_direct(self._fd)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os as posix
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,39 @@ def test_a_wrong_number_of_bytes_is_our_own_mistake(tmp_path: Path) -> None:
         writer.write(b"abc")
         with pytest.raises(AssertionError, match="announced"):
             writer.finish()
+
+
+def test_a_file_is_never_closed_under_a_write(tmp_path: Path) -> None:
+    """Cancelled while the last chunk is still being written: its number could be another file's by then."""
+    calls: list[str] = []
+    may_end = threading.Event()
+
+    class Slow(Os):
+        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+            assert may_end.wait(30)
+            count = super().pwrite(fd, data, offset)
+            calls.append("written")
+            return count
+
+        def close(self, fd: int) -> None:
+            calls.append("closed")
+            super().close(fd)
+
+    asked = 0
+
+    def cancel(written: int) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            may_end.set()
+            raise KeyboardInterrupt
+
+    with DirectWriter(tmp_path / "file", 3, os=Slow(), progress=cancel) as writer:
+        writer.write(b"abc")
+        with pytest.raises(KeyboardInterrupt):
+            writer.finish()
+    assert calls == ["written", "closed"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "lastwords-write"]
 
 
 def test_progress_grows_to_the_size_and_may_cancel(tmp_path: Path) -> None:
