@@ -3,8 +3,9 @@
     python bench/memory.py [--repeat 5] [--steps 200] [--json FILE]
 
 Each process imports the same modules, makes the same model under DDP (one rank, gloo) and trains as many steps, one
-with TFTRegister and one without; then both read /proc/self/smaps_rollup. Private_Clean + Private_Dirty is what the
-kernel would get back if the process ended, so pages of shared libraries that others have mapped too do not count.
+with TFTRegister and one without; then both read Private_Dirty in /proc/self/smaps_rollup: memory that the process has
+to itself and has written. Code of shared libraries is not in it; whether that counts as private at all depends on who
+else on the machine has mapped the same files, and moves the figures by several MiB.
 The black box lies in shared memory; its size is the rank-local state and stands beside it. Beside both: what a bare
 gRPC channel adds, the machine's own limit for anything that speaks gRPC, and the controller's process.
 """
@@ -29,9 +30,9 @@ KINDS = ("plain", "gRPC channel alone", "TFTRegister")
 
 
 def private_mib(pid: int | str = "self") -> float:
-    """Private memory of a process."""
+    """Memory that a process has to itself and has written, shared libraries' code not included."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
 
 
 def be_rank(kind: str, steps: int, directory: str) -> None:
