@@ -180,6 +180,17 @@ def _draw_echo(dice: random.Random, job: Job) -> list[Fault]:
     return faults
 
 
+def _draw_laggards(dice: random.Random, job: Job) -> list[Fault]:
+    """A death while the gate opens, so that some are past it and some are not; then deaths while these catch up."""
+    step = dice.randint(job.start_step + 1, job.steps)
+    at = (dice.randrange(job.world_size), dice.choice((At.GATE, At.GATE, At.READY, At.UPDATE)), step)
+    faults = [Fault("kill", Trigger(at=at, delay_s=0.003 * dice.random()), (dice.randrange(job.world_size),))]
+    if dice.random() < 0.7:
+        stage = Trigger(stage="proceeding", delay_s=dice.random() * STAGE_DELAY_S_MAX["proceeding"])
+        faults.append(Fault("kill", stage, (dice.randrange(job.world_size),)))
+    return faults
+
+
 def _draw_fault(dice: random.Random, job: Job, kind: str, in_incident: bool) -> Fault:
     trigger = _draw_trigger(dice, job, in_incident)
     if kind in ("kill_host", "isolate_host"):
@@ -202,6 +213,11 @@ def draw(seed: int, with_death: bool = True) -> Plan:
     if with_death:
         faults.append(_draw_fault(dice, job, "kill", in_incident=False))
     profile = dice.choices(("any", "storm", "network", "echo"), (55, 23, 14, 8))[0]
+    if job.has_gate and with_death and dice.random() < 0.5:
+        faults += _draw_laggards(dice, job)
+    if profile == "storm" and dice.random() < 0.5:
+        proceeding = Trigger(stage="proceeding", delay_s=0.01 * dice.random())
+        faults.append(Fault("kill_writer", proceeding, (dice.randrange(job.world_size),)))
     if profile == "echo":
         faults += _draw_echo(dice, job)
     others = dice.choices((0, 1, 2, 3), (25, 40, 22, 13))[0] if profile in ("any", "echo") else dice.randint(1, 3)
@@ -243,7 +259,9 @@ def draw(seed: int, with_death: bool = True) -> Plan:
         hanging_verify=0.21 <= quirk < 0.215,
         hanging_publish=0.215 <= quirk < 0.22,
         older_directory=dice.random() < 0.3,
-        odd_loop=(dice.choice(ranks), dice.choice((-1, job.start_step + 1))) if 0.24 <= quirk < 0.244 else (-1, -1),
+        odd_loop=(dice.choice(ranks), dice.choice((-1, job.start_step + 1)))
+        if 0.24 <= quirk < 0.244 and job.world_size > 1
+        else (-1, -1),
         message_delay_s=dice.choice((0.0003, 0.002, 0.002, 0.02)),
         slow_messages=dice.choice((0.0, 0.02, 0.1)),
         update_s=dice.choice((0.005, 0.02, 0.02, 0.3, 2.0)),

@@ -253,8 +253,8 @@ class TimedWorld(World):
         rank = trainer.rank
         if self.waiting[rank] and self.choices(trainer):
             self.waiting[rank] = False
-            slow = 0.5 if trainer.waking else 0.03
-            delay_s = 0.0005 + (slow * self.dice.random() if self.dice.random() < 0.1 else 0.0)
+            slow, often = (0.5, 0.1) if trainer.waking else (0.03, 0.3 if trainer.at is At.GATE else 0.1)
+            delay_s = 0.0005 + (slow * self.dice.random() if self.dice.random() < often else 0.0)
             self.after_in(trainer, delay_s, self._advance, trainer, self.token[rank])
 
     def on_entered(self, trainer: Trainer) -> None:

@@ -1,0 +1,101 @@
+"""Twenty thousand random schedules of the shipped cores, checked against the invariants."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim import coverage
+from tests.sim.campaign import Summary, run_all, table
+from tests.sim.run import command
+from tests.sim.world import At
+
+SCHEDULES = 23_000
+WITH_DEATH_MIN = 20_000
+WITHOUT_DEATH = 4_000
+
+PLACES = {
+    f"at {place.name}": least
+    for place, least in {
+        At.FORWARD: 1000,
+        At.REDUCE: 1000,  # inside the all-reduce, so that survivors split
+        At.BACK: 200,
+        At.READY: 200,
+        At.GATE: 200,
+        At.UPDATE: 1000,
+        At.LOG: 500,
+        At.END: 200,
+        At.COMMITTED: 200,
+        At.PARK_UPDATE: 50,
+        At.PARK_END: 20,
+        At.PARK_ENDED: 200,
+        At.STUCK: 200,
+        At.HELD: 200,
+        At.LEFT: 200,
+    }.items()
+}
+STAGES = {
+    "during settling": 1000,
+    "during proceeding": 20,
+    "during saving": 1000,
+    "during verifying": 200,
+    "during publishing": 200,
+    "during ending": 100,
+}
+"""How many deaths at least hit each phase of a step and each stage of an incident."""
+
+
+@pytest.fixture(scope="module")
+def deadly() -> Summary:
+    return run_all(1, SCHEDULES, with_death=True)
+
+
+def _say(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with capsys.disabled():
+        print(text)
+
+
+def test_no_random_schedule_breaks_an_invariant(deadly: Summary, capsys: pytest.CaptureFixture[str]) -> None:
+    _say(capsys, f"\n{deadly.schedules} schedules, {deadly.with_death} with deaths in a step or an incident")
+    _say(capsys, f"  endings: {table(deadly.endings, sorted(deadly.endings))}")
+    failed = [f"{text}\n    replay: {command(seed)}" for seed, text in deadly.failures]
+    assert not failed, "\n".join(failed)
+
+
+def test_enough_schedules_have_a_death_that_overlaps_a_step_or_an_incident(deadly: Summary) -> None:
+    assert deadly.with_death >= WITH_DEATH_MIN
+
+
+def test_deaths_hit_every_phase_of_a_step(deadly: Summary, capsys: pytest.CaptureFixture[str]) -> None:
+    _say(capsys, f"\n  deaths {table(deadly.deaths, list(PLACES))}")
+    assert [name for name, least in PLACES.items() if deadly.deaths[name] < least] == []
+
+
+def test_deaths_hit_every_stage_of_an_incident(deadly: Summary, capsys: pytest.CaptureFixture[str]) -> None:
+    _say(capsys, f"\n  deaths {table(deadly.deaths, list(STAGES))}")
+    assert [name for name, least in STAGES.items() if deadly.deaths[name] < least] == []
+
+
+def test_every_transition_of_the_processors_table_is_covered(deadly: Summary) -> None:
+    assert coverage.WANTED_PHASES - deadly.phases == set()
+    assert deadly.phases - coverage.WANTED_PHASES == set(), "a transition that the table does not have"
+
+
+def test_every_transition_of_the_controllers_states_is_covered(deadly: Summary) -> None:
+    assert coverage.WANTED_STATES - deadly.states == set()
+    assert deadly.states - coverage.WANTED_STATES == set(), "a transition that the picture does not have"
+
+
+def test_no_schedule_without_a_death_breaks_an_invariant() -> None:
+    """False alarms, signals, exceptions, early leaves: nobody is killed here."""
+    summary = run_all(1, WITHOUT_DEATH, with_death=False)
+    failed = [f"{text}\n    replay: {command(seed, with_death=False)}" for seed, text in summary.failures]
+    assert not failed, "\n".join(failed)
+    assert not summary.deaths
+    assert summary.endings["released"] > WITHOUT_DEATH // 10, "too few jobs have trained to their end"
+
+
+@pytest.mark.slow
+def test_no_schedule_of_a_long_campaign_breaks_an_invariant() -> None:
+    summary = run_all(1_000_000, 300_000, with_death=True)
+    failed = [f"{text}\n    replay: {command(seed)}" for seed, text in summary.failures]
+    assert not failed, "\n".join(failed)
