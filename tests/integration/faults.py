@@ -16,6 +16,7 @@ Actions, carried out in order:
     stop:1.0        SIGSTOP for so many seconds
     term            SIGTERM to this process
     break           leave the loop
+    lose_box        remove this rank's black box, as if its host were lost with it
     garbage         write over a parameter (inside the update)
     flip            negate a parameter, so that a second `flip` undoes it exactly
 """
@@ -88,6 +89,12 @@ class Faults:
         """Whether a fault waits in this phase of the current step."""
         return (phase, self.step) in self._armed
 
+    def at_step(self, phase: str, step: int) -> None:
+        """Like `at`, but it is known otherwise which step (or epoch) this is."""
+        for fault in self._armed.get((phase, step), ()):
+            for action in fault.actions:
+                self._act(action)
+
     def at(self, phase: str) -> None:
         """The loop is in `phase` of step `self.step`: carry out what is armed for it."""
         for fault in self._armed.get((phase, self.step), ()):
@@ -125,6 +132,9 @@ class Faults:
             os.kill(os.getpid(), signal.SIGTERM)
         elif verb == "break":
             self.leave = True
+        elif verb == "lose_box":
+            for line in self._directory.joinpath(f"rank_{self.rank}.shm").read_text().splitlines():
+                Path(line).with_name(f"rank_{self.rank}.box").unlink(missing_ok=True)
         elif verb == "garbage":
             self.write_garbage()
         elif verb == "flip":

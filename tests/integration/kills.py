@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tests.integration.plan import Fault, Layout
 
-BEFORE_ALL_REDUCE = ("epoch_start", "body", "forward", "backward")
+BEFORE_ALL_REDUCE = ("epoch_start", "body", "forward", "slot_tentative", "backward")
 """Phases in which no survivor can have the step's gradients: it can neither be ahead nor be split from others."""
 
 IN_UPDATE = ("update", "update_end")

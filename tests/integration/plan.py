@@ -22,6 +22,9 @@ PHASES = (
     "after_update",  # between optimizer.step() and whatever the loop does next
     "logged",  # after the logging all-reduce, if there is one
     "end",  # the last statement of the body
+    "slot_tentative",  # the black box's copy for this step is half written
+    "slot_committed",
+    "slot_epoch",  # likewise, of the epoch's start; `step` is the epoch then
     "left",  # the loop is over here, the registration is not
 )
 

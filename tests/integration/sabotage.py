@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.integration.faults import Faults
 from tests.integration.plan import Plan
 
 HANG_S = 60.0
@@ -41,6 +42,26 @@ def apply(plan: Plan, rank: int) -> None:
 def is_frozen(tft: Any) -> bool:
     """Whether lastwords has frozen this rank."""
     return bool(tft._protection is not None and tft._protection.agent.incident_open)
+
+
+def watch_slots(faults: Faults) -> None:
+    """Come by the phases "slot_..." whenever a slot of the black box has been filled, but is not valid yet."""
+    from lastwords.processor.black_box import BlackBox, SlotKind
+
+    begin, commit = BlackBox.begin, BlackBox.commit
+    under_way: list[tuple[str, int]] = []
+
+    def watched_begin(self: BlackBox, kind: SlotKind, step: int) -> int:
+        under_way[:] = [(f"slot_{kind.name.lower()}", step)]
+        return begin(self, kind, step)
+
+    def watched_commit(self: BlackBox, slot: int, json_bytes: bytes = b"{}") -> None:
+        phase, step = under_way.pop()
+        faults.at_step(phase, step)
+        commit(self, slot, json_bytes)
+
+    BlackBox.begin = watched_begin  # type: ignore[method-assign]
+    BlackBox.commit = watched_commit  # type: ignore[method-assign]
 
 
 def _no_controller(_: str) -> None:

@@ -141,6 +141,31 @@ def test_a_saver_that_stops_writing_is_replaced(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+# ---------------------------------------------------------------------- deaths while the black box is written
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        Kill("slot_tentative", 6, (2,)),
+        Kill("slot_committed", 6, (2,), "ahead"),
+        Kill("slot_committed", 6, (0,), "behind"),
+    ],
+    ids=str,
+)
+def test_a_death_while_the_black_box_is_written_costs_nothing(rig: Rig, kill: Kill) -> None:
+    rig.survive(Layout(augment=True, loader="plain", broadcast_buffers=False), kill)
+
+
+def test_a_death_while_the_start_of_an_epoch_is_written_costs_nothing(rig: Rig) -> None:
+    layout = Layout(augment=True, loader="plain")
+    faults = [Fault(rank, 4, "end", (f"mark:done-{rank}",)) for rank in (0, 1, 3)]
+    faults.append(Fault(2, 2, "slot_epoch", (*(f"await:done-{rank}" for rank in (0, 1, 3)), "kill")))
+    launch = rig.launch(layout, faults=faults)
+    step = died(rig, launch, OTHERS | {2: KILLED}, {4})
+    rig.check_resume(launch, step)
+
+
 # ---------------------------------------------------------------------- signals
 
 

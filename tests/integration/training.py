@@ -219,6 +219,8 @@ class Trainer:
         maps = Path("/proc/self/maps").read_text().splitlines()
         shared = sorted({line.split()[5] for line in maps if "/dev/shm/lastwords-" in line})
         (Path(self.plan.directory) / f"rank_{self.rank}.shm").write_text("\n".join(shared))
+        if any(fault.phase.startswith("slot_") for fault in self.plan.faults):
+            sabotage.watch_slots(self.faults)
         self.faults.frozen = lambda: sabotage.is_frozen(tft)
         self.faults.at("before_loop")
         point = None
