@@ -110,11 +110,15 @@ class Protection:
             raise UnavailableError(f"not all ranks registered with the controller within {config.start_timeout_s:g} s")
 
     def close(self) -> None:
-        """End the threads and give everything back. The job's files in shared memory belong to the controller."""
+        """End the threads and give everything back. The job's files in shared memory belong to the controller.
+
+        Not the signals, once an incident has ended this process: launchers send SIGTERM to the survivors while they
+        leave, and with its default handler that would cut off the one line, the exit code and `finally` blocks.
+        """
         if self.closed:
             return
         self.closed = True
-        if self._signals is not None:
+        if self._signals is not None and self._departure.verdict is None:
             self._signals.uninstall()
         if self._agent is not None:
             self._agent.close()
