@@ -46,13 +46,19 @@ class Resumed:
 
 
 def choose(roots: list[Path], world: World, key: str, only_job: str | None, missing_ok: bool) -> Path | None:
-    """Newest complete checkpoint, chosen by rank 0 for all ranks. IncompleteError if there is none."""
+    """Newest complete checkpoint, chosen by rank 0 for all ranks.
+
+    IncompleteError if there is none (None with missing_ok), FormatError if there are only unusable ones: to start from
+    the beginning over a damaged checkpoint is nothing that may happen in silence.
+    """
     if world.rank == 0:
         word: dict[str, Any]
         try:
             found = [path for root in roots if (path := load.latest(root, only_job)) is not None]
             newest = max(found, key=lambda path: load.open_checkpoint(path).manifest.published_unix_ns, default=None)
             word = {"path": "" if newest is None else str(newest)}
+            if newest is None and (unusable := _unusable(roots, only_job)):
+                word["unusable"] = unusable
         except LastWordsError as error:
             word = {"path": "", "error": str(error)}
         world.publish(key, word)
@@ -62,6 +68,11 @@ def choose(roots: list[Path], world: World, key: str, only_job: str | None, miss
         raise FormatError(f"rank 0 cannot tell which checkpoint is the newest: {word['error']}")
     if word["path"]:
         return Path(word["path"])
+    if "unusable" in word:
+        raise FormatError(
+            f"no checkpoint can be used: {word['unusable']}. See `lastwords verify PATH`; mend it, or move it "
+            "away to start from the beginning"
+        )
     if missing_ok:
         return None
     where = " or ".join(str(root) for root in roots)
@@ -71,6 +82,12 @@ def choose(roots: list[Path], world: World, key: str, only_job: str | None, miss
         "or see what is there with `lastwords latest`",
         missing=tuple(str(root) for root in roots),
     )
+
+
+def _unusable(roots: list[Path], only_job: str | None) -> str:
+    """Checkpoints that are there and cannot be used, with the reason of each; "" if there are none."""
+    found = [entry for root in roots for entry in load.scan(root, job=only_job) if entry.status != load.Status.COMPLETE]
+    return "; ".join(f"{entry.path} ({entry.why})" for entry in found)
 
 
 def resume_from(

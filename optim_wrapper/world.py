@@ -46,7 +46,10 @@ class World:
             self.store.wait([key], timedelta(seconds=timeout_s))
             value = json.loads(self.store.get(key))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-            raise UnavailableError(f"rank {self.rank} waited {timeout_s:g} s for {what}: {error}") from error
+            raise UnavailableError(
+                f"rank {self.rank} waited in vain (at most {timeout_s:g} s) for {what}; if another has ended, see its "
+                f"error first: {error}"
+            ) from error
         if not isinstance(value, dict):
             raise ConfigError(f"rank {self.rank} found no settings under {key!r} in the process group's store")
         return value
@@ -67,7 +70,10 @@ class World:
             if self.store.check([f"{key}/problem"]):
                 return self.store.get(f"{key}/problem").decode(errors="replace")
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-            raise UnavailableError(f"rank {self.rank} waited {timeout_s:g} s for the other ranks: {error}") from error
+            raise UnavailableError(
+                f"rank {self.rank} waited in vain (at most {timeout_s:g} s) for the others; if one has ended, see its "
+                f"error first: {error}"
+            ) from error
         return None
 
 
