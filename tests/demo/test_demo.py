@@ -25,6 +25,9 @@ def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path) -> No
     assert demo.stdout.strip().splitlines()[-1] == "resumed run is bitwise identical to the uninterrupted run"
     for row in ("known after", "decided after", "published after", "bytes", "steps lost"):
         assert row in demo.stdout
+    killed = (tmp_path / "out" / "killed" / "output.txt").read_text(encoding="utf-8")
+    assert len(re.findall(r"^lastwords: rank \d: rank \d died", killed, flags=re.MULTILINE)) == 2, killed
+    assert len(re.findall(r"exitcode +: 75 ", killed)) == 2, "torchrun's SIGTERM may not change a survivor's exit code"
     assert (tmp_path / "out" / "last-words.png").read_bytes().startswith(b"\x89PNG")
 
 
