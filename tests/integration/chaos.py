@@ -74,15 +74,25 @@ def draw_story(seed: int) -> Story:
         count = draw.choice((1, 1, 1, 2, layout.world_size - 1))
         victims = draw.sample(range(layout.world_size), count)
         start_s = draw.uniform(0.0, 0.08 if layout.model == "large" else 0.02)
-        spread_s = draw.choice((0.0, 0.0, 0.002, 0.02))
-        blows.append(
-            tuple(
-                Fault(rank, step, "body", (f"kill_after:{start_s + draw.uniform(0, spread_s):.6f}",))
-                for rank in victims
-            )
-        )
+        spread_s = draw.choice((0.0, 0.0, 0.002, 0.02, 0.2))  # the longer ones reach into the incident
+        blow = [
+            Fault(rank, step, "body", (f"kill_after:{start_s + draw.uniform(0, spread_s):.6f}",)) for rank in victims
+        ]
+        bystanders = [rank for rank in range(layout.world_size) if rank not in victims]
+        if draw.random() < 0.3:
+            blow.append(draw_disturbance(draw, draw.choice(bystanders), step))
+        blows.append(tuple(blow))
         first_step = step + 2
     return Story(layout, tuple(blows))
+
+
+def draw_disturbance(draw: random.Random, rank: int, step: int) -> Fault:
+    """Something beside the kills: a rank that is stopped for a while, is asked to stop, or raises."""
+    phase = draw.choice(("body", "forward", "before_step", "update", "after_update", "end"))
+    action = draw.choice((f"stop:{draw.uniform(0.05, 0.9):.2f}", "term", "raise", f"sleep:{draw.uniform(0, 0.3):.2f}"))
+    if action == "raise" and phase == "update":
+        return Fault(rank, step, phase, ("garbage", "raise"))
+    return Fault(rank, step, phase, (action,))
 
 
 def live(rig: Rig, story: Story) -> Counter[str]:
@@ -93,7 +103,7 @@ def live(rig: Rig, story: Story) -> Counter[str]:
     for blow in story.blows:
         launch = rig.launch(layout, faults=blow, recover=step > 0)
         launch.finish()
-        step = max(step, judge(rig, launch, {fault.rank for fault in blow}, step, happened))
+        step = max(step, judge(rig, launch, blow, step, happened))
     last = rig.launch(layout, recover=step > 0)
     last.finish()
     if set(last.codes.values()) != {0}:
@@ -109,13 +119,25 @@ def live(rig: Rig, story: Story) -> Counter[str]:
     return happened
 
 
-def judge(rig: Rig, launch: Launch, victims: set[int], step_before: int, happened: Counter[str]) -> int:
+def judge(rig: Rig, launch: Launch, blow: tuple[Fault, ...], step_before: int, happened: Counter[str]) -> int:
     """Check the end of one launch; returns the step of its last words, 0 if there are none."""
     layout = launch.layout
     dead = {rank for rank, code in launch.codes.items() if code == KILLED}
+    victims = {fault.rank for fault in blow if fault.actions[0].startswith("kill")}
+    raising = {fault.rank for fault in blow if "raise" in fault.actions}
     if not dead <= victims:
         raise launch.fail(f"ranks {dead - victims} were killed by something else")
-    codes = {launch.codes[rank] for rank in range(layout.world_size) if rank not in dead}
+    raised = {rank for rank in raising if launch.codes[rank] == 1}
+    torn = {fault.rank for fault in blow if "garbage" in fault.actions} & raised
+    codes = {launch.codes[rank] for rank in range(layout.world_size) if rank not in dead | raised}
+    if raised:
+        happened["and one raised"] += 1
+    if not codes:
+        # Every rank but the one that raised is dead; if its update is torn, nobody holds a whole step.
+        if torn and launch.new_checkpoint is None:
+            happened["the last rank was torn"] += 1
+            return 0
+        codes = {EXIT_SAVED if launch.new_checkpoint is not None else EXIT_NOT_SAVED}
     if codes == {0}:
         # Everybody had left the loop before the blow fell, so there was nothing to save any more.
         happened["after the end"] += 1
