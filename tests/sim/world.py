@@ -134,8 +134,8 @@ class Trainer:
         return tuple(sorted({record.held, record.ended})) if record.held < record.ended else (record.held,)
 
 
-_PARKED = (At.PARK_UPDATE, At.PARK_END, At.PARK_ENDED, At.LEFT, At.OPENING)
-_WOKEN = (*_PARKED, At.START, At.GATE)
+PARKED = (At.PARK_UPDATE, At.PARK_END, At.PARK_ENDED, At.LEFT, At.OPENING)
+_WOKEN = (*PARKED, At.START, At.GATE)
 _NEWEST_ONLY = (Status, Settled, SaveProgress)
 
 GO = ("go",)
@@ -172,7 +172,7 @@ class World:
     def choices(self, trainer: Trainer) -> tuple[str, ...]:
         """What the training thread of a living rank could do next; () while it waits."""
         at = trainer.at
-        if at in _PARKED:
+        if at in PARKED:
             return GO if trainer.waking else WAIT
         if at is At.START:
             return GO if trainer.core.welcomed else WAIT
@@ -317,7 +317,8 @@ class World:
         step = trainer.record.ended + 1
         if trainer.core.try_update():
             trainer.record.held = TORN
-            trainer.updated = step
+            if self.job.update_collective:
+                trainer.updated = step
             self._move_to(trainer, At.UPDATE)
             self.on_entered(trainer)
         else:
