@@ -15,7 +15,6 @@ from typing import Any
 
 from lastwords.vocabulary import Stand
 
-
 ONLY_FOR_PEOPLE = frozenset(
     {
         ("Member", "stand"),
