@@ -72,6 +72,12 @@ class Launch:
         return 0 if checkpoint is None else int(self.manifest(checkpoint)["global_step"])
 
     @property
+    def exact(self) -> bool:
+        """Whether the new checkpoint says that it is exact; True where there is none."""
+        checkpoint = self.new_checkpoint
+        return checkpoint is None or bool(self.manifest(checkpoint)["exact"])
+
+    @property
     def leftovers(self) -> list[str]:
         """Temporary directories and shared memory that should not be there any more."""
         shared = {Path(line).parent for path in self.directory.glob("rank_*.shm") for line in path.read_text().split()}
