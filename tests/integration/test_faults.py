@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.integration.harness import Port
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import EXIT_NOT_SAVED, EXIT_SAVED, KILLED, Launch, Rig
@@ -222,10 +223,11 @@ def test_five_kills_in_a_row_cost_nothing(rig: Rig) -> None:
         Kill("backward", 8, (0, 1, 3)),
         Kill("end", 11, (3,), "ahead"),
     ]
-    launch, step = rig.die(layout, kills[0])
+    port = Port()  # of all launches: each controller takes the address over from the one before
+    launch, step = rig.die(layout, kills[0], port=port)
     for kill in kills[1:]:
-        launch, step = rig.die(layout, kill, recover=True)
-    rig.check_resume(launch, step)
+        launch, step = rig.die(layout, kill, recover=True, port=port)
+    rig.check_resume(launch, step, port=port)
     assert [path.name.rpartition("_")[2] for path in launch.checkpoints] == ["1", "4", "6", "7", "11"]
 
 
