@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ from lastwords.vocabulary import (
 )
 from tests.sim.checkers import complaints
 from tests.sim.disk import Disk
-from tests.sim.interned import InternedController, InternedProcessor, Table
+from tests.sim.interned import ONLY_FOR_PEOPLE, InternedController, InternedProcessor, Table
 from tests.sim.job import Job, data_parallel
 from tests.sim.ledger import Life, Publication, RankRecord, Renaming
 from tests.sim.mutants import MUTANTS
@@ -79,9 +80,10 @@ _SENDING_AGAIN = (
 class Tables:
     """Numbers for everything that recurs: core states, messages, disks."""
 
-    def __init__(self) -> None:
-        self.controllers = Table(("deadline_s",))
-        self.processors = Table(InternedProcessor.QUERIES)
+    def __init__(self, whole: bool = False) -> None:
+        ignored = frozenset() if whole else ONLY_FOR_PEOPLE
+        self.controllers = Table(("deadline_s",), ignored)
+        self.processors = Table(InternedProcessor.QUERIES, frozenset())
         self.things: list[Any] = [None]
         self.number_of_thing: dict[Any, int] = {None: 0}
         self.disks: list[Disk] = []
@@ -94,7 +96,9 @@ class Tables:
             self.things.append(thing)
         return known
 
-    def number_disk(self, disk: Disk) -> int:
+    def number_disk(self, disk: Disk, last: int) -> int:
+        if self.disks and disk is self.disks[last]:
+            return last
         key = disk.key()
         known = self.number_of_disk.get(key)
         if known is None:
@@ -106,7 +110,7 @@ class Tables:
 class SmallWorld(World):
     """A world whose whole state can be taken out and put back."""
 
-    def __init__(self, job: Job, tables: Tables, kills_max: int) -> None:
+    def __init__(self, job: Job, tables: Tables, kills_max: int, whole: bool = False) -> None:
         controller, cores = _registered(job)
         processors: Any = {
             rank: InternedProcessor(tables.processors, tables.processors.number(core)) for rank, core in cores.items()
@@ -114,7 +118,9 @@ class SmallWorld(World):
         interned: Any = InternedController(tables.controllers, tables.controllers.number(controller))
         super().__init__(job, interned, processors, Disk(job.generation))
         self.tables = tables
+        self.disk_number = 0
         self.kills_max = kills_max
+        self.whole = whole
         self.kills = 0
         ranks = range(job.world_size)
         self.up: list[list[int]] = [[] for _ in ranks]
@@ -150,7 +156,7 @@ class SmallWorld(World):
                 tuple(sorted(self.unannounced)),
                 tuple(self.asked),
                 self.kills,
-                self.tables.number_disk(self.disk),
+                self.tables.number_disk(self.disk, self.disk_number),
                 number(tuple(ledger.publications)),
                 number(tuple(ledger.renamings)),
                 number(frozenset(ledger.heard_saved)),
@@ -191,7 +197,7 @@ class SmallWorld(World):
         self.bound = dict.fromkeys(bound, 1)
         self.unannounced = set(unannounced)
         self.asked = list(asked)
-        self.disk = self.tables.disks[disk].copy()
+        self.disk_number, self.disk = disk, self.tables.disks[disk]
         saved_publications: tuple[Publication, ...] = things[publications]
         saved_renamings: tuple[Renaming, ...] = things[renamings]
         ledger.publications = list(saved_publications)
@@ -204,7 +210,7 @@ class SmallWorld(World):
 
     def actions(self) -> list[Action]:
         """Everything that has to be tried next; nothing if this is an end."""
-        if self.stage != "ending" and self.controller_lives:
+        if not self.over and not self.whole:
             for trainer in self.trainers:
                 if self._acts_alone(trainer):
                     return self._own_actions(trainer) + self._kills(trainer)
@@ -224,7 +230,7 @@ class SmallWorld(World):
             if due_s is not None and due_s < OUT_OF_REACH_S:
                 found.append(("time",))
         if self.over:
-            return found[:1]
+            return found if self.whole else found[:1]
         for trainer in self.trainers:
             found += self._kills(trainer)
         return found
@@ -266,17 +272,22 @@ class SmallWorld(World):
         if all(other.record.life is Life.ALIVE for other in self.trainers):
             return False
         if trainer.at is At.REDUCE:
-            step = trainer.contributed
-            behind = [other for other in self.trainers if other.contributed < step]
-            return not behind or any(other.record.life is not Life.ALIVE for other in behind)
-        return bool(self._own_actions(trainer))
+            behind = [other for other in self.trainers if other.contributed < trainer.contributed]
+        elif trainer.at is At.GATE:
+            behind = [other for other in self.trainers if other.gated < trainer.gated]
+        else:
+            return bool(self._own_actions(trainer))
+        complete, hopeless = not behind, any(other.record.life is not Life.ALIVE for other in behind)
+        return (complete or hopeless) and bool(self._own_actions(trainer))
 
     def perform(self, action: Action) -> None:
         """Let one of the `actions` happen."""
         kind = action[0]
         if kind == "move":
             self.advance(self.trainers[action[1]], action[2])
-        elif kind == "hear":
+            return
+        self.disk = self.disk.copy()  # it may change
+        if kind == "hear":
             self._hear_next(action[1])
         elif kind == "tell":
             order = self.tables.things[self.down[action[1]].pop(0)]
@@ -309,9 +320,10 @@ class SmallWorld(World):
         """The death is known. Whatever still comes from the dead is not listened to, so it does not come."""
         self.unannounced.discard(rank)
         self.feed_controller(to_controller.Died(rank, DeathSource.ROBUST_MUTEX))
-        self.up[rank].clear()
-        if self.controller_lives:
-            self.close(rank, 1)
+        if not self.whole:
+            self.up[rank].clear()
+            if self.controller_lives:
+                self.close(rank, 1)
 
     def _hear_next(self, rank: int) -> None:
         number = self.up[rank].pop(0)
@@ -334,11 +346,13 @@ class SmallWorld(World):
     def on_moved(self, trainer: Trainer) -> None:
         if trainer.at is At.UPDATE and trainer.core.frozen:
             self.asked[trainer.rank] = ASKED  # it proceeds, and will say so when it has
+        if self.whole:
+            return
         if trainer.at is At.BACK or (trainer.at is At.LOG and not self.job.log_collective):
             self.advance(trainer, "go")  # nothing is decided here
 
     def on_woken(self, trainer: Trainer) -> None:
-        while trainer.waking and trainer.record.life is Life.ALIVE and trainer.at in PARKED:
+        while not self.whole and trainer.waking and trainer.record.life is Life.ALIVE and trainer.at in PARKED:
             self.advance(trainer, "go")
 
     def send_up(self, trainer: Trainer, report: Report) -> None:
@@ -433,7 +447,8 @@ class Found:
 
     states: int = 0
     moves: int = 0
-    ends: int = 0
+    ends: set[End] = field(default_factory=set)
+    """What the checkers can tell apart of the states in which nothing can happen any more."""
     published: int = 0
     cores: tuple[int, int] = (0, 0)
     bad: list[tuple[str, list[Action]]] = field(default_factory=list)
@@ -449,15 +464,21 @@ def reduced() -> Iterator[None]:
         yield
 
 
-def explore(job: Job, kills_max: int, *, states_max: int = 0, bad_max: int = 1) -> Found:
-    """Visit every state that can be reached; ends early after `bad_max` complaints or `states_max` states (0: none)."""
+End = tuple[Any, ...]
+
+
+def explore(job: Job, kills_max: int, *, bad_max: int = 1, whole: bool = False) -> Found:
+    """Visit every state that can be reached; ends early after `bad_max` complaints.
+
+    whole: without the reductions that a smaller job can do without, to show that they lose no end.
+    """
     with reduced():
-        return _explore(job, kills_max, states_max, bad_max)
+        return _explore(job, kills_max, bad_max, whole)
 
 
-def _explore(job: Job, kills_max: int, states_max: int, bad_max: int) -> Found:
-    tables = Tables()
-    world = SmallWorld(job, tables, kills_max)
+def _explore(job: Job, kills_max: int, bad_max: int, whole: bool) -> Found:
+    tables = Tables(whole)
+    world = SmallWorld(job, tables, kills_max, whole)
     found = Found()
     start = world.take()
     open_states = {start: 0}  # on the path under way -> depth
@@ -477,7 +498,7 @@ def _explore(job: Job, kills_max: int, states_max: int, bad_max: int) -> Found:
         world.put(state)
         world.perform(action)
         found.moves += 1
-        if world.over:
+        if world.over and not whole:
             _run_to_the_end(world)
         after = world.take()
         if after in done:
@@ -491,7 +512,7 @@ def _explore(job: Job, kills_max: int, states_max: int, bad_max: int) -> Found:
                 _judge(job, world, found, taken)
             path.append((after, following))
             open_states[after] = len(path)
-        if len(found.bad) >= bad_max or (states_max and len(done) >= states_max):
+        if len(found.bad) >= bad_max:
             break
     found.states = len(done) + len(open_states)
     found.cores = (len(tables.controllers.pickles), len(tables.processors.pickles))
@@ -504,11 +525,24 @@ def _run_to_the_end(world: SmallWorld) -> None:
 
 
 def _judge(job: Job, world: SmallWorld, found: Found, taken: list[Action]) -> None:
-    found.ends += 1
     found.published += bool(world.ledger.publications)
+    found.ends.add(_end(world))
     world.ledger.ended = True
     for text in complaints(job, world.ledger):
         found.bad.append((text, list(taken)))
+
+
+def _end(world: SmallWorld) -> End:
+    ledger = world.ledger
+    ranks = tuple(
+        (record.life,) if record.life is Life.KILLED else (record.life, record.held, record.ended, tuple(record.ill))
+        for record in ledger.ranks
+    )
+    published = tuple(
+        (publication.step, publication.verified, publication.files, publication.lost_local_ranks)
+        for publication in ledger.publications
+    )
+    return (ranks, published, ledger.controller_stopped)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -517,13 +551,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--mutant", default="", choices=["", *MUTANTS], help="break this rule of the cores")
+    parser.add_argument("--whole", action="store_true", help="without most of the reductions (much slower)")
+    parser.add_argument(
+        "--gate", action="store_true", help="two units instead of one, on ranks 0, 2, ... and 1, 3, ..."
+    )
     options = parser.parse_args(arguments)
     job = data_parallel(options.ranks, options.steps)
+    if options.gate:
+        job = dataclasses.replace(job, units=tuple((f"tp{rank % 2}",) for rank in range(options.ranks)))
     with MUTANTS[options.mutant].applied() if options.mutant else contextlib.nullcontext():
-        found = explore(job, options.kills)
+        found = explore(job, options.kills, whole=options.whole)
     controllers, processors = found.cores
     sys.stdout.write(
-        f"{found.states} distinct states, {found.moves} moves, {found.ends} ends, {found.published} with a checkpoint; "
+        f"{found.states} distinct states, {found.moves} moves, {len(found.ends)} different ends; "
         f"{controllers} states of the controller's core, {processors} of the processors'\n"
     )
     for text, actions in found.bad:

@@ -29,7 +29,10 @@ ONLY_FOR_PEOPLE = frozenset(
 (`source` also decides whether a dead rank may come back; no rank comes back in the exploration.)"""
 
 
-def frozen(value: Any, seen: dict[int, int]) -> Hashable:
+Fields = frozenset[tuple[str, str]]
+
+
+def frozen(value: Any, seen: dict[int, int], ignored: Fields = frozenset()) -> Hashable:
     """A hashable value, equal for equal contents. Objects that occur twice become numbers, so cycles end."""
     kind = type(value)
     if kind in (int, str, float, bool, bytes) or value is None:
@@ -37,13 +40,16 @@ def frozen(value: Any, seen: dict[int, int]) -> Hashable:
     if isinstance(value, enum.Enum):
         return value
     if kind in (tuple, list):
-        return (kind, *(frozen(item, seen) for item in value))
+        return (kind, *(frozen(item, seen, ignored) for item in value))
     if kind in (set, frozenset):
-        return (kind, frozenset(frozen(item, seen) for item in value))
+        return (kind, frozenset(frozen(item, seen, ignored) for item in value))
     if isinstance(value, dict):
         if all(isinstance(key, int | str) for key in value):
-            return (dict, *((key, frozen(value[key], seen)) for key in sorted(value, key=repr)))
-        return (dict, frozenset((frozen(key, seen), frozen(item, seen)) for key, item in value.items()))
+            return (dict, *((key, frozen(value[key], seen, ignored)) for key in sorted(value, key=repr)))
+        return (
+            dict,
+            frozenset((frozen(key, seen, ignored), frozen(item, seen, ignored)) for key, item in value.items()),
+        )
     if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
         return value  # type: ignore[no-any-return]
     if hasattr(value, "__dataclass_params__") and value.__dataclass_params__.frozen:
@@ -57,15 +63,16 @@ def frozen(value: Any, seen: dict[int, int]) -> Hashable:
         for name in getattr(base, "__slots__", ()):
             if hasattr(value, name):
                 fields[name] = getattr(value, name)
-    told = [name for name in sorted(fields) if (kind.__name__, name) not in ONLY_FOR_PEOPLE]
-    return (kind, *((name, frozen(fields[name], seen)) for name in told))
+    told = [name for name in sorted(fields) if (kind.__name__, name) not in ignored]
+    return (kind, *((name, frozen(fields[name], seen, ignored)) for name in told))
 
 
 class Table:
     """The states of one kind of core, numbered; `queries` are read once for each state."""
 
-    def __init__(self, queries: tuple[str, ...]) -> None:
+    def __init__(self, queries: tuple[str, ...], ignored: Fields) -> None:
         self.queries = queries
+        self.ignored = ignored
         self.pickles: list[bytes] = []
         self.answers: list[tuple[Any, ...]] = []
         self.number_of: dict[Hashable, int] = {}
@@ -73,7 +80,7 @@ class Table:
 
     def number(self, core: Any) -> int:
         """The number of this state."""
-        key = frozen(core, {})
+        key = frozen(core, {}, self.ignored)
         known = self.number_of.get(key)
         if known is None:
             known = self.number_of[key] = len(self.pickles)
