@@ -202,7 +202,8 @@ def refuse_other_units(path: Path, manifest: Manifest, units: RankUnits) -> None
 
 
 def _some_units(units: Mapping[str, Sequence[int]]) -> str:
-    named = [f"{unit} (ranks {ranks_text(holders)})" for unit, holders in list(units.items())[:_SHOWN_MAX]]
+    ordered = sorted(units.items(), key=lambda item: (item[0] != UNIT_REPLICATED, tuple(item[1]), item[0]))
+    named = [f"{unit} (rank{'s' if len(held) != 1 else ''} {ranks_text(held)})" for unit, held in ordered[:_SHOWN_MAX]]
     return ", ".join(named) + (f" and {len(units) - _SHOWN_MAX} more" if len(units) > _SHOWN_MAX else "")
 
 
