@@ -28,11 +28,13 @@ _log = logging.getLogger(__name__)
 class RankUnits:
     """Views of this rank's units, and the proof that its tensors are still those that were agreed.
 
-    views: unit -> its state. All methods belong to the training thread, except that a view may be read by any.
+    views: unit -> its state. pure: every rank holds everything. All methods belong to the training thread, except
+    that `check_layout` and the views may be used by any.
     """
 
     def __init__(self, view: UnitView, table: UnitTable, pieces: Sequence[Piece], declared: Sequence[Unit], rank: int):
         self.table = table
+        self.pure = table.pure
         self._view = view
         self._declared = tuple(declared)
         self._rank = rank
@@ -42,11 +44,6 @@ class RankUnits:
         self.views: Mapping[str, UnitView] = dict.fromkeys(table.mine, view)
         if not table.pure:
             self.views = {unit: view.part(unit, members, table.units[unit]) for unit, members in table.mine.items()}
-
-    @property
-    def pure(self) -> bool:
-        """True if every rank holds everything."""
-        return self.table.pure
 
     @property
     def names(self) -> tuple[str, ...]:
