@@ -349,21 +349,37 @@ def _refuse_position(epoch: object, step: object) -> None:
 class _Hooks:
     """Between `OptTFTWrapper` and the protection; see `StepHooks`."""
 
-    def __init__(self, protection: Protection, ensure_loop: Callable[[], None]) -> None:
-        self._ready = protection.agent.ready
+    def __init__(
+        self,
+        protection: Protection,
+        ensure_loop: Callable[[], None],
+        fence: Callable[[], None] | None,
+        through_gate: Callable[[], None] | None,
+    ) -> None:
+        self._protection = protection
         self._begin_update = protection.begin_update
         self._ensure_loop = ensure_loop
-        self.enter_update = protection.enter_update
-        self.leave_update = protection.leave_update
+        self._fence = fence
+        self._through_gate = through_gate
         self.torn = protection.torn
-
-    def ready(self) -> None:
-        self._ensure_loop()
-        self._ready()
+        if fence is None:  # no layer more than needed: this is called in every step
+            self.leave_update = protection.leave_update
 
     def begin_update(self) -> None:
         self._ensure_loop()
-        self._begin_update()
+        if self._fence is not None:
+            self._fence()
+        if self._through_gate is None:
+            self._begin_update()
+            return
+        self._protection.ready()
+        self._through_gate()
+        self._protection.enter_update()
+
+    def leave_update(self) -> None:
+        if self._fence is not None:
+            self._fence()
+        self._protection.leave_update()
 
 
 class _Events:

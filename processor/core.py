@@ -13,10 +13,10 @@ or the freeze came first, and then the update does not begin. There is no third 
 API::
 
     core = ProcessorCore(rank, generation, start_step, options)
-    training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_skipped, try_end_step,
-                     mark_left, mark_raised       any thread: mark_signalled
+    training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_skipped, mark_gate_failed,
+                     try_end_step, mark_left, mark_raised       any thread: mark_signalled
     shell:           handle(event, now_s), take_effects(), has_effects, deadline_s
-    queries:         stand, phase, frozen, may_train, may_end_step, loop_open, welcomed, released, leaving
+    queries:         stand, phase, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed, released, leaving
 
 The calls of the training thread cost well under 2 µs and take no time argument: where one of them starts a timer,
 `deadline_s` is at once due, and the next `handle` (a Tick will do) starts it. `begin_loop` sets the step from which
@@ -149,6 +149,11 @@ class ProcessorCore:
         return not self._part.incident or (self._phase is _UPDATED and self._part.settled is None)
 
     @property
+    def may_proceed(self) -> bool:
+        """True if `try_update` would answer True although this rank is frozen."""
+        return self._phase is _READY and not self._leaving and self._part.proceed_step == self._ended_step + 1
+
+    @property
     def loop_open(self) -> bool:
         """True once all ranks have agreed on the loop that `begin_loop` announced."""
         return self._said.loop_open
@@ -203,7 +208,7 @@ class ProcessorCore:
             raise misuse(self.rank, self.stand, "try_update")
         if self._leaving:
             return False
-        if self._part.incident:
+        if self._part.incident or self._said.raised is not None:  # raised: its gate has failed
             if self._part.proceed_step != self._ended_step + 1:
                 return False
             self._part.enter_update()
@@ -227,6 +232,15 @@ class ProcessorCore:
         """No update takes place in this step; its gate, if there is one, comes next."""
         self._move("mark_skipped")
         self._after_move()
+
+    def mark_gate_failed(self, text: str) -> None:
+        """The gate of this step can never be passed any more (a peer or the network is gone): park, as if frozen.
+
+        Reported like an exception out of a collective, but the training thread is still here: this rank stays in
+        READY, so that Proceed can have its gradients applied. No Resume follows.
+        """
+        self._move("mark_gate_failed")
+        self._report_raised(text, secondary=True)
 
     def try_end_step(self) -> bool:
         """End the step under way; in COMPUTING that is a step without an update.
@@ -259,6 +273,9 @@ class ProcessorCore:
     def mark_raised(self, text: str, secondary: bool) -> None:
         """An exception has left the loop; wait for the end of the incident that follows. The first one counts."""
         self._move("mark_raised")
+        self._report_raised(text, secondary)
+
+    def _report_raised(self, text: str, secondary: bool) -> None:
         if self._said.raised is None:
             self._said.raised = Raised(self.rank, self.generation, text, secondary, self.stand)
             self._outbox.send(self._said.raised)
