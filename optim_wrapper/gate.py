@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from lastwords.clock import Clock, mono_s
 from lastwords.errors import ConfigError, LastWordsError
 from lastwords.optim_wrapper.world import World
-from lastwords.processor.agent import GateFailedError
+from lastwords.processor.agent import Agent, GateFailedError
 
 _log = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ class Gate:
         common = max(set(steps), key=lambda step: (steps.count(step), -step))
         astray = [f"rank {rank} in step {step}" for rank, step in enumerate(steps) if step != common]
         return (
-            f"the ranks are not in one step: {', '.join(astray[:8])}, the others in step {common}; every rank has to end "
-            "each step exactly once (step_end, or steps() with the same accumulate on all ranks)"
+            f"the ranks are not in one step: {', '.join(astray[:8])}, the others in step {common}; every rank has to "
+            "end each step exactly once (step_end, or steps() with the same accumulate on all ranks)"
         )
 
     def _failure_text(self, error: BaseException) -> str:
@@ -144,3 +145,33 @@ def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+class GatedStep:
+    """Takes this rank through the gate of each step. Training thread only.
+
+    tentative: takes the tentative copy. No peer updates before this rank has entered the gate, so right before that is
+    the latest moment for it.
+    """
+
+    def __init__(self, gate: Gate, agent: Agent, tentative: Callable[[], None]) -> None:
+        self._gate = gate
+        self._agent = agent
+        self._tentative = tentative
+
+    def before_update(self) -> None:
+        """The gradients are final: READY, and through the gate. May park; the update has not been entered yet."""
+        self._tentative()
+        self._agent.ready()
+        self._pass()
+
+    def without_update(self) -> None:
+        """The step ends without an update on this rank; the others wait for it at the gate all the same."""
+        self._tentative()
+        self._agent.skip_update()
+        self._pass()
+
+    def _pass(self) -> None:
+        agent, gate = self._agent, self._gate
+        gate.enter(agent.stand.step)
+        agent.pass_gate(gate)

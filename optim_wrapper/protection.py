@@ -164,10 +164,6 @@ class Protection:
 
     # ------------------------------------------------------------------ the optimizer's hooks (hot path)
 
-    def ready(self) -> None:
-        """Gradients are final."""
-        self.agent.ready()
-
     def begin_update(self) -> None:
         """`ready` and `enter_update` at once."""
         agent, signals = self._agent, self._signals

@@ -14,7 +14,9 @@ import torch
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper import ddp_buckets, switch
 from lastwords.optim_wrapper.config import Config, DataMode
+from lastwords.optim_wrapper.device_fence import device_fence
 from lastwords.optim_wrapper.facts import run_facts
+from lastwords.optim_wrapper.gate import GatedStep
 from lastwords.optim_wrapper.hold import ExceptHook, is_collective_error, one_line
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
@@ -95,6 +97,7 @@ class TFTRegister:
         self._world: World | None = None
         self._resumed: Resumed | None = None
         self._steps: Steps | None = None
+        self._gated: GatedStep | None = None
         self._begun = False
         self._global_step = 0
         self._position = Position(1, 0)
@@ -127,7 +130,9 @@ class TFTRegister:
         try:
             protection.use_box(self._recorder.open(protection.box_path(world.rank)))
             self._recorder.begin(0, self._position)
-            self._optimizer.attach(_Hooks(protection, self._ensure_loop))
+            self._optimizer.attach(
+                _Hooks(protection, self._ensure_loop, device_fence([self._optimizer.inner]), self._gated)
+            )
         except BaseException:
             self._close()
             raise
@@ -311,6 +316,8 @@ class TFTRegister:
         self._global_step += 1
         if self._protection is None:
             return
+        if self._gated is not None and self._protection.stand.phase is Phase.COMPUTING:
+            self._gated.without_update()
 
         def commit(step: int) -> None:
             self._recorder.committed(step, position)
@@ -354,31 +361,30 @@ class _Hooks:
         protection: Protection,
         ensure_loop: Callable[[], None],
         fence: Callable[[], None] | None,
-        through_gate: Callable[[], None] | None,
+        gated: GatedStep | None,
     ) -> None:
         self._protection = protection
         self._begin_update = protection.begin_update
         self._ensure_loop = ensure_loop
         self._fence = fence
-        self._through_gate = through_gate
+        self._gated = gated
         self.torn = protection.torn
-        if fence is None:  # no layer more than needed: this is called in every step
-            self.leave_update = protection.leave_update
+        # No layer more than needed: this is called in every step.
+        self.leave_update = protection.leave_update if fence is None else self._leave_behind_fence
 
     def begin_update(self) -> None:
         self._ensure_loop()
         if self._fence is not None:
             self._fence()
-        if self._through_gate is None:
+        if self._gated is None:
             self._begin_update()
-            return
-        self._protection.ready()
-        self._through_gate()
-        self._protection.enter_update()
+        else:
+            self._gated.before_update()
+            self._protection.enter_update()
 
-    def leave_update(self) -> None:
-        if self._fence is not None:
-            self._fence()
+    def _leave_behind_fence(self) -> None:
+        assert self._fence is not None
+        self._fence()
         self._protection.leave_update()
 
 

@@ -6,7 +6,7 @@ from lastwords.optim_wrapper.wrapper import StepHooks
 
 
 class SeveralOptimizers:
-    """`StepHooks` that all optimizers of a job share: an update lasts from the first one's beginning to the last one's end.
+    """`StepHooks` that all optimizers share: an update lasts from the first one's beginning to the last one's end.
 
     Between the two the weights are of no step; a collective in there is a window in which nobody could save.
 

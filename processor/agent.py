@@ -179,7 +179,7 @@ class Agent:
             self._settle_calls()
 
     def pass_gate(self, gate: GateLike) -> None:
-        """Between `ready` (or `skip_update`) and `enter_update`: wait until the gate, which has been entered, is passed.
+        """After `ready` or `skip_update`: wait until the gate, which this rank has entered, is passed.
 
         Looks at it now and then instead of blocking in it, so that an incident can have this thread: it parks
         then. Returns also if this rank is told to proceed; then somebody else has passed, so all have entered.
