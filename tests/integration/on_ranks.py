@@ -1,0 +1,53 @@
+"""Runs a function on forked processes that form one gloo group, for tests that need collectives and no launcher."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RANKS = 4
+LIMIT_S = 240
+
+
+def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = RANKS, *, together: bool = True) -> list[Any]:
+    """What `body(rank)` returns on each of `ranks` forked processes in one gloo group; None for one that is killed.
+
+    together: all of them live to the end, and leave the group together.
+    """
+    context = multiprocessing.get_context("fork")
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=rank, world_size=ranks)
+            answer = body(rank)
+            if together:
+                dist.barrier()
+                dist.destroy_process_group()
+        except BaseException:
+            answer = traceback.format_exc()
+        (tmp_path / f"answer{rank}").write_bytes(pickle.dumps(answer))
+        if not together:
+            os._exit(0)  # the end of a group with a collective under way may never come
+
+    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+    files = [tmp_path / f"answer{rank}" for rank in range(ranks)]
+    answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+    assert not together or all(file.exists() for file in files), "a rank has ended without an answer"
+    failed = [answer for answer in answers if isinstance(answer, str)]
+    assert not failed, failed[0]
+    return answers
