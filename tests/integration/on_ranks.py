@@ -17,6 +17,12 @@ RANKS = 4
 LIMIT_S = 240
 
 
+class Failure(str):
+    """The traceback of a rank that raised."""
+
+    __slots__ = ()
+
+
 def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = RANKS, *, together: bool = True) -> list[Any]:
     """What `body(rank)` returns on each of `ranks` forked processes in one gloo group; None for one that is killed.
 
@@ -33,7 +39,7 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = RANKS, *, 
                 dist.barrier()
                 dist.destroy_process_group()
         except BaseException:
-            answer = traceback.format_exc()
+            answer = Failure(traceback.format_exc())
         (tmp_path / f"answer{rank}").write_bytes(pickle.dumps(answer))
         if not together:
             os._exit(0)  # the end of a group with a collective under way may never come
@@ -48,6 +54,6 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = RANKS, *, 
     files = [tmp_path / f"answer{rank}" for rank in range(ranks)]
     answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
     assert not together or all(file.exists() for file in files), "a rank has ended without an answer"
-    failed = [answer for answer in answers if isinstance(answer, str)]
+    failed = [answer for answer in answers if isinstance(answer, Failure)]
     assert not failed, failed[0]
     return answers

@@ -150,7 +150,7 @@ def test_a_gate_that_fails_is_reported_and_does_not_take_the_step_out_of_reach(r
     assert (raised.secondary, raised.stand) == (True, Stand(Phase.READY, 1))
     rank.freeze()
     rank.agent.on_order(Proceed(1, 1, 1))
-    rank.wait(lambda: rank.listener.stands()[-1:] == [Stand(Phase.COMPUTING, 1)])
+    rank.wait(lambda: rank.listener.stands()[-1:] == [Stand(Phase.UPDATED, 1)])
 
 
 def test_an_exit_takes_the_training_thread_from_the_gate(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
