@@ -350,7 +350,7 @@ class Agent:
     def _start_save(self, order: Save) -> None:
         self._save_job = SaveJob(
             order,
-            self._core.stand,
+            self._core.settled_stand,
             self._saver,
             progress=lambda o, n: self._handle(events.SaveProgressed(o.incident, o.attempt, n)),
             done=lambda o, n: self._handle(events.SaveFinished(o.incident, o.attempt, n)),

@@ -48,6 +48,7 @@ from lastwords.processor.events import (
     Tick,
     Wake,
 )
+from lastwords.processor.grace import Grace
 from lastwords.processor.participation import Outbox, Participation
 from lastwords.processor.phases import ENDED_PHASES, PARKED, TRANSITIONS, misuse, row
 from lastwords.vocabulary import (
@@ -98,7 +99,9 @@ class ProcessorCore:
         self._released = False
         self._leaving = False
         self._now_s = 0.0
-        self._grace_until_s: float | None = None
+        self._step_end_grace = Grace(self.options.step_end_grace_s)
+        self._update_grace = Grace(self.options.update_grace_s)
+        self._retreated = False  # in this incident this rank stands by its copy of the last step
 
     # ------------------------------------------------------------------ queries
 
@@ -111,6 +114,11 @@ class ProcessorCore:
     def stand(self) -> Stand:
         """Exactly where this rank stands."""
         return Stand(self._phase, self.stand_step)
+
+    @property
+    def settled_stand(self) -> Stand:
+        """What the controller is told: the stand, or that of the copy which this rank has gone back to."""
+        return Stand(_COMPUTING, self._ended_step) if self._retreated else self.stand
 
     @property
     def stand_step(self) -> int:
@@ -295,8 +303,12 @@ class ProcessorCore:
 
     def _after_move(self) -> None:
         """If frozen, say where this rank stands now, unless its weights may still change or its step may still end."""
-        if self._part.incident and not self._leaving and self._phase is not _UPDATING and not self._grace_wanted():
-            self._part.settle(self.stand)
+        if not self._part.incident or self._leaving or self._grace_wanted():
+            return
+        if self._phase is _TORN and self.options.has_copy:
+            self._retreated = True
+        if self._phase is not _UPDATING or self._retreated:
+            self._part.settle(self.settled_stand)
 
     def _grace_wanted(self) -> bool:
         """True while a frozen rank in UPDATED may still reach its step's end; after an exception it will not."""
@@ -305,6 +317,16 @@ class ProcessorCore:
             and self._phase is _UPDATED
             and self._part.settled is None
             and self._said.raised is None
+            and not self._leaving
+        )
+
+    def _retreat_wanted(self) -> bool:
+        """True while a frozen rank sits in an update that may never end, and has a copy of the step before."""
+        return bool(
+            self.options.has_copy
+            and self._part.incident
+            and self._phase is _UPDATING
+            and not self._retreated
             and not self._leaving
         )
 
@@ -343,13 +365,15 @@ class ProcessorCore:
                 wakes, self._said.loop_open = not self._said.loop_open, self._said.loop is not None
             case Freeze():
                 if self._part.on_freeze(order, self.stand):
+                    self._retreated = False
                     self._after_move()
             case Proceed():
-                wakes = self._part.on_proceed(order, self.stand)
+                wakes = self._part.on_proceed(order, self.settled_stand)
             case Save():
-                self._part.on_save(order, self.stand)
+                self._part.on_save(order, self.settled_stand)
             case Resume():
                 wakes = self._part.on_resume(order, self.stand)
+                self._retreated = self._retreated and not wakes
             case Exit():
                 if self._part.concerns(order.incident):
                     self._leave(order, order.reason)
@@ -383,20 +407,20 @@ class ProcessorCore:
     @property
     def deadline_s(self) -> float | None:
         """When the next Tick is due; None if nothing is waited for."""
-        wanted = [self._grace_until_s, self._said.deadline_s(self._now_s)]
-        if self._grace_until_s is None and self._grace_wanted():
-            wanted.append(self._now_s)  # a call of the training thread has made it so: start the timer
+        wanted = (
+            self._step_end_grace.deadline_s(self._grace_wanted(), self._now_s),
+            self._update_grace.deadline_s(self._retreat_wanted(), self._now_s),
+            self._said.deadline_s(self._now_s),
+        )
         return min((at_s for at_s in wanted if at_s is not None), default=None)
 
     def _run_timers(self) -> None:
         now_s = self._now_s
-        if not self._grace_wanted():
-            self._grace_until_s = None
-        elif self._grace_until_s is None:
-            self._grace_until_s = now_s + self.options.step_end_grace_s
-        elif now_s >= self._grace_until_s:
-            self._grace_until_s = None
+        if self._step_end_grace.over(self._grace_wanted(), now_s):
             self._part.settle(self.stand)
+        if self._update_grace.over(self._retreat_wanted(), now_s):
+            self._retreated = True
+            self._part.settle(self.settled_stand)
         if self._said.controller_lost(now_s):
             self._on_controller_lost()
         self._said.run_timer(now_s)
