@@ -43,11 +43,16 @@ class Protection:
     """Agent, session, life line and signal guard of one rank. Belongs to the training thread."""
 
     def __init__(
-        self, config: Config, world: World, make_source: Callable[[Callable[[int], Path]], TrainerSource]
+        self,
+        config: Config,
+        world: World,
+        make_source: Callable[[Callable[[int], Path]], TrainerSource],
+        units: tuple[str, ...] = (UNIT_REPLICATED,),
     ) -> None:
         self._config = config
         self._world = world
         self._make_source = make_source
+        self._units = units
         self._agreement: startup.Agreement | None = None
         self._departure = Departure(world.rank)
         self._agent: Agent | None = None
@@ -80,7 +85,7 @@ class Protection:
         roots = (config.ckpt_save_path, *([config.fallback_path] if config.fallback_path else []))
         agent = self._agent = Agent(
             core,
-            hello=lambda stand: Hello(rank, agreement.generation, self._world.size, process, (UNIT_REPLICATED,), stand),
+            hello=lambda stand: Hello(rank, agreement.generation, self._world.size, process, self._units, stand),
             saver=SaverSpec(rank, agreement.job, roots, self._make_source(self.box_path)),
             departure=self._departure,
             on_incident=self._on_incident,

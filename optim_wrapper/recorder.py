@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lastwords.checkpoint.storable import pack
+from lastwords.optim_wrapper import rank_units
 from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
+from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.state_view import UnitView, copy_groups
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.saver import Position
+from lastwords.sharding.agree import World
+from lastwords.sharding.declare import Unit
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ class StepRecorder:
         self.buffers = BufferCapture(self.view.model)
         self.rng = RngCapture()
         self.source: TrainerSource | None = None
+        self._units: RankUnits | None = None
+        self._unchecked = False
         self.reasons: list[str] = []
         self._box: BoxRecorder | None = None
         self._extras_now: ExtrasSnapshot = self.extras.first()
@@ -61,9 +67,27 @@ class StepRecorder:
 
     # ------------------------------------------------------------------ life
 
-    def make_source(self, box_path: Callable[[int], Path], facts: Callable[[int], dict[str, Any]]) -> TrainerSource:
+    def agree_units(self, world: World, prefix: str, declared: Sequence[Unit]) -> RankUnits:
+        """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
+        self._units = rank_units.agree(self.view, world, prefix, declared, self.rank_local_buffers())
+        self._units.exclude_buffers(self.rank_local_buffers())
+        self._unchecked = not self._units.pure
+        return self._units
+
+    @property
+    def units(self) -> RankUnits:
+        """This rank's units; known once they are agreed."""
+        assert self._units is not None, "agree_units() comes first"
+        return self._units
+
+    def make_source(
+        self,
+        box_path: Callable[[int], Path],
+        facts: Callable[[int], dict[str, Any]],
+        buckets: Callable[[int], dict[str, Any]] | None = None,
+    ) -> TrainerSource:
         """The writer's view of this rank."""
-        self.source = TrainerSource(self.view, self.extras, box_path, self.rank_local_buffers, facts)
+        self.source = TrainerSource(self.units, self.extras, box_path, self.rank_local_buffers, facts, buckets)
         return self.source
 
     def rank_local_buffers(self) -> frozenset[str]:
@@ -150,6 +174,12 @@ class StepRecorder:
         if self._has_local_extras:
             self._local_now = self.local_extras.ended(self._local_now)
         self._keep(step, position)
+        if self._units is not None and not self._units.pure:
+            self._units.check_step()
+            if self._unchecked:  # the optimizer's state is there since this step
+                self._unchecked = False
+                self._units.exclude_buffers(self.rank_local_buffers())
+                self._units.check()
 
     def _keep(self, step: int, position: Position) -> None:
         self._step = step

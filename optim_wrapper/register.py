@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,11 +23,13 @@ from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
+from lastwords.optim_wrapper.source import TrainerSource
 from lastwords.optim_wrapper.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.world import World, next_prefix, restart_count
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.saver import Position
+from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import Phase
 
 _log = logging.getLogger(__name__)
@@ -58,6 +61,9 @@ class TFTRegister:
     fallback_path: second directory for last words, used when the first one refuses (a full disk).
     data: "refetch" fetches and drops the batches that were done when a loader with workers is resumed (exact also
     where the dataset draws random numbers); "skip" skips them by index.
+    units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
+    experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts (FSDP2,
+    HSDP, parallelize_module) and ZeroRedundancyOptimizer need none.
 
     Use as a context manager. The constructor does no I/O; it raises ConfigError for what cannot work. All methods
     belong to the training thread. With `MS_ENABLE_TFT='{TTP:0}'` nothing is started and nothing is protected, but
@@ -77,6 +83,7 @@ class TFTRegister:
         local_extras: Mapping[str, Any] | None = None,
         fallback_path: str | os.PathLike[str] | None = None,
         data: DataMode = "refetch",
+        units: Sequence[Unit] = (),
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
@@ -89,6 +96,7 @@ class TFTRegister:
             )
         self._model = model
         self._optimizer = optimizer
+        self._declared = _units(units)
         self._recorder = StepRecorder(model, optimizer, extras or {}, local_extras or {})
         self._buckets = ddp_buckets.BucketOrder.observe(model)
         self._facts: dict[str, Any] = {}
@@ -122,9 +130,8 @@ class TFTRegister:
         if not self._enabled:
             _log.info("MS_ENABLE_TFT switches TTP off: this run is not protected")
             return
-        protection = Protection(
-            self._config, world, lambda box_path: self._recorder.make_source(box_path, self._manifest_facts)
-        )
+        units = self._recorder.agree_units(world, next_prefix(), self._declared)
+        protection = Protection(self._config, world, self._make_source, units.names)
         protection.start(self._settings())
         self._protection = protection
         try:
@@ -133,6 +140,7 @@ class TFTRegister:
             self._optimizer.attach(
                 _Hooks(protection, self._ensure_loop, device_fence([self._optimizer.inner]), self._gated)
             )
+            self._optimizer.watch_groups(units.admit)
         except BaseException:
             self._close()
             raise
@@ -201,6 +209,8 @@ class TFTRegister:
             raise ConfigError("resume() has to be called inside `with tft:` (or after tft.start())")
         if self._begun or self._global_step:
             raise ConfigError("resume() has to be called before the training loop begins")
+        if not self._enabled:
+            self._recorder.agree_units(self._world, next_prefix(), self._declared)
         restarted = restart_count() > 0
         self._resumes += 1
         protection = self._protection
@@ -343,8 +353,21 @@ class TFTRegister:
             "world_size": self._world.size if self._world is not None else 0,
         }
 
+    def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
+        # Where ranks hold different units their buckets may differ too: each unit has its own writer's.
+        buckets = None if self._recorder.units.pure else self._buckets.record
+        return self._recorder.make_source(box_path, self._manifest_facts, buckets)
+
     def _manifest_facts(self, step: int) -> dict[str, Any]:
+        if not self._recorder.units.pure:
+            return dict(self._facts)
         return {**self._facts, "buckets": self._buckets.record(step)}
+
+
+def _units(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    if not isinstance(units, list | tuple) or not all(isinstance(unit, Unit) for unit in units):
+        raise ConfigError(f"units must be a list of lastwords.Unit (see lastwords.units_from_mesh), not {units!r}")
+    return tuple(units)
 
 
 def _refuse_position(epoch: object, step: object) -> None:

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lastwords.checkpoint import load
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.manifest import Manifest
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, LastWordsError, MismatchError
 from lastwords.optim_wrapper import ddp_buckets
-from lastwords.optim_wrapper.extras import restore_inline
+from lastwords.optim_wrapper.ddp_private import find_ddp
+from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
+from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
-from lastwords.optim_wrapper.state_restore import RestorePlan
+from lastwords.optim_wrapper.state_restore import ForeignWeights, RestorePlan
 from lastwords.optim_wrapper.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensor_tree import tensor_nodes
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.box_reader import RegionCopy
+from lastwords.sharding.describe import ranks_text
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _log = logging.getLogger(__name__)
 
 STORE_WAIT_S = 300.0
+
+_SHOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +134,7 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
             f"{manifest.world_size} (moving between rank counts is not there yet)",
             different={"world size": f"saved {manifest.world_size}, here {world.size}"},
         )
-    entry = manifest.units.get(UNIT_REPLICATED)
-    if entry is None:
-        raise IncompleteError(f"{path} has no unit {UNIT_REPLICATED!r}", missing=(UNIT_REPLICATED,))
+    refuse_other_units(path, manifest, recorder.units)
     local, owner, reasons = _local(checkpoint, world.rank)
     reasons += [str(reason) for reason in manifest.reasons]
     reasons += differences(manifest.facts, facts_here)
@@ -137,19 +142,11 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
     # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
     rng = recorder.rng.snapshot()
     with recorder.paused():
-        reasons += ddp_buckets.replay(recorder.model, manifest.facts.get("buckets", {}))
+        reasons += ddp_buckets.replay(recorder.model, _buckets(manifest, recorder))
     recorder.rng.restore(rng)
 
     local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}
-    recorder.view.exclude_buffers = frozenset(local_buffers)
-    plan = RestorePlan(recorder.view, entry.tensors, entry.meta)
-    extras = _ExtraTensors(entry.meta["extras"], entry.tensors)
-    checkpoint.read_tensors(
-        [*plan.tensor_names, *extras.names],
-        lambda spec: extras.into(spec) if spec.name in extras.specs else plan.into(spec),
-    )
-    plan.commit()
-    history = recorder.extras.restore(entry.meta["extras"], extras.read)
+    history = _restore_units(checkpoint, recorder, frozenset(local_buffers))
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
     epoch_start = {
@@ -176,6 +173,83 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
         epoch_start=epoch_start,
         reasons=list(dict.fromkeys(reasons)),
     )
+
+
+def refuse_other_units(path: Path, manifest: Manifest, units: RankUnits) -> None:
+    """MismatchError if the saved run was divided into other units than this one: says which there and which here."""
+    table = units.table
+    saved = {
+        unit: tuple(entry.meta.get("holders", range(manifest.world_size))) for unit, entry in manifest.units.items()
+    }
+    missing, extra = sorted(table.units.keys() - saved.keys()), sorted(saved.keys() - table.units.keys())
+    different = {
+        f"unit {unit}": f"saved on the ranks {ranks_text(saved[unit])}, here on {ranks_text(holders)}"
+        for unit, holders in table.units.items()
+        if unit in saved and saved[unit] != holders
+    }
+    if not missing and not extra and not different:
+        return
+    raise MismatchError(
+        f"{path} was saved in another parallel layout; nothing was changed. Units saved: {_some_units(saved)}. Units "
+        f"here: {_some_units(table.units)}. Start with the layout of the saved run (moving between layouts is not "
+        "there yet)",
+        missing=[f"unit {unit}" for unit in missing],
+        extra=[f"unit {unit}" for unit in extra],
+        different=different,
+    )
+
+
+def _some_units(units: Mapping[str, Sequence[int]]) -> str:
+    named = [f"{unit} (ranks {ranks_text(holders)})" for unit, holders in list(units.items())[:_SHOWN_MAX]]
+    return ", ".join(named) + (f" and {len(units) - _SHOWN_MAX} more" if len(units) > _SHOWN_MAX else "")
+
+
+def _buckets(manifest: Manifest, recorder: StepRecorder) -> Mapping[str, Any]:
+    """The order of DDP's buckets in the process group of this rank's DDP model, as the saved run recorded it.
+
+    In a sharded job each unit has its writer's. The largest unit inside the group is the same for all ranks of it
+    that share one, and what its writer saw holds for the whole group.
+    """
+    units = recorder.units
+    ddp = find_ddp(recorder.model)
+    if units.pure:
+        record: Mapping[str, Any] = manifest.facts.get("buckets", {})
+        return record
+    inside = set(units.table.units[UNIT_REPLICATED])
+    if ddp is not None:
+        inside = set(dist.get_process_group_ranks(ddp.process_group))
+    fitting = [unit for unit in units.names if inside.issuperset(units.table.units[unit])]
+    for unit in sorted(fitting, key=lambda unit: (-len(units.table.units[unit]), unit)):
+        found: Mapping[str, Any] = manifest.units[unit].meta.get("buckets", {})
+        if found or ddp is None:
+            return found
+    return {}
+
+
+def _restore_units(
+    checkpoint: load.Checkpoint, recorder: StepRecorder, rank_local_buffers: frozenset[str]
+) -> ExtrasSnapshot:
+    """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed."""
+    entries = checkpoint.manifest.units
+    units = recorder.units
+    units.exclude_buffers(rank_local_buffers)
+    into: dict[str, Callable[[TensorSpec], memoryview]] = {}
+    plans: list[RestorePlan | ForeignWeights] = [
+        RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()
+    ]
+    plans += [
+        ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors)
+        for unit, members in units.table.reads.items()
+    ]
+    of_extras = entries[UNIT_REPLICATED]
+    extras = _ExtraTensors(of_extras.meta["extras"], of_extras.tensors)
+    for plan in plans:
+        into |= dict.fromkeys(plan.tensor_names, plan.into)
+    into |= dict.fromkeys(extras.names, extras.into)
+    checkpoint.read_tensors(into, lambda spec: into[spec.name](spec))
+    for plan in plans:
+        plan.commit()
+    return recorder.extras.restore(of_extras.meta["extras"], extras.read)
 
 
 def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[str]]:

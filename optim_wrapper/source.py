@@ -15,11 +15,12 @@ from lastwords.checkpoint.layout import local_tensor_name
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.errors import IncompleteError, LastWordsError
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot
-from lastwords.optim_wrapper.state_view import UnitView, copy_groups
+from lastwords.optim_wrapper.rank_units import RankUnits
+from lastwords.optim_wrapper.state_view import copy_groups
 from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.saver import Position
-from lastwords.vocabulary import Phase, Stand
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 
 _log = logging.getLogger(__name__)
 
@@ -37,21 +38,26 @@ class Snapshot(NamedTuple):
 
 
 class TrainerSource:
-    """`StateSource` over a live model, optimizer and extras, and the black boxes of this host."""
+    """`StateSource` over a live model, optimizer and extras, and the black boxes of this host.
+
+    buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks.
+    """
 
     def __init__(
         self,
-        view: UnitView,
+        units: RankUnits,
         extras: Extras,
         box_path: Callable[[int], Path],
         rank_local_buffers: Callable[[], frozenset[str]],
         facts: Callable[[int], dict[str, Any]],
+        buckets: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
-        self._view = view
+        self._units = units
         self._extras = extras
         self._box_path = box_path
         self._rank_local_buffers = rank_local_buffers
         self._facts = facts
+        self._buckets = buckets
         self._snapshot: Snapshot | None = None
         self._next_position: Position | None = None
 
@@ -79,26 +85,32 @@ class TrainerSource:
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
         """Tensors and JSON of the unit at `step`; IncompleteError if this rank does not hold it."""
-        if unit != self._view.unit:
-            raise IncompleteError(f"this rank holds the unit {self._view.unit!r}, not {unit!r}", missing=(unit,))
+        view = self._units.views.get(unit)
+        if view is None:
+            held = ", ".join(self._units.names)
+            raise IncompleteError(f"this rank holds the units {held}, not {unit!r}", missing=(unit,))
         snapshot = self._snapshot
         late: list[str] = []
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
         elif stand == Stand(Phase.UPDATED, step):
             # The update is done, the step's end was never reached (a collective between the two, say).
-            groups = copy_groups(self._view.optimizer)
+            groups = copy_groups(view.optimizer)
             extras, late = self._extras.after_update(None if snapshot is None else snapshot.extras)
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")
-        self._view.exclude_buffers = self._rank_local_buffers()
-        state = self._view.state(groups)
-        tree, tensors = self._extras.store(extras, unit)
-        return UnitState(
-            tensors=[*state.tensors, *tensors],
-            meta={**state.meta, "extras": tree, "reasons": late},
-        )
+        self._units.exclude_buffers(self._rank_local_buffers())
+        self._units.check_layout()
+        state = view.state(groups)
+        meta: dict[str, Any] = dict(state.meta)
+        tensors = list(state.tensors)
+        if unit == UNIT_REPLICATED:
+            meta["extras"], of_extras = self._extras.store(extras, unit)
+            tensors += of_extras
+        if self._buckets is not None:
+            meta["buckets"] = self._buckets(step)
+        return UnitState(tensors=tensors, meta={**meta, "reasons": late if unit == UNIT_REPLICATED else []})
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""

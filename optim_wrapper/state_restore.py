@@ -17,6 +17,7 @@ from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_name, dtype_named, overwrite, spec_of, tensor_over
 from lastwords.optim_wrapper.tensor_tree import Tree, put_together, tensor_nodes
+from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, is_shard, local_of, placements_to_json
 
 _SHOWN_MAX = 8
 
@@ -63,7 +64,7 @@ class RestorePlan:
     def commit(self) -> None:
         """After everything has been read: staged tensors, optimizer state, hyperparameters."""
         for memory, target in self._staged.values():
-            overwrite(target, tensor_over(memory, target.dtype, tuple(target.shape)))
+            overwrite(target, tensor_over(memory, target.dtype, tuple(local_of(target).shape)))
         self._staged.clear()
         for name, buffer in self._new_buffers.items():
             module, key = self._names.owners[name]
@@ -121,8 +122,7 @@ class RestorePlan:
             elif free:
                 self._make_buffer(name, stored, saved[name], spec, tensor.device)
             else:
-                was, now = _shape(spec, saved[name]), tuple(tensor.shape)
-                different[name] = f"saved {saved[name]} {was}, here {dtype_name(tensor.dtype)} {now}"
+                different[name] = _saved_and_here(spec, saved[name], tensor)
         for name, dtype in saved.items():
             if name in here or name in names.aliases or name in excluded:
                 continue
@@ -155,13 +155,13 @@ class RestorePlan:
     def _plan_optimizer(self) -> None:
         for name, tree in self._meta["optimizer_state"].items():
             parameter = self._names.parameters.get(name)
-            current = self._view.optimizer.state.get(parameter, {}) if parameter is not None else {}
+            current = self._view.stateful.state.get(parameter, {}) if parameter is not None else {}
             for key, node in tree["dict"]:
                 for stored, leaf in tensor_nodes(node, f"optimizer state of {name!r}").items():
                     existing = current.get(key) if "tensor" in node else None
                     self._targets[stored] = self._state_tensor(stored, leaf, parameter, existing)
         for g, tree in enumerate(self._meta["groups"]):
-            first = next(iter(self._view.optimizer.param_groups[g]["params"]), None)
+            first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
             for stored, leaf in tensor_nodes(tree, f"optimizer.param_groups[{g}]").items():
                 self._targets[stored] = self._state_tensor(stored, leaf, first, None)
 
@@ -169,16 +169,47 @@ class RestorePlan:
         dtype = dtype_named(leaf["dtype"])
         shape = _shape(self._spec(stored), leaf["dtype"])
         device = torch.device("cpu") if parameter is None or "apart" in leaf else parameter.device
+        if "placements" in leaf:
+            return self._state_shard(stored, leaf, parameter, existing, torch.device(device))
         if (
             isinstance(existing, torch.Tensor)
+            and not is_dtensor(existing)
             and existing.dtype == dtype
             and tuple(existing.shape) == shape
             and existing.device == device
         ):
             return existing
-        if parameter is not None and tuple(parameter.shape) == shape:
+        if parameter is not None and not is_dtensor(parameter) and tuple(parameter.shape) == shape:
             return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def _state_shard(
+        self, stored: str, leaf: Tree, parameter: torch.Tensor | None, existing: object, device: torch.device
+    ) -> torch.Tensor:
+        if parameter is None or not is_dtensor(parameter):
+            raise FormatError(f"{stored!r} was saved as a shard of a whole, but its parameter here is not sharded")
+        spec, dtype, placements = self._spec(stored), dtype_named(leaf["dtype"]), leaf["placements"]
+        if (
+            isinstance(existing, torch.Tensor)
+            and is_dtensor(existing)
+            and existing.dtype == dtype
+            and existing.device == device
+            and placements_to_json(existing) == placements
+            and spec_of(stored, existing) == spec
+        ):
+            return existing
+        local, shape = local_of(parameter), _shape(spec, leaf["dtype"])
+        if tuple(local.shape) == shape:
+            part = torch.empty_like(local, dtype=dtype, device=device, requires_grad=False)
+        else:
+            part = torch.empty(shape, dtype=dtype, device=device)
+        made = empty_shard(parameter, placements, leaf["global_shape"], part)
+        if spec_of(stored, made) != spec:
+            raise FormatError(
+                f"{stored!r} was saved as {spec.shape} at {spec.offsets} of {spec.global_shape}, which is not this "
+                "rank's share of it here; use the mesh of the saved run"
+            )
+        return made
 
     def _make_buffer(self, name: str, stored: str, dtype: str, spec: TensorSpec, device: torch.device) -> None:
         buffer = torch.empty(_shape(spec, dtype), dtype=dtype_named(dtype), device=device)
@@ -193,17 +224,19 @@ class RestorePlan:
     # ------------------------------------------------------------------ optimizer
 
     def _commit_optimizer(self) -> None:
-        optimizer, names = self._view.optimizer, self._names
+        optimizer, stateful, names = self._view.optimizer, self._view.stateful, self._names
         restored: dict[Any, dict[str, Any]] = {}
         for name, tree in self._meta["optimizer_state"].items():
             key = names.parameters.get(name, name.removeprefix("~"))
             restored[key] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name!r}")
-        for key in list(optimizer.state):
-            if key not in restored:
-                del optimizer.state[key]
+        own = {id(parameter) for parameter in names.parameters.values()}
+        for key in list(stateful.state):
+            if key not in restored and (self._view.members is None or id(key) in own):
+                del stateful.state[key]
         for key, value in restored.items():
-            optimizer.state[key] = value
-        for g, tree in enumerate(self._meta["groups"]):
+            stateful.state[key] = value
+        for place, tree in enumerate(self._meta["groups"]):
+            g = names.group_numbers[place]
             group = optimizer.param_groups[g]
             for key, value in put_together(tree, self._targets.__getitem__, f"optimizer.param_groups[{g}]").items():
                 current = group.get(key)
@@ -214,10 +247,68 @@ class RestorePlan:
                     group[key] = value
 
 
+class ForeignWeights:
+    """Parameters that this rank has, but whose unit others hold: ZeRO's owners bring them up to date in `step()`.
+
+    Used like a `RestorePlan`; raises MismatchError where the saved ones are of another form.
+    """
+
+    def __init__(self, view: UnitView, unit: str, names: Iterable[str], specs: Iterable[TensorSpec]) -> None:
+        here = view.all_names().parameters
+        saved = {spec.name: spec for spec in specs}
+        self._targets: dict[str, torch.Tensor] = {}
+        self._staged: dict[str, tuple[bytearray, torch.Tensor]] = {}
+        missing, different = [], {}
+        for name in names:
+            stored = unit_tensor_name(unit, "model", name)
+            if stored not in saved:
+                missing.append(name)
+            elif saved[stored] != spec_of(stored, here[name]):
+                different[name] = _saved_and_here(saved[stored], dtype_name(here[name].dtype), here[name])
+            else:
+                self._targets[stored] = here[name]
+        if missing or different:
+            raise MismatchError(
+                _mismatch(type(view.model).__name__, missing, [], different), missing=missing, different=different
+            )
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of all tensors to read, as they stand in the file."""
+        return list(self._targets)
+
+    def into(self, spec: TensorSpec) -> memoryview:
+        """Memory for one tensor."""
+        target = self._targets[spec.name]
+        view = bytes_of(target)
+        if view is not None:
+            return view
+        memory = bytearray(spec.nbytes)
+        self._staged[spec.name] = (memory, target)
+        return memoryview(memory)
+
+    def commit(self) -> None:
+        """After everything has been read: what could not be read in place."""
+        for memory, target in self._staged.values():
+            overwrite(target, tensor_over(memory, target.dtype, tuple(local_of(target).shape)))
+
+
 def _shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
     # The reverse of spec_of for the types that safetensors lacks.
     probe = spec_of("unit/x/model/x", torch.empty((), dtype=dtype_named(dtype)))
     return spec.shape if probe.shape == () else spec.shape[:-1]
+
+
+def _saved_and_here(spec: TensorSpec, dtype: str, tensor: torch.Tensor) -> str:
+    was, now = _shape(spec, dtype), tuple(local_of(tensor).shape)
+    text = f"saved {dtype} {was}, here {dtype_name(tensor.dtype)} {now}"
+    if is_shard(tensor) or spec.shape != spec.global_shape:
+        here = box_of(tensor)
+        text = (
+            f"saved {dtype} {was} at {spec.offsets} of {spec.global_shape}, "
+            f"here {dtype_name(tensor.dtype)} {now} at {here.offsets} of {here.global_shape}"
+        )
+    return text
 
 
 def _tied(name: str | None) -> str:

@@ -1,4 +1,4 @@
-"""A model and its optimizer as one unit's state: enumerated through the optimizer's own references.
+"""A model and its optimizer as one unit's state, or as several: enumerated through the optimizer's own references.
 
 `model.state_dict()` is never called: hooks of sharded models move parameters about, and it leaves frozen
 moments and non-persistent buffers out. The tensors that are listed *are* the training's tensors; on the CPU
@@ -22,14 +22,17 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.tensor_bytes import Source, dtype_name, refuse_unsupported, source_of, spec_of
 from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.sharding import zero
+from lastwords.sharding.dtensor import is_dtensor, is_shard, managed_by_fsdp1, managed_by_fsdp2
+from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
 META_VERSION = 1
 _COMPILED = "_orig_mod."
 _PLAIN = frozenset({type(None), bool, int, float, str, tuple, list})
 
-SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"})
-"""torch's own optimizers whose state or weights differ from rank to rank although the model is DDP's."""
+AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
+"""torch's own optimizers that let weights differ from rank to rank although the model is DDP's."""
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -53,15 +56,18 @@ class Names:
     absent_buffers: tuple[str, ...]
     volatile_buffers: frozenset[str]
     groups: tuple[tuple[str, ...], ...]
-    """Names of each param group's parameters."""
+    """Names of each param group's parameters; of a unit that is a part, only groups that have one of its own."""
+    group_numbers: tuple[int, ...]
+    """Where each of `groups` stands in the optimizer's param_groups."""
     owners: dict[str, tuple[torch.nn.Module, str]] = field(repr=False)
     """Buffer name -> (module, name in it), absent ones included."""
 
 
 class UnitView:
-    """State of `model` and `optimizer` as unit `unit`.
+    """State of `model` and `optimizer` as unit `unit`, or what `members` names of it.
 
-    exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit.
+    exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit. members: None for
+    everything. holders: the ranks that hold the unit, where it is a part; stored with it.
     The constructor looks at names only and raises ConfigError for what cannot be stored or does not fit together;
     `check` looks at everything that is there by then (optimizer state appears with the first step).
     Methods may be called from any thread while the weights do not change.
@@ -74,6 +80,8 @@ class UnitView:
         unit: str = UNIT_REPLICATED,
         *,
         exclude_buffers: Collection[str] = (),
+        members: Members | None = None,
+        holders: tuple[int, ...] = (),
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
@@ -83,13 +91,30 @@ class UnitView:
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         self.model = unwrap(model)
         self.optimizer = optimizer.inner if isinstance(optimizer, OptTFTWrapper) else optimizer
-        if any(kind.__name__ in SHARDING_OPTIMIZERS for kind in type(self.optimizer).__mro__):
+        if any(kind.__name__ in AVERAGING_OPTIMIZERS for kind in type(self.optimizer).__mro__):
             raise ConfigError(
-                f"{type(self.optimizer).__name__} keeps another part of its state on each rank, and only state that "
-                "every rank holds can be saved so far; use its inner optimizer class on all parameters instead"
+                f"{type(self.optimizer).__name__} lets the ranks' weights drift apart between averages, so no rank "
+                "holds what another loses; use its inner optimizer class on all parameters instead"
             )
+        if managed_by_fsdp1(self.model):
+            raise ConfigError(
+                "FullyShardedDataParallel keeps parameters in flat buffers that show no layout; "
+                "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
+            )
+        if zero.is_zero(self.optimizer):
+            zero.refuse_unusable(self.optimizer)
         self.unit = unit
         self.exclude_buffers = frozenset(exclude_buffers)
+        self.members = members
+        self.holders = holders
+        # While FSDP2 computes, the model's own names lead to whole parameters that are no state of anything; and where
+        # DDP trains on local tensors of a parallelized model, the names are gone after the first forward pass.
+        fsdp2 = managed_by_fsdp2(self.model)
+        self._lasting = {
+            raw: parameter
+            for raw, parameter in self.model.named_parameters(remove_duplicate=False)
+            if (is_dtensor(parameter) and fsdp2) or (is_shard(parameter) and not is_dtensor(parameter))
+        }
         self.names()
         in_model = {id(parameter) for parameter in self.model.parameters()}
         if not any(id(p) in in_model for group in self.optimizer.param_groups for p in group["params"]):
@@ -98,18 +123,35 @@ class UnitView:
                 "parameters; pass the model whose parameters() this optimizer was made from"
             )
 
+    @property
+    def stateful(self) -> Optimizer:
+        """The optimizer whose `state` counts: ZeRO keeps its share in a local one."""
+        return zero.stateful(self.optimizer)
+
+    def part(self, unit: str, members: Members | None, holders: tuple[int, ...]) -> UnitView:
+        """A view of some of the same state."""
+        view: UnitView = object.__new__(UnitView)
+        view.__dict__.update(self.__dict__, unit=unit, members=members, holders=holders)
+        return view
+
     def names(self) -> Names:
         """Enumerate again; the tensors are the live ones."""
+        every = self.all_names()
+        return every if self.members is None else _restricted(every, self.members)
+
+    def all_names(self) -> Names:
+        """Everything this rank has, whatever unit it belongs to."""
         parameters: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
-        for raw, parameter in self.model.named_parameters(remove_duplicate=False):
+        live = dict(self.model.named_parameters(remove_duplicate=False))
+        for raw, parameter in {**live, **self._lasting}.items():
             name = raw.replace(_COMPILED, "")
             if id(parameter) in first:
                 if first[id(parameter)] != name:
                     aliases[name] = first[id(parameter)]
                 continue
-            refuse_unsupported(parameter, f"parameter {name!r}")
+            refuse_unsupported(parameter, f"parameter {name!r}", sharded=True)
             first[id(parameter)] = name
             parameters[name] = parameter
         groups = []
@@ -118,7 +160,7 @@ class UnitView:
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in first:
                     name = f"~group{g}.{i}"
-                    refuse_unsupported(parameter, f"optimizer.param_groups[{g}]['params'][{i}]")
+                    refuse_unsupported(parameter, f"optimizer.param_groups[{g}]['params'][{i}]", sharded=True)
                     first[id(parameter)] = name
                     parameters[name] = parameter
                 group_names.append(first[id(parameter)])
@@ -140,10 +182,11 @@ class UnitView:
                 elif id(buffer) in first:
                     aliases[name] = first[id(buffer)]
                 else:
-                    refuse_unsupported(buffer, f"buffer {name!r}")
+                    refuse_unsupported(buffer, f"buffer {name!r}", sharded=True)
                     first[id(buffer)] = name
                     buffers[name] = buffer
-        return Names(parameters, buffers, aliases, tuple(absent), frozenset(volatile), tuple(groups), owners)
+        numbers = tuple(range(len(groups)))
+        return Names(parameters, buffers, aliases, tuple(absent), frozenset(volatile), tuple(groups), numbers, owners)
 
     def check(self) -> None:
         """ConfigError for anything that could not be stored now: found at start (and after step 1), not at death."""
@@ -169,58 +212,95 @@ class UnitView:
         for name, buffer in names.buffers.items():
             add(unit_tensor_name(self.unit, "buffer", name), buffer, f"buffer {name!r}")
         optimizer_state, found = self._optimizer_state(names)
-        group_trees, found_in_groups = self._group_trees(groups)
+        group_trees, found_in_groups = self._group_trees(names, groups)
         for item in (*found, *found_in_groups):
             add(item.name, item.tensor, item.path)
-        return UnitState(
-            tensors=tensors,
-            meta={
-                "version": META_VERSION,
-                "optimizer": type(self.optimizer).__name__,
-                "parameters": {name: dtype_name(p.dtype) for name, p in names.parameters.items()},
-                "buffers": {name: dtype_name(b.dtype) for name, b in names.buffers.items()},
-                "aliases": names.aliases,
-                "absent_buffers": list(names.absent_buffers),
-                "groups": group_trees,
-                "group_parameters": [list(group) for group in names.groups],
-                "optimizer_state": optimizer_state,
-            },
-        )
+        meta = {
+            "version": META_VERSION,
+            "optimizer": type(self.optimizer).__name__,
+            "parameters": {name: dtype_name(p.dtype) for name, p in names.parameters.items()},
+            "buffers": {name: dtype_name(b.dtype) for name, b in names.buffers.items()},
+            "aliases": names.aliases,
+            "absent_buffers": list(names.absent_buffers),
+            "groups": group_trees,
+            "group_parameters": [list(group) for group in names.groups],
+            "optimizer_state": optimizer_state,
+        }
+        if self.members is not None:
+            meta["holders"] = list(self.holders)
+        return UnitState(tensors=tensors, meta=meta)
 
     def _optimizer_state(self, names: Names) -> tuple[dict[str, Tree], list[NamedTensor]]:
         name_of = {id(parameter): name for name, parameter in names.parameters.items()}
         trees: dict[str, Tree] = {}
         found: list[NamedTensor] = []
-        for key, value in list(self.optimizer.state.items()):
+        for key, value in list(self.stateful.state.items()):
             name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else f"~{key}"
             if name is None:
-                continue  # a parameter that has left every group: nothing reads its state any more
+                continue  # of another unit, or of a parameter that has left every group
             path = f"optimizer.state[{name!r}]"
             if not isinstance(value, dict) or not all(isinstance(inner_key, str) for inner_key in value):
                 raise ConfigError(f"{path} is not a dict with string keys; such an optimizer cannot be stored")
-            home = key.device if isinstance(key, torch.Tensor) else None
-            trees[name] = self._dict_tree(value, name, path, home, found)
+            if not isinstance(key, torch.Tensor) and self.members is not None:
+                raise ConfigError(
+                    f"{path} belongs to no parameter, so in a sharded job nobody knows which ranks hold it; "
+                    "keep it under a parameter, or in extras="
+                )
+            trees[name] = self._dict_tree(value, name, path, key if isinstance(key, torch.Tensor) else None, found)
         return trees, found
 
-    def _group_trees(self, groups: list[dict[str, Any]] | None) -> tuple[list[Tree], list[NamedTensor]]:
+    def _group_trees(self, names: Names, groups: list[dict[str, Any]] | None) -> tuple[list[Tree], list[NamedTensor]]:
         found: list[NamedTensor] = []
         trees = []
-        for g, group in enumerate(copy_groups(self.optimizer) if groups is None else groups):
+        live = copy_groups(self.optimizer)
+        for place, g in enumerate(names.group_numbers):
             first = next(iter(self.optimizer.param_groups[g]["params"]), None)
-            home = None if first is None else first.device
-            trees.append(self._dict_tree(group, f"~groups.{g}", f"optimizer.param_groups[{g}]", home, found))
+            # A group that was added since has no older values than its own.
+            group = live[g] if groups is None or g >= len(groups) else groups[g]
+            trees.append(self._dict_tree(group, f"~groups.{place}", f"optimizer.param_groups[{g}]", first, found))
         return trees, found
 
     def _dict_tree(
-        self, value: dict[str, Any], name: str, path: str, home: torch.device | None, found: list[NamedTensor]
+        self, value: dict[str, Any], name: str, path: str, parameter: torch.Tensor | None, found: list[NamedTensor]
     ) -> Tree:
         pairs = []
+        home = None if parameter is None else parameter.device
+        sharded = parameter is not None and is_dtensor(parameter)
         for key, item in list(value.items()):
             stored = unit_tensor_name(self.unit, "optim", name, key)
-            node, more = take_apart(item, stored, f"{path}[{key!r}]", home)
+            node, more = take_apart(item, stored, f"{path}[{key!r}]", home, sharded=sharded)
+            if sharded:
+                _refuse_other_mesh(parameter, more)
             pairs.append([key, node])
             found += more
         return {"dict": pairs}
+
+
+def _refuse_other_mesh(parameter: Any, found: list[NamedTensor]) -> None:
+    for item in found:
+        tensor: Any = item.tensor
+        if is_dtensor(tensor) and tensor.device_mesh != parameter.device_mesh:
+            raise ConfigError(
+                f"{item.path} lives on the mesh {tensor.device_mesh}, its parameter on {parameter.device_mesh}; "
+                "such an optimizer's state cannot be stored"
+            )
+
+
+def _restricted(every: Names, members: Members) -> Names:
+    """The part of `every` that belongs to one unit."""
+    own, own_buffers = frozenset(members.parameters), frozenset(members.buffers)
+    groups = [(number, tuple(name for name in group if name in own)) for number, group in enumerate(every.groups)]
+    kept = [(number, group) for number, group in groups if group]
+    return Names(
+        parameters={name: p for name, p in every.parameters.items() if name in own},
+        buffers={name: b for name, b in every.buffers.items() if name in own_buffers},
+        aliases={alias: name for alias, name in every.aliases.items() if name in own or name in own_buffers},
+        absent_buffers=tuple(name for name in every.absent_buffers if name in own_buffers),
+        volatile_buffers=every.volatile_buffers & own_buffers,
+        groups=tuple(group for _, group in kept),
+        group_numbers=tuple(number for number, _ in kept),
+        owners={name: owner for name, owner in every.owners.items() if name in own_buffers},
+    )
 
 
 def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""Tensors as plain bytes in C order, and back: without a copy where the memory allows it."""
+"""Tensors as plain bytes in C order, and back: without a copy where the memory allows it.
+
+Of a DTensor only the part on this rank is looked at, stored and overwritten.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.errors import ConfigError
+from lastwords.sharding.dtensor import box_of, is_dtensor, is_shard, local_of
 
 _CODE_NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -24,8 +28,14 @@ Source = Bytes | Callable[[], Bytes]
 """A tensor's bytes, or a function that makes them when their turn to be written has come."""
 
 
-def refuse_unsupported(tensor: torch.Tensor, path: str) -> None:
-    """ConfigError with `path` for a tensor whose bytes are not simply its elements."""
+def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False) -> None:
+    """ConfigError with `path` for a tensor whose bytes are not simply its elements.
+
+    sharded: a DTensor is welcome, if its part on this rank is one box of the whole.
+    """
+    if sharded and is_dtensor(tensor):
+        box_of(tensor, path)
+        tensor = local_of(tensor)
     what = None
     if torch.nn.parameter.is_lazy(tensor):
         what = "is not initialised yet; run the model once before this"
@@ -37,7 +47,12 @@ def refuse_unsupported(tensor: torch.Tensor, path: str) -> None:
         what = "is on the meta device and has no content; materialise the model first"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-        what = f"is a {kind}; sharded or subclassed tensors are not supported"
+        what = f"is a {kind}; "
+        what += (
+            "what belongs to no parameter must be whole on every rank"
+            if is_dtensor(tensor)
+            else "tensors of such a class cannot be stored"
+        )
     if what is not None:
         raise ConfigError(f"{path} {what}")
 
@@ -48,8 +63,14 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     >>> spec_of("local/0/x", torch.zeros(2, dtype=torch.complex128))
     TensorSpec(name='local/0/x', dtype='U8', shape=(2, 16), global_shape=(2, 16), offsets=(0, 0))
     """
-    shape = tuple(tensor.shape)
     code = _CODES.get(tensor.dtype)
+    if is_shard(tensor):
+        shape, whole, offsets = box_of(tensor, name)
+        if code is None:
+            size = tensor.element_size()
+            return TensorSpec(name, "U8", (*shape, size), (*whole, size), (*offsets, 0))
+        return TensorSpec(name, code, shape, whole, offsets)
+    shape = tuple(tensor.shape)
     if code is None:
         return TensorSpec(name, "U8", (*shape, tensor.element_size()))
     return TensorSpec(name, code, shape)
@@ -76,7 +97,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def bytes_of(tensor: torch.Tensor) -> Bytes | None:
     """The memory of a CPU tensor whose elements lie in C order, writable and without a copy; None for all others."""
-    plain = tensor.detach()
+    plain = local_of(tensor).detach()
     if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
         return None
     return plain.view(-1).view(torch.uint8).numpy().data
@@ -85,7 +106,7 @@ def bytes_of(tensor: torch.Tensor) -> Bytes | None:
 def staged_bytes(tensor: torch.Tensor) -> Bytes:
     """A copy in C order, on the CPU."""
     with torch.no_grad():
-        copy = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        copy = local_of(tensor).detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     view = bytes_of(copy)
     assert view is not None
     return view
@@ -98,8 +119,8 @@ def source_of(tensor: torch.Tensor) -> Source:
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.copy_(value)`, also into tensors that were made by expand()."""
-    target, source = tensor.detach(), value
+    """`tensor.copy_(value)`, `value` being this rank's part; also into tensors that were made by expand()."""
+    target, source = local_of(tensor).detach(), value
     for dimension, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:
             target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)

@@ -4,7 +4,8 @@ A value becomes a *tree*: the same nesting in plain Python (see `lastwords.check
 tensor is replaced by its name. A node is a dictionary with one tag:
 
     {"plain": value}                  no tensor anywhere inside
-    {"tensor": name, "dtype": ..., "shape": ...}   one tensor, stored beside the tree under `name`
+    {"tensor": name, "dtype": ..., "shape": ...}   one tensor, stored beside the tree under `name`;
+                            a DTensor's node has its "placements" and "global_shape" too, "shape" is of this rank's part
     {"list" | "tuple": [nodes]}
     {"dict" | "ordered": [[key, node], ...]}
 """
@@ -21,6 +22,7 @@ import torch
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, FormatError
 from lastwords.optim_wrapper.tensor_bytes import dtype_name, refuse_unsupported
+from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
 
 Tree = dict[str, Any]
 
@@ -37,28 +39,33 @@ class NamedTensor:
     tensor: torch.Tensor
 
 
-def take_apart(value: Any, name: str, path: str, home: torch.device | None = None) -> tuple[Tree, list[NamedTensor]]:
+def take_apart(
+    value: Any, name: str, path: str, home: torch.device | None = None, *, sharded: bool = False
+) -> tuple[Tree, list[NamedTensor]]:
     """Tree of `value` and the tensors in it, named `name` or `name`.key.key...
 
     home: the device of the parameter that the value belongs to; tensors elsewhere ("step" counters stay on the CPU)
-    are marked. Raises ConfigError with the `path` of the first part that cannot be stored.
+    are marked. sharded: the value belongs to a sharded parameter and may hold DTensors.
+    Raises ConfigError with the `path` of the first part that cannot be stored.
 
     >>> take_apart({"lr": torch.tensor(0.1), "betas": (0.9, 0.999)}, "g", "param_groups[0]")[0]["dict"]
     [['lr', {'tensor': 'g.lr', 'dtype': 'float32', 'shape': []}], ['betas', {'plain': (0.9, 0.999)}]]
     """
     found: list[NamedTensor] = []
-    tree = _take_apart(value, name, path, found, 0)
+    tree = _take_apart(value, name, path, found, 0, sharded)
     if home is not None and any(item.tensor.device != home for item in found):
         apart = {item.name for item in found if item.tensor.device != home}
         _each_tensor(tree, lambda name, node: node.update(apart="cpu") if name in apart else None, path)
     return tree, found
 
 
-def _take_apart(value: Any, name: str, path: str, found: list[NamedTensor], depth: int) -> Tree:
+def _take_apart(value: Any, name: str, path: str, found: list[NamedTensor], depth: int, sharded: bool) -> Tree:
     if isinstance(value, torch.Tensor):
-        refuse_unsupported(value, path)
+        refuse_unsupported(value, path, sharded=sharded)
         found.append(NamedTensor(name, path, value))
-        node: Tree = {"tensor": name, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+        node: Tree = {"tensor": name, "dtype": dtype_name(value.dtype), "shape": list(local_of(value).shape)}
+        if is_dtensor(value):
+            node |= {"placements": placements_to_json(value), "global_shape": list(value.shape)}
         if isinstance(value, torch.nn.Parameter):
             node["parameter"] = value.requires_grad
         return node
@@ -70,7 +77,7 @@ def _take_apart(value: Any, name: str, path: str, found: list[NamedTensor], dept
     kind = type(value)
     if kind is list or kind is tuple:
         items = [
-            _take_apart(item, f"{name}.{index}", f"{path}[{index}]", found, depth + 1)
+            _take_apart(item, f"{name}.{index}", f"{path}[{index}]", found, depth + 1, sharded)
             for index, item in enumerate(value)
         ]
         return {kind.__name__: items}
@@ -79,7 +86,7 @@ def _take_apart(value: Any, name: str, path: str, found: list[NamedTensor], dept
         for key, item in value.items():
             if type(key) is not str and type(key) is not int:
                 raise ConfigError(f"{path} has the key {key!r} beside tensors: only strings and integers can be stored")
-            pairs.append([key, _take_apart(item, f"{name}.{key}", f"{path}[{key!r}]", found, depth + 1)])
+            pairs.append([key, _take_apart(item, f"{name}.{key}", f"{path}[{key!r}]", found, depth + 1, sharded)])
         return {"dict" if kind is dict else "ordered": pairs}
     raise ConfigError(
         f"{path} is a {kind.__module__}.{kind.__qualname__} with tensors inside, which cannot be stored exactly; "

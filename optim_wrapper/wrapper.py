@@ -82,6 +82,7 @@ class OptTFTWrapper(Optimizer):
         self._inner = inner
         self._writer = _writer_of(inner)
         self._hooks: StepHooks | None = None
+        self._admit: Callable[[dict[str, Any]], None] | None = None
         self._entered = False
         self._left = False
         self._hook_tables_work = True
@@ -109,6 +110,11 @@ class OptTFTWrapper(Optimizer):
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""
         self._hooks = None
+        self._admit = None
+
+    def watch_groups(self, admit: Callable[[dict[str, Any]], None]) -> None:
+        """Show each new group to `admit` first; it raises for one that nobody would save."""
+        self._admit = admit
 
     # ------------------------------------------------------------------ the step
 
@@ -318,6 +324,8 @@ class OptTFTWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""
         if "_inner" in self.__dict__:
+            if self._admit is not None:
+                self._admit(param_group)
             self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from lastwords.optim_wrapper.ddp_buckets import BucketOrder, replay
 from lastwords.optim_wrapper.ddp_private import buckets_from_log
 from lastwords.optim_wrapper.state_restore import RestorePlan
 from lastwords.optim_wrapper.state_view import UnitView
-from tests.integration.on_ranks import RANKS, on_ranks
+from tests.integration.forked import on_ranks
 
 pytestmark = pytest.mark.process
 
+RANKS = 4
 
 # ------------------------------------------------------------------ models
 

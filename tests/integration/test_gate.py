@@ -15,7 +15,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.gate import Gate
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.agent import GateFailedError
-from tests.integration.on_ranks import on_ranks
+from tests.integration.forked import on_ranks
 
 pytestmark = pytest.mark.process
 

@@ -1,4 +1,4 @@
-"""Runs a function on forked processes that form one gloo group, for tests that need collectives and no launcher."""
+"""A function on several forked processes in one gloo group: for tests that need ranks, but no launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-RANKS = 4
 LIMIT_S = 240
 
 
@@ -23,7 +22,7 @@ class Failure(str):
     __slots__ = ()
 
 
-def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = RANKS, *, together: bool = True) -> list[Any]:
+def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4, *, together: bool = True) -> list[Any]:
     """What `body(rank)` returns on each of `ranks` forked processes in one gloo group; None for one that is killed.
 
     together: all of them live to the end, and leave the group together.

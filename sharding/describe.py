@@ -1,0 +1,84 @@
+"""The table that is shown at the start: what the job's state is divided into, and what may die."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lastwords.sharding.pieces import UnitTable
+from lastwords.vocabulary import UNIT_REPLICATED
+
+_ROWS_MAX = 24
+_MIB = 1 << 20
+
+
+def describe(table: UnitTable, world_size: int, lines: Sequence[str] = ()) -> str:
+    """Units, holders and what may die, as text; `lines` (gate, windows) come below the table.
+
+    MiB are those of parameters and buffers; the optimizer's state comes on top and divides in the same way.
+    """
+    rows = [("unit", "tensors", "MiB", "holders", "may die")]
+    shown = sorted(table.units, key=lambda unit: (unit != UNIT_REPLICATED, len(table.units[unit]), table.units[unit]))
+    for unit in shown[:_ROWS_MAX]:
+        holders = table.units[unit]
+        rows.append(
+            (
+                unit,
+                str(table.tensors.get(unit, 0)),
+                f"{table.nbytes.get(unit, 0) / _MIB:.2f}",
+                ranks_text(holders, world_size),
+                may_die(len(holders)),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    right = (1, 2)
+    text = [f"state of {world_size} rank{'s' if world_size != 1 else ''} in {len(table.units)} "
+            f"unit{'s' if len(table.units) != 1 else ''}:"]  # fmt: skip
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        text.append("  " + "  ".join(cells).rstrip())
+    if len(shown) > _ROWS_MAX:
+        rest = [len(table.units[unit]) for unit in shown[_ROWS_MAX:]]
+        text.append(f"  and {len(rest)} more, of {min(rest)} to {max(rest)} holders each")
+    text += [f"  {line}" for line in (*lines, *table.notes)]
+    return "\n".join(text)
+
+
+def warnings_of(table: UnitTable) -> list[str]:
+    """What a user has to know before a death: units that no other rank holds, declarations that take nothing."""
+    found = list(table.notes)
+    alone = table.unprotected
+    if alone:
+        some = ", ".join(alone[:4]) + (f" and {len(alone) - 4} more" if len(alone) > 4 else "")
+        found.append(
+            f"no redundancy: {len(alone)} of {len(table.units)} units have one holder ({some}). If that process is "
+            "killed, its part of the state is lost and nothing can be saved; an exception or a signal, which loses no "
+            "process, still saves everything. Shard over fewer ranks (HSDP) to have copies"
+        )
+    return found
+
+
+def may_die(holders: int) -> str:
+    """How many of a unit's holders may die with nothing lost.
+
+    >>> may_die(1), may_die(2), may_die(4)
+    ('none', 'either one', 'any 3 of 4')
+    """
+    if holders == 1:
+        return "none"
+    return "either one" if holders == 2 else f"any {holders - 1} of {holders}"
+
+
+def ranks_text(ranks: Sequence[int], world_size: int = 0) -> str:
+    """Holders for people.
+
+    >>> ranks_text((0, 1, 2, 3), 4), ranks_text((1, 3), 4), ranks_text(range(0, 64, 2), 64)
+    ('all', '1, 3', '0, 2, 4 ... 62 (32 ranks)')
+    """
+    if len(ranks) == world_size:
+        return "all"
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, {ranks[2]} ... {ranks[-1]} ({len(ranks)} ranks)"

@@ -1,0 +1,201 @@
+"""From every rank's pieces to the units of the job: a pure function, called by one rank for all.
+
+Ranks that hold equal lists of pieces (replicas) come in as one, so the work grows with the number of different ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lastwords.checkpoint.layout import check_unit_name
+from lastwords.errors import ConfigError
+from lastwords.sharding.declare import Unit
+from lastwords.sharding.pieces import Piece
+from lastwords.vocabulary import UNIT_REPLICATED
+
+_LISTED_MAX = 8
+_PROGRESSION_MIN = 5
+
+Alike = tuple[Sequence[Piece], Sequence[int]]
+"""Pieces, and the ranks whose list they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Units of a job. `of_list[i][j]` is the unit of piece j in list i; the rest is as in `UnitTable`."""
+
+    units: Mapping[str, tuple[int, ...]]
+    nbytes: Mapping[str, int]
+    tensors: Mapping[str, int]
+    of_list: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+
+
+def unit_name(holders: Sequence[int]) -> str:
+    """Name of the unit of exactly these ranks (sorted), when they are not all ranks of the job.
+
+    >>> unit_name((3,)), unit_name((0, 2)), unit_name(range(0, 64, 2)), unit_name((0, 1, 2, 3, 4))
+    ('rank-3', 'ranks-0-2', 'ranks-0-to-62-by-2', 'ranks-0-to-4')
+    >>> unit_name((0, 1, 4, 5, 8, 9, 12, 13, 16, 17))
+    'ranks-0-1-...-17-43c6f8'
+    """
+    if len(holders) == 1:
+        return f"rank-{holders[0]}"
+    step = holders[1] - holders[0]
+    if len(holders) >= _PROGRESSION_MIN and tuple(holders) == tuple(range(holders[0], holders[-1] + 1, step)):
+        return f"ranks-{holders[0]}-to-{holders[-1]}" + (f"-by-{step}" if step != 1 else "")
+    if len(holders) <= _LISTED_MAX:
+        return "ranks-" + "-".join(map(str, holders))
+    digest = hashlib.sha256(",".join(map(str, holders)).encode()).hexdigest()[:6]
+    return f"ranks-{holders[0]}-{holders[1]}-...-{holders[-1]}-{digest}"
+
+
+def divide(lists: Sequence[Alike], declared: Sequence[Unit], world_size: int) -> Division:
+    """Units of a job whose ranks hold these pieces. Every rank is in exactly one list.
+
+    Raises ConfigError where ranks contradict each other or the declarations.
+    """
+    _refuse_different_forms(lists)
+    holders = _holders(lists)
+    _refuse_wrong_declarations(holders, declared, lists)
+    everyone = tuple(range(world_size))
+    taken = {unit.name for unit in declared}
+    names: dict[tuple[int, ...], str] = {everyone: UNIT_REPLICATED}
+
+    def auto_name(ranks: tuple[int, ...]) -> str:
+        if ranks not in names:
+            name = unit_name(ranks)
+            while name in taken:
+                name += "+"
+            names[ranks] = name
+        return names[ranks]
+
+    units: dict[str, tuple[int, ...]] = {UNIT_REPLICATED: everyone}
+    unit_of: dict[str, str] = {}
+    pieces = {piece.key: piece for alike, _ in lists for piece in alike}
+    for key, ranks in holders.items():
+        piece = pieces[key]
+        if piece.empty and not piece.unit:
+            continue
+        if piece.unit:
+            unit = check_unit_name(f"{piece.unit}.{piece.scope}" if piece.scope else piece.unit)
+        else:
+            unit = auto_name(ranks)
+        unit_of[key] = unit
+        units[unit] = ranks
+    hosts: dict[tuple[int, ...], dict[int, str]] = {}
+    for ranks in sorted({holders[key] for key in holders if key not in unit_of}):
+        host = hosts[ranks] = _hosts_of_nothing(ranks, units)
+        left = tuple(rank for rank in ranks if rank not in host)
+        if left:
+            units.setdefault(auto_name(left), left)
+            host.update(dict.fromkeys(left, auto_name(left)))
+    of_list = [
+        tuple(unit_of.get(piece.key) or hosts[holders[piece.key]][ranks[0]] for piece in alike)
+        for alike, ranks in lists
+    ]
+    nbytes = dict.fromkeys(units, 0)
+    tensors = dict.fromkeys(units, 0)
+    for key, unit in unit_of.items():
+        nbytes[unit] += pieces[key].nbytes
+        tensors[unit] += 1
+    in_use = {piece.unit for piece in pieces.values()}
+    notes = [
+        f"the declared unit {unit.name!r} takes no tensor: none matches {', '.join(unit.tensors)} that an earlier unit "
+        "has not taken"
+        for unit in declared
+        if unit.name not in in_use
+    ]
+    return Division(dict(sorted(units.items(), key=_order)), nbytes, tensors, tuple(of_list), tuple(notes))
+
+
+def _hosts_of_nothing(ranks: tuple[int, ...], units: Mapping[str, tuple[int, ...]]) -> dict[int, str]:
+    """Rank -> unit for a piece that is empty on `ranks`: it goes where they keep something, lest it make a unit.
+
+    Whole units only, so that all holders of a unit have it there.
+    """
+    among = set(ranks)
+    fits = [(unit, holders) for unit, holders in units.items() if among.issuperset(holders)]
+    hosts: dict[int, str] = {}
+    for unit, holders in sorted(fits, key=lambda item: (-len(item[1]), item[1], item[0])):
+        if hosts.keys().isdisjoint(holders):
+            hosts.update(dict.fromkeys(holders, unit))
+    return hosts
+
+
+def _order(item: tuple[str, tuple[int, ...]]) -> tuple[bool, tuple[int, ...], str]:
+    return item[0] != UNIT_REPLICATED, item[1], item[0]
+
+
+def _holders(lists: Sequence[Alike]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    wanted: dict[str, tuple[Piece, int]] = {}
+    for alike, ranks in lists:
+        for piece in alike:
+            if piece.held:
+                found[piece.key].extend(ranks)
+            else:
+                wanted[piece.key] = piece, ranks[0]
+    for key, (piece, rank) in wanted.items():
+        if key not in found:
+            raise ConfigError(
+                f"rank {rank} expects the optimizer's state of {piece.name!r} on another rank ({piece.scope}), but no "
+                "rank holds it; make the model and ZeroRedundancyOptimizer alike on all ranks of its process group"
+            )
+    return {key: tuple(sorted(ranks)) for key, ranks in found.items()}
+
+
+def _refuse_different_forms(lists: Sequence[Alike]) -> None:
+    seen: dict[tuple[str, str, str], tuple[Piece, int]] = {}
+    for alike, ranks in lists:
+        for piece in alike:
+            first, rank = seen.setdefault((piece.unit, piece.kind, piece.name), (piece, ranks[0]))
+            if (first.dtype, first.global_shape) != (piece.dtype, piece.global_shape):
+                raise ConfigError(
+                    f"{_called(piece)} is {_form(first)} on rank {rank} and {_form(piece)} on rank {ranks[0]}; "
+                    + (
+                        f"all holders of the declared unit {piece.unit!r} must hold the same tensors: correct units="
+                        if piece.unit
+                        else "if these are different tensors (stages of a pipeline, tensor parallelism by hand), say "
+                        "who holds what: TFTRegister(..., units=lastwords.units_from_mesh(...))"
+                    )
+                )
+            if piece.unit and (first.shape, first.offsets) != (piece.shape, piece.offsets):
+                raise ConfigError(
+                    f"{_called(piece)} of the declared unit {piece.unit!r} is another part of the whole on rank {rank} "
+                    f"than on rank {ranks[0]}; DTensors find their units by themselves: leave them out of units="
+                )
+
+
+def _refuse_wrong_declarations(
+    holders: Mapping[str, tuple[int, ...]], declared: Sequence[Unit], lists: Sequence[Alike]
+) -> None:
+    pieces = {piece.key: piece for alike, _ in lists for piece in alike}
+    by_name = {unit.name: tuple(sorted(unit.holders)) for unit in declared}
+    world = tuple(sorted(rank for _, ranks in lists for rank in ranks))
+    if by_name.get(UNIT_REPLICATED, world) != world:
+        raise ConfigError(
+            f"a declared unit is called {UNIT_REPLICATED!r} but has the holders {by_name[UNIT_REPLICATED]}; that name "
+            "belongs to what all ranks hold: choose another one"
+        )
+    for key, ranks in holders.items():
+        piece = pieces[key]
+        if not piece.unit:
+            continue
+        missing = sorted(set(by_name[piece.unit]) - set(ranks))
+        if missing and not piece.scope:
+            raise ConfigError(
+                f"the unit {piece.unit!r} is declared for the ranks {', '.join(map(str, by_name[piece.unit]))}, but "
+                f"{_called(piece)} of rank {ranks[0]} is not on rank {missing[0]}; correct holders or tensors of units="
+            )
+
+
+def _called(piece: Piece) -> str:
+    return f"{'buffer' if piece.kind == 'buffer' else 'parameter'} {piece.name!r}"
+
+
+def _form(piece: Piece) -> str:
+    return f"{piece.dtype} {piece.global_shape}"
