@@ -21,7 +21,8 @@ import torch.distributed as dist
 from lastwords.clock import Clock, mono_s
 from lastwords.errors import ConfigError, LastWordsError
 from lastwords.optim_wrapper.world import World
-from lastwords.processor.agent import Agent, GateFailedError
+from lastwords.processor.agent import Agent
+from lastwords.processor.interfaces import GateFailedError
 
 _log = logging.getLogger(__name__)
 

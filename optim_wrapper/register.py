@@ -138,7 +138,7 @@ class TFTRegister:
             protection.use_box(self._recorder.open(protection.box_path(world.rank)))
             self._recorder.begin(0, self._position)
             self._optimizer.attach(
-                _Hooks(protection, self._ensure_loop, device_fence([self._optimizer.inner]), self._gated)
+                UpdateHooks(protection, self._ensure_loop, device_fence([self._optimizer.inner]), self._gated)
             )
             self._optimizer.watch_groups(units.admit)
         except BaseException:
@@ -264,7 +264,7 @@ class TFTRegister:
             loader,
             epochs,
             accumulate=accumulate,
-            events=_Events(self),
+            events=LoopEvents(self),
             resume=None if resumed is None else self._resume_at(resumed),
             data=self._config.data,
             show_progress=self._world.rank == 0,
@@ -374,58 +374,3 @@ def _refuse_position(epoch: object, step: object) -> None:
     for name, value in (("epoch", epoch), ("step", step)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}")
-
-
-class _Hooks:
-    """Between `OptTFTWrapper` and the protection; see `StepHooks`."""
-
-    def __init__(
-        self,
-        protection: Protection,
-        ensure_loop: Callable[[], None],
-        fence: Callable[[], None] | None,
-        gated: GatedStep | None,
-    ) -> None:
-        self._protection = protection
-        self._begin_update = protection.begin_update
-        self._ensure_loop = ensure_loop
-        self._fence = fence
-        self._gated = gated
-        self.torn = protection.torn
-        # No layer more than needed: this is called in every step.
-        self.leave_update = protection.leave_update if fence is None else self._leave_behind_fence
-
-    def begin_update(self) -> None:
-        self._ensure_loop()
-        if self._fence is not None:
-            self._fence()
-        if self._gated is None:
-            self._begin_update()
-        else:
-            self._gated.before_update()
-            self._protection.enter_update()
-
-    def _leave_behind_fence(self) -> None:
-        assert self._fence is not None
-        self._fence()
-        self._protection.leave_update()
-
-
-class _Events:
-    """Between `Steps` and the register; see `StepEvents`."""
-
-    def __init__(self, register: TFTRegister) -> None:
-        self._recorder = register._recorder
-        self._end = register._end_step
-
-    def epoch_start(self, epoch: int) -> None:
-        self._recorder.epoch_start(epoch)
-
-    def not_exact(self, reason: str) -> None:
-        self._recorder.not_exact((reason,))
-
-    def under_way(self, epoch: int, step: int) -> None:
-        self._recorder.under_way(Position(epoch, step))
-
-    def step_end(self, epoch: int, step: int) -> None:
-        self._end(Position(epoch, step))

@@ -14,13 +14,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from lastwords import clock
-from lastwords.errors import UnavailableError
 from lastwords.processor import events
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import EXIT_SAVED, Departure, Verdict, verdict_of
+from lastwords.processor.departure import (
+    COME_BY_S,
+    COME_BY_UNSAVED_S,
+    EXIT_SAVED,
+    Departure,
+    Verdict,
+    verdict_of,
+)
+from lastwords.processor.interfaces import GATE_PAUSE_S, GateFailedError, GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaveJob, SaverSpec
 from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
 
@@ -32,43 +38,6 @@ STATUS_INTERVAL_S = 0.1
 PARK_POLL_S = 0.5
 """A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
 
-GATE_PAUSE_S = 0.00005
-"""Between two looks at the gate. A sleep, however short, gives the processor to the peers that are waited for: on 2
-cores spinning was up to a hundred times slower, sleeping as fast as a blocking wait. What the kernel makes of it is
-0.1 ms."""
-
-COME_BY_S = 0.5
-"""How long the training thread may take to come by after an incident before the process is ended without it. By then
-the checkpoint is published, so this costs nothing but time; a rank in a dead collective never comes."""
-
-COME_BY_UNSAVED_S = 3.0
-"""The same where nothing was saved: mostly errors that all ranks have at once, at the start or in resume(), and each
-should end with its own traceback rather than with the news of another one's."""
-
-
-class SessionLike(Protocol):
-    """What the agent needs of a session with the controller (`processor.session.Session`)."""
-
-    def send(self, report: Report) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-
-class GateFailedError(UnavailableError):
-    """The gate of a step can never be passed any more: a peer, or the network, is gone."""
-
-
-class GateLike(Protocol):
-    """A collective that this rank has entered (`optim_wrapper.gate.Gate`)."""
-
-    def passed(self) -> bool:
-        """Whether every rank has entered it. Raises GateFailedError if that can never be any more."""
-
-
-class PhaseWord(Protocol):
-    """Where the newest stand is written so that it survives `kill -9` (the black box)."""
-
-    def set_stand(self, phase: int, step: int) -> None: ...
 
 
 class Agent:

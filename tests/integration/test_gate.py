@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.gate import Gate
 from lastwords.optim_wrapper.world import World
-from lastwords.processor.agent import GateFailedError
+from lastwords.processor.interfaces import GateFailedError
 from tests.integration.forked import on_ranks
 
 pytestmark = pytest.mark.process

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lastwords.processor.agent import Agent, GateFailedError
+from lastwords.processor.agent import Agent
+from lastwords.processor.interfaces import GateFailedError
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.vocabulary import (
