@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+    from lastwords.sharding.declare import Unit, units_from_mesh
 
 __version__ = "0.1.0"
 
@@ -38,13 +39,17 @@ __all__ = [
     "StorageError",
     "TFTRegister",
     "UnavailableError",
+    "Unit",
     "__version__",
+    "units_from_mesh",
 ]
 
 _WHERE = {
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "TFTRegister": "lastwords.optim_wrapper.register",
     "ResumePoint": "lastwords.optim_wrapper.register",
+    "Unit": "lastwords.sharding.declare",
+    "units_from_mesh": "lastwords.sharding.declare",
 }
 
 

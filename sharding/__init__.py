@@ -1,0 +1,1 @@
+"""Which ranks hold which part of the training state: found, declared, agreed, checked."""
