@@ -6,7 +6,7 @@
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
 #   make chaos     kills at random instants: make chaos N=50 SEED=1
 #   make bench     measures the budgets, beside the machine's own limits
-#   make proto     writes src/lastwords/_pb from proto/lastwords.proto
+#   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
 
 PYTHON ?= $(or $(shell command -v python3.11),python3)
