@@ -22,6 +22,8 @@ _SECONDS = (
     "progress_timeout_s",
     "leave_timeout_s",
     "exit_timeout_s",
+    "gate_timeout_s",
+    "gate_notice_s",
 )
 
 
@@ -47,6 +49,8 @@ class Config:
     progress_timeout_s: float = 30.0
     leave_timeout_s: float = 30.0
     exit_timeout_s: float = 10.0
+    gate_timeout_s: float = 1800.0
+    gate_notice_s: float = 60.0
     processor: ProcessorOptions = field(default_factory=ProcessorOptions)
 
     @classmethod

@@ -59,6 +59,11 @@ class Gate:
         self._noticed = False
         self._missing: list[int] = []
 
+    @property
+    def group(self) -> Any:
+        """The gate's own gloo group, with every rank in it; free for others while no gate is under way."""
+        return self._group
+
     def enter(self, step: int) -> None:
         """This rank's gradients of `step` are final, or there is no update in it. Returns at once."""
         self._step = step

@@ -83,3 +83,12 @@ class _JoinedState(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(len(part.state) for part in self._parts)
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Name of an optimizer's class; those of all parts where there are several.
+
+    >>> optimizer_kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    'SGD'
+    """
+    return repr(optimizer) if isinstance(optimizer, JoinedOptimizer) else type(optimizer).__name__

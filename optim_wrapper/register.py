@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import types
@@ -14,20 +15,22 @@ import torch
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper import ddp_buckets, switch
+from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
-from lastwords.optim_wrapper.device_fence import device_fence
 from lastwords.optim_wrapper.facts import run_facts
-from lastwords.optim_wrapper.gate import GatedStep
 from lastwords.optim_wrapper.hold import ExceptHook, is_collective_error, one_line
+from lastwords.optim_wrapper.job_shape import GateMode, Options, wrappers_of
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
 from lastwords.optim_wrapper.source import TrainerSource
 from lastwords.optim_wrapper.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.training_hooks import LoopEvents
 from lastwords.optim_wrapper.world import World, next_prefix, restart_count
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.core import ProcessorOptions
 from lastwords.processor.saver import Position
 from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import Phase
@@ -64,6 +67,8 @@ class TFTRegister:
     units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
     experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts (FSDP2,
     HSDP, parallelize_module) and ZeroRedundancyOptimizer need none.
+    gate, verify_every, local_copy: see `Options`; they matter where not every rank holds everything, or where there are
+    several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 
     Use as a context manager. The constructor does no I/O; it raises ConfigError for what cannot work. All methods
     belong to the training thread. With `MS_ENABLE_TFT='{TTP:0}'` nothing is started and nothing is protected, but
@@ -78,26 +83,27 @@ class TFTRegister:
         ckpt_save_path: str | os.PathLike[str],
         *,
         model: torch.nn.Module,
-        optimizer: OptTFTWrapper,
+        optimizer: OptTFTWrapper | Sequence[OptTFTWrapper],
         extras: Mapping[str, Any] | None = None,
         local_extras: Mapping[str, Any] | None = None,
         fallback_path: str | os.PathLike[str] | None = None,
         data: DataMode = "refetch",
         units: Sequence[Unit] = (),
+        gate: GateMode = "auto",
+        verify_every: int = 0,
+        local_copy: bool = False,
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
             ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data
         )
-        if not isinstance(optimizer, OptTFTWrapper):
-            raise ConfigError(
-                f"optimizer must be an OptTFTWrapper, not {type(optimizer).__name__}; "
-                "write optimizer = lastwords.OptTFTWrapper(optimizer) before it is used anywhere"
-            )
+        self._options = Options(gate, verify_every, local_copy)
+        if local_copy:
+            self._config = dataclasses.replace(self._config, processor=ProcessorOptions(has_copy=True))
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = wrappers_of(optimizer)
         self._declared = _units(units)
-        self._recorder = StepRecorder(model, optimizer, extras or {}, local_extras or {})
+        self._recorder = StepRecorder(model, self._optimizers, extras or {}, local_extras or {})
         self._buckets = ddp_buckets.BucketOrder.observe(model)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None
@@ -105,7 +111,7 @@ class TFTRegister:
         self._world: World | None = None
         self._resumed: Resumed | None = None
         self._steps: Steps | None = None
-        self._gated: GatedStep | None = None
+        self._common: CommonStep | None = None
         self._begun = False
         self._global_step = 0
         self._position = Position(1, 0)
@@ -130,17 +136,16 @@ class TFTRegister:
         if not self._enabled:
             _log.info("MS_ENABLE_TFT switches TTP off: this run is not protected")
             return
-        units = self._recorder.agree_units(world, next_prefix(), self._declared)
-        protection = Protection(self._config, world, self._make_source, units.names)
+        common = self._common = CommonStep(
+            world, self._recorder, self._optimizers, self._declared, self._options, self._config
+        )
+        protection = Protection(self._config, world, self._make_source, common.units.names)
         protection.start(self._settings())
         self._protection = protection
         try:
-            protection.use_box(self._recorder.open(protection.box_path(world.rank)))
+            protection.use_box(self._recorder.open(protection.box_path(world.rank), at_gate=common.gate is not None))
             self._recorder.begin(0, self._position)
-            self._optimizer.attach(
-                UpdateHooks(protection, self._ensure_loop, device_fence([self._optimizer.inner]), self._gated)
-            )
-            self._optimizer.watch_groups(units.admit)
+            common.attach(protection, self._ensure_loop)
         except BaseException:
             self._close()
             raise
@@ -165,6 +170,8 @@ class TFTRegister:
                 self._hold(error)
             return False
         try:
+            if self._common is not None and protection.stand.phase is Phase.UPDATING:
+                self._common.before_step_end()
             if protection.stand.phase in (Phase.UPDATED, Phase.SKIPPED):
                 self._end_step(self._recorder.position_under_way)
             protection.agent.left()
@@ -189,7 +196,8 @@ class TFTRegister:
 
     def _close(self) -> None:
         self._excepthook.uninstall()
-        self._optimizer.detach()
+        for wrapper in self._optimizers:
+            wrapper.detach()
         self._recorder.close()
         if self._protection is not None:
             self._protection.close()
@@ -264,7 +272,7 @@ class TFTRegister:
             loader,
             epochs,
             accumulate=accumulate,
-            events=LoopEvents(self),
+            events=LoopEvents(self._recorder, self._end_step),
             resume=None if resumed is None else self._resume_at(resumed),
             data=self._config.data,
             show_progress=self._world.rank == 0,
@@ -284,7 +292,8 @@ class TFTRegister:
             step_regions=None if resumed is None else resumed.regions,
             needs_epoch_start=True,
         )
-        if self._protection is not None:
+        if self._protection is not None and self._common is not None:
+            self._common.compare("before the first step")
             self._protection.agent.begin_loop(steps.steps_per_epoch, epochs, self._global_step)
         yield from steps
 
@@ -319,21 +328,23 @@ class TFTRegister:
         """A loop of the user's own begins with its first optimizer step or step_end."""
         if not self._begun:
             self._begun = True
-            if self._protection is not None:
+            if self._protection is not None and self._common is not None:
+                self._common.compare("before the first step")
                 self._protection.agent.begin_loop(0, 0, self._global_step)
 
     def _end_step(self, position: Position) -> None:
         self._global_step += 1
-        if self._protection is None:
+        common = self._common
+        if self._protection is None or common is None:
             return
-        if self._gated is not None and self._protection.stand.phase is Phase.COMPUTING:
-            self._gated.without_update()
+        common.before_step_end()
 
         def commit(step: int) -> None:
             self._recorder.committed(step, position)
             self._buckets.step_ended(step)
 
         self._protection.agent.end_step(commit)
+        common.after_step_end(self._global_step)
 
     def _resume_at(self, resumed: Resumed) -> ResumeAt:
         def back_to(regions: Mapping[str, RegionCopy]) -> Callable[[], None] | None:
@@ -350,6 +361,10 @@ class TFTRegister:
             "ckpt_save_path": str(config.ckpt_save_path),
             "fallback_path": str(config.fallback_path),
             "data": config.data,
+            "gate": self._options.gate,
+            "verify_every": self._options.verify_every,
+            "local_copy": self._options.local_copy,
+            "optimizers": len(self._optimizers),
             "world_size": self._world.size if self._world is not None else 0,
         }
 

@@ -16,16 +16,10 @@ import time
 from collections.abc import Callable
 
 from lastwords import clock
+from lastwords.processor import departure as ways_out
 from lastwords.processor import events
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import (
-    COME_BY_S,
-    COME_BY_UNSAVED_S,
-    EXIT_SAVED,
-    Departure,
-    Verdict,
-    verdict_of,
-)
+from lastwords.processor.departure import Departure, Verdict
 from lastwords.processor.interfaces import GATE_PAUSE_S, GateFailedError, GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaveJob, SaverSpec
 from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
@@ -37,7 +31,6 @@ STATUS_INTERVAL_S = 0.1
 
 PARK_POLL_S = 0.5
 """A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
-
 
 
 class Agent:
@@ -190,6 +183,12 @@ class Agent:
             self._core.mark_torn()
             self._settle_calls()
 
+    def corrupt(self) -> None:
+        """The other holders' bytes say that this rank's weights are wrong."""
+        with self._condition:
+            self._core.mark_corrupt()
+            self._settle_calls()
+
     def end_step(self, commit: Callable[[int], None]) -> None:
         """The step is over. `commit(step)` captures what may move on; it runs before the step counts as ended.
 
@@ -334,7 +333,7 @@ class Agent:
             self._departure.refuse(order.reason)
         else:
             rank = self._core.rank
-            verdict = verdict_of(rank, order) if order is not None else Verdict.controller_lost(rank, reason)
+            verdict = ways_out.verdict_of(rank, order) if order is not None else Verdict.controller_lost(rank, reason)
             self._departure.decide(verdict)
         self._condition.notify_all()
         if not self._in_our_hands and not isinstance(order, Refused):
@@ -347,8 +346,10 @@ class Agent:
         """
         with self._condition:
             verdict = self._departure.verdict
-            saved = verdict is not None and verdict.code == EXIT_SAVED
-            if self._condition.wait_for(lambda: self._in_our_hands > 0, COME_BY_S if saved else COME_BY_UNSAVED_S):
+            saved = verdict is not None and verdict.code == ways_out.EXIT_SAVED
+            if self._condition.wait_for(
+                lambda: self._in_our_hands > 0, ways_out.COME_BY_S if saved else ways_out.COME_BY_UNSAVED_S
+            ):
                 return
         self.close(timeout_s=1.0)
         self._departure.end_now()

@@ -138,6 +138,12 @@ class ProcessorCore(RankState):
         self._move("mark_torn")
         self._after_move()
 
+    def mark_corrupt(self) -> None:
+        """These weights, and any copy of them, are not what they should be: nothing may be saved from here."""
+        self._has_copy = False
+        self._move("mark_corrupt")
+        self._after_move()
+
     def mark_skipped(self) -> None:
         """No update takes place in this step; its gate, if there is one, comes next."""
         self._move("mark_skipped")
@@ -207,7 +213,7 @@ class ProcessorCore(RankState):
         """If frozen, say where this rank stands now, unless its weights may still change or its step may still end."""
         if not self._part.incident or self._leaving or self._grace_wanted():
             return
-        if self._phase is _TORN and self.options.has_copy:
+        if self._phase is _TORN and self._has_copy:
             self._retreated = True
         if self._phase is not _UPDATING or self._retreated:
             self._part.settle(self.settled_stand)
@@ -225,7 +231,7 @@ class ProcessorCore(RankState):
     def _retreat_wanted(self) -> bool:
         """True while a frozen rank sits in an update that may never end, and has a copy of the step before."""
         return bool(
-            self.options.has_copy
+            self._has_copy
             and self._part.incident
             and self._phase is _UPDATING
             and not self._retreated

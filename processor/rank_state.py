@@ -33,6 +33,7 @@ class RankState:
         self._now_s = 0.0
         self._step_end_grace = Grace(self.options.step_end_grace_s)
         self._update_grace = Grace(self.options.update_grace_s)
+        self._has_copy = self.options.has_copy
         self._retreated = False  # in this incident this rank stands by its copy of the last step
 
     # ------------------------------------------------------------------ queries
