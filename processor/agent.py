@@ -17,20 +17,14 @@ from collections.abc import Callable
 
 from lastwords import clock
 from lastwords.processor import departure as ways_out
-from lastwords.processor import events
+from lastwords.processor import events, interfaces
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure, Verdict
-from lastwords.processor.interfaces import GATE_PAUSE_S, GateFailedError, GateLike, PhaseWord, SessionLike
+from lastwords.processor.interfaces import GateFailedError, GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaveJob, SaverSpec
 from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
 
 _log = logging.getLogger(__name__)
-
-STATUS_INTERVAL_S = 0.1
-"""Status is coalesced to ten reports a second: every step is seen, no step costs a round trip."""
-
-PARK_POLL_S = 0.5
-"""A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
 
 
 class Agent:
@@ -158,18 +152,14 @@ class Agent:
                         self._settle_calls()
                     self._park(lambda: core.may_proceed)
                     return
-                time.sleep(GATE_PAUSE_S)
+                time.sleep(interfaces.GATE_PAUSE_S)
             self._park(lambda: core.may_proceed or not core.frozen)
             if core.may_proceed:
                 return
 
     def enter_update(self) -> None:
         """The optimizer is about to write. Parks during an incident."""
-        with self._lock:
-            entered = self._core.try_update()
-            self._after_mark()
-        if not entered:
-            self._park(self._core.try_update)
+        self._park(self._core.try_update)
 
     def leave_update(self) -> None:
         """The optimizer has written everything."""
@@ -265,7 +255,7 @@ class Agent:
                 left_s = deadline_mono_s - clock.mono_s()
                 if left_s <= 0 or self._departure.decided:
                     break
-                self._condition.wait(min(left_s, PARK_POLL_S))
+                self._condition.wait(min(left_s, interfaces.PARK_POLL_S))
         if ready():
             return True
         self._leave_if_told()
@@ -371,7 +361,7 @@ class Agent:
                         self._settle_calls()
                         return True
                     self._settle_calls()
-                    self._condition.wait(PARK_POLL_S)
+                    self._condition.wait(interfaces.PARK_POLL_S)
             finally:
                 if not self._departure.decided:
                     self._in_our_hands -= 1
@@ -403,5 +393,9 @@ class Agent:
             with self._condition:
                 if not self._closed:
                     due_s = core.deadline_s
-                    wait_s = STATUS_INTERVAL_S if due_s is None else min(STATUS_INTERVAL_S, due_s - clock.mono_s())
+                    wait_s = (
+                        interfaces.STATUS_INTERVAL_S
+                        if due_s is None
+                        else min(interfaces.STATUS_INTERVAL_S, due_s - clock.mono_s())
+                    )
                     self._condition.wait(max(wait_s, 0.001))

@@ -1,4 +1,4 @@
-"""What the agent needs of the things around it."""
+"""What the agent needs of the things around it, and how often it looks at them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import Protocol
 
 from lastwords.errors import UnavailableError
 from lastwords.vocabulary import Report
+
+STATUS_INTERVAL_S = 0.1
+"""Status is coalesced to ten reports a second: every step is seen, no step costs a round trip."""
+
+PARK_POLL_S = 0.5
+"""A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
 
 GATE_PAUSE_S = 0.00005
 """Between two looks at the gate. A sleep, however short, gives the processor to the peers that are waited for: on 2
