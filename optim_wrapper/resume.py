@@ -19,10 +19,11 @@ from lastwords.optim_wrapper import ddp_buckets
 from lastwords.optim_wrapper.ddp_private import find_ddp
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
+from lastwords.optim_wrapper.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
-from lastwords.optim_wrapper.state_restore import ForeignWeights, RestorePlan
+from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensor_tree import tensor_nodes
 from lastwords.optim_wrapper.world import World
@@ -141,8 +142,9 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
 
     # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
     rng = recorder.rng.snapshot()
+    order, amiss = _buckets(manifest, recorder)
     with recorder.paused():
-        reasons += ddp_buckets.replay(recorder.model, _buckets(manifest, recorder))
+        reasons += amiss or ddp_buckets.replay(recorder.model, order)
     recorder.rng.restore(rng)
 
     local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}
@@ -200,30 +202,29 @@ def refuse_other_units(path: Path, manifest: Manifest, units: RankUnits) -> None
 
 
 def _some_units(units: Mapping[str, Sequence[int]]) -> str:
-    named = [f"{unit} (ranks {ranks_text(holders)})" for unit, holders in list(units.items())[:_SHOWN_MAX]]
+    ordered = sorted(units.items(), key=lambda item: (item[0] != UNIT_REPLICATED, tuple(item[1]), item[0]))
+    named = [f"{unit} (rank{'s' if len(held) != 1 else ''} {ranks_text(held)})" for unit, held in ordered[:_SHOWN_MAX]]
     return ", ".join(named) + (f" and {len(units) - _SHOWN_MAX} more" if len(units) > _SHOWN_MAX else "")
 
 
-def _buckets(manifest: Manifest, recorder: StepRecorder) -> Mapping[str, Any]:
-    """The order of DDP's buckets in the process group of this rank's DDP model, as the saved run recorded it.
+def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
+    """The order of DDP's buckets in this rank's DDP process group, as the saved run recorded it; and what is amiss.
 
-    In a sharded job each unit has its writer's. The largest unit inside the group is the same for all ranks of it
-    that share one, and what its writer saw holds for the whole group.
+    In a sharded job each unit has its writer's order. All ranks of the group have to replay one and the same, so it is
+    that of the group's largest unit, which each of them finds in the table, whether it holds it or not.
     """
-    units = recorder.units
+    table = recorder.units.table
+    if table.pure:
+        return manifest.facts.get("buckets", {}), []
     ddp = find_ddp(recorder.model)
-    if units.pure:
-        record: Mapping[str, Any] = manifest.facts.get("buckets", {})
-        return record
-    inside = set(units.table.units[UNIT_REPLICATED])
-    if ddp is not None:
-        inside = set(dist.get_process_group_ranks(ddp.process_group))
-    fitting = [unit for unit in units.names if inside.issuperset(units.table.units[unit])]
-    for unit in sorted(fitting, key=lambda unit: (-len(units.table.units[unit]), unit)):
-        found: Mapping[str, Any] = manifest.units[unit].meta.get("buckets", {})
-        if found or ddp is None:
-            return found
-    return {}
+    if ddp is None:
+        return {}, []
+    group = frozenset(dist.get_process_group_ranks(ddp.process_group))
+    inside = [unit for unit, holders in table.units.items() if group.issuperset(holders)]
+    if not inside:
+        return {}, ["no unit lies within DDP's process group, so the order of its buckets was not recorded"]
+    largest = min(inside, key=lambda unit: (-len(table.units[unit]), unit))
+    return manifest.units[largest].meta.get("buckets", {}), []
 
 
 def _restore_units(
@@ -234,11 +235,11 @@ def _restore_units(
     units = recorder.units
     units.exclude_buffers(rank_local_buffers)
     into: dict[str, Callable[[TensorSpec], memoryview]] = {}
-    plans: list[RestorePlan | ForeignWeights] = [
+    plans: list[Reading] = [
         RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()
     ]
     plans += [
-        ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors)
+        ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors, entries[unit].meta)
         for unit, members in units.table.reads.items()
     ]
     of_extras = entries[UNIT_REPLICATED]

@@ -23,29 +23,12 @@ from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, is_shard
 _SHOWN_MAX = 8
 
 
-class RestorePlan:
-    """What has to be read, and where to.
+class Reading:
+    """Tensors to be read and the memory they go to; `into` is for `Checkpoint.read_tensors`."""
 
-    The constructor raises MismatchError (or FormatError) if the state does not fit, and changes nothing. Then
-    `lastwords.checkpoint.load.Checkpoint.read_tensors(plan.tensor_names, plan.into)` overwrites the weights, and
-    `commit` does the rest. If reading fails half-way, the model holds rubbish: do not train on it.
-    """
-
-    def __init__(self, view: UnitView, specs: Iterable[TensorSpec], meta: Mapping[str, Any]) -> None:
-        self._view = view
-        self._meta = meta
-        self._specs = {spec.name: spec for spec in specs}
-        if meta.get("version") != META_VERSION:
-            raise FormatError(
-                f"the unit's state is of version {meta.get('version')!r}, "
-                f"this lastwords reads {META_VERSION}; upgrade it"
-            )
-        self._names = view.names()
+    def __init__(self) -> None:
         self._targets: dict[str, torch.Tensor] = {}
-        self._new_buffers: dict[str, torch.Tensor] = {}
         self._staged: dict[str, tuple[bytearray, torch.Tensor]] = {}
-        self._homes: dict[str, torch.Tensor] = {}
-        self._check()
 
     @property
     def tensor_names(self) -> list[str]:
@@ -63,10 +46,37 @@ class RestorePlan:
         return memoryview(memory)
 
     def commit(self) -> None:
-        """After everything has been read: staged tensors, optimizer state, hyperparameters."""
+        """After everything has been read: what could not be read in place."""
         for memory, target in self._staged.values():
             overwrite(target, tensor_over(memory, target.dtype, tuple(local_of(target).shape)))
         self._staged.clear()
+
+
+class RestorePlan(Reading):
+    """What has to be read, and where to.
+
+    The constructor raises MismatchError (or FormatError) if the state does not fit, and changes nothing. Then
+    `lastwords.checkpoint.load.Checkpoint.read_tensors(plan.tensor_names, plan.into)` overwrites the weights, and
+    `commit` does the rest. If reading fails half-way, the model holds rubbish: do not train on it.
+    """
+
+    def __init__(self, view: UnitView, specs: Iterable[TensorSpec], meta: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._view = view
+        self._meta = meta
+        self._specs = {spec.name: spec for spec in specs}
+        if meta.get("version") != META_VERSION:
+            raise FormatError(
+                f"the unit's state is of version {meta.get('version')!r}, "
+                f"this lastwords reads {META_VERSION}; upgrade it"
+            )
+        self._names = view.names()
+        self._new_buffers: dict[str, torch.Tensor] = {}
+        self._check()
+
+    def commit(self) -> None:
+        """After everything has been read: staged tensors, optimizer state, hyperparameters."""
+        super().commit()
         for name, buffer in self._new_buffers.items():
             module, key = self._names.owners[name]
             module._buffers[key] = buffer
@@ -92,7 +102,7 @@ class RestorePlan:
         self._check_optimizer(names, different)
         if missing or extra or different:
             raise MismatchError(
-                _mismatch(type(self._view.model).__name__, missing, extra, different),
+                mismatch_text(type(self._view.model).__name__, missing, extra, different),
                 missing=missing,
                 extra=extra,
                 different=different,
@@ -123,7 +133,7 @@ class RestorePlan:
             elif free:
                 self._make_buffer(name, stored, saved[name], spec, tensor.device)
             else:
-                different[name] = _saved_and_here(spec, saved[name], tensor)
+                different[name] = saved_and_here(spec, saved[name], tensor)
         for name, dtype in saved.items():
             if name in here or name in names.aliases or name in excluded:
                 continue
@@ -168,7 +178,7 @@ class RestorePlan:
 
     def _state_tensor(self, stored: str, leaf: Tree, parameter: torch.Tensor | None, existing: object) -> torch.Tensor:
         dtype = dtype_named(leaf["dtype"])
-        shape = _shape(self._spec(stored), leaf["dtype"])
+        shape = stored_shape(self._spec(stored), leaf["dtype"])
         device = torch.device("cpu") if parameter is None or "apart" in leaf else parameter.device
         if "placements" in leaf:
             return self._state_shard(stored, leaf, parameter, existing, torch.device(device))
@@ -199,7 +209,7 @@ class RestorePlan:
             and spec_of(stored, existing) == spec
         ):
             return existing
-        local, shape = local_of(parameter), _shape(spec, leaf["dtype"])
+        local, shape = local_of(parameter), stored_shape(spec, leaf["dtype"])
         if tuple(local.shape) == shape:
             part = torch.empty_like(local, dtype=dtype, device=device, requires_grad=False)
         else:
@@ -213,7 +223,7 @@ class RestorePlan:
         return made
 
     def _make_buffer(self, name: str, stored: str, dtype: str, spec: TensorSpec, device: torch.device) -> None:
-        buffer = torch.empty(_shape(spec, dtype), dtype=dtype_named(dtype), device=device)
+        buffer = torch.empty(stored_shape(spec, dtype), dtype=dtype_named(dtype), device=device)
         self._new_buffers[name] = self._targets[stored] = buffer
 
     def _spec(self, stored: str) -> TensorSpec:
@@ -238,70 +248,29 @@ class RestorePlan:
             stateful.state[key] = value
         for place, tree in enumerate(self._meta["groups"]):
             g = names.group_numbers[place]
-            group = optimizer.param_groups[g]
-            for key, value in put_together(tree, self._targets.__getitem__, f"optimizer.param_groups[{g}]").items():
-                current = group.get(key)
-                if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
-                    with torch.no_grad():
-                        current.copy_(value)  # schedulers and captured graphs hold on to this very tensor
-                else:
-                    group[key] = value
+            fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
 
 
-class ForeignWeights:
-    """Parameters that this rank has, but whose unit others hold: ZeRO's owners bring them up to date in `step()`.
-
-    Used like a `RestorePlan`; raises MismatchError where the saved ones are of another form.
-    """
-
-    def __init__(self, view: UnitView, unit: str, names: Iterable[str], specs: Iterable[TensorSpec]) -> None:
-        here = view.all_names().parameters
-        saved = {spec.name: spec for spec in specs}
-        self._targets: dict[str, torch.Tensor] = {}
-        self._staged: dict[str, tuple[bytearray, torch.Tensor]] = {}
-        missing, different = [], {}
-        for name in names:
-            stored = unit_tensor_name(unit, "model", name)
-            if stored not in saved:
-                missing.append(name)
-            elif saved[stored] != spec_of(stored, here[name]):
-                different[name] = _saved_and_here(saved[stored], dtype_name(here[name].dtype), here[name])
-            else:
-                self._targets[stored] = here[name]
-        if missing or different:
-            raise MismatchError(
-                _mismatch(type(view.model).__name__, missing, [], different), missing=missing, different=different
-            )
-
-    @property
-    def tensor_names(self) -> list[str]:
-        """Names of all tensors to read, as they stand in the file."""
-        return list(self._targets)
-
-    def into(self, spec: TensorSpec) -> memoryview:
-        """Memory for one tensor."""
-        target = self._targets[spec.name]
-        view = bytes_of(target)
-        if view is not None:
-            return view
-        memory = bytearray(spec.nbytes)
-        self._staged[spec.name] = (memory, target)
-        return memoryview(memory)
-
-    def commit(self) -> None:
-        """After everything has been read: what could not be read in place."""
-        for memory, target in self._staged.values():
-            overwrite(target, tensor_over(memory, target.dtype, tuple(local_of(target).shape)))
+def fill_group(group: dict[str, Any], tree: Tree, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Put stored hyperparameters into a param group."""
+    for key, value in put_together(tree, tensors.__getitem__, where).items():
+        current = group.get(key)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                current.copy_(value)  # schedulers and captured graphs hold on to this very tensor
+        else:
+            group[key] = value
 
 
-def _shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
-    # The reverse of spec_of for the types that safetensors lacks.
+def stored_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
+    """Shape of a stored tensor of this type: the reverse of spec_of for the types that safetensors lacks."""
     probe = spec_of("unit/x/model/x", torch.empty((), dtype=dtype_named(dtype)))
     return spec.shape if probe.shape == () else spec.shape[:-1]
 
 
-def _saved_and_here(spec: TensorSpec, dtype: str, tensor: torch.Tensor) -> str:
-    was, now = _shape(spec, dtype), tuple(local_of(tensor).shape)
+def saved_and_here(spec: TensorSpec, dtype: str, tensor: torch.Tensor) -> str:
+    """How a stored tensor and the live one differ in form."""
+    was, now = stored_shape(spec, dtype), tuple(local_of(tensor).shape)
     text = f"saved {dtype} {was}, here {dtype_name(tensor.dtype)} {now}"
     if is_shard(tensor) or spec.shape != spec.global_shape:
         here = box_of(tensor)
@@ -316,7 +285,9 @@ def _tied(name: str | None) -> str:
     return "not tied" if name is None else f"tied to {name}"
 
 
-def _mismatch(model: str, missing: list[str], extra: list[str], different: dict[str, str]) -> str:
+def mismatch_text(model: str, missing: list[str], extra: list[str], different: dict[str, str]) -> str:
+    """What a MismatchError says."""
+
     def some(items: list[str]) -> str:
         more = f" and {len(items) - _SHOWN_MAX} more" if len(items) > _SHOWN_MAX else ""
         return ", ".join(items[:_SHOWN_MAX]) + more

@@ -31,25 +31,24 @@ class NamedTensors(Protocol):
 def pieces_of(names: NamedTensors, optimizer: Optimizer, declared: Sequence[Unit], rank: int) -> list[Piece]:
     """This rank's pieces, in the order of the names. ConfigError for a tensor that is not one box of a whole."""
     mine = [unit for unit in declared if rank in unit.holders]
-    owners: dict[int, int] = {}
-    own_rank = -1
+    owners: dict[int, tuple[int, int]] = {}
     if zero.is_zero(optimizer):
         zero.refuse_unusable(optimizer)
-        owners, own_rank = zero.owners(optimizer), zero.own_rank(optimizer)
+        owners = zero.owners(optimizer)
     pieces = []
     for name, parameter in names.parameters.items():
         box = box_of(parameter, f"parameter {name!r}")
-        owner = owners.get(id(parameter))
+        place, owner = owners.get(id(parameter), (-1, rank))
         pieces.append(
             Piece(
                 name,
                 "model",
                 _dtype(parameter),
                 *box,
-                scope="" if owner is None else f"zero-{owner}",
+                scope="" if place < 0 else f"zero-{place}",
                 unit=_declared_unit(mine, name),
                 nbytes=local_of(parameter).nbytes,
-                held=owner in (None, own_rank),
+                owner=-1 if owner == rank else owner,
             )
         )
     for name, buffer in names.buffers.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -47,20 +48,28 @@ def box_of(tensor: torch.Tensor, path: str = "a tensor") -> Box:
     if not is_shard(tensor):
         shape = tuple(tensor.shape)
         return Box(shape, shape, (0,) * len(shape))
+    layout = _layout(tensor)
+    box = _box(layout.mesh, tuple(layout.placements), tuple(layout.shape), tuple(local_of(tensor).shape))
+    if isinstance(box, str):
+        raise ConfigError(f"{path} {box}")
+    return box
+
+
+@lru_cache(maxsize=4096)
+def _box(mesh: Any, placements: tuple[Any, ...], whole: tuple[int, ...], here: tuple[int, ...]) -> Box | str:
+    """The box, or why there is none. Torch takes 0.1 ms for it, and a save asks for each tensor of the optimizer."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    layout = _layout(tensor)
-    whole, here = tuple(layout.shape), tuple(local_of(tensor).shape)
-    if layout.mesh.get_coordinate() is None:
-        raise ConfigError(f"{path} lives on a mesh that this rank is not part of; leave it out of this rank's model")
-    for placement in layout.placements:
+    if mesh.get_coordinate() is None:
+        return "lives on a mesh that this rank is not part of; leave it out of this rank's model"
+    for placement in placements:
         if placement.is_partial():
-            raise ConfigError(f"{path} is a sum that is still to be made ({placement}); only finished values are saved")
-    shape, offsets = compute_local_shape_and_global_offset(whole, layout.mesh, layout.placements)
-    if tuple(shape) != here or not _is_run(layout):
-        raise ConfigError(
-            f"{path} has {here} of {whole} on this rank, placed as {tuple(layout.placements)}, which is not one box of "
-            "the whole; place it with Shard and Replicate, or choose sizes that divide evenly"
+            return f"is a sum that is still to be made ({placement}); only finished values are saved"
+    shape, offsets = compute_local_shape_and_global_offset(whole, mesh, placements)
+    if tuple(shape) != here or not _is_run(mesh, placements, whole):
+        return (
+            f"has {here} of {whole} on this rank, placed as {placements}, which is not one box of the whole; place it "
+            "with Shard and Replicate, or choose sizes that divide evenly"
         )
     return Box(here, whole, tuple(int(offset) for offset in offsets) if 0 not in here else (0,) * len(here))
 
@@ -70,15 +79,15 @@ def _layout(tensor: Any) -> Any:
     return tensor._st_info if hasattr(tensor, "_st_info") else tensor._spec
 
 
-def _is_run(layout: Any) -> bool:
+def _is_run(mesh: Any, placements: tuple[Any, ...], whole: tuple[int, ...]) -> bool:
     """Whether the elements here are neighbours in the whole along each dimension, as strided shards may not be."""
-    coordinate = layout.mesh.get_coordinate()
-    strided = {placement.dim for placement in layout.placements if type(placement).__name__ == "_StridedShard"}
+    coordinate = mesh.get_coordinate()
+    strided = {placement.dim for placement in placements if type(placement).__name__ == "_StridedShard"}
     for dimension in strided:
-        index = torch.arange(layout.shape[dimension])
-        for mesh_dimension, placement in enumerate(layout.placements):
+        index = torch.arange(whole[dimension])
+        for mesh_dimension, placement in enumerate(placements):
             if getattr(placement, "dim", None) == dimension:
-                chunks = placement._split_tensor(index, layout.mesh.size(mesh_dimension), with_padding=False)[0]
+                chunks = placement._split_tensor(index, mesh.size(mesh_dimension), with_padding=False)[0]
                 index = chunks[coordinate[mesh_dimension]]
         if index.numel() and int(index[-1] - index[0]) != index.numel() - 1:
             return False

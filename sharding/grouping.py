@@ -40,7 +40,7 @@ def unit_name(holders: Sequence[int]) -> str:
     >>> unit_name((3,)), unit_name((0, 2)), unit_name(range(0, 64, 2)), unit_name((0, 1, 2, 3, 4))
     ('rank-3', 'ranks-0-2', 'ranks-0-to-62-by-2', 'ranks-0-to-4')
     >>> unit_name((0, 1, 4, 5, 8, 9, 12, 13, 16, 17))
-    'ranks-0-1-...-17-43c6f8'
+    'ranks-0-1-...-17-c28ca5'
     """
     if len(holders) == 1:
         return f"rank-{holders[0]}"
@@ -58,58 +58,79 @@ def divide(lists: Sequence[Alike], declared: Sequence[Unit], world_size: int) ->
 
     Raises ConfigError where ranks contradict each other or the declarations.
     """
-    _refuse_different_forms(lists)
-    holders = _holders(lists)
-    _refuse_wrong_declarations(holders, declared, lists)
     everyone = tuple(range(world_size))
-    taken = {unit.name for unit in declared}
+    declared_holders = {unit.name: tuple(sorted(unit.holders)) for unit in declared}
+    if declared_holders.get(UNIT_REPLICATED, everyone) != everyone:
+        raise ConfigError(
+            f"a declared unit is called {UNIT_REPLICATED!r} but has the holders {declared_holders[UNIT_REPLICATED]}; "
+            "that name belongs to what all ranks hold: choose another one"
+        )
+    holders = _holders(lists)
+    _refuse_different_forms(lists)
     names: dict[tuple[int, ...], str] = {everyone: UNIT_REPLICATED}
 
     def auto_name(ranks: tuple[int, ...]) -> str:
         if ranks not in names:
             name = unit_name(ranks)
-            while name in taken:
+            while name in declared_holders:
                 name += "+"
             names[ranks] = name
         return names[ranks]
 
     units: dict[str, tuple[int, ...]] = {UNIT_REPLICATED: everyone}
-    unit_of: dict[str, str] = {}
-    pieces = {piece.key: piece for alike, _ in lists for piece in alike}
-    for key, ranks in holders.items():
-        piece = pieces[key]
-        if piece.empty and not piece.unit:
-            continue
+    nbytes: dict[str, int] = defaultdict(int)
+    tensors: dict[str, int] = defaultdict(int)
+    unit_of: dict[Piece, str] = {}
+    for piece, ranks in holders.items():
         if piece.unit:
-            unit = check_unit_name(f"{piece.unit}.{piece.scope}" if piece.scope else piece.unit)
+            unit = _declared_unit(piece, ranks, declared_holders[piece.unit])
+        elif piece.empty:
+            continue
         else:
             unit = auto_name(ranks)
-        unit_of[key] = unit
-        units[unit] = ranks
+        unit_of[piece] = unit
+        if units.setdefault(unit, ranks) != ranks:
+            raise ConfigError(
+                f"{_called(piece)} of the unit {unit!r} is held by the ranks {ranks}, others of it by {units[unit]}; "
+                "make the optimizers alike on all ranks of a process group"
+            )
+        nbytes[unit] += piece.nbytes
+        tensors[unit] += 1
     hosts: dict[tuple[int, ...], dict[int, str]] = {}
-    for ranks in sorted({holders[key] for key in holders if key not in unit_of}):
+    for ranks in sorted({ranks for piece, ranks in holders.items() if piece not in unit_of}):
         host = hosts[ranks] = _hosts_of_nothing(ranks, units)
         left = tuple(rank for rank in ranks if rank not in host)
         if left:
             units.setdefault(auto_name(left), left)
             host.update(dict.fromkeys(left, auto_name(left)))
-    of_list = [
-        tuple(unit_of.get(piece.key) or hosts[holders[piece.key]][ranks[0]] for piece in alike)
-        for alike, ranks in lists
-    ]
-    nbytes = dict.fromkeys(units, 0)
-    tensors = dict.fromkeys(units, 0)
-    for key, unit in unit_of.items():
-        nbytes[unit] += pieces[key].nbytes
-        tensors[unit] += 1
-    in_use = {piece.unit for piece in pieces.values()}
+    rows = {}
+    for alike, alike_ranks in lists:
+        row = [unit_of.get(piece) or hosts[holders[piece]][alike_ranks[0]] if piece.held else "" for piece in alike]
+        rows.update(dict.fromkeys(alike_ranks, row))
+    of_list = []
+    for alike, alike_ranks in lists:
+        row = rows[alike_ranks[0]]
+        if "" in row:
+            row = [
+                unit or _unit_at_owner(piece, alike_ranks[0], lists, rows)
+                for piece, unit in zip(alike, row, strict=True)
+            ]
+        of_list.append(tuple(row))
+    used = {piece.unit for piece in holders}
     notes = [
         f"the declared unit {unit.name!r} takes no tensor: none matches {', '.join(unit.tensors)} that an earlier unit "
         "has not taken"
         for unit in declared
-        if unit.name not in in_use
+        if unit.name not in used
     ]
-    return Division(dict(sorted(units.items(), key=_order)), nbytes, tensors, tuple(of_list), tuple(notes))
+    ordered = dict(sorted(units.items(), key=_order))
+    return Division(
+        units=ordered,
+        nbytes={unit: nbytes[unit] for unit in ordered},
+        tensors={unit: tensors[unit] for unit in ordered},
+        of_list=tuple(of_list),
+        notes=tuple(notes),
+    )
 
 
 def _hosts_of_nothing(ranks: tuple[int, ...], units: Mapping[str, tuple[int, ...]]) -> dict[int, str]:
@@ -130,22 +151,37 @@ def _order(item: tuple[str, tuple[int, ...]]) -> tuple[bool, tuple[int, ...], st
     return item[0] != UNIT_REPLICATED, item[1], item[0]
 
 
-def _holders(lists: Sequence[Alike]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, list[int]] = defaultdict(list)
-    wanted: dict[str, tuple[Piece, int]] = {}
+def _holders(lists: Sequence[Alike]) -> dict[Piece, tuple[int, ...]]:
+    found: dict[Piece, list[int]] = defaultdict(list)
     for alike, ranks in lists:
         for piece in alike:
-            if piece.held:
-                found[piece.key].extend(ranks)
-            else:
-                wanted[piece.key] = piece, ranks[0]
-    for key, (piece, rank) in wanted.items():
-        if key not in found:
-            raise ConfigError(
-                f"rank {rank} expects the optimizer's state of {piece.name!r} on another rank ({piece.scope}), but no "
-                "rank holds it; make the model and ZeroRedundancyOptimizer alike on all ranks of its process group"
-            )
-    return {key: tuple(sorted(ranks)) for key, ranks in found.items()}
+            if piece.owner < 0:
+                found[piece].extend(ranks)
+    return {piece: tuple(sorted(ranks)) for piece, ranks in found.items()}
+
+
+def _unit_at_owner(piece: Piece, rank: int, lists: Sequence[Alike], rows: Mapping[int, Sequence[str]]) -> str:
+    alike = next((alike for alike, ranks in lists if piece.owner in ranks), ())
+    for there, unit in zip(alike, rows.get(piece.owner, ()), strict=False):
+        if (there.kind, there.name) == (piece.kind, piece.name) and there.held:
+            return unit
+    raise ConfigError(
+        f"rank {rank} expects the optimizer's state of {piece.name!r} on rank {piece.owner}, which does not hold it; "
+        "make the model and ZeroRedundancyOptimizer alike on all ranks of its process group"
+    )
+
+
+def _declared_unit(piece: Piece, ranks: tuple[int, ...], declared: tuple[int, ...]) -> str:
+    """The unit of a declared piece that `ranks` hold. A scope (ZeRO's owners) may divide the declared one further."""
+    if ranks == declared:
+        return piece.unit
+    if piece.scope:
+        return check_unit_name(f"{piece.unit}.{piece.scope}")
+    missing = sorted(set(declared) - set(ranks))
+    raise ConfigError(
+        f"the unit {piece.unit!r} is declared for the ranks {', '.join(map(str, declared))}, but {_called(piece)} of "
+        f"rank {ranks[0]} is not on rank {missing[0]}; correct holders or tensors of units="
+    )
 
 
 def _refuse_different_forms(lists: Sequence[Alike]) -> None:
@@ -153,7 +189,7 @@ def _refuse_different_forms(lists: Sequence[Alike]) -> None:
     for alike, ranks in lists:
         for piece in alike:
             first, rank = seen.setdefault((piece.unit, piece.kind, piece.name), (piece, ranks[0]))
-            if (first.dtype, first.global_shape) != (piece.dtype, piece.global_shape):
+            if first.dtype != piece.dtype or first.global_shape != piece.global_shape:
                 raise ConfigError(
                     f"{_called(piece)} is {_form(first)} on rank {rank} and {_form(piece)} on rank {ranks[0]}; "
                     + (
@@ -163,34 +199,11 @@ def _refuse_different_forms(lists: Sequence[Alike]) -> None:
                         "who holds what: TFTRegister(..., units=lastwords.units_from_mesh(...))"
                     )
                 )
-            if piece.unit and (first.shape, first.offsets) != (piece.shape, piece.offsets):
+            if piece.unit and (first.shape != piece.shape or first.offsets != piece.offsets):
                 raise ConfigError(
                     f"{_called(piece)} of the declared unit {piece.unit!r} is another part of the whole on rank {rank} "
                     f"than on rank {ranks[0]}; DTensors find their units by themselves: leave them out of units="
                 )
-
-
-def _refuse_wrong_declarations(
-    holders: Mapping[str, tuple[int, ...]], declared: Sequence[Unit], lists: Sequence[Alike]
-) -> None:
-    pieces = {piece.key: piece for alike, _ in lists for piece in alike}
-    by_name = {unit.name: tuple(sorted(unit.holders)) for unit in declared}
-    world = tuple(sorted(rank for _, ranks in lists for rank in ranks))
-    if by_name.get(UNIT_REPLICATED, world) != world:
-        raise ConfigError(
-            f"a declared unit is called {UNIT_REPLICATED!r} but has the holders {by_name[UNIT_REPLICATED]}; that name "
-            "belongs to what all ranks hold: choose another one"
-        )
-    for key, ranks in holders.items():
-        piece = pieces[key]
-        if not piece.unit:
-            continue
-        missing = sorted(set(by_name[piece.unit]) - set(ranks))
-        if missing and not piece.scope:
-            raise ConfigError(
-                f"the unit {piece.unit!r} is declared for the ranks {', '.join(map(str, by_name[piece.unit]))}, but "
-                f"{_called(piece)} of rank {ranks[0]} is not on rank {missing[0]}; correct holders or tensors of units="
-            )
 
 
 def _called(piece: Piece) -> str:

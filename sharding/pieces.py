@@ -25,7 +25,8 @@ class Piece:
     shape, offsets: of the share, in elements of the whole tensor, whose shape is global_shape. dtype: "float32", ...
     scope: what else tells two pieces of one name apart, such as "zero-1" for what rank 1 of ZeRO's group owns.
     unit: name of the declared unit that takes the tensor, "" if none does.
-    nbytes and held are this rank's alone and not part of the key; a piece that is not held is only read on a resume.
+    owner: -1 if this rank holds it; else the rank that does, and this one only reads it on a resume (ZeRO).
+    nbytes and owner do not count when pieces are compared.
     """
 
     name: str
@@ -36,12 +37,12 @@ class Piece:
     offsets: tuple[int, ...]
     scope: str = ""
     unit: str = ""
-    nbytes: int = 0
-    held: bool = True
+    nbytes: int = field(default=0, compare=False)
+    owner: int = field(default=-1, compare=False)
 
     @property
     def key(self) -> str:
-        """Equal on two ranks if and only if they hold the same share of the same tensor.
+        """Equal for equal pieces: the same share of the same tensor.
 
         >>> Piece("w", "model", "float32", (2, 4), (8, 4), (2, 0)).key
         '["model","w","float32",[2,4],[8,4],[2,0],"",""]'
@@ -53,6 +54,11 @@ class Piece:
         )
 
     @property
+    def held(self) -> bool:
+        """True if this rank holds it."""
+        return self.owner < 0
+
+    @property
     def empty(self) -> bool:
         """True for the share of a rank that an uneven division has left nothing for."""
         return 0 in self.shape and 0 not in self.global_shape
@@ -61,7 +67,7 @@ class Piece:
         """For the exchange between ranks."""
         whole = self.shape == self.global_shape
         box = [list(self.shape)] if whole else [list(self.shape), list(self.global_shape), list(self.offsets)]
-        return [self.name, self.kind, self.dtype, box, self.scope, self.unit, self.nbytes, int(self.held)]
+        return [self.name, self.kind, self.dtype, box, self.scope, self.unit, self.nbytes, self.owner]
 
     @staticmethod
     def from_json(value: Any) -> Piece:
@@ -72,7 +78,7 @@ class Piece:
         True
         """
         try:
-            name, kind, dtype, box, scope, unit, nbytes, held = value
+            name, kind, dtype, box, scope, unit, nbytes, owner = value
             shape = tuple(box[0])
             whole = len(box) == 1
             return Piece(
@@ -85,7 +91,7 @@ class Piece:
                 scope,
                 unit,
                 nbytes,
-                bool(held),
+                owner,
             )
         except (TypeError, ValueError, IndexError) as error:
             raise ConfigError(

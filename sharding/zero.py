@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError
@@ -30,7 +31,7 @@ def refuse_unusable(optimizer: Optimizer) -> None:
             "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates in DDP's hooks, amid the backward pass, "
             "where no rank has final gradients; use overlap_with_ddp=False"
         )
-    for name in ("optim", "_param_to_rank", "rank"):
+    for name in ("optim", "_param_to_rank", "process_group"):
         if not hasattr(zero, name):
             raise ConfigError(
                 f"this torch's ZeroRedundancyOptimizer has no attribute {name!r}, so the owners of its state are not "
@@ -38,16 +39,14 @@ def refuse_unusable(optimizer: Optimizer) -> None:
             )
 
 
-def owners(optimizer: Optimizer) -> dict[int, int]:
-    """id(parameter) -> its owner's rank in the optimizer's own process group."""
+def owners(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
+    """id(parameter) -> its owner's rank in the optimizer's own process group, and the owner's global rank."""
     zero: Any = optimizer
-    return {id(parameter): int(owner) for parameter, owner in zero._param_to_rank.items()}
-
-
-def own_rank(optimizer: Optimizer) -> int:
-    """This rank in the optimizer's own process group."""
-    zero: Any = optimizer
-    return int(zero.rank)
+    group = zero.process_group
+    return {
+        id(parameter): (int(owner), dist.get_global_rank(group, owner))
+        for parameter, owner in zero._param_to_rank.items()
+    }
 
 
 def stateful(optimizer: Optimizer) -> Optimizer:

@@ -155,20 +155,21 @@ def fsdp_tp() -> Trial:
 
 def zero1_halves() -> Trial:
     model = DistributedDataParallel(Net())
-    pair, _ = dist.new_subgroups(group_size=2)
-    optimizer = ZeroRedundancyOptimizer(
-        trainable(model), torch.optim.AdamW, process_group=pair, lr=1e-2, weight_decay=0.1
-    )
-    return Trial(model, optimizer, dist.get_rank())
+    return Trial(model, _zero(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1), dist.get_rank())
 
 
 def zero1_buckets() -> Trial:
     model = DistributedDataParallel(Net())
-    pair, _ = dist.new_subgroups(group_size=2)
-    optimizer = ZeroRedundancyOptimizer(
-        trainable(model), torch.optim.SGD, process_group=pair, parameters_as_bucket_view=True, lr=1e-2, momentum=0.9
-    )
+    optimizer = _zero(model, torch.optim.SGD, parameters_as_bucket_view=True, lr=1e-2, momentum=0.9)
     return Trial(model, optimizer, dist.get_rank())
+
+
+def _zero(model: nn.Module, kind: type[Optimizer], **options: Any) -> Optimizer:
+    """Sharded over pairs of ranks; the last group has one parameter, so that only one of a pair owns any of it."""
+    pair, _ = dist.new_subgroups(group_size=2)
+    *most, last = trainable(model)
+    groups: Any = [{"params": most}, {"params": [last], "lr": 3e-2}]
+    return ZeroRedundancyOptimizer(groups, kind, process_group=pair, **options)
 
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh, replica: int) -> Trial:

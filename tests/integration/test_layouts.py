@@ -10,21 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lastwords.checkpoint import layout as disk
+from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import write_part
 from lastwords.checkpoint.publish import Incident, publish, verify_parts
+from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.ddp_buckets import BucketOrder
+from lastwords.optim_wrapper.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import resume_from
 from lastwords.optim_wrapper.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.saver import Position
-from lastwords.sharding.dtensor import local_of
+from lastwords.sharding.dtensor import box_of, local_of
 from lastwords.sharding.zero import stateful
 from lastwords.vocabulary import Phase, Stand
 from tests.integration.forked import on_ranks
-from tests.integration.layouts import LAYOUTS, Trial, build
+from tests.integration.layouts import FEATURES, LAYOUTS, Net, Trial, build
 
 pytestmark = pytest.mark.process
 
@@ -172,3 +179,231 @@ def test_every_layout_goes_on_bit_for_bit_from_one_file_for_each_unit(name: str,
         assert answer["different steps"] == []
     writers = {holders[0] for holders in answers[0]["units"].values()}
     assert len(answers[0]["files"]) == len(writers)
+
+
+# ------------------------------------------------------------------ controls
+
+
+def test_a_unit_without_its_optimizer_state_is_noticed(tmp_path: Path) -> None:
+    answers = on_ranks(lambda rank: round_trip("hsdp", tmp_path / "ckpt", leave_out="ranks-1-3"), tmp_path)
+    assert [answer["restored"] for answer in answers] == [True, False, True, False]
+    assert all(answer["different steps"] for answer in answers), "the losses of all ranks depend on it"
+
+
+def test_zero_needs_the_weights_of_the_other_partitions(tmp_path: Path) -> None:
+    def body(rank: int) -> dict[str, Any]:
+        ForeignWeights.tensor_names = property(lambda self: [])  # type: ignore[assignment, method-assign]
+        return round_trip("zero1 halves", tmp_path / "ckpt")
+
+    for answer in on_ranks(body, tmp_path):
+        assert not answer["restored"]
+        assert answer["different steps"]
+
+
+# ------------------------------------------------------------------ what is read, and when
+
+
+def noting(read_tensors: Any, names: list[str]) -> Any:
+    def read(self: Checkpoint, wanted: Any, into: Any, progress: Any = None) -> None:
+        names.extend(wanted)
+        read_tensors(self, wanted, into, progress)
+
+    return read
+
+
+def test_a_rank_reads_its_own_units_only_and_of_zero_the_weights_of_the_others_too(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        names: dict[str, list[str]] = {}
+        for name in ("hsdp", "zero1 halves"):
+            root = tmp_path / name
+            run = Rank(name, seed=0)
+            run.train(1, SAVED)
+            run.save(root, SAVED)
+            read = names[name] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Checkpoint, "read_tensors", noting(Checkpoint.read_tensors, read))
+                Rank(name, seed=1).resume(root)
+        return names
+
+    for rank, names in enumerate(on_ranks(body, tmp_path)):
+        own, other = ("ranks-0-2", "ranks-1-3") if rank in (0, 2) else ("ranks-1-3", "ranks-0-2")
+        assert {name.split("/")[1] for name in names["hsdp"]} == {own, "replicated"}
+        of_others = {name.split("/")[2] for name in names["zero1 halves"] if name.split("/")[1] == other}
+        assert of_others == {"model"}
+        assert {"model", "optim"} <= {name.split("/")[2] for name in names["zero1 halves"] if own in name}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp x tp", "ddp over tp"])
+def test_the_state_can_be_read_at_any_moment_of_a_step(name: str, tmp_path: Path) -> None:
+    """FSDP2 swaps parameters for whole ones while it computes, DDP over DTensors puts other tensors in their place."""
+
+    def body(rank: int) -> dict[str, bool]:
+        run = Rank(name, seed=0)
+        run.train(1, SAVED)
+        source = run.recorder.source
+        assert source is not None
+
+        def contents() -> dict[str, bytes]:
+            found = {}
+            for unit in run.units.names:
+                for spec, made in source.unit_state(unit, SAVED, Stand(Phase.COMPUTING, SAVED)).tensors:
+                    found[spec.name] = bytes(made() if callable(made) else made)
+            return found
+
+        before = contents()
+        seen = {"before": bool(before)}
+
+        def look(moment: str) -> None:
+            seen[moment] = contents() == before
+
+        model = run.trial.model
+        inner = run.recorder.view.model.blocks[1]  # type: ignore[index, union-attr]
+        inner.register_forward_pre_hook(lambda *_: look("in the forward pass"))
+        inner.register_forward_hook(lambda *_: look("after a block's forward pass"))
+        generator = torch.Generator().manual_seed(run.trial.replica)
+        output = model(torch.randn(3, FEATURES, generator=generator))
+        look("after the forward pass")
+        output.register_hook(lambda _: look("in the backward pass"))
+        output.square().mean().backward()
+        look("after the backward pass")
+        return seen
+
+    for seen in on_ranks(body, tmp_path):
+        assert len(seen) == 6
+        assert all(seen.values()), seen
+
+
+def test_shards_lie_where_their_boxes_say(tmp_path: Path) -> None:
+    def body(rank: int) -> int:
+        checked = 0
+        for name in ("fsdp", "hsdp", "tp", "ddp x tp", "fsdp x tp"):
+            for tensor in build(name, 3).model.parameters():
+                if isinstance(tensor, DTensor):
+                    box = box_of(tensor)
+                    place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.shape, strict=True))
+                    assert torch.equal(tensor.full_tensor()[place], tensor.to_local()), (name, box)
+                    checked += 1
+        return checked
+
+    assert all(checked > 40 for checked in on_ranks(body, tmp_path))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+def test_every_kind_of_sharded_optimizer_state_comes_back(tmp_path: Path) -> None:
+    def body(rank: int) -> dict[str, Any]:
+        answer = {}
+        for name, make in OPTIMIZERS.items():
+
+            def layout(make: Any = make) -> Trial:
+                trial = LAYOUTS["fsdp"]()
+                trial.optimizer = make(trial.model.parameters())
+                return trial
+
+            LAYOUTS[name] = layout
+            trip = round_trip(name, tmp_path / name.replace(" ", "_"))
+            answer[name] = trip["restored"], trip["different steps"]
+        return answer
+
+    for answer in on_ranks(body, tmp_path, ranks=2):
+        assert answer == {name: (True, []) for name in OPTIMIZERS}
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_another_layout_is_refused_with_the_units_there_and_here(tmp_path: Path) -> None:
+    def body(rank: int) -> dict[str, str]:
+        for name in ("hsdp", "ddp"):
+            run = Rank(name, seed=0)
+            run.train(1, SAVED)
+            run.save(tmp_path / name, SAVED)
+        refusals = {}
+        for saved, here in (("hsdp", "fsdp"), ("hsdp", "ddp"), ("ddp", "hsdp"), ("hsdp", "ddp x tp")):
+            other = Rank(here, seed=1)
+            before = other.bits()
+            with pytest.raises(MismatchError) as caught:
+                other.resume(tmp_path / saved)
+            assert other.bits() == before or here == "ddp x tp"
+            refusals[f"{saved} as {here}"] = str(caught.value)
+        return refusals
+
+    for refusals in on_ranks(body, tmp_path):
+        text = refusals["hsdp as fsdp"]
+        assert "Units saved: replicated (ranks 0, 1, 2, 3), ranks-0-2 (ranks 0, 2), ranks-1-3 (ranks 1, 3)." in text
+        assert "Units here: replicated (ranks 0, 1, 2, 3), rank-0 (rank 0), rank-1 (rank 1)" in text
+        assert "Units here: replicated (ranks 0, 1, 2, 3)." in refusals["hsdp as ddp"]
+        assert "Units saved: replicated (ranks 0, 1, 2, 3)." in refusals["ddp as hsdp"]
+        # The same units by name and holders, but other tensors in them.
+        assert "does not fit this" in refusals["hsdp as ddp x tp"]
+
+
+def test_a_model_that_is_sharded_again_is_refused_in_the_next_check_and_at_the_save(tmp_path: Path) -> None:
+    def body(rank: int) -> list[str]:
+        run = Rank("ddp x tp", seed=0)
+        parameter = run.trial.model.blocks[0].up.weight  # type: ignore[index, union-attr]
+        whole = torch.nn.Parameter(parameter.redistribute(placements=[Replicate()]))
+        source = run.recorder.source
+        assert source is not None
+        source.unit_state("replicated", 0, Stand(Phase.COMPUTING, 0))
+        torch.utils.swap_tensors(parameter, whole)
+        texts = []
+        for act in (
+            lambda: run.train(1, 1),
+            lambda: source.unit_state("replicated", 1, Stand(Phase.COMPUTING, 1)),
+        ):
+            try:
+                act()
+            except ConfigError as error:
+                texts.append(str(error))
+        return texts
+
+    for texts in on_ranks(body, tmp_path):
+        assert len(texts) == 2
+        for text in texts:
+            assert "'blocks.0.up.weight' was float32 (5, 6) at (" in text
+            assert "and is float32 (10, 6) now: the model was sharded or converted again" in text
+
+
+def test_layouts_that_cannot_be_followed_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    def refusal(trial: Trial) -> str:
+        try:
+            recorder = StepRecorder(trial.model, OptTFTWrapper(trial.optimizer), {}, {})
+            recorder.agree_units(World(), next_prefix(), trial.units)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def body(rank: int) -> dict[str, str]:
+        mesh = init_device_mesh("cpu", (4,))
+        answer = {}
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+        answer["fsdp1"] = refusal(Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), rank))
+        net = Net()
+        zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        answer["overlap"] = refusal(Trial(net, zero, rank))
+        net = Net()
+        net.frozen = torch.nn.Parameter(DTensor.from_local(torch.ones(5), mesh, [Partial()]), requires_grad=False)
+        answer["partial"] = refusal(Trial(net, torch.optim.SGD(net.parameters(), lr=0.1), rank))
+        stages = build("pipeline stages", 0)
+        answer["stages that nobody declared"] = refusal(Trial(stages.model, stages.optimizer, rank))
+        answer["stages"] = refusal(stages)
+        return answer
+
+    for answer in on_ranks(body, tmp_path):
+        assert "use torch.distributed.fsdp.fully_shard" in answer["fsdp1"]
+        assert "use overlap_with_ddp=False" in answer["overlap"]
+        assert "parameter 'frozen' is a sum that is still to be made" in answer["partial"]
+        text = answer["stages that nobody declared"]
+        assert "is float32 (10, 6) on rank 0 and float32 (14, 6) on rank 2" in text
+        assert "units_from_mesh" in text
+        assert answer["stages"] == "", "the control"

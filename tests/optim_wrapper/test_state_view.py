@@ -300,16 +300,16 @@ def test_a_unit_goes_through_a_real_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ refusals at the start
 
 
-def test_an_optimizer_that_shards_its_state_is_refused() -> None:
-    class ZeroRedundancyOptimizer(torch.optim.SGD):
+def test_an_optimizer_that_lets_the_ranks_drift_apart_is_refused() -> None:
+    class PostLocalSGDOptimizer(torch.optim.SGD):
         """Stands for torch.distributed.optim's, which needs a process group."""
 
-    class Derived(ZeroRedundancyOptimizer):
+    class Derived(PostLocalSGDOptimizer):
         pass
 
     net = nn.Linear(2, 2)
-    for kind in (ZeroRedundancyOptimizer, Derived):
-        with pytest.raises(ConfigError, match=f"{kind.__name__} keeps another part of its state on each rank"):
+    for kind in (PostLocalSGDOptimizer, Derived):
+        with pytest.raises(ConfigError, match=f"{kind.__name__} lets the ranks' weights drift apart"):
             UnitView(net, OptTFTWrapper(kind(net.parameters(), 0.1)))
 
 
