@@ -1,7 +1,8 @@
 """Everything that runs while a rank is protected, started and ended in the right order.
 
 Order of the start: agreement (rank ctrl_rank_id starts the controller), life line, signals, session, "all ranks are
-registered". The black box follows when the loop begins, because only then it is known what has to go in.
+registered", the ring of this host's ranks. The black box follows when the loop begins, because only then it is known
+what has to go in.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import EXIT_SAVED, UNWIND_S, Departure
+from lastwords.processor.ring import HostRing
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
@@ -53,6 +55,7 @@ class Protection:
         self._agent: Agent | None = None
         self._session: Session | None = None
         self._life: LifeLine | None = None
+        self._ring: HostRing | None = None
         self._signals: SignalGuard | None = None
         self.closed = False
 
@@ -108,6 +111,9 @@ class Protection:
             )
         if not agent.wait_until(lambda: agent.welcomed, config.start_timeout_s + 5.0):
             raise UnavailableError(f"not all ranks registered with the controller within {config.start_timeout_s:g} s")
+        # Everybody has said Hello, and so has its life line.
+        self._ring = HostRing(rank, agreement.job, agreement.generation, agent.report)
+        self._ring.start()
 
     def close(self) -> None:
         """End the threads and give everything back. The job's files in shared memory belong to the controller.
@@ -120,6 +126,8 @@ class Protection:
         self.closed = True
         if self._signals is not None and self._departure.verdict is None:
             self._signals.uninstall()
+        if self._ring is not None:
+            self._ring.stop()
         if self._agent is not None:
             self._agent.close()
         if self._life is not None:
