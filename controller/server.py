@@ -116,6 +116,7 @@ class ControllerShell:
         self._feed((events.Tick(),))
         self._update_run_file()
         self._neighbours.clear_up()
+        self._storage.clear_up()
         housekeeping = self._loop.create_task(self._keep_house())
         on_ready()
         try:
@@ -141,6 +142,7 @@ class ControllerShell:
 
     def _clean_up(self) -> None:
         self._neighbours.stop()
+        self._storage.release()
         self._storage.wait_idle(STORAGE_GRACE_S)
         paths.remove_job_dir(self._spec.job, self._spec.generation)
         if self._run_file is not None:

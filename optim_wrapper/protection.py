@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lastwords.errors import ConfigError, UnavailableError
-from lastwords.liveness import paths
+from lastwords.liveness import leftovers, paths
 from lastwords.liveness.process_id import this_process
 from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.optim_wrapper import startup
@@ -111,9 +111,14 @@ class Protection:
             )
         if not agent.wait_until(lambda: agent.welcomed, config.start_timeout_s + 5.0):
             raise UnavailableError(f"not all ranks registered with the controller within {config.start_timeout_s:g} s")
-        # Everybody has said Hello, and so has its life line.
-        self._ring = HostRing(rank, agreement.job, agreement.generation, agent.report)
+        self._look_after_host(agreement)
+
+    def _look_after_host(self, agreement: startup.Agreement) -> None:
+        """Everybody has said Hello, so every rank of this host has its life line."""
+        self._ring = HostRing(self._world.rank, agreement.job, agreement.generation, self.agent.report)
         self._ring.start()
+        if self._ring.is_first:
+            leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
 
     def close(self) -> None:
         """End the threads and give everything back. The job's files in shared memory belong to the controller.

@@ -58,6 +58,8 @@ class HostRing:
         self._lock = threading.Lock()
         self._after: list[int] = []  # ranks of this host that were never watched yet, next ones first
         self._watched: set[int] = set()
+        self.is_first = False
+        """Whether this is the lowest rank of its host; known after `start`."""
         self._stopped = False
         self._pid = os.getpid()
         self._watch = HostWatch(self._on_death, on_release=self._on_release)
@@ -65,6 +67,7 @@ class HostRing:
     def start(self) -> None:
         """Begin to watch; call it once all ranks are registered. A host that cannot be watched is only logged."""
         ranks = ranks_here(self._job, self._generation, root=self._root)
+        self.is_first = ranks[:1] == [self._rank]
         with self._lock:
             self._after = in_ring_order(self._rank, ranks)
             self._close_ring()
