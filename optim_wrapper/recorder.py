@@ -34,8 +34,8 @@ class StepRecorder:
         self,
         model: torch.nn.Module,
         optimizer: OptTFTWrapper,
-        extras: Mapping[str, Any],
-        local_extras: Mapping[str, Any],
+        extras: Mapping[str, Any] | None,
+        local_extras: Mapping[str, Any] | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer

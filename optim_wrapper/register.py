@@ -80,6 +80,10 @@ class TFTRegister:
         self._config = Config.from_env(
             ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data
         )
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"model must be the torch.nn.Module that the loop calls (DDP included), not a {type(model).__name__}"
+            )
         if not isinstance(optimizer, OptTFTWrapper):
             raise ConfigError(
                 f"optimizer must be an OptTFTWrapper, not {type(optimizer).__name__}; "
@@ -87,7 +91,7 @@ class TFTRegister:
             )
         self._model = model
         self._optimizer = optimizer
-        self._recorder = StepRecorder(model, optimizer, extras or {}, local_extras or {})
+        self._recorder = StepRecorder(model, optimizer, extras, local_extras)
         self._buckets = ddp_buckets.BucketOrder.observe(model)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None
