@@ -37,9 +37,6 @@ from lastwords.vocabulary import UNIT_REPLICATED, Hello, Stand
 
 _log = logging.getLogger(__name__)
 
-EXIT_OWN_ERROR = 1
-"""What Python gives a process that ends with an exception."""
-
 
 class Protection:
     """Agent, session, life line and signal guard of one rank. Belongs to the training thread."""
@@ -249,10 +246,11 @@ class Protection:
         verdict = self._departure.verdict
         return verdict is not None and error.code == verdict.code
 
-    def depart(self, own: bool) -> None:
+    def depart(self, own: bool, code: int) -> None:
         """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
 
         own: the exception that leaves the loop is this rank's own, not the echo of another rank's end.
+        code: what that exception makes of the process, see `exit_code_of`.
         """
         if self._departure.refused is not None:
             if own:
@@ -261,7 +259,7 @@ class Protection:
         verdict = self._departure.verdict
         if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
             self._departure.announce()
-            self._departure.end_within(UNWIND_S, EXIT_OWN_ERROR)
+            self._departure.end_within(UNWIND_S, code)
             return
         raise self._departure.unwind() from None
 

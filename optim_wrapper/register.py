@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper import ddp_buckets, switch
+from lastwords.optim_wrapper import ddp_buckets, own_loop, switch
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
-from lastwords.optim_wrapper.hold import ExceptHook, is_collective_error, one_line
+from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
@@ -35,6 +35,7 @@ class ResumePoint:
     """Where a resumed run stands: `step` of `epoch` (both 1-based) was the last one done, `global_step` in all.
 
     exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
+    In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
     """
 
     epoch: int
@@ -150,7 +151,7 @@ class TFTRegister:
         protection = self._protection
         if protection is None or protection.closed:
             return False
-        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
         if not clean or protection.leaving:
             if error is not None:
                 self._hold(error)
@@ -176,7 +177,7 @@ class TFTRegister:
         protection.raised(one_line(error), not own)
         self._close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
-            protection.depart(own)
+            protection.depart(own, exit_code_of(error))
 
     def _close(self) -> None:
         self._excepthook.uninstall()
@@ -232,7 +233,11 @@ class TFTRegister:
             _log.info("resumed after step %s from %s", point.global_step, point.path)
             for reason in point.reasons:
                 _log.warning("not exact, because %s", reason)
+            own_loop.look_at_first_forward(self._model, self._recorder.rng, point.global_step, self._is_own_loop)
         return point
+
+    def _is_own_loop(self) -> bool:
+        return self._steps is None
 
     # ------------------------------------------------------------------ the loop
 
