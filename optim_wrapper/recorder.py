@@ -39,8 +39,8 @@ class StepRecorder:
         self,
         model: torch.nn.Module,
         optimizers: Sequence[OptTFTWrapper],
-        extras: Mapping[str, Any],
-        local_extras: Mapping[str, Any],
+        extras: Mapping[str, Any] | None,
+        local_extras: Mapping[str, Any] | None,
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]

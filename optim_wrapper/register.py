@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper import ddp_buckets, switch
+from lastwords.optim_wrapper import ddp_buckets, own_loop, switch
 from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
-from lastwords.optim_wrapper.hold import ExceptHook, is_collective_error, one_line
+from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.job_shape import GateMode, Options, wrappers_of
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
@@ -43,6 +43,7 @@ class ResumePoint:
     """Where a resumed run stands: `step` of `epoch` (both 1-based) was the last one done, `global_step` in all.
 
     exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
+    In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
     """
 
     epoch: int
@@ -97,13 +98,17 @@ class TFTRegister:
         self._config = Config.from_env(
             ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data
         )
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"model must be the torch.nn.Module that the loop calls (DDP included), not a {type(model).__name__}"
+            )
         self._options = Options(gate, verify_every, local_copy)
         if local_copy:
             self._config = dataclasses.replace(self._config, processor=ProcessorOptions(has_copy=True))
         self._model = model
         self._optimizers = wrappers_of(optimizer)
         self._declared = _units(units)
-        self._recorder = StepRecorder(model, self._optimizers, extras or {}, local_extras or {})
+        self._recorder = StepRecorder(model, self._optimizers, extras, local_extras)
         self._buckets = ddp_buckets.BucketOrder.observe(model)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None
@@ -164,7 +169,7 @@ class TFTRegister:
         protection = self._protection
         if protection is None or protection.closed:
             return False
-        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
         if not clean or protection.leaving:
             if error is not None:
                 self._hold(error)
@@ -192,7 +197,7 @@ class TFTRegister:
         protection.raised(one_line(error), not own)
         self._close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
-            protection.depart(own)
+            protection.depart(own, exit_code_of(error))
 
     def _close(self) -> None:
         self._excepthook.uninstall()
@@ -251,7 +256,11 @@ class TFTRegister:
             _log.info("resumed after step %s from %s", point.global_step, point.path)
             for reason in point.reasons:
                 _log.warning("not exact, because %s", reason)
+            own_loop.look_at_first_forward(self._model, self._recorder.rng, point.global_step, self._is_own_loop)
         return point
+
+    def _is_own_loop(self) -> bool:
+        return self._steps is None
 
     # ------------------------------------------------------------------ the loop
 

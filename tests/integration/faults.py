@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +113,8 @@ class Faults:
             timer.start()
         elif verb == "raise":
             raise RuntimeError(value) if value else InjectedError(f"injected on rank {self.rank} at step {self.step}")
+        elif verb == "exit":
+            sys.exit(int(value) if value.isdigit() else value)
         elif verb == "mark":
             self._mark_path(value).touch()
         elif verb == "await":
