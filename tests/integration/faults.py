@@ -13,6 +13,7 @@ Actions, carried out in order:
     await_frozen    wait until lastwords has frozen this rank
     sleep:0.5       do nothing for so many seconds, in the interpreter
     hang            do nothing until killed
+    hold            from now on this rank does not see that a gate is passed, whatever the others do
     stop:1.0        SIGSTOP for so many seconds
     term            SIGTERM to this process
     break           leave the loop
@@ -75,6 +76,7 @@ class Faults:
         self.is_last_micro = True
         self.micro = 0
         self.leave = False
+        self.holds_gate = False
         self.frozen: Callable[[], bool] = lambda: False
         self.write_garbage: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
@@ -126,6 +128,8 @@ class Faults:
             wait_until(self.frozen, "the freeze")
         elif verb == "sleep":
             self._sleep(float(value))
+        elif verb == "hold":
+            self.holds_gate = True
         elif verb == "hang":
             self._sleep(AWAIT_S)
         elif verb == "stop":

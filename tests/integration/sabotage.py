@@ -72,6 +72,24 @@ def _another_host(_: str) -> None:
     protection.this_process = lambda nonce: dataclasses.replace(original(nonce), host_id="another-host")
 
 
+def watch_gate(faults: Faults) -> None:
+    """Come by the phases "gate_enter" and "gate", and let the action "hold" keep this rank at its gate."""
+    from lastwords.optim_wrapper.gate import Gate
+
+    enter, passed = Gate.enter, Gate.passed
+
+    def watched_enter(self: Gate, step: int) -> None:
+        faults.at("gate_enter")
+        enter(self, step)
+        faults.at("gate")
+
+    def watched_passed(self: Gate) -> bool:
+        return False if faults.holds_gate else passed(self)
+
+    Gate.enter = watched_enter  # type: ignore[method-assign]
+    Gate.passed = watched_passed  # type: ignore[method-assign]
+
+
 def _no_controller(_: str) -> None:
     from lastwords.controller import launch
 
