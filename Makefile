@@ -1,12 +1,13 @@
 # Two commands are all that a new user needs: `make demo` and `make test`. Both create .venv by themselves.
 #
 #   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
+#   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp
 #   make test      all tests that fit into minutes
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
 #   make chaos     kills at random instants: make chaos N=50 SEED=1
 #   make bench     measures the budgets, beside the machine's own limits
-#   make proto     writes src/lastwords/_pb from proto/lastwords.proto
+#   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
 
 PYTHON ?= $(or $(shell command -v python3.11),python3)
@@ -15,8 +16,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 N ?= 20
 SEED ?= 1
+LAYOUT ?= tp
 
-.PHONY: install venv demo test check matrix chaos bench proto clean
+.PHONY: install venv demo demo-parallel test check matrix chaos bench proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -29,7 +31,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python demo/run.py $(ARGS)
+	$(BIN)/python -m demo.run $(ARGS)
+
+demo-parallel: $(READY)
+	$(BIN)/python -m demo.transformer.run --layout $(LAYOUT) $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' $(ARGS)

@@ -4,6 +4,7 @@
 {root}/tft_saved_checkpoints-step_{N}/manifest.json
 {root}/tft_saved_checkpoints-step_{N}/rank_{k}/ttp_rank_{k}-{epoch}_{step}.ckpt
 {root}/.tmp-tft_saved_checkpoints-step_{N}-g{generation}-i{incident}-a{attempt}/rank_{k}/...   while it is written
+{root}/.lastwords-{job}-g{generation}.lock                                           while its controller lives
 ```
 Everything is matched in full, so a name from the wire or from a manifest can never lead out of its directory.
 """
@@ -22,6 +23,7 @@ PART_NAME = "part.json"
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER})?")
 _TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-g{_NUMBER}-i{_NUMBER}-a{_NUMBER}")
+_CLAIM = re.compile(rf"\.lastwords-([A-Za-z0-9_.-]{{1,64}})-g{_NUMBER}\.lock")
 _RANK = re.compile(rf"rank_{_NUMBER}")
 _PART = re.compile(rf"rank_{_NUMBER}/ttp_rank_{_NUMBER}-{_NUMBER}_{_NUMBER}\.ckpt")
 _UNIT = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
@@ -78,6 +80,25 @@ class TemporaryName:
         """
         found = _TEMPORARY.fullmatch(name)
         return None if found is None else TemporaryName(int(found[1]), int(found[2]), int(found[3]), int(found[4]))
+
+
+def claim_path(root: Path, job: str, generation: int) -> Path:
+    """File that the controller of this job and generation holds locked while it lives.
+
+    >>> claim_path(Path("/ckpt"), "digits", 3).name
+    '.lastwords-digits-g3.lock'
+    """
+    return root / f".lastwords-{check_job_name(job)}-g{generation}.lock"
+
+
+def parse_claim(name: str) -> int | None:
+    """Generation of the controller that holds this file; None for every other name.
+
+    >>> parse_claim(".lastwords-digits-g3.lock"), parse_claim(".lastwords-generation")
+    (3, None)
+    """
+    found = _CLAIM.fullmatch(name)
+    return None if found is None else int(found[2])
 
 
 def checkpoint_dir(root: Path, global_step: int) -> Path:

@@ -17,7 +17,8 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.manifest import MANIFEST_FORMAT, Manifest, claimed_published_ns, contradiction, read_manifest
 from lastwords.checkpoint.part import LocalEntry, Part, UnitEntry, read_part, write_document
 from lastwords.checkpoint.partfile import check_header, check_unchanged
-from lastwords.checkpoint.system import REAL_OS, Os, close, remove_tree, storage_errors, sync_directory
+from lastwords.checkpoint.stale import discard, remove_stale
+from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -301,62 +302,3 @@ def _sync_published(root: Path, final: Path, os: Os) -> None:
         raise StorageError(
             f"{final} is visible and whole, but may not survive a power loss: {error}", errno=error.errno
         ) from error
-
-
-def discard(tmp_dir: Path, os: Os = REAL_OS) -> None:
-    """Removes a directory that will never be published; a failure is only logged, since nobody can act on it."""
-    try:
-        remove_tree(tmp_dir, os)
-    except StorageError as error:
-        logger.warning("could not remove %s, which is not needed any more: %s", tmp_dir, error)
-
-
-def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> list[Path]:
-    """Removes what writers of older generations of this job left unfinished in `root`; returns what went.
-
-    A directory in which a living process still writes (it holds a lock), or that another job has marked as its own,
-    stays. Failures are only logged.
-    """
-    removed: list[Path] = []
-    try:
-        names = os.listdir(root)
-    except OSError as error:
-        logger.warning("could not look for stale directories in %s: %s", root, error)
-        return removed
-    for name in names:
-        found = layout.TemporaryName.parse(name)
-        if found is None or found.generation >= generation or _in_use(root / name, job, os):
-            continue
-        discard(root / name, os)
-        removed.append(root / name)
-    return removed
-
-
-def _in_use(tmp_dir: Path, job: str, os: Os) -> bool:
-    try:
-        for rank_name in os.listdir(tmp_dir):
-            rank_dir = tmp_dir / rank_name
-            if layout.parse_rank_dir(rank_name) is None or not os.is_directory(rank_dir):
-                continue
-            for name in os.listdir(rank_dir):
-                if name == layout.PART_NAME:
-                    if read_part(rank_dir, os).job not in ("", job):
-                        return True
-                elif not _unlocked(rank_dir / name, os):
-                    return True
-    except FileNotFoundError:
-        return True  # somebody else is removing it
-    except FormatError:
-        return False  # a part.json that was never finished
-    except (OSError, StorageError) as error:
-        logger.warning("could not look into %s: %s", tmp_dir, error)
-        return True
-    return False
-
-
-def _unlocked(path: Path, os: Os) -> bool:
-    fd = os.open_read(path)
-    try:
-        return os.try_lock(fd)
-    finally:
-        close(fd, path, os)

@@ -19,7 +19,7 @@ from lastwords.checkpoint import layout, load
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
-from lastwords.cli import tables
+from lastwords.cli import reasons, tables
 
 
 class Verdict(enum.Enum):
@@ -58,13 +58,16 @@ def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
     return Verdict.FINE
 
 
-def inspect(path: Path, *, as_json: bool, tensors: bool) -> Verdict:
-    """Shows one checkpoint, one .ckpt file, or the list of checkpoints in a directory."""
+def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = False) -> Verdict:
+    """Shows one checkpoint, one .ckpt file, or the list of checkpoints in a directory.
+
+    everything: every reason of every rank why a resume is not exact; otherwise they are folded. JSON has them always.
+    """
     if path.is_file():
         return _inspect_file(path, as_json=as_json)
     if is_checkpoint(path):
-        return _inspect_one(load.examine(path), as_json=as_json, tensors=tensors)
-    return _inspect_all(path, as_json=as_json)
+        return _inspect_one(load.examine(path), as_json=as_json, tensors=tensors, everything=everything)
+    return _inspect_all(path, as_json=as_json, everything=everything)
 
 
 def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
@@ -131,7 +134,7 @@ def _nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
 # ---------------------------------------------------------------------- inspect
 
 
-def _inspect_all(root: Path, *, as_json: bool) -> Verdict:
+def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
     found = load.scan(root)
     if not found:
         return _nothing(root, as_json=as_json, empty={"checkpoints": []})
@@ -146,7 +149,7 @@ def _inspect_all(root: Path, *, as_json: bool) -> Verdict:
                 tables.moment(item.manifest.published_unix_ns) if item.manifest else "",
                 tables.size(item.manifest.total_bytes) if item.manifest else "",
                 item.manifest.job if item.manifest else "",
-                _exact(item.manifest) if item.manifest else "",
+                _exact(item.manifest, everything=everything, most=1) if item.manifest else "",
                 item.why or (item.manifest.reason if item.manifest else ""),
             )
             for item in found
@@ -159,7 +162,7 @@ def _inspect_all(root: Path, *, as_json: bool) -> Verdict:
     return _worst(found)
 
 
-def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool) -> Verdict:
+def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything: bool) -> Verdict:
     verdict = _VERDICTS[found.status]
     if as_json:
         content = None if found.manifest is None else json.loads(found.manifest.encode())
@@ -169,7 +172,7 @@ def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool) -> Verdict:
         _say(found.why)
         return verdict
     console = tables.console()
-    _print_manifest(console, found, found.manifest)
+    _print_manifest(console, found, found.manifest, everything=everything)
     if tensors:
         specs = [spec for unit in found.manifest.units.values() for spec in unit.tensors]
         specs += [spec for local in found.manifest.locals.values() for spec in local.tensors]
@@ -177,7 +180,7 @@ def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool) -> Verdict:
     return verdict
 
 
-def _print_manifest(console: Console, found: load.Found, manifest: Manifest) -> None:
+def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, everything: bool) -> None:
     fence = f"generation {manifest.generation}, incident {manifest.incident}, attempt {manifest.attempt}"
     parent = f" (resumed from {manifest.parent_job})" if manifest.parent_job else ""
     rows: list[tuple[str, object]] = [
@@ -190,7 +193,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest) -> 
         ("job", f"{manifest.job}{parent}: {fence}"),
         ("world size", manifest.world_size),
         ("size", f"{tables.size(manifest.total_bytes)} in {len(manifest.files)} file(s)"),
-        ("exact resume", _exact(manifest)),
+        ("exact resume", _exact(manifest, everything=everything)),
     ]
     if found.why:
         rows.insert(2, ("problem", tables.plain(found.why, "red")))
@@ -209,7 +212,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest) -> 
             local.writer,
             len(local.tensors),
             tables.size(_bytes(local.tensors)),
-            "yes" if local.exact else "no: " + "; ".join(local.reasons),
+            "yes" if local.exact else "no" + (": " + "; ".join(local.reasons) if everything else ", see above"),
             local.file,
         )
         for rank, local in manifest.locals.items()
@@ -271,10 +274,11 @@ def _bytes(specs: tuple[TensorSpec, ...]) -> int:
     return sum(spec.nbytes for spec in specs)
 
 
-def _exact(manifest: Manifest) -> Text:
+def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MAX) -> Text:
     if manifest.exact:
         return Text("yes", "green")
-    return tables.plain("no, because " + "\n".join(manifest.reasons), "yellow")
+    lines = reasons.shortened(manifest.reasons, everything=everything, most=most)
+    return tables.plain("no, because " + "\n".join(lines), "yellow")
 
 
 # ---------------------------------------------------------------------- output

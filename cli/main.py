@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     latest.add_argument("--job", help="only checkpoints of this job")
     inspect = add("inspect", "show what a checkpoint holds, or list those in PATH")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspect.add_argument("--all", action="store_true", help="every reason of every rank why a resume is not exact")
     verify = add("verify", "read every byte and check it; all checkpoints if PATH holds several")
     verify.add_argument("--quick", action="store_true", help="check manifest, sizes and headers only")
     what = "show what a running controller knows: its ranks, where they stand, the newest incident"
@@ -101,7 +102,9 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.command == "latest":
         verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)
     elif arguments.command == "inspect":
-        verdict = commands.inspect(arguments.path, as_json=arguments.json, tensors=arguments.tensors)
+        verdict = commands.inspect(
+            arguments.path, as_json=arguments.json, tensors=arguments.tensors, everything=arguments.all
+        )
     else:
         verdict = commands.verify(arguments.path, as_json=arguments.json, deep=not arguments.quick)
     return {

@@ -71,10 +71,13 @@ class Roster:
         if stand is not None:
             seen.stand = stand
 
-    def bury(self, rank: int) -> None:
-        """The process of this rank has died."""
-        if rank in self._seen:
-            self._seen[rank].dead = True
+    def bury(self, rank: int) -> bool:
+        """The process of this rank has died; False if that is known already, or nobody of that rank ever came."""
+        seen = self._seen.get(rank)
+        if seen is None or seen.dead:
+            return False
+        seen.dead = True
+        return True
 
     def views(self, now_s: float) -> tuple[RankState, ...]:
         """All ranks of the job as people see them."""

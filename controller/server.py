@@ -16,6 +16,7 @@ from typing import Protocol
 
 from lastwords import clock, codec
 from lastwords.controller import events
+from lastwords.controller.detection import CERTAIN
 from lastwords.controller.events import Effect, Event, State
 from lastwords.controller.handover import RunFile
 from lastwords.controller.neighbours import Neighbours
@@ -28,7 +29,7 @@ from lastwords.errors import LastWordsError, UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.state import ControllerState
 from lastwords.transport import Keepalive, grpc, host_port, server_options
-from lastwords.vocabulary import DeathSource, Goodbye, Hello, Report, SaveProgress
+from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, Report, SaveProgress
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class ControllerShell:
         self._feed((events.Tick(),))
         self._update_run_file()
         self._neighbours.clear_up()
+        self._storage.clear_up()
         housekeeping = self._loop.create_task(self._keep_house())
         on_ready()
         try:
@@ -140,6 +142,7 @@ class ControllerShell:
 
     def _clean_up(self) -> None:
         self._neighbours.stop()
+        self._storage.release()
         self._storage.wait_idle(STORAGE_GRACE_S)
         paths.remove_job_dir(self._spec.job, self._spec.generation)
         if self._run_file is not None:
@@ -210,6 +213,8 @@ class ControllerShell:
                 self._progress += 1
             elif isinstance(report, Goodbye):
                 self._neighbours.part_with(report.rank)
+            elif isinstance(report, PeerDied) and report.source in CERTAIN:
+                self._note_death(report.dead_rank, report.source, now_s, seen_by=report.rank)
             self._timeline.note_report(report, now_s)
             self._perform(self._ask(events.FromRank(report), now_s), now_s, session, report.rank)
         self._rearm()
@@ -232,9 +237,13 @@ class ControllerShell:
         self._perform(effects, now_s, session, hello.rank)
 
     def _on_died(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
-        self._roster.bury(rank)
-        self._timeline.note("died", known_mono_s, rank=rank, source=source.name)
+        self._note_death(rank, source, known_mono_s)
         self._feed((events.Died(rank, source),))
+
+    def _note_death(self, rank: int, source: DeathSource, known_mono_s: float, **facts: int) -> None:
+        """Only the first word of a death: on this host two ranks and this process watch the same one."""
+        if self._roster.bury(rank):
+            self._timeline.note("died", known_mono_s, rank=rank, source=source.name, **facts)
 
     def _from_thread(self, event: Event) -> None:
         """A storage thread's answer; any thread."""

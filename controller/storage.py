@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint import layout, publish
+from lastwords.checkpoint import layout, publish, stale
 from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
@@ -39,11 +39,20 @@ class StorageJobs:
         self._lines: dict[str, queue.SimpleQueue[Callable[[], None]]] = {}
         self._lock = threading.Lock()
         self._pending = 0
+        self._claims: list[stale.Claim] = []
 
     @property
     def busy(self) -> bool:
         """Whether a job waits or runs."""
         return self._pending > 0
+
+    def clear_up(self) -> None:
+        """Claim what this controller is going to write, and remove what dead ones have left; gives nothing."""
+        self._submit("tidying", self._clear_up)
+
+    def release(self) -> None:
+        """Nothing is going to be written any more."""
+        self._submit("tidying", self._release)
 
     def verify(self, effect: events.StartVerify) -> None:
         """Look at every part; gives Verified or VerifyFailed."""
@@ -55,7 +64,7 @@ class StorageJobs:
 
     def discard(self, effect: events.Discard) -> None:
         """Remove what an attempt has written; gives nothing."""
-        self._submit(f"target {effect.target}", lambda: publish.discard(self._tmp_dir(effect)))
+        self._submit(f"target {effect.target}", lambda: stale.discard(self._tmp_dir(effect)))
 
     def append_line(self, path: Path, line: str) -> None:
         """Append one line to a file, for people; a failure is only logged."""
@@ -97,6 +106,20 @@ class StorageJobs:
                 REAL_OS.rename(there, here / there.name)
             sync_directory(here, REAL_OS)
         return here
+
+    def _clear_up(self) -> None:
+        spec = self._spec
+        for root in (spec.root, *([spec.fallback_root] if spec.fallback_root is not None else [])):
+            claim = stale.Claim.take(root, spec.job, spec.generation)
+            if claim is not None:
+                self._claims.append(claim)
+            removed = stale.remove_stale(root, spec.job, spec.generation)
+            if removed:
+                _log.info("removed what ended jobs had left: %s", ", ".join(map(str, removed)))
+
+    def _release(self) -> None:
+        while self._claims:
+            self._claims.pop().release()
 
     def _verify(self, effect: events.StartVerify) -> None:
         try:

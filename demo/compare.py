@@ -11,13 +11,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankLog:
-    """One rank's file, read back. `losses` maps a global step to its loss, `sums` a tensor's name to its checksum."""
+    """One rank's file, read back.
+
+    `losses` and `states` map a global step to its loss and to a checksum of the rank's state (where that was logged),
+    `sums` the name of a tensor to its checksum after the last step.
+    """
 
     pid: int = 0
     steps: int = 0
     losses: Mapping[int, float] = field(default_factory=dict)
     mono_s: Mapping[int, float] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
+    states: Mapping[int, str] = field(default_factory=dict)
+
+    def bits(self, step: int) -> str:
+        """All bits of what a step led to, so that two NaNs are equal and 0.0 and -0.0 are not; "missing" without it."""
+        if step not in self.losses:
+            return "missing"
+        state = f" with state {self.states[step]}" if step in self.states else ""
+        return float(self.losses[step]).hex() + state
 
 
 def read_logs(folder: Path) -> dict[int, RankLog]:
@@ -30,17 +42,20 @@ def _read_log(path: Path) -> RankLog:
     losses: dict[int, float] = {}
     mono_s: dict[int, float] = {}
     sums: dict[str, str] = {}
+    states: dict[int, str] = {}
     text = path.read_text(encoding="utf-8")
     for line in text[: text.rfind("\n") + 1].splitlines():
         record = json.loads(line)
         if "loss" in record:
             losses[record["global_step"]] = record["loss"]
             mono_s[record["global_step"]] = record["mono_s"]
+            if "state" in record:
+                states[record["global_step"]] = record["state"]
         elif "tensor" in record:
             sums[record["tensor"]] = record["xxh3"]
         else:
             first = record
-    return RankLog(first.get("pid", 0), first.get("steps", 0), losses, mono_s, sums)
+    return RankLog(first.get("pid", 0), first.get("steps", 0), losses, mono_s, sums, states)
 
 
 def first_difference(
@@ -73,11 +88,10 @@ def _first_loss(
 ) -> str | None:
     for step in steps:
         for rank in sorted(expected):
-            want, have = expected[rank].losses.get(step), found[rank].losses.get(step)
-            if want is None or (have is None and all_of_them):
-                return f"step {step}, rank {rank}: loss is {_bits(want)} uninterrupted and {_bits(have)} in {name}"
-            if have is not None and _bits(want) != _bits(have):
-                return f"step {step}, rank {rank}: loss is {_bits(want)} uninterrupted and {_bits(have)} in {name}"
+            want, have = expected[rank].bits(step), found[rank].bits(step)
+            if want == have != "missing" or (want != "missing" and have == "missing" and not all_of_them):
+                continue
+            return f"step {step}, rank {rank}: loss is {want} uninterrupted and {have} in {name}"
     extra = {step for log in found.values() for step in log.losses} - {*steps}
     if extra:
         return f"step {min(extra)}: {name} took it, which it should not have"
@@ -96,8 +110,3 @@ def _first_tensor(expected: Mapping[int, RankLog], found: Mapping[int, RankLog])
                     f"uninterrupted, {have.get(name, 'missing')} in the resumed run"
                 )
     return None
-
-
-def _bits(loss: float | None) -> str:
-    """All bits of a loss, so that two NaNs are equal and 0.0 and -0.0 are not."""
-    return "missing" if loss is None else float(loss).hex()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-TRAIN = Path(__file__).resolve().parent / "train.py"
+ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.002
 END_TIMEOUT_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -70,22 +70,23 @@ def free_port() -> int:
 
 
 class Training:
-    """One run of demo/train.py under plain torchrun, logging to `folder`."""
+    """One run of a training script under plain torchrun, logging to `folder`; `module` is its name, demo.train say."""
 
-    def __init__(self, folder: Path, ranks: int, ckpt_path: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, module: str, folder: Path, ranks: int, ckpt_path: Path, arguments: Sequence[str]) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.ckpt_path = ckpt_path
         self.ranks = ranks
         self.output = folder / "output.txt"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(TRAIN), "--step-log", str(folder), "--ckpt-path", str(ckpt_path), *arguments]
+        command += ["-m", module, "--step-log", str(folder), "--ckpt-path", str(ckpt_path), *arguments]
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd=ROOT,
                 start_new_session=True,  # ctrl-C ends the demo, and the demo ends this
             )
 

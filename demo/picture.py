@@ -16,8 +16,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from compare import RankLog
-from incident import Incident
+from demo.compare import RankLog
+from demo.incident import Incident
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 UNINTERRUPTED, KILLED, RESUMED = "#b9d3ee", "#1f4e8c", "#e8590c"

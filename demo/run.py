@@ -1,153 +1,33 @@
 """The demo: train, `kill -9` one worker, resume, and compare with a run that was never killed, bit for bit.
 
-python demo/run.py --seed 7        the same victim, step and delay as the last time with seed 7
+python -m demo.run --seed 7        the same victim, step and delay as the last time with seed 7
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import random
-import shutil
-import statistics
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
-from compare import RankLog, first_difference, read_logs
-from incident import Incident, read_incident
-from launch import Training, free_port, no_process_left_behind
-from picture import draw
-
-IDENTICAL = "resumed run is bitwise identical to the uninterrupted run"
-EXIT_DIFFERENT, EXIT_FAILED = 1, 2
-RUN_TIMEOUT_S = 600.0
-"""A run takes a quarter of a minute on two cores, most of it imports; this only ends a demo that hangs."""
+from demo import story
 
 
-def arguments() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=None, help="chooses victim and moment (default: drawn, and shown)")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1024, help="width of the two wide layers, 5120 in the design")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "out")
+    story.add_arguments(parser)
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks: of one rank nobody is left to save anything")
-    args.seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
-    return args
-
-
-def main() -> int:
-    args = arguments()
-    console = Console(highlight=False)
-    console.print(
+    seed = story.drawn(args.seed)
+    title = (
         f"[bold]{args.ranks} ranks learn handwritten digits, and one of them gets kill -9.[/]\n"
-        f"[dim]784-512-{args.hidden}-{args.hidden}-512-10, DDP, torchrun; seed {args.seed} chooses the victim.[/]\n"
+        f"[dim]784-512-{args.hidden}-{args.hidden}-512-10, DDP, torchrun; seed {seed} chooses the victim.[/]\n"
     )
-    shutil.rmtree(args.out, ignore_errors=True)
-    try:
-        with no_process_left_behind():
-            return story(console, args)
-    except (OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
-        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
-        return EXIT_FAILED
-
-
-def story(console: Console, args: argparse.Namespace) -> int:
-    draws = random.Random(args.seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        stages = [Stage(progress, args, name) for name in ("never killed", "killed", "resumed")]
-
-        uninterrupted = stages[0].run()
-        steps = uninterrupted[0].steps
-
-        training = stages[1].start()
-        victim, step, moment = draws.randrange(args.ranks), draws.randint(2, steps - 2), draws.random()
-        killed_mono_s = training.kill_at(victim, step, moment * median_step_s(uninterrupted[victim]), stages[1].show)
-        progress.print(f"kill -9 of rank {victim}, {moment:.0%} of a step after its step {step}")
-        training.wait(stages[1].show, timeout_s=RUN_TIMEOUT_S)
-        stages[1].stop()
-        killed = read_logs(training.folder)
-        incident = read_incident(training.ckpt_path, killed_mono_s, args.ranks)
-
-        resumed = stages[2].run("--is_recover", "1", ckpt_path=training.ckpt_path, from_step=incident.step)
-
-    lost = max(0, max(max(log.losses, default=0) for log in killed.values()) - incident.step)
-    difference = first_difference(uninterrupted, killed, resumed, step=incident.step)
-    if difference is None and lost:
-        difference = f"{lost} steps were trained but are not in the checkpoint"
-    picture = args.out / "last-words.png"
-    draw(picture, uninterrupted, killed, resumed, incident, identical=difference is None)
-    console.print(table(incident, lost))
-    console.print(f"picture: {picture}\ncheckpoint: {incident.path}\n", soft_wrap=True)
-    if difference is not None:
-        console.print(f"the runs differ: {difference}", style="bold red", markup=False, soft_wrap=True)
-        return EXIT_DIFFERENT
-    console.print(f"[bold green]{IDENTICAL}[/]")
-    return 0
-
-
-class Stage:
-    """One run of the training script, and its progress bar."""
-
-    def __init__(self, progress: Progress, args: argparse.Namespace, name: str) -> None:
-        self._progress = progress
-        self._task = progress.add_task(f"{name:<12}", total=None, start=False)
-        self._args = args
-        self._folder: Path = args.out / name.replace(" ", "-")
-        self._from_step = 0
-        self._total: int | None = None
-
-    def start(self, *extra: str, ckpt_path: Path | None = None, from_step: int = 0) -> Training:
-        args = self._args
-        self._from_step = from_step
-        self._progress.start_task(self._task)
-        shape = ["--epochs", str(args.epochs), "--batch-size", str(args.batch_size), "--hidden", str(args.hidden)]
-        port = ["--ctrl-port", str(free_port())]
-        return Training(self._folder, args.ranks, ckpt_path or self._folder / "checkpoints", [*shape, *port, *extra])
-
-    def run(self, *extra: str, ckpt_path: Path | None = None, from_step: int = 0) -> Mapping[int, RankLog]:
-        """The whole run; raises RuntimeError with what it printed if it fails."""
-        training = self.start(*extra, ckpt_path=ckpt_path, from_step=from_step)
-        code = training.wait(self.show, timeout_s=RUN_TIMEOUT_S)
-        self.stop()
-        if code != 0:
-            raise RuntimeError(f"torchrun ended with exit code {code}:\n{training.first_error()}")
-        return read_logs(training.folder)
-
-    def stop(self) -> None:
-        """The run is over, whether or not it has taken all its steps."""
-        self._progress.stop_task(self._task)
-
-    def show(self, done: int) -> None:
-        if self._total is None and done:
-            self._total = read_logs(self._folder)[0].steps
-        self._progress.update(self._task, total=self._total, completed=self._from_step + done)
-
-
-def median_step_s(log: RankLog) -> float:
-    moments = [log.mono_s[step] for step in sorted(log.mono_s)]
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(moments))
-
-
-def table(incident: Incident, lost: int) -> Table:
-    rows = Table(title=f"\nThe last words of step {incident.step}", title_justify="left", show_header=False)
-    rows.add_column(style="bold")
-    rows.add_column(justify="right")
-    rows.add_row("known after", f"{incident.known_s * 1e3:.2f} ms")
-    rows.add_row("decided after", f"{incident.decided_s * 1e3:.1f} ms")
-    rows.add_row("published after", f"{incident.published_s * 1e3:.0f} ms")
-    rows.add_row("bytes", f"{incident.saved_bytes:,}")
-    rows.add_row("steps lost", str(lost))
-    return rows
+    shape = ("--epochs", str(args.epochs), "--batch-size", str(args.batch_size), "--hidden", str(args.hidden))
+    return story.tell(story.Demo(title, "demo.train", args.ranks, shape, seed, args.out))
 
 
 if __name__ == "__main__":

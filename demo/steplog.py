@@ -1,9 +1,9 @@
 """What a rank did, as JSON lines: who it is, the loss of every step, and at the end a checksum of every tensor.
 
-This is how the demo compares two runs; training does not need it.
+This is how the demos compare two runs; training does not need it. Of a sharded tensor the rank's own part counts.
 
 {"rank": 2, "pid": 4711, "steps": 140}
-{"epoch": 1, "step": 1, "global_step": 1, "loss": 2.3065004348754883, "mono_s": 8123.25}
+{"epoch": 1, "step": 1, "global_step": 1, "loss": 2.3065004348754883, "mono_s": 8123.25, "state": "08d2..."}
 {"tensor": "optim/0.weight/exp_avg", "xxh3": "6a1c..."}
 """
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class StepLog:
@@ -32,21 +33,33 @@ class StepLog:
             self._file = path.open("a", buffering=1, encoding="utf-8")  # a killed process leaves whole lines behind
         self._write({"rank": rank, "pid": os.getpid(), "steps": steps})
 
-    def write_step(self, epoch: int, step: int, global_step: int, loss: float) -> None:
-        """JSON prints a float with as many digits as it takes to read the very same bits back."""
-        record = {"epoch": epoch, "step": step, "global_step": global_step, "loss": loss, "mono_s": time.monotonic()}
+    def write_step(
+        self,
+        epoch: int,
+        step: int,
+        global_step: int,
+        loss: float,
+        net: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Give net and optimizer where not only the losses of the step are to be compared, but a checksum of them too.
+
+        JSON prints a float with as many digits as it takes to read the very same bits back.
+        """
+        if self._file is None:
+            return
+        record: dict[str, Any] = {"epoch": epoch, "step": step, "global_step": global_step}
+        record |= {"loss": loss, "mono_s": time.monotonic()}
+        if net is not None and optimizer is not None:
+            record["state"] = checksum(checksums(net, optimizer))
         self._write(record)
 
     def write_final(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        """Writes one line per tensor; returns a checksum of weights and optimizer state, equal on all ranks."""
-        total = xxhash.xxh3_64()
-        for name, tensor in tensors(net, optimizer):
-            raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            checksum = xxhash.xxh3_64_hexdigest(raw.data)
-            self._write({"tensor": name, "xxh3": checksum})
-            if not name.startswith("rng/"):
-                total.update(f"{name}={checksum};".encode())
-        return total.hexdigest()
+        """Writes one line per tensor; returns a checksum of this rank's weights and optimizer state."""
+        found = checksums(net, optimizer)
+        for name, value in found.items():
+            self._write({"tensor": name, "xxh3": value})
+        return checksum(found)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
@@ -56,8 +69,25 @@ class StepLog:
 def tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights, buffers, optimizer state and the state of torch's random numbers, by name."""
     yield from ((f"model/{name}", tensor) for name, tensor in net.state_dict().items())
+    state = getattr(optimizer, "optim", optimizer).state  # ZeroRedundancyOptimizer keeps the rank's own state in .optim
     for name, parameter in net.named_parameters():
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+        for key, value in sorted(state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 yield f"optim/{name}/{key}", value
     yield "rng/torch", torch.get_rng_state()
+
+
+def checksums(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Name of each tensor and the checksum of its bytes."""
+    found = {}
+    for name, tensor in tensors(net, optimizer):
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        raw = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        found[name] = xxhash.xxh3_64_hexdigest(raw.data)
+    return found
+
+
+def checksum(found: Mapping[str, str]) -> str:
+    """One for all of them but the random numbers, which may differ between ranks that hold the same weights."""
+    text = "".join(f"{name}={value};" for name, value in found.items() if not name.startswith("rng/"))
+    return xxhash.xxh3_64_hexdigest(text.encode())

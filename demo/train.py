@@ -1,8 +1,8 @@
 """A five-layer network learns handwritten digits under DDP, and `kill -9` of any worker costs nothing.
 
-torchrun --standalone --nproc-per-node 4 demo/train.py                   # kill -9 a worker while it runs: exit code 75
-torchrun --standalone --nproc-per-node 4 demo/train.py --is_recover 1    # goes on at the next step
-for rank in 0 1 2 3; do RANK=$rank WORLD_SIZE=4 python demo/train.py & done; wait
+torchrun --standalone --nproc-per-node 4 -m demo.train                   # kill -9 a worker while it runs: exit code 75
+torchrun --standalone --nproc-per-node 4 -m demo.train --is_recover 1    # goes on at the next step
+for rank in 0 1 2 3; do RANK=$rank WORLD_SIZE=4 python -m demo.train & done; wait
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lastwords
-from digits import load_training_set
-from steplog import StepLog
+from demo.digits import load_training_set
+from demo.steplog import StepLog
 
 
 def arguments() -> argparse.Namespace:

@@ -276,6 +276,16 @@ def watch(path: Path, on_end: Callable[[EndKind], None], *, process: ProcessId |
     return Watch(path, _attach(path, process), on_end)
 
 
+def owner_of(path: Path) -> Owner:
+    """The process that this life line belongs to, alive or not. Raises like `watch`."""
+    mapping = _attach(path, None)
+    try:
+        _, _, _, ticks, pid, _ = mapping.header()
+    finally:
+        mapping.unmap()
+    return Owner(pid=pid, start_ticks=ticks)
+
+
 def state_of(path: Path, *, process: ProcessId | None = None) -> EndKind | None:
     """How the owner of this life line ended, or None while it lives. Raises like `watch`."""
     mapping = _attach(path, process)

@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 OnDeath = Callable[[int, DeathSource, float], None]
 """Called with the rank that died, who says so, and the monotonic second at which it was known."""
 
+OnRelease = Callable[[int], None]
+"""Called with a rank that gave its life line back: what follows is no death."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -32,22 +35,26 @@ class _Entry:
 class HostWatch:
     """Calls `on_death` at most once for each added process, from a thread of its own; the calls may overlap.
 
-    A process that released its life line before it ended is not reported. `add`, `remove` and `stop` may be called
-    from any thread, `remove` and `stop` also from within `on_death`.
+    A process that released its life line before it ended is no death; `on_release` hears of it, in the same way.
+    `add`, `remove` and `stop` may be called from any thread, also from within the call-backs.
     """
 
-    def __init__(self, on_death: OnDeath, *, clock: Clock = mono_s) -> None:
+    def __init__(self, on_death: OnDeath, *, on_release: OnRelease = lambda rank: None, clock: Clock = mono_s) -> None:
         self._on_death = on_death
+        self._on_release = on_release
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
         self._pids = PidWatcher()
 
-    def add(self, rank: int, life_path: Path | None, process: ProcessId) -> tuple[DeathSource, ...]:
+    def add(
+        self, rank: int, life_path: Path | None, process: ProcessId, *, by_pid: bool = True
+    ) -> tuple[DeathSource, ...]:
         """Watch `process` as `rank`, in place of an earlier process of that rank; returns the sources in use.
 
         A life line that is missing, or is another process's, is logged and left out; the same for a pidfd.
-        Raises UnavailableError if neither can be had. Must be a process of this host.
+        Raises UnavailableError if neither can be had. Must be a process of this host. by_pid=False leaves the pidfd
+        out: for a process that shares /dev/shm but not the pid namespace, where its pid means another one.
         """
         self.remove(rank)
         entry = _Entry(process, life_path)
@@ -62,8 +69,9 @@ class HostWatch:
             except (UnavailableError, ConfigError, FormatError, StorageError) as error:
                 problems.append(str(error))
         try:
-            entry.pid_token = self._pids.add(process, functools.partial(self._pid_ended, rank, entry))
-            sources.append(DeathSource.PIDFD)
+            if by_pid:
+                entry.pid_token = self._pids.add(process, functools.partial(self._pid_ended, rank, entry))
+                sources.append(DeathSource.PIDFD)
         except UnavailableError as error:
             problems.append(str(error))
         if problems:
@@ -116,3 +124,5 @@ class HostWatch:
             del self._entries[rank]
         if kind is EndKind.DIED:
             self._on_death(rank, source, now_s)
+        else:
+            self._on_release(rank)

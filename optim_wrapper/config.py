@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,12 @@ _SECONDS = (
     "progress_timeout_s",
     "leave_timeout_s",
     "exit_timeout_s",
+    "gate_timeout_s",
+    "gate_notice_s",
 )
+
+
+_HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,8 @@ class Config:
     progress_timeout_s: float = 30.0
     leave_timeout_s: float = 30.0
     exit_timeout_s: float = 10.0
+    gate_timeout_s: float = 1800.0
+    gate_notice_s: float = 60.0
     processor: ProcessorOptions = field(default_factory=ProcessorOptions)
 
     @classmethod
@@ -69,15 +78,26 @@ class Config:
         environ = os.environ if environ is None else environ
         if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
             raise ConfigError(f"ctrl_rank_id must be a rank (an int from 0), not {ctrl_rank_id!r}")
-        if not isinstance(ctrl_ip, str) or not ctrl_ip or ctrl_ip != ctrl_ip.strip():
-            raise ConfigError(f"ctrl_ip must be an address of rank ctrl_rank_id's host, not {ctrl_ip!r}")
         if ctrl_ip in ("0.0.0.0", "::", "*"):
             raise ConfigError(
                 f"ctrl_ip={ctrl_ip!r} would listen on every interface; "
                 "give the one address of rank ctrl_rank_id's host that all ranks reach"
             )
+        if not isinstance(ctrl_ip, str) or not _is_address(ctrl_ip):
+            raise ConfigError(
+                "ctrl_ip must be an address of rank ctrl_rank_id's host, without a port, such as '10.0.0.7', '::1' or "
+                f"'node-3', not {ctrl_ip!r}"
+            )
         if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not 1 <= ctrl_port <= 65535:
-            raise ConfigError(f"ctrl_port must be a port from 1 to 65535, not {ctrl_port!r}")
+            raise ConfigError(f"ctrl_port must be a port, an int from 1 to 65535 such as 30051, not {ctrl_port!r}")
+        root = _path("ckpt_save_path", ckpt_save_path)
+        fallback = None if fallback_path is None else _path("fallback_path", fallback_path)
+        # A constructor does no I/O, so no links are followed; two names that differ by `..` are seen through.
+        if fallback is not None and os.path.normpath(fallback) == os.path.normpath(root):
+            raise ConfigError(
+                f"fallback_path is ckpt_save_path itself ({root}); give a directory that still takes files where that "
+                "one refuses, on another file system, or leave it out"
+            )
         if data not in ("refetch", "skip"):
             raise ConfigError(f"data must be 'refetch' or 'skip', not {data!r}")
         seconds: dict[str, float] = {}
@@ -90,13 +110,41 @@ class Config:
                 ctrl_rank_id=ctrl_rank_id,
                 ctrl_ip=ctrl_ip,
                 ctrl_port=ctrl_port,
-                ckpt_save_path=Path(ckpt_save_path).absolute(),
-                fallback_path=None if fallback_path is None else Path(fallback_path).absolute(),
+                ckpt_save_path=root,
+                fallback_path=fallback,
                 data=data,
                 token=environ.get("LASTWORDS_TOKEN") or None,
             ),
             **seconds,  # type: ignore[arg-type]
         )
+
+
+def _is_address(text: str) -> bool:
+    """Whether this may be an IP address or a host name; looks nothing up.
+
+    >>> [_is_address(text) for text in ("10.0.0.7", "fe80::1%eth0", "node-3.rack_1", "localhost")]
+    [True, True, True, True]
+    >>> [_is_address(text) for text in ("", "not an ip!", "10.0.0", "10.0.0.7:30051", "[::1]", "-x", "a..b")]
+    [False, False, False, False, False, False, False]
+    """
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        # A name's last label is never a number (RFC 3696): what ends in one is an address with a mistake in it.
+        return bool(_HOST_NAME.fullmatch(text)) and not text.rpartition(".")[2].isdigit()
+    return True
+
+
+def _path(name: str, value: object) -> Path:
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ConfigError(
+            f"{name} must be a directory, a str or pathlib.Path such as './ttp_checkpoints/', not {value!r}"
+        )
+    return Path(text).absolute()
 
 
 def _positive_seconds(name: str, text: str) -> float:

@@ -51,9 +51,14 @@ class Extras:
     Raises ConfigError with the path of the first thing that cannot be stored.
     """
 
-    def __init__(self, objects: Mapping[str, Any], label: str = "extras") -> None:
+    def __init__(self, objects: Mapping[str, Any] | None, label: str = "extras") -> None:
+        if objects is not None and not isinstance(objects, Mapping):
+            raise ConfigError(
+                f"{label} must be a dict from names to objects, such as {label}={{'scheduler': scheduler}}, not "
+                f"{objects!r:.80}"
+            )
         self._label = label
-        self._objects = dict(objects)
+        self._objects = dict(objects or {})
         for name, value in self._objects.items():
             if not isinstance(name, str) or not name or "/" in name:
                 raise ConfigError(f"{label}: {name!r} is no name; use a non-empty string without '/'")

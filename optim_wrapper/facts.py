@@ -10,6 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
+
 _COMPARED = {
     "torch": "torch version",
     "numpy": "numpy version",
@@ -65,7 +67,7 @@ def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class and implementation of the optimizer: fused AdamW differs from the for-loop in one element of ten."""
     group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
     return {
-        "class": type(optimizer).__qualname__,
+        "class": optimizer_kind(optimizer),
         "fused": bool(group.get("fused")),
         "foreach": group.get("foreach"),
         "capturable": bool(group.get("capturable")),

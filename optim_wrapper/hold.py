@@ -53,6 +53,17 @@ def one_line(error: BaseException, chars_max: int = 300) -> str:
     return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
 
 
+def exit_code_of(error: BaseException) -> int:
+    """What Python makes the exit code of a process that ends with this exception.
+
+    >>> exit_code_of(ValueError("x")), exit_code_of(SystemExit(3)), exit_code_of(SystemExit("no such file"))
+    (1, 3, 1)
+    """
+    if not isinstance(error, SystemExit):
+        return 1
+    return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+
+
 class ExceptHook:
     """`sys.excepthook` that calls `hold` first, for scripts that do not use `with`."""
 

@@ -1,7 +1,8 @@
 """Everything that runs while a rank is protected, started and ended in the right order.
 
 Order of the start: agreement (rank ctrl_rank_id starts the controller), life line, signals, session, "all ranks are
-registered". The black box follows when the loop begins, because only then it is known what has to go in.
+registered", the ring of this host's ranks. The black box follows when the loop begins, because only then it is known
+what has to go in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lastwords.errors import ConfigError, UnavailableError
-from lastwords.liveness import paths
+from lastwords.liveness import leftovers, paths
 from lastwords.liveness.process_id import this_process
 from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.optim_wrapper import startup
@@ -27,6 +28,7 @@ from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import EXIT_SAVED, UNWIND_S, Departure
+from lastwords.processor.ring import HostRing
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
@@ -34,9 +36,6 @@ from lastwords.transport import host_port
 from lastwords.vocabulary import UNIT_REPLICATED, Hello, Stand
 
 _log = logging.getLogger(__name__)
-
-EXIT_OWN_ERROR = 1
-"""What Python gives a process that ends with an exception."""
 
 
 class Protection:
@@ -58,6 +57,7 @@ class Protection:
         self._agent: Agent | None = None
         self._session: Session | None = None
         self._life: LifeLine | None = None
+        self._ring: HostRing | None = None
         self._signals: SignalGuard | None = None
         self.closed = False
 
@@ -113,6 +113,14 @@ class Protection:
             )
         if not agent.wait_until(lambda: agent.welcomed, config.start_timeout_s + 5.0):
             raise UnavailableError(f"not all ranks registered with the controller within {config.start_timeout_s:g} s")
+        self._look_after_host(agreement)
+
+    def _look_after_host(self, agreement: startup.Agreement) -> None:
+        """Everybody has said Hello, so every rank of this host has its life line."""
+        self._ring = HostRing(self._world.rank, agreement.job, agreement.generation, self.agent.report)
+        self._ring.start()
+        if self._ring.is_first:
+            leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
 
     def close(self) -> None:
         """End the threads and give everything back. The job's files in shared memory belong to the controller.
@@ -125,6 +133,8 @@ class Protection:
         self.closed = True
         if self._signals is not None and self._departure.verdict is None:
             self._signals.uninstall()
+        if self._ring is not None:
+            self._ring.stop()
         if self._agent is not None:
             self._agent.close()
         if self._life is not None:
@@ -168,10 +178,6 @@ class Protection:
         self.agent.write_stands_to(box)
 
     # ------------------------------------------------------------------ the optimizer's hooks (hot path)
-
-    def ready(self) -> None:
-        """Gradients are final."""
-        self.agent.ready()
 
     def begin_update(self) -> None:
         """`ready` and `enter_update` at once."""
@@ -241,10 +247,11 @@ class Protection:
         verdict = self._departure.verdict
         return verdict is not None and error.code == verdict.code
 
-    def depart(self, own: bool) -> None:
+    def depart(self, own: bool, code: int) -> None:
         """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
 
         own: the exception that leaves the loop is this rank's own, not the echo of another rank's end.
+        code: what that exception makes of the process, see `exit_code_of`.
         """
         if self._departure.refused is not None:
             if own:
@@ -253,7 +260,7 @@ class Protection:
         verdict = self._departure.verdict
         if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
             self._departure.announce()
-            self._departure.end_within(UNWIND_S, EXIT_OWN_ERROR)
+            self._departure.end_within(UNWIND_S, code)
             return
         raise self._departure.unwind() from None
 

@@ -6,7 +6,6 @@ job each tensor has the place that was agreed, and what has none is refused.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -18,11 +17,8 @@ from lastwords.optim_wrapper.state_view import Names, UnitView
 from lastwords.sharding import zero
 from lastwords.sharding.agree import World, agree_units
 from lastwords.sharding.declare import Unit
-from lastwords.sharding.describe import describe, warnings_of
 from lastwords.sharding.discover import pieces_of
 from lastwords.sharding.pieces import ANY_FORM, Piece, UnitTable
-
-_log = logging.getLogger(__name__)
 
 
 class RankUnits:
@@ -131,10 +127,6 @@ def agree(
         return pieces
 
     table = agree_units(world, prefix, find, declared)
-    if world.rank == 0:
-        _log.info("%s", describe(table, world.size))
-        for text in warnings_of(table):
-            _log.warning("%s", text)
     return RankUnits(view, table, pieces, declared, world.rank)
 
 

@@ -15,6 +15,7 @@ from lastwords.checkpoint.storable import pack
 from lastwords.optim_wrapper import rank_units
 from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline
+from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
@@ -37,13 +38,13 @@ class StepRecorder:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: OptTFTWrapper,
-        extras: Mapping[str, Any],
-        local_extras: Mapping[str, Any],
+        optimizers: Sequence[OptTFTWrapper],
+        extras: Mapping[str, Any] | None,
+        local_extras: Mapping[str, Any] | None,
     ) -> None:
         self.model = model
-        self.optimizer = optimizer
-        self.view = UnitView(model, optimizer)
+        inner = [wrapper.inner for wrapper in optimizers]
+        self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner))
         self.extras = Extras(extras)
         self.local_extras = Extras(local_extras, "local_extras")
         self.buffers = BufferCapture(self.view.model)
@@ -94,15 +95,15 @@ class StepRecorder:
         """Names of the buffers that live in the black box, and therefore not in the unit."""
         return self.buffers.captured
 
-    def open(self, path: Path) -> BlackBox:
-        """Make the black box; copies go there from now on."""
+    def open(self, path: Path, *, at_gate: bool = False) -> BlackBox:
+        """Make the black box; copies go there from now on. at_gate: the gate calls `tentative`, nothing else does."""
         captures = (self.rng, self.buffers)
         box = BlackBox.create(path, BoxLayout(regions(captures)))
         self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
         self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
         self._say_reasons()
-        if self._hook is None:
-            self._hook = BeforeCollective(self.model, self._tentative)
+        if self._hook is None and not at_gate:
+            self._hook = BeforeCollective(self.model, self.tentative)
         return box
 
     def begin(
@@ -199,7 +200,8 @@ class StepRecorder:
         if self._box is not None:
             self._box.epoch_start(epoch)
 
-    def _tentative(self) -> None:
+    def tentative(self) -> None:
+        """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
             local = self.local_extras.ended(self._local_now) if self._has_local_extras else self._local_now
             self._tentative_document = document = self._document(self._position, local)

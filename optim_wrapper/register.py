@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import types
@@ -13,19 +14,23 @@ from typing import Any, Literal
 import torch
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper import ddp_buckets, switch
+from lastwords.optim_wrapper import ddp_buckets, own_loop, switch
+from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
-from lastwords.optim_wrapper.hold import ExceptHook, is_collective_error, one_line
+from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
+from lastwords.optim_wrapper.job_shape import GateMode, Options, wrappers_of
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
 from lastwords.optim_wrapper.source import TrainerSource
 from lastwords.optim_wrapper.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.training_hooks import LoopEvents
 from lastwords.optim_wrapper.world import World, next_prefix, restart_count
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.core import ProcessorOptions
 from lastwords.processor.saver import Position
 from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import Phase
@@ -38,6 +43,7 @@ class ResumePoint:
     """Where a resumed run stands: `step` of `epoch` (both 1-based) was the last one done, `global_step` in all.
 
     exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
+    In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
     """
 
     epoch: int
@@ -62,6 +68,8 @@ class TFTRegister:
     units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
     experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts (FSDP2,
     HSDP, parallelize_module) and ZeroRedundancyOptimizer need none.
+    gate, verify_every, local_copy: see `Options`; they matter where not every rank holds everything, or where there are
+    several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 
     Use as a context manager. The constructor does no I/O; it raises ConfigError for what cannot work. All methods
     belong to the training thread. With `MS_ENABLE_TFT='{TTP:0}'` nothing is started and nothing is protected, but
@@ -76,26 +84,31 @@ class TFTRegister:
         ckpt_save_path: str | os.PathLike[str],
         *,
         model: torch.nn.Module,
-        optimizer: OptTFTWrapper,
+        optimizer: OptTFTWrapper | Sequence[OptTFTWrapper],
         extras: Mapping[str, Any] | None = None,
         local_extras: Mapping[str, Any] | None = None,
         fallback_path: str | os.PathLike[str] | None = None,
         data: DataMode = "refetch",
         units: Sequence[Unit] = (),
+        gate: GateMode = "auto",
+        verify_every: int = 0,
+        local_copy: bool = False,
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
             ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data
         )
-        if not isinstance(optimizer, OptTFTWrapper):
+        if not isinstance(model, torch.nn.Module):
             raise ConfigError(
-                f"optimizer must be an OptTFTWrapper, not {type(optimizer).__name__}; "
-                "write optimizer = lastwords.OptTFTWrapper(optimizer) before it is used anywhere"
+                f"model must be the torch.nn.Module that the loop calls (DDP included), not a {type(model).__name__}"
             )
+        self._options = Options(gate, verify_every, local_copy)
+        if local_copy:
+            self._config = dataclasses.replace(self._config, processor=ProcessorOptions(has_copy=True))
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = wrappers_of(optimizer)
         self._declared = _units(units)
-        self._recorder = StepRecorder(model, optimizer, extras or {}, local_extras or {})
+        self._recorder = StepRecorder(model, self._optimizers, extras, local_extras)
         self._buckets = ddp_buckets.BucketOrder.observe(model)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None
@@ -103,6 +116,7 @@ class TFTRegister:
         self._world: World | None = None
         self._resumed: Resumed | None = None
         self._steps: Steps | None = None
+        self._common: CommonStep | None = None
         self._begun = False
         self._global_step = 0
         self._position = Position(1, 0)
@@ -127,15 +141,16 @@ class TFTRegister:
         if not self._enabled:
             _log.info("MS_ENABLE_TFT switches TTP off: this run is not protected")
             return
-        units = self._recorder.agree_units(world, next_prefix(), self._declared)
-        protection = Protection(self._config, world, self._make_source, units.names)
+        common = self._common = CommonStep(
+            world, self._recorder, self._optimizers, self._declared, self._options, self._config
+        )
+        protection = Protection(self._config, world, self._make_source, common.units.names)
         protection.start(self._settings())
         self._protection = protection
         try:
-            protection.use_box(self._recorder.open(protection.box_path(world.rank)))
+            protection.use_box(self._recorder.open(protection.box_path(world.rank), at_gate=common.gate is not None))
             self._recorder.begin(0, self._position)
-            self._optimizer.attach(_Hooks(protection, self._ensure_loop))
-            self._optimizer.watch_groups(units.admit)
+            common.attach(protection, self._ensure_loop)
         except BaseException:
             self._close()
             raise
@@ -154,12 +169,14 @@ class TFTRegister:
         protection = self._protection
         if protection is None or protection.closed:
             return False
-        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
         if not clean or protection.leaving:
             if error is not None:
                 self._hold(error)
             return False
         try:
+            if self._common is not None and protection.stand.phase is Phase.UPDATING:
+                self._common.before_step_end()
             if protection.stand.phase in (Phase.UPDATED, Phase.SKIPPED):
                 self._end_step(self._recorder.position_under_way)
             protection.agent.left()
@@ -180,11 +197,12 @@ class TFTRegister:
         protection.raised(one_line(error), not own)
         self._close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
-            protection.depart(own)
+            protection.depart(own, exit_code_of(error))
 
     def _close(self) -> None:
         self._excepthook.uninstall()
-        self._optimizer.detach()
+        for wrapper in self._optimizers:
+            wrapper.detach()
         self._recorder.close()
         if self._protection is not None:
             self._protection.close()
@@ -238,7 +256,11 @@ class TFTRegister:
             _log.info("resumed after step %s from %s", point.global_step, point.path)
             for reason in point.reasons:
                 _log.warning("not exact, because %s", reason)
+            own_loop.look_at_first_forward(self._model, self._recorder.rng, point.global_step, self._is_own_loop)
         return point
+
+    def _is_own_loop(self) -> bool:
+        return self._steps is None
 
     # ------------------------------------------------------------------ the loop
 
@@ -259,7 +281,7 @@ class TFTRegister:
             loader,
             epochs,
             accumulate=accumulate,
-            events=_Events(self),
+            events=LoopEvents(self._recorder, self._end_step),
             resume=None if resumed is None else self._resume_at(resumed),
             data=self._config.data,
             show_progress=self._world.rank == 0,
@@ -279,7 +301,8 @@ class TFTRegister:
             step_regions=None if resumed is None else resumed.regions,
             needs_epoch_start=True,
         )
-        if self._protection is not None:
+        if self._protection is not None and self._common is not None:
+            self._common.compare("before the first step")
             self._protection.agent.begin_loop(steps.steps_per_epoch, epochs, self._global_step)
         yield from steps
 
@@ -314,19 +337,23 @@ class TFTRegister:
         """A loop of the user's own begins with its first optimizer step or step_end."""
         if not self._begun:
             self._begun = True
-            if self._protection is not None:
+            if self._protection is not None and self._common is not None:
+                self._common.compare("before the first step")
                 self._protection.agent.begin_loop(0, 0, self._global_step)
 
     def _end_step(self, position: Position) -> None:
         self._global_step += 1
-        if self._protection is None:
+        common = self._common
+        if self._protection is None or common is None:
             return
+        common.before_step_end()
 
         def commit(step: int) -> None:
             self._recorder.committed(step, position)
             self._buckets.step_ended(step)
 
         self._protection.agent.end_step(commit)
+        common.after_step_end(self._global_step)
 
     def _resume_at(self, resumed: Resumed) -> ResumeAt:
         def back_to(regions: Mapping[str, RegionCopy]) -> Callable[[], None] | None:
@@ -343,6 +370,10 @@ class TFTRegister:
             "ckpt_save_path": str(config.ckpt_save_path),
             "fallback_path": str(config.fallback_path),
             "data": config.data,
+            "gate": self._options.gate,
+            "verify_every": self._options.verify_every,
+            "local_copy": self._options.local_copy,
+            "optimizers": len(self._optimizers),
             "world_size": self._world.size if self._world is not None else 0,
         }
 
@@ -367,43 +398,3 @@ def _refuse_position(epoch: object, step: object) -> None:
     for name, value in (("epoch", epoch), ("step", step)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}")
-
-
-class _Hooks:
-    """Between `OptTFTWrapper` and the protection; see `StepHooks`."""
-
-    def __init__(self, protection: Protection, ensure_loop: Callable[[], None]) -> None:
-        self._ready = protection.agent.ready
-        self._begin_update = protection.begin_update
-        self._ensure_loop = ensure_loop
-        self.enter_update = protection.enter_update
-        self.leave_update = protection.leave_update
-        self.torn = protection.torn
-
-    def ready(self) -> None:
-        self._ensure_loop()
-        self._ready()
-
-    def begin_update(self) -> None:
-        self._ensure_loop()
-        self._begin_update()
-
-
-class _Events:
-    """Between `Steps` and the register; see `StepEvents`."""
-
-    def __init__(self, register: TFTRegister) -> None:
-        self._recorder = register._recorder
-        self._end = register._end_step
-
-    def epoch_start(self, epoch: int) -> None:
-        self._recorder.epoch_start(epoch)
-
-    def not_exact(self, reason: str) -> None:
-        self._recorder.not_exact((reason,))
-
-    def under_way(self, epoch: int, step: int) -> None:
-        self._recorder.under_way(Position(epoch, step))
-
-    def step_end(self, epoch: int, step: int) -> None:
-        self._end(Position(epoch, step))

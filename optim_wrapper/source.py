@@ -93,8 +93,8 @@ class TrainerSource:
         late: list[str] = []
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
-        elif stand == Stand(Phase.UPDATED, step):
-            # The update is done, the step's end was never reached (a collective between the two, say).
+        elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
+            # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
             extras, late = self._extras.after_update(None if snapshot is None else snapshot.extras)
         else:

@@ -14,6 +14,7 @@ import torch
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_name, dtype_named, overwrite, spec_of, tensor_over
 from lastwords.optim_wrapper.tensor_tree import Tree, put_together, tensor_nodes
@@ -144,7 +145,7 @@ class RestorePlan(Reading):
                 extra.append(name)
 
     def _check_optimizer(self, names: Names, different: dict[str, str]) -> None:
-        kind, saved_kind = type(self._view.optimizer).__name__, self._meta["optimizer"]
+        kind, saved_kind = optimizer_kind(self._view.optimizer), self._meta["optimizer"]
         if kind != saved_kind:
             different["optimizer"] = f"saved {saved_kind}, here {kind}"
             return

@@ -19,6 +19,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.part import UnitState
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.tensor_bytes import Source, dtype_name, refuse_unsupported, source_of, spec_of
 from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -217,7 +218,7 @@ class UnitView:
             add(item.name, item.tensor, item.path)
         meta = {
             "version": META_VERSION,
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": optimizer_kind(self.optimizer),
             "parameters": {name: dtype_name(p.dtype) for name, p in names.parameters.items()},
             "buffers": {name: dtype_name(b.dtype) for name, b in names.buffers.items()},
             "aliases": names.aliases,

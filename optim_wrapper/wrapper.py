@@ -8,14 +8,15 @@ The order inside an attached step:
 
 1. the wrapper's own step pre-hooks, then the inner optimizer's (torch's global ones first), so that whatever
    they do to the gradients is done;
-2. `ready()`: the gradients are final;
-3. the gate, where the job has one;
-4. `enter_update()`: may block, which parks the rank;
-5. the inner optimizer writes;
-6. `leave_update()`, or `torn(error)` if it raised while it wrote;
-7. the inner optimizer's step post-hooks, then the wrapper's own.
+2. `begin_update()`: the gradients are final; may pass a gate, may block, which parks the rank;
+3. the inner optimizer writes;
+4. `leave_update()`, or `torn(error)` if it raised while it wrote;
+5. the inner optimizer's step post-hooks, then the wrapper's own.
 
-With a closure 2 to 4 come after the closure's first backward pass, as only then the gradients are final. An
+A ZeroRedundancyOptimizer writes its shard with an optimizer of its own and then broadcasts: 2 to 4 lie around the
+writing alone, because a shard that is written is whole even if a broadcast fails after it.
+
+With a closure 2 comes after the closure's first backward pass, as only then the gradients are final. An
 optimizer that calls its closure again and again (LBFGS) does so while it writes: a rank that dies then tears
 the update of every other rank, and that step's checkpoint has to come from a rank that is not yet so far.
 An optimizer that writes before it calls its closure (SAM) is found out in its first step, which therefore
@@ -44,24 +45,14 @@ _wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[OptTFTWrapper]] = we
 class StepHooks(Protocol):
     """Who is told where a step stands. All are called on the thread that calls `step`."""
 
-    def ready(self) -> None:
-        """This rank's gradients are final."""
-
-    def enter_update(self) -> None:
-        """The optimizer is about to write. May block (the rank is parked), and may raise instead of returning."""
-
     def begin_update(self) -> None:
-        """`ready` and `enter_update` at once: called in their place where there is no gate between them."""
+        """The gradients are final and the optimizer is about to write. May block (the rank is parked), may raise."""
 
     def leave_update(self) -> None:
         """The optimizer has written everything."""
 
     def torn(self, error: BaseException) -> None:
         """The optimizer raised while it wrote; `error` goes on to the caller afterwards."""
-
-
-Gate = Callable[[], None]
-"""A collective that every rank enters when its gradients are final; called between ready and enter_update."""
 
 
 class OptTFTWrapper(Optimizer):
@@ -89,8 +80,8 @@ class OptTFTWrapper(Optimizer):
         self.__dict__.pop("_inner", None)
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
+        self._writer = _writer_of(inner)
         self._hooks: StepHooks | None = None
-        self._gate: Gate | None = None
         self._admit: Callable[[dict[str, Any]], None] | None = None
         self._entered = False
         self._left = False
@@ -105,15 +96,20 @@ class OptTFTWrapper(Optimizer):
         """The wrapped optimizer."""
         return self._inner
 
-    def attach(self, hooks: StepHooks, gate: Gate | None = None) -> None:
-        """Report every later step to `hooks`; `gate` is None for jobs whose ranks all hold one unit."""
+    @property
+    def writer(self) -> Optimizer:
+        """The optimizer that writes weights and state: the local one inside a ZeroRedundancyOptimizer, else `inner`."""
+        return self._writer
+
+    def attach(self, hooks: StepHooks) -> None:
+        """Report every later step to `hooks`."""
         if self._hooks is not None:
             raise ConfigError("this optimizer is attached to a TFTRegister already; leave that one first")
-        self._hooks, self._gate = hooks, gate
+        self._hooks = hooks
 
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""
-        self._hooks = self._gate = None
+        self._hooks = None
         self._admit = None
 
     def watch_groups(self, admit: Callable[[dict[str, Any]], None]) -> None:
@@ -130,7 +126,7 @@ class OptTFTWrapper(Optimizer):
             if closure is None and not args:
                 return self._inner.step(**kwargs)
             return self._inner.step(closure, *args, **kwargs)  # type: ignore[call-overload]
-        if closure is None and not args and not _has_step_hooks(self._inner):
+        if closure is None and not args and self._writer is self._inner and not _has_step_hooks(self._inner):
             return self._simple_step(self._hooks, kwargs)
         return self._reported_step(closure, args, kwargs)
 
@@ -158,7 +154,7 @@ class OptTFTWrapper(Optimizer):
 
     def _simple_step(self, hooks: StepHooks, kwargs: dict[str, Any]) -> Any:
         """What nearly every step is: no closure and no hooks, so nothing of ours has to go between the inner one's."""
-        self._enter(hooks)
+        hooks.begin_update()
         try:
             value = self._inner.step(**kwargs)
         except BaseException as error:
@@ -172,7 +168,7 @@ class OptTFTWrapper(Optimizer):
         assert hooks is not None
         inner: Any = self._inner
         self._entered = self._left = False
-        in_tables = self._hook_tables_work and _has_step_hooks(inner)
+        in_tables = self._hook_tables_work and (self._writer is not inner or _has_step_hooks(inner))
         if in_tables:
             self._put_into_tables(before=closure is None)
         try:
@@ -200,12 +196,7 @@ class OptTFTWrapper(Optimizer):
         return value
 
     def _enter(self, hooks: StepHooks) -> None:
-        if self._gate is None:
-            hooks.begin_update()
-        else:
-            hooks.ready()
-            self._gate()
-            hooks.enter_update()
+        hooks.begin_update()
         self._entered = True
 
     def _leave(self, hooks: StepHooks) -> None:
@@ -236,15 +227,15 @@ class OptTFTWrapper(Optimizer):
     # -------- our place between the inner optimizer's hooks and its writing
 
     def _put_into_tables(self, *, before: bool) -> None:
-        pre: Any = self._inner._optimizer_step_pre_hooks
-        post: Any = self._inner._optimizer_step_post_hooks
+        pre: Any = self._writer._optimizer_step_pre_hooks
+        post: Any = self._writer._optimizer_step_post_hooks
         if before:
             pre[_HOOK_KEY] = self._on_inner_pre_hook
         post[_HOOK_KEY] = self._on_inner_post_hook
         post.move_to_end(_HOOK_KEY, last=False)
 
     def _take_from_tables(self) -> None:
-        tables: Any = (self._inner._optimizer_step_pre_hooks, self._inner._optimizer_step_post_hooks)
+        tables: Any = (self._writer._optimizer_step_pre_hooks, self._writer._optimizer_step_post_hooks)
         for table in tables:
             table.pop(_HOOK_KEY, None)
 
@@ -384,6 +375,14 @@ def _refuse_second_wrapper(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"this {type(optimizer).__name__} is wrapped by another OptTFTWrapper already; wrap it once and use that"
         )
+
+
+def _writer_of(inner: Optimizer) -> Optimizer:
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(inner).__mro__):
+        local = getattr(inner, "optim", None)
+        if isinstance(local, Optimizer):
+            return local
+    return inner
 
 
 def _has_step_hooks(inner: Optimizer) -> bool:

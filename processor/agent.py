@@ -12,45 +12,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Protocol
 
 from lastwords import clock
-from lastwords.processor import events
+from lastwords.processor import departure as ways_out
+from lastwords.processor import events, interfaces
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import EXIT_SAVED, Departure, Verdict, verdict_of
+from lastwords.processor.departure import Departure, Verdict
+from lastwords.processor.interfaces import GateFailedError, GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaveJob, SaverSpec
 from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
 
 _log = logging.getLogger(__name__)
-
-STATUS_INTERVAL_S = 0.1
-"""Status is coalesced to ten reports a second: every step is seen, no step costs a round trip."""
-
-PARK_POLL_S = 0.5
-"""A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
-
-COME_BY_S = 0.5
-"""How long the training thread may take to come by after an incident before the process is ended without it. By then
-the checkpoint is published, so this costs nothing but time; a rank in a dead collective never comes."""
-
-COME_BY_UNSAVED_S = 3.0
-"""The same where nothing was saved: mostly errors that all ranks have at once, at the start or in resume(), and each
-should end with its own traceback rather than with the news of another one's."""
-
-
-class SessionLike(Protocol):
-    """What the agent needs of a session with the controller (`processor.session.Session`)."""
-
-    def send(self, report: Report) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-
-class PhaseWord(Protocol):
-    """Where the newest stand is written so that it survives `kill -9` (the black box)."""
-
-    def set_stand(self, phase: int, step: int) -> None: ...
 
 
 class Agent:
@@ -154,13 +128,38 @@ class Agent:
         if not entered:
             self._park(core.try_update)
 
+    def skip_update(self) -> None:
+        """There is no update in the step under way; its gate comes next."""
+        with self._condition:
+            self._core.mark_skipped()
+            self._settle_calls()
+
+    def pass_gate(self, gate: GateLike) -> None:
+        """After `ready` or `skip_update`: wait until the gate, which this rank has entered, is passed.
+
+        Looks at it now and then instead of blocking in it, so that an incident can have this thread: it parks
+        then. Returns also if this rank is told to proceed; then somebody else has passed, so all have entered.
+        """
+        core = self._core
+        while True:
+            while not (core.frozen or self._departure.decided):
+                try:
+                    if gate.passed():
+                        return
+                except GateFailedError as error:
+                    with self._condition:
+                        core.mark_gate_failed(str(error))
+                        self._settle_calls()
+                    self._park(lambda: core.may_proceed)
+                    return
+                time.sleep(interfaces.GATE_PAUSE_S)
+            self._park(lambda: core.may_proceed or not core.frozen)
+            if core.may_proceed:
+                return
+
     def enter_update(self) -> None:
         """The optimizer is about to write. Parks during an incident."""
-        with self._lock:
-            entered = self._core.try_update()
-            self._after_mark()
-        if not entered:
-            self._park(self._core.try_update)
+        self._park(self._core.try_update)
 
     def leave_update(self) -> None:
         """The optimizer has written everything."""
@@ -172,6 +171,12 @@ class Agent:
         """The update raised; this rank's weights are of no step."""
         with self._condition:
             self._core.mark_torn()
+            self._settle_calls()
+
+    def corrupt(self) -> None:
+        """The other holders' bytes say that this rank's weights are wrong."""
+        with self._condition:
+            self._core.mark_corrupt()
             self._settle_calls()
 
     def end_step(self, commit: Callable[[int], None]) -> None:
@@ -250,7 +255,7 @@ class Agent:
                 left_s = deadline_mono_s - clock.mono_s()
                 if left_s <= 0 or self._departure.decided:
                     break
-                self._condition.wait(min(left_s, PARK_POLL_S))
+                self._condition.wait(min(left_s, interfaces.PARK_POLL_S))
         if ready():
             return True
         self._leave_if_told()
@@ -303,7 +308,7 @@ class Agent:
     def _start_save(self, order: Save) -> None:
         self._save_job = SaveJob(
             order,
-            self._core.stand,
+            self._core.settled_stand,
             self._saver,
             progress=lambda o, n: self._handle(events.SaveProgressed(o.incident, o.attempt, n)),
             done=lambda o, n: self._handle(events.SaveFinished(o.incident, o.attempt, n)),
@@ -318,7 +323,7 @@ class Agent:
             self._departure.refuse(order.reason)
         else:
             rank = self._core.rank
-            verdict = verdict_of(rank, order) if order is not None else Verdict.controller_lost(rank, reason)
+            verdict = ways_out.verdict_of(rank, order) if order is not None else Verdict.controller_lost(rank, reason)
             self._departure.decide(verdict)
         self._condition.notify_all()
         if not self._in_our_hands and not isinstance(order, Refused):
@@ -331,8 +336,10 @@ class Agent:
         """
         with self._condition:
             verdict = self._departure.verdict
-            saved = verdict is not None and verdict.code == EXIT_SAVED
-            if self._condition.wait_for(lambda: self._in_our_hands > 0, COME_BY_S if saved else COME_BY_UNSAVED_S):
+            saved = verdict is not None and verdict.code == ways_out.EXIT_SAVED
+            if self._condition.wait_for(
+                lambda: self._in_our_hands > 0, ways_out.COME_BY_S if saved else ways_out.COME_BY_UNSAVED_S
+            ):
                 return
         self.close(timeout_s=1.0)
         self._departure.end_now()
@@ -354,7 +361,7 @@ class Agent:
                         self._settle_calls()
                         return True
                     self._settle_calls()
-                    self._condition.wait(PARK_POLL_S)
+                    self._condition.wait(interfaces.PARK_POLL_S)
             finally:
                 if not self._departure.decided:
                     self._in_our_hands -= 1
@@ -386,5 +393,9 @@ class Agent:
             with self._condition:
                 if not self._closed:
                     due_s = core.deadline_s
-                    wait_s = STATUS_INTERVAL_S if due_s is None else min(STATUS_INTERVAL_S, due_s - clock.mono_s())
+                    wait_s = (
+                        interfaces.STATUS_INTERVAL_S
+                        if due_s is None
+                        else min(interfaces.STATUS_INTERVAL_S, due_s - clock.mono_s())
+                    )
                     self._condition.wait(max(wait_s, 0.001))

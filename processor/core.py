@@ -13,10 +13,10 @@ or the freeze came first, and then the update does not begin. There is no third 
 API::
 
     core = ProcessorCore(rank, generation, start_step, options)
-    training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_skipped, try_end_step,
-                     mark_left, mark_raised       any thread: mark_signalled
+    training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_skipped, mark_gate_failed,
+                     try_end_step, mark_left, mark_raised       any thread: mark_signalled
     shell:           handle(event, now_s), take_effects(), has_effects, deadline_s
-    queries:         stand, phase, frozen, may_train, may_end_step, loop_open, welcomed, released, leaving
+    queries:         stand, phase, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed, released, leaving
 
 The calls of the training thread cost well under 2 µs and take no time argument: where one of them starts a timer,
 `deadline_s` is at once due, and the next `handle` (a Tick will do) starts it. `begin_loop` sets the step from which
@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from lastwords.processor.correspondence import Correspondence
 from lastwords.processor.events import (
     ERROR,
     WARNING,
@@ -48,8 +47,8 @@ from lastwords.processor.events import (
     Tick,
     Wake,
 )
-from lastwords.processor.participation import Outbox, Participation
-from lastwords.processor.phases import ENDED_PHASES, PARKED, TRANSITIONS, misuse, row
+from lastwords.processor.phases import PARKED, TRANSITIONS, misuse, row
+from lastwords.processor.rank_state import RankState
 from lastwords.vocabulary import (
     Exit,
     Freeze,
@@ -66,7 +65,6 @@ from lastwords.vocabulary import (
     Resume,
     Save,
     Signalled,
-    Stand,
     Welcome,
 )
 
@@ -80,93 +78,10 @@ _READY_ROW: Final = _ROWS["mark_ready"]
 _END_ROW: Final = _ROWS["try_end_step"]
 
 
-class ProcessorCore:
+class ProcessorCore(RankState):
     """State of one rank in the protocol; see the module's docstring. Not thread-safe: the shell has the lock."""
 
-    def __init__(
-        self, rank: int, generation: int, start_step: int = 0, options: ProcessorOptions | None = None
-    ) -> None:
-        self.rank = rank
-        self.generation = generation
-        self.options = options or ProcessorOptions()
-        self._phase = _COMPUTING
-        self._ended_step = start_step
-        self._outbox = Outbox()
-        self._part = Participation(rank, generation, self._outbox)
-        self._said = Correspondence(self._part, self._outbox, self.options)
-        self._welcomed = False
-        self._released = False
-        self._leaving = False
-        self._now_s = 0.0
-        self._grace_until_s: float | None = None
-
-    # ------------------------------------------------------------------ queries
-
-    @property
-    def phase(self) -> Phase:
-        """The phase alone."""
-        return self._phase
-
-    @property
-    def stand(self) -> Stand:
-        """Exactly where this rank stands."""
-        return Stand(self._phase, self.stand_step)
-
-    @property
-    def stand_step(self) -> int:
-        """The step of `stand`, without making one: for the calls of every step."""
-        return self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1
-
-    @property
-    def ended_step(self) -> int:
-        """Newest global step that this rank has ended."""
-        return self._ended_step
-
-    @property
-    def frozen(self) -> bool:
-        """True from Freeze to Resume: no update may begin. An Exit ends it with the process."""
-        return self._part.incident != 0
-
-    @property
-    def incident(self) -> int:
-        """The incident in which this rank is frozen, 0 if none."""
-        return self._part.incident
-
-    @property
-    def may_train(self) -> bool:
-        """True if the training thread may go on with its loop."""
-        return not (self._part.incident or self._leaving or self._said.left or self._said.raised)
-
-    @property
-    def may_end_step(self) -> bool:
-        """True if `try_end_step` would end the step now.
-
-        A rank that has settled in UPDATED stays there: its committed rank-local state must not move any more,
-        because another process may be reading it.
-        """
-        if self._leaving or self._released or _END_ROW[self._phase] is None:
-            return False
-        return not self._part.incident or (self._phase is _UPDATED and self._part.settled is None)
-
-    @property
-    def loop_open(self) -> bool:
-        """True once all ranks have agreed on the loop that `begin_loop` announced."""
-        return self._said.loop_open
-
-    @property
-    def welcomed(self) -> bool:
-        """True once the controller has said that all ranks are registered."""
-        return self._welcomed
-
-    @property
-    def released(self) -> bool:
-        """True once every rank has left the loop; this process may go on after it."""
-        return self._released
-
-    @property
-    def leaving(self) -> bool:
-        """True once this process has been told to end."""
-        return self._leaving
+    # ------------------------------------------------------------------ effects
 
     @property
     def has_effects(self) -> bool:
@@ -203,7 +118,7 @@ class ProcessorCore:
             raise misuse(self.rank, self.stand, "try_update")
         if self._leaving:
             return False
-        if self._part.incident:
+        if self._part.incident or self._said.raised is not None:  # raised: its gate has failed
             if self._part.proceed_step != self._ended_step + 1:
                 return False
             self._part.enter_update()
@@ -223,10 +138,25 @@ class ProcessorCore:
         self._move("mark_torn")
         self._after_move()
 
+    def mark_corrupt(self) -> None:
+        """These weights, and any copy of them, are not what they should be: nothing may be saved from here."""
+        self._has_copy = False
+        self._move("mark_corrupt")
+        self._after_move()
+
     def mark_skipped(self) -> None:
         """No update takes place in this step; its gate, if there is one, comes next."""
         self._move("mark_skipped")
         self._after_move()
+
+    def mark_gate_failed(self, text: str) -> None:
+        """The gate of this step can never be passed any more (a peer or the network is gone): park, as if frozen.
+
+        Reported like an exception out of a collective, but the training thread is still here: this rank stays in
+        READY, so that Proceed can have its gradients applied. No Resume follows.
+        """
+        self._move("mark_gate_failed")
+        self._report_raised(text, secondary=True)
 
     def try_end_step(self) -> bool:
         """End the step under way; in COMPUTING that is a step without an update.
@@ -259,6 +189,9 @@ class ProcessorCore:
     def mark_raised(self, text: str, secondary: bool) -> None:
         """An exception has left the loop; wait for the end of the incident that follows. The first one counts."""
         self._move("mark_raised")
+        self._report_raised(text, secondary)
+
+    def _report_raised(self, text: str, secondary: bool) -> None:
         if self._said.raised is None:
             self._said.raised = Raised(self.rank, self.generation, text, secondary, self.stand)
             self._outbox.send(self._said.raised)
@@ -278,8 +211,12 @@ class ProcessorCore:
 
     def _after_move(self) -> None:
         """If frozen, say where this rank stands now, unless its weights may still change or its step may still end."""
-        if self._part.incident and not self._leaving and self._phase is not _UPDATING and not self._grace_wanted():
-            self._part.settle(self.stand)
+        if not self._part.incident or self._leaving or self._grace_wanted():
+            return
+        if self._phase is _TORN and self._has_copy:
+            self._retreated = True
+        if self._phase is not _UPDATING or self._retreated:
+            self._part.settle(self.settled_stand)
 
     def _grace_wanted(self) -> bool:
         """True while a frozen rank in UPDATED may still reach its step's end; after an exception it will not."""
@@ -288,6 +225,16 @@ class ProcessorCore:
             and self._phase is _UPDATED
             and self._part.settled is None
             and self._said.raised is None
+            and not self._leaving
+        )
+
+    def _retreat_wanted(self) -> bool:
+        """True while a frozen rank sits in an update that may never end, and has a copy of the step before."""
+        return bool(
+            self._has_copy
+            and self._part.incident
+            and self._phase is _UPDATING
+            and not self._retreated
             and not self._leaving
         )
 
@@ -326,13 +273,15 @@ class ProcessorCore:
                 wakes, self._said.loop_open = not self._said.loop_open, self._said.loop is not None
             case Freeze():
                 if self._part.on_freeze(order, self.stand):
+                    self._retreated = False
                     self._after_move()
             case Proceed():
-                wakes = self._part.on_proceed(order, self.stand)
+                wakes = self._part.on_proceed(order, self.settled_stand)
             case Save():
-                self._part.on_save(order, self.stand)
+                self._part.on_save(order, self.settled_stand)
             case Resume():
                 wakes = self._part.on_resume(order, self.stand)
+                self._retreated = self._retreated and not wakes
             case Exit():
                 if self._part.concerns(order.incident):
                     self._leave(order, order.reason)
@@ -366,20 +315,20 @@ class ProcessorCore:
     @property
     def deadline_s(self) -> float | None:
         """When the next Tick is due; None if nothing is waited for."""
-        wanted = [self._grace_until_s, self._said.deadline_s(self._now_s)]
-        if self._grace_until_s is None and self._grace_wanted():
-            wanted.append(self._now_s)  # a call of the training thread has made it so: start the timer
+        wanted = (
+            self._step_end_grace.deadline_s(self._grace_wanted(), self._now_s),
+            self._update_grace.deadline_s(self._retreat_wanted(), self._now_s),
+            self._said.deadline_s(self._now_s),
+        )
         return min((at_s for at_s in wanted if at_s is not None), default=None)
 
     def _run_timers(self) -> None:
         now_s = self._now_s
-        if not self._grace_wanted():
-            self._grace_until_s = None
-        elif self._grace_until_s is None:
-            self._grace_until_s = now_s + self.options.step_end_grace_s
-        elif now_s >= self._grace_until_s:
-            self._grace_until_s = None
+        if self._step_end_grace.over(self._grace_wanted(), now_s):
             self._part.settle(self.stand)
+        if self._update_grace.over(self._retreat_wanted(), now_s):
+            self._retreated = True
+            self._part.settle(self.settled_stand)
         if self._said.controller_lost(now_s):
             self._on_controller_lost()
         self._said.run_timer(now_s)

@@ -31,6 +31,15 @@ UNWIND_S = 5.0
 """How long the user's `finally` blocks may take after an incident before the process ends regardless."""
 
 
+COME_BY_S = 0.5
+"""How long the training thread may take to come by after an incident before the process is ended without it. By then
+the checkpoint is published, so this costs nothing but time; a rank in a dead collective never comes."""
+
+COME_BY_UNSAVED_S = 3.0
+"""The same where nothing was saved: mostly errors that all ranks have at once, at the start or in resume(), and each
+should end with its own traceback rather than with the news of another one's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What this rank was told at the end of an incident."""

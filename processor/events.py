@@ -22,11 +22,15 @@ class ProcessorOptions:
 
     step_end_grace_s: how long a frozen rank in UPDATED may take to reach its step's end before it settles as it is
     (a logging collective there may never return). controller_lost_s: how long a rank that can do nothing but wait
-    for the controller goes without a session before it leaves on its own.
+    for the controller goes without a session before it leaves on its own. has_copy: this rank keeps a copy of its
+    state at the end of each step; a frozen rank that is UPDATING for longer than update_grace_s, or whose update has
+    torn, then stands by that copy.
     """
 
     step_end_grace_s: float = 0.5
     controller_lost_s: float = 30.0
+    has_copy: bool = False
+    update_grace_s: float = 1.0
 
 
 # --------------------------------------------------------------------------- events

@@ -22,8 +22,11 @@ TRANSITIONS: Final[Mapping[tuple[Phase, str], Phase]] = {
     (_READY, "try_update"): _UPDATING,
     (_UPDATING, "mark_updated"): _UPDATED,
     (_UPDATING, "mark_torn"): _TORN,
+    (_COMPUTING, "mark_corrupt"): _TORN,  # its replicas say that its weights are wrong
     (_COMPUTING, "mark_skipped"): _SKIPPED,
     (_READY, "mark_skipped"): _SKIPPED,  # the update itself found that there is nothing to do (found_inf)
+    (_READY, "mark_gate_failed"): _READY,  # the gradients can still be applied, if Proceed says so
+    (_SKIPPED, "mark_gate_failed"): _SKIPPED,
     (_UPDATED, "try_end_step"): _COMPUTING,
     (_SKIPPED, "try_end_step"): _COMPUTING,
     (_COMPUTING, "try_end_step"): _COMPUTING,  # a step without an update, by way of SKIPPED
@@ -56,6 +59,8 @@ _MISUSE: Final[Mapping[str, str]] = {
     "mark_updated": "an update was ended that had not begun",
     "mark_torn": "an update was torn that had not begun",
     "mark_skipped": "a step was marked as skipped in which an update took place",
+    "mark_corrupt": "weights were compared in the middle of a step",
+    "mark_gate_failed": "a gate failed outside of a step",
     "try_end_step": "step_end() was called in the middle of an update or without a step",
     "mark_left": "the loop was left in the middle of a step; end the step first",
 }

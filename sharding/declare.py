@@ -1,28 +1,238 @@
-"""Units that a user declares, for layouts that cannot be seen from the tensors."""
+"""Units that a user declares, for layouts that cannot be seen in the tensors themselves.
+
+Tensor parallelism by hand, pipeline stages, experts: the tensors are plain, so only the user knows which ranks hold
+copies of them. What is declared here is compared with what the ranks really hold when they agree on their units, and
+with the bytes when they are verified; nothing is believed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
+from lastwords.checkpoint.layout import check_unit_name
 from lastwords.errors import ConfigError
+from lastwords.vocabulary import UNIT_REPLICATED
+
+AXES = ("pp", "dp", "tp")
+_EVERYTHING = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Tensors that exactly the ranks `holders` hold, bit for bit the same.
 
-    tensors: patterns (fnmatch) over names of parameters and buffers. The first declared unit that a rank holds and
-    whose patterns match takes the tensor.
+    tensors: patterns (fnmatch, case matters) over the names of parameters and buffers. The first declared unit that a
+    rank holds and whose patterns match takes the tensor; what no declared unit takes finds its unit by itself.
     """
 
     name: str
     holders: tuple[int, ...]
-    tensors: tuple[str, ...] = ("*",)
+    tensors: tuple[str, ...] = (_EVERYTHING,)
+
+    def takes(self, tensor: str) -> bool:
+        """Whether one of the patterns matches the name.
+
+        >>> Unit("experts", (0, 2), ("*.expert.*", "gate")).takes("layers.0.expert.weight")
+        True
+        """
+        return any(fnmatchcase(tensor, pattern) for pattern in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank stands on the mesh."""
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+
+
+def units_from_mesh(
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    optimizer_shard_size: int = 1,
+    expert_parallel: int = 1,
+    order: str = "pp-dp-tp",
+    replicated: Sequence[str] = (),
+    experts: Sequence[str] = ("*expert*",),
+    world_size: int | None = None,
+) -> tuple[Unit, ...]:
+    """Units of a job whose ranks form a mesh of `pp` stages, `dp` replicas and `tp` tensor-parallel parts.
+
+    order: the axes from the slowest to the fastest, as for `init_device_mesh`; axes of size 1 may be left out.
+    Ranks along dp are copies of each other, with two exceptions:
+    optimizer_shard_size: the optimizer is sharded over as many *consecutive* members of dp; copies are then the ranks
+    with the same place in their blocks. expert_parallel: tensors that match `experts` are held by the ranks whose
+    index along dp is equal modulo this number; an optimizer shard then lies within those ranks, and if they are fewer
+    than optimizer_shard_size, all of them share one.
+    replicated: patterns of tensors that tensor parallelism leaves whole (LayerNorm, some biases): along tp they are
+    copies too. world_size: compared with the mesh, where it is known.
+
+    A unit of all ranks is called "replicated", others after their coordinates. Raises ConfigError.
+
+    >>> [(unit.name, unit.holders) for unit in units_from_mesh(dp=2, tp=4)]
+    [('tp0', (0, 4)), ('tp1', (1, 5)), ('tp2', (2, 6)), ('tp3', (3, 7))]
+    """
+    sizes = {"dp": dp, "tp": tp, "pp": pp}
+    numbers = {**sizes, "optimizer_shard_size": optimizer_shard_size, "expert_parallel": expert_parallel}
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"units_from_mesh: {name} is {value!r}; it has to be a whole number of at least 1")
+    _check_mesh(sizes, world_size)
+    for name in ("optimizer_shard_size", "expert_parallel"):
+        if dp % numbers[name]:
+            raise ConfigError(
+                f"units_from_mesh: {name}={numbers[name]} does not divide dp={dp}, so the dp ranks would not fall into "
+                f"equal groups; give a divisor of {dp}"
+            )
+    _check_patterns("units_from_mesh: replicated", replicated, may_be_empty=True)
+    _check_patterns("units_from_mesh: experts", experts, may_be_empty=expert_parallel == 1)
+    members = dp // expert_parallel
+    expert_shard_size = min(optimizer_shard_size, members)
+    if members % expert_shard_size:
+        raise ConfigError(
+            f"units_from_mesh: optimizer_shard_size={optimizer_shard_size} does not divide the {members} ranks along "
+            f"dp that hold the same experts (dp={dp}, expert_parallel={expert_parallel}); declare the experts' units "
+            "yourself: lastwords.Unit(name, holders, patterns)"
+        )
+    places = _places(sizes, _axes(order, sizes))
+    units: list[Unit] = []
+
+    def divide(patterns: Sequence[str], coordinates_of: Mapping[_Place, tuple[tuple[str, int], ...]]) -> None:
+        """One unit for each different set of coordinates; they also give its name."""
+        ranks: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for place, coordinates in coordinates_of.items():
+            ranks.setdefault(coordinates, []).append(place.rank)
+        for coordinates, holders in sorted(ranks.items()):
+            name = "-".join(f"{axis}{index}" if index >= 0 else axis for axis, index in coordinates)
+            units.append(Unit(name or UNIT_REPLICATED, tuple(sorted(holders)), tuple(patterns)))
+
+    # Experts come before what is replicated: a norm inside an expert is held by the expert's ranks, not by all.
+    if expert_parallel > 1:
+        split = {"pp": pp, "tp": tp, "expert": expert_parallel, "shard": expert_shard_size}
+        divide(
+            experts,
+            {
+                place: _named(
+                    split,
+                    pp=place.pp,
+                    tp=place.tp,
+                    expert=place.dp % expert_parallel,
+                    shard=place.dp // expert_parallel % expert_shard_size,
+                )
+                for place in places
+            },
+        )
+    split = {"pp": pp, "tp": tp, "shard": optimizer_shard_size}
+    if tp > 1 and replicated:
+        whole = {place: _named(split, pp=place.pp, shard=place.dp % optimizer_shard_size) for place in places}
+        # -1: a word without a number. Where nothing else is split, the unit is that of all ranks.
+        divide(replicated, {place: (*at, (UNIT_REPLICATED, -1)) if at else () for place, at in whole.items()})
+    divide(
+        (_EVERYTHING,),
+        {place: _named(split, pp=place.pp, tp=place.tp, shard=place.dp % optimizer_shard_size) for place in places},
+    )
+    return tuple(units)
 
 
 def check_units(units: Sequence[Unit], world_size: int) -> None:
-    """ConfigError for declarations that contradict themselves or the job."""
+    """ConfigError, naming the unit, for declarations that contradict themselves, each other or the job's size."""
+    by_name: dict[str, Unit] = {}
+    everything: dict[int, str] = {}
     for unit in units:
-        if not unit.holders or not all(0 <= rank < world_size for rank in unit.holders):
-            raise ConfigError(f"unit {unit.name!r} has the holders {unit.holders} in a job of {world_size} ranks")
+        if not isinstance(unit, Unit):
+            raise ConfigError(
+                f"units= holds {unit!r}, which is no lastwords.Unit; write Unit(name, holders, patterns), "
+                "or use units_from_mesh(...)"
+            )
+        check_unit_name(unit.name)
+        called = f"the declared unit {unit.name!r}"
+        if unit.name in by_name:
+            raise ConfigError(
+                f"two declared units are called {unit.name!r}, one of the ranks {_words(by_name[unit.name].holders)} "
+                f"and one of {_words(unit.holders)}; give each a name of its own"
+            )
+        by_name[unit.name] = unit
+        _check_holders(called, unit, world_size)
+        _check_patterns(f"{called}: tensors", unit.tensors)
+        for rank in unit.holders:
+            if rank in everything:
+                raise ConfigError(
+                    f"{called} can take nothing on rank {rank}: {everything[rank]!r} is declared before it, is held by "
+                    f"rank {rank} too, and its pattern {_EVERYTHING!r} takes everything there; declare {unit.name!r} "
+                    "first, or narrow the patterns"
+                )
+        if _EVERYTHING in unit.tensors:
+            everything.update(dict.fromkeys(unit.holders, unit.name))
+
+
+def _check_holders(called: str, unit: Unit, world_size: int) -> None:
+    holders = unit.holders
+    if isinstance(holders, str) or not isinstance(holders, Sequence) or not all(type(rank) is int for rank in holders):
+        raise ConfigError(f"{called}: holders is {holders!r}; it has to be a tuple of ranks, such as (0, 4)")
+    if not holders:
+        raise ConfigError(f"{called} has no holder; name the ranks that hold its tensors, or leave it out")
+    if len(set(holders)) != len(holders):
+        raise ConfigError(f"{called} names a rank twice among its holders {_words(holders)}")
+    outside = [rank for rank in holders if not 0 <= rank < world_size]
+    if outside:
+        raise ConfigError(
+            f"{called} is held by rank {outside[0]}, but this job has {world_size} ranks, 0 to {world_size - 1}; "
+            "correct its holders, or start as many ranks"
+        )
+    if unit.name == UNIT_REPLICATED and len(holders) != world_size:
+        raise ConfigError(
+            f"{called} is held by the ranks {_words(holders)} only; that name belongs to what all {world_size} ranks "
+            "hold: choose another one"
+        )
+
+
+def _check_patterns(called: str, patterns: object, *, may_be_empty: bool = False) -> None:
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise ConfigError(f'{called} is {patterns!r}; it has to be a tuple of patterns, such as ("*.norm.*",)')
+    if not patterns and not may_be_empty:
+        raise ConfigError(f'{called} has no pattern, so no tensor can belong to it; ("*",) takes all')
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(f"{called} has the pattern {pattern!r}, which matches no name")
+
+
+def _check_mesh(sizes: Mapping[str, int], world_size: int | None) -> None:
+    product = sizes["dp"] * sizes["tp"] * sizes["pp"]
+    if world_size is not None and product != world_size:
+        raise ConfigError(
+            f"units_from_mesh: dp={sizes['dp']} x tp={sizes['tp']} x pp={sizes['pp']} makes {product} ranks, but this "
+            f"job has {world_size}; every rank has to have one place on the mesh"
+        )
+
+
+def _axes(order: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """All three axes, from the slowest to the fastest."""
+    given = order.split("-") if isinstance(order, str) else []
+    left_out = [axis for axis in AXES if axis not in given]
+    if len(set(given)) != len(given) or not set(given) <= set(AXES) or any(sizes[axis] > 1 for axis in left_out):
+        raise ConfigError(
+            f"units_from_mesh: order is {order!r}; it has to name each axis with more than one rank once, from the "
+            "slowest to the fastest, such as 'pp-dp-tp'"
+        )
+    return (*left_out, *given)
+
+
+def _places(sizes: Mapping[str, int], axes: Sequence[str]) -> list[_Place]:
+    indices = itertools.product(*(range(sizes[axis]) for axis in axes))
+    return [_Place(rank=rank, **dict(zip(axes, index, strict=True))) for rank, index in enumerate(indices)]
+
+
+def _named(split: Mapping[str, int], **coordinates: int) -> tuple[tuple[str, int], ...]:
+    """Those coordinates along which there is more than one unit."""
+    return tuple((axis, index) for axis, index in coordinates.items() if split[axis] > 1)
+
+
+def _words(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -65,10 +65,10 @@ def test_every_make_target_that_a_page_names_exists() -> None:
 
 
 def test_every_command_that_the_readme_shows_exists() -> None:
-    shown = set(re.findall(r"^lastwords ([a-z]+)", README, flags=re.MULTILINE))
-    assert shown
-    for command in shown:
-        build_parser().parse_args([command, "somewhere", "--json"])
+    shown = set(re.findall(r"^lastwords ([a-z]+)( +PATH)?", README, flags=re.MULTILINE))
+    assert {command for command, _ in shown} == {"latest", "inspect", "verify", "status"}
+    for command, path in shown:
+        build_parser().parse_args([command, *(["somewhere"] if path else []), "--json"])
 
 
 def test_every_setting_that_the_readme_names_is_one_and_has_that_default() -> None:

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED_FOLDERS = ("src/lastwords", "controller", "processor", "optim_wrapper", "checkpoint", "liveness", "cli")
+SHIPPED_FOLDERS = (
+    "src/lastwords", "controller", "processor", "optim_wrapper", "sharding", "checkpoint", "liveness", "cli",
+)  # fmt: skip
 TEST_FOLDERS = ("tests",)
 LINES_MAX = 400
 
@@ -32,7 +34,7 @@ CORE_IMPORTS = frozenset(
 MAY_PRINT = ("cli/",)
 MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py", "controller/main.py")
 MAY_READ_A_CLOCK = ("src/lastwords/clock.py",)
-MAY_IMPORT_TORCH = ("optim_wrapper/",)
+MAY_IMPORT_TORCH = ("optim_wrapper/", "sharding/")
 BANNED_NAMES = {
     "common": "what the code is about",
     "data": "what the values are: digits, records, samples",

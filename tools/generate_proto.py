@@ -1,4 +1,4 @@
-"""Generates src/lastwords/_pb from proto/lastwords.proto with a pinned, old generator.
+"""Generates src/lastwords/_pb from the schemas in proto/ with a pinned, old generator.
 
 Generated code refuses a run time that is older than its generator, never one that is newer; so the generator is the
 oldest one that is supported, and sets the lower bounds of grpcio and protobuf in pyproject.toml. (1.62 would set
@@ -24,9 +24,9 @@ from pathlib import Path
 
 GENERATOR = ("grpcio-tools==1.66.2", "grpcio==1.66.2", "protobuf==5.27.5", "setuptools==75.8.0")
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = ROOT / "proto" / "lastwords.proto"
+SCHEMAS = ROOT / "proto"
 OUT = ROOT / "src" / "lastwords" / "_pb"
-PACKAGE_DOC = '"""Generated from proto/lastwords.proto by tools/generate_proto.py; do not edit."""\n'
+PACKAGE_DOC = '"""Generated from proto/ by tools/generate_proto.py; do not edit."""\n'
 
 
 def generator_python(cache: Path) -> Path:
@@ -44,19 +44,11 @@ def generator_python(cache: Path) -> Path:
 
 def generate(python: Path, out: Path) -> dict[str, str]:
     """Content by file name of the package `lastwords._pb`."""
-    subprocess.run(
-        [
-            str(python),
-            "-m",
-            "grpc_tools.protoc",
-            f"-I{SCHEMA.parent}",
-            f"--python_out={out}",
-            f"--pyi_out={out}",
-            f"--grpc_python_out={out}",
-            str(SCHEMA),
-        ],
-        check=True,
-    )
+    for schema in sorted(SCHEMAS.glob("*.proto")):
+        command = [str(python), "-m", "grpc_tools.protoc", f"-I{SCHEMAS}", f"--python_out={out}", f"--pyi_out={out}"]
+        if re.search(r"^service ", schema.read_text(), flags=re.MULTILINE):
+            command.append(f"--grpc_python_out={out}")
+        subprocess.run([*command, str(schema)], check=True)
     files = {"__init__.py": PACKAGE_DOC}
     for path in sorted(out.iterdir()):
         # protoc knows nothing of the package that its output is put into: make its imports absolute.
@@ -96,7 +88,7 @@ def main() -> int:
         return 0
     if arguments.check:
         sys.stdout.writelines(changed)
-        print("src/lastwords/_pb is not what proto/lastwords.proto gives; run `make proto`", file=sys.stderr)
+        print("src/lastwords/_pb is not what proto/ gives; run `make proto`", file=sys.stderr)
         return 1
     OUT.mkdir(exist_ok=True)
     for name, text in files.items():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         FormatError,
+        GroupInfoError,
         IncompleteError,
         LastWordsError,
         MismatchError,
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     )
     from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+    from lastwords.sharding.declare import Unit, units_from_mesh
+    from lastwords.sharding.group_info import get_ckpt_path_with_strategy, restore_group_info_list
 
 __version__ = "0.1.0"
 
@@ -29,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "FormatError",
+    "GroupInfoError",
     "IncompleteError",
     "LastWordsError",
     "MismatchError",
@@ -38,13 +42,21 @@ __all__ = [
     "StorageError",
     "TFTRegister",
     "UnavailableError",
+    "Unit",
     "__version__",
+    "get_ckpt_path_with_strategy",
+    "restore_group_info_list",
+    "units_from_mesh",
 ]
 
 _WHERE = {
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "TFTRegister": "lastwords.optim_wrapper.register",
     "ResumePoint": "lastwords.optim_wrapper.register",
+    "Unit": "lastwords.sharding.declare",
+    "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
+    "restore_group_info_list": "lastwords.sharding.group_info",
+    "units_from_mesh": "lastwords.sharding.declare",
 }
 
 

@@ -21,6 +21,10 @@ class NotAnOptimizerError(ConfigError, TypeError):
     """`OptTFTWrapper` was given something that is not a `torch.optim.Optimizer`."""
 
 
+class NotTextError(ConfigError, TypeError):
+    """A path was given as something else than a str."""
+
+
 class ProtocolError(LastWordsError):
     """A peer sent something that the protocol does not allow; it is refused and logged."""
 
@@ -35,6 +39,10 @@ class CheckpointError(LastWordsError):
 
 class FormatError(CheckpointError):
     """A file is damaged, of another step or model, or of a format newer than this code."""
+
+
+class GroupInfoError(FormatError, ValueError):
+    """A group_info file is missing, empty, damaged, or without the list of ranks that it is for."""
 
 
 class IncompleteError(CheckpointError):

@@ -12,6 +12,7 @@ import pytest
 
 from lastwords.checkpoint import load, publish
 from lastwords.checkpoint.system import REAL_OS
+from lastwords.cli import reasons
 from lastwords.cli.main import EXIT_CODES, ExitCode, exit_code_of, main
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError
 from tests.checkpoint.states import Job
@@ -122,6 +123,40 @@ def test_inspect_says_why_a_resume_is_not_exact(capsys: Capture, tmp_path: Path)
     path = publish.publish(tmp_path, directory, facts)
     assert "no, because rank 2: its local state" in run(capsys, "inspect", path)[1]
     assert run_json(capsys, "inspect", path)[1]["exact"] is False
+
+
+@pytest.fixture
+def many_reasons(tmp_path: Path) -> Path:
+    """Two ranks that lived, and 62 of two lost hosts."""
+    lost = {rank: f"host {rank // 32} was lost" for rank in range(2, 64)}
+    directory = JOB.write(tmp_path, 37)
+    return publish.publish(tmp_path, directory, replace(JOB.facts(37), world_size=64, lost_locals=lost))
+
+
+def test_inspect_says_once_what_many_ranks_say_alike(capsys: Capture, many_reasons: Path) -> None:
+    text = " ".join(run(capsys, "inspect", many_reasons)[1].split())
+    assert "no, because ranks 2-31: its local state" in text
+    assert "ranks 32-63: its local state" in text
+    assert text.count("was lost") == 2
+
+
+def test_inspect_shows_every_reason_when_asked_and_always_in_json(capsys: Capture, many_reasons: Path) -> None:
+    text = " ".join(run(capsys, "inspect", many_reasons, "--all")[1].split())
+    assert text.count("was lost") == 62
+    assert "rank 63: its local state" in text
+    assert len(run_json(capsys, "inspect", many_reasons)[1]["reasons"]) == 62
+
+
+def test_a_list_of_checkpoints_shows_one_reason_of_each(capsys: Capture, many_reasons: Path) -> None:
+    text = " ".join(run(capsys, "inspect", many_reasons.parent)[1].split())
+    assert text.count("was lost") <= 1
+    assert "more" in text
+
+
+def test_many_different_reasons_are_cut_and_say_so() -> None:
+    said = [f"rank {rank}: reason {rank}" for rank in range(10)]
+    assert reasons.shortened(said, everything=False) == [*said[:6], "and 4 more (--all shows them)"]
+    assert reasons.shortened(said, everything=True) == said
 
 
 def test_inspect_in_json_holds_the_whole_manifest(capsys: Capture, newest: Path) -> None:

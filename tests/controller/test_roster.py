@@ -73,3 +73,9 @@ def test_people_see_the_newest_stand_and_how_long_ago_it_came() -> None:
     unseen, seen, _ = roster.views(5.5)
     assert (unseen.process, unseen.stand, unseen.heard_s, unseen.connected) == (None, None, -1.0, False)
     assert (seen.stand, seen.heard_s, seen.connected, seen.dead) == (Stand(Phase.READY, 8), 1.5, True, False)
+
+
+def test_a_death_is_news_once_and_only_of_a_rank_that_ever_came() -> None:
+    roster, one = Roster(4), session()
+    roster.bind(one, hello(1), 1.0)
+    assert [roster.bury(1), roster.bury(1), roster.bury(2)] == [True, False, False]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.checkpoint import layout
+from lastwords.checkpoint import layout, stale
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint, verify
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
@@ -160,7 +160,7 @@ def test_a_hanging_directory_does_not_hold_up_the_other_one(
     answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck: queue.Queue[None] = queue.Queue()
-    monkeypatch.setattr(storage.publish, "discard", lambda path: stuck.get())
+    monkeypatch.setattr(storage.stale, "discard", lambda path: stuck.get())
     answers.jobs.discard(events.Discard(1, 1, STEP, 0))
     answers.write(0, 1, ("u",), (0, 1, 2), target=1)
     answers.jobs.verify(events.StartVerify(1, 1, STEP, 1, ALONE))
@@ -180,3 +180,23 @@ def test_lines_are_appended_and_a_full_disk_is_only_mentioned(
     answers.settle()
     assert (tmp_path / "logs" / "lines").read_text() == "one\ntwo\n"
     assert "/proc/nowhere" in caplog.text
+
+
+def test_a_new_controller_removes_what_dead_ones_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    (tmp_path / "fallback").mkdir()
+    dead = [layout.tmp_dir(root, STEP, 1, 1, 1) for root in (tmp_path, tmp_path / "fallback")]
+    living = layout.tmp_dir(tmp_path, STEP, 0, 1, 1)
+    for directory in (*dead, living):
+        (directory / "rank_0").mkdir(parents=True)
+    claim = stale.Claim.take(tmp_path, "slow", 0)
+    assert claim is not None
+    answers = Answers(tmp_path)
+    answers.jobs.clear_up()
+    answers.settle()
+    assert not any(directory.exists() for directory in dead)
+    assert living.exists()
+    assert layout.claim_path(tmp_path, "digits", 2).exists()
+    answers.jobs.release()
+    answers.settle()
+    assert not list(tmp_path.rglob(".lastwords-digits-*"))
+    claim.release()

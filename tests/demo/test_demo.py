@@ -12,15 +12,15 @@ import pytest
 
 from demo.launch import free_port
 
-DEMO = Path(__file__).resolve().parents[2] / "demo"
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--hidden", "64", "--epochs", "2")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 @pytest.mark.process
 def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path) -> None:
-    command = [sys.executable, str(DEMO / "run.py"), *SMALL, "--ranks", "3", "--out", str(tmp_path / "out")]
-    demo = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=ENVIRONMENT)
+    command = [sys.executable, "-m", "demo.run", *SMALL, "--ranks", "3", "--out", str(tmp_path / "out")]
+    demo = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=ENVIRONMENT, cwd=ROOT)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert demo.stdout.strip().splitlines()[-1] == "resumed run is bitwise identical to the uninterrupted run"
     for row in ("known after", "decided after", "published after", "bytes", "steps lost"):
@@ -34,7 +34,7 @@ def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path) -> No
 @pytest.mark.process
 def test_the_training_script_runs_in_processes_that_were_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--hidden", "32", "--epochs", "1", "--ckpt-path", str(tmp_path), "--ctrl-port", str(free_port())]
-    command = [sys.executable, str(DEMO / "train.py"), *arguments]
+    command = [sys.executable, "-m", "demo.train", *arguments]
     place = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
@@ -43,6 +43,7 @@ def test_the_training_script_runs_in_processes_that_were_started_by_hand(tmp_pat
             stderr=subprocess.STDOUT,
             text=True,
             env={**ENVIRONMENT, **place, "RANK": str(rank)},
+            cwd=ROOT,
         )
         for rank in range(3)
     ]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO_THAT_FAILS = """
 import subprocess, sys
 sys.path.insert(0, sys.argv[1])
-from launch import no_process_left_behind
+from demo.launch import no_process_left_behind
 GRANDCHILD = "import time; print(1, flush=True); time.sleep(600)"
 CHILD = (
     "import subprocess, sys\\n"
@@ -34,7 +34,7 @@ with no_process_left_behind():
 
 @pytest.mark.process
 def test_an_orphan_in_a_session_of_its_own_ends_with_the_demo() -> None:
-    command = [sys.executable, "-c", DEMO_THAT_FAILS, str(ROOT / "demo")]
+    command = [sys.executable, "-c", DEMO_THAT_FAILS, str(ROOT)]
     demo = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert demo.returncode == 3, demo.stderr
     orphan = int(demo.stdout)

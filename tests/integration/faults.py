@@ -13,6 +13,7 @@ Actions, carried out in order:
     await_frozen    wait until lastwords has frozen this rank
     sleep:0.5       do nothing for so many seconds, in the interpreter
     hang            do nothing until killed
+    hold            from now on this rank does not see that a gate is passed, whatever the others do
     stop:1.0        SIGSTOP for so many seconds
     term            SIGTERM to this process
     break           leave the loop
@@ -26,6 +27,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -74,6 +76,7 @@ class Faults:
         self.is_last_micro = True
         self.micro = 0
         self.leave = False
+        self.holds_gate = False
         self.frozen: Callable[[], bool] = lambda: False
         self.write_garbage: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
@@ -112,6 +115,8 @@ class Faults:
             timer.start()
         elif verb == "raise":
             raise RuntimeError(value) if value else InjectedError(f"injected on rank {self.rank} at step {self.step}")
+        elif verb == "exit":
+            sys.exit(int(value) if value.isdigit() else value)
         elif verb == "mark":
             self._mark_path(value).touch()
         elif verb == "await":
@@ -123,6 +128,8 @@ class Faults:
             wait_until(self.frozen, "the freeze")
         elif verb == "sleep":
             self._sleep(float(value))
+        elif verb == "hold":
+            self.holds_gate = True
         elif verb == "hang":
             self._sleep(AWAIT_S)
         elif verb == "stop":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -15,8 +16,17 @@ import torch.distributed as dist
 LIMIT_S = 240
 
 
-def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4) -> list[Any]:
-    """What `body(rank)` returns on each of `ranks` forked processes in one gloo group."""
+class Failure(str):
+    """The traceback of a rank that raised."""
+
+    __slots__ = ()
+
+
+def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4, *, together: bool = True) -> list[Any]:
+    """What `body(rank)` returns on each of `ranks` forked processes in one gloo group; None for one that is killed.
+
+    together: all of them live to the end, and leave the group together.
+    """
     context = multiprocessing.get_context("fork")
 
     def run(rank: int) -> None:
@@ -24,11 +34,14 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4) -> list
         try:
             dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=rank, world_size=ranks)
             answer = body(rank)
-            dist.barrier()
-            dist.destroy_process_group()
+            if together:
+                dist.barrier()
+                dist.destroy_process_group()
         except BaseException:
-            answer = traceback.format_exc()
+            answer = Failure(traceback.format_exc())
         (tmp_path / f"answer{rank}").write_bytes(pickle.dumps(answer))
+        if not together:
+            os._exit(0)  # the end of a group with a collective under way may never come
 
     processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for process in processes:
@@ -37,7 +50,9 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4) -> list
         process.join(LIMIT_S)
         if process.is_alive():
             process.kill()
-    answers = [pickle.loads((tmp_path / f"answer{rank}").read_bytes()) for rank in range(ranks)]
-    failed = [answer for answer in answers if isinstance(answer, str)]
+    files = [tmp_path / f"answer{rank}" for rank in range(ranks)]
+    answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+    assert not together or all(file.exists() for file in files), "a rank has ended without an answer"
+    failed = [answer for answer in answers if isinstance(answer, Failure)]
     assert not failed, failed[0]
     return answers

@@ -17,6 +17,8 @@ PHASES = (
     "backward",  # the later layers' gradients are final and their buckets under way
     "backward_last",  # every bucket is under way; DDP has not waited for any
     "before_step",
+    "gate_enter",  # in jobs with a gate: ready for the update, about to enter the gate
+    "gate",  # the gate has been entered, and not been looked at
     "update",  # inside the inner optimizer, which has written half
     "update_end",  # inside the inner optimizer, which has written everything
     "after_update",  # between optimizer.step() and whatever the loop does next
@@ -34,6 +36,8 @@ class Layout:
     """Everything that may change a bit of what is computed."""
 
     world_size: int = 4
+    parallel: str = ""  # a layout of demo/transformer/layouts.py; "": DDP with the models of network.py
+    parts: int = 2  # of a parallel layout: ranks that share what is cut into pieces
     model: str = "small"  # "small" < 1 MB, "medium" < 25 MB, "large" > 25 MB of parameters
     batch_norm: bool = True
     dropout: bool = True
@@ -47,7 +51,7 @@ class Layout:
     workers: int = 0
     persistent_workers: bool = False
     clip: bool = True
-    inf_steps: tuple[int, ...] | None = None  # None: no GradScaler
+    inf_steps: tuple[int, ...] | None = None  # None: no GradScaler; in parallel layouts the loop leaves the update out
     log_reduce: str = ""  # "before" or "after" scheduler.step()
     scheduler: bool = True
     static_graph: bool = False
@@ -55,6 +59,7 @@ class Layout:
     epochs: int = 2
     steps_per_epoch: int = 4
     seed: int = 1
+    dropout_seed: int = 0  # added to the seed of a replica's random numbers
 
     @property
     def steps(self) -> int:

@@ -1,12 +1,14 @@
 """A rank without torch: the real processor core and the real session, moved by the test instead of by training.
 
 In this process (`Puppet`), or as a process of its own that can be killed (`PuppetProcess`), which holds a robust
-mutex as trainers do and takes commands through its standard input.
+mutex as trainers do and takes commands through its standard input. It may say that it is of another host, where the
+controller does not see it die, and watch its neighbours as trainers do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -27,11 +29,13 @@ from lastwords.liveness import paths, process_id
 from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.processor import events as processor_events
 from lastwords.processor.core import ProcessorCore
+from lastwords.processor.ring import HostRing
 from lastwords.processor.session import Session
 from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Order, ProcessId, Refused, Resume, Save, Status
 
 WAIT_S = 20.0
 STEPS_PER_EPOCH = 100
+ORPHAN_S = 60
 
 
 class Puppet:
@@ -207,21 +211,40 @@ def main() -> None:
     job, generation, rank = spec["job"], spec["generation"], spec["rank"]
     paths.make_job_dir(job, generation)
     life = LifeLine.create(paths.life_path(job, generation, rank))
+    host, watching = spec.pop("host", process_id.host_id()), spec.pop("watching", False)
     ballast = bytearray(os.urandom(1 << 20)) * spec.pop("resident_mb", 1)
     spec["root"] = Path(spec["root"])
-    puppet = Puppet(process=process_id.this_process(secrets.token_hex(8)), **spec)
+    process = dataclasses.replace(process_id.this_process(secrets.token_hex(8)), host_id=host)
+    puppet = Puppet(process=process, **spec)
+    ring = HostRing(rank, job, generation, puppet.session.send)
+    if watching:
+        puppet.await_(lambda: puppet.core.welcomed, "to be welcomed")
+        ring.start()
     threading.Thread(target=_report_end, args=(puppet,), daemon=True).start()
     for line in sys.stdin:
         command = json.loads(line)
         if command["call"] == "release":
+            ring.stop()
             life.release()
             break
+        if command["call"] == "fork":
+            _say({"result": _fork()})
+            continue
         target = puppet if hasattr(puppet, command["call"]) else puppet.core
         name = command["call"]
         answer = getattr(target, name)(*command["arguments"]) if target is puppet else puppet.call(name)
         _say({"result": answer})
     puppet.close()
     del ballast
+
+
+def _fork() -> int:
+    """A child that outlives this process and holds all its sockets open, as a data-loader worker does."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(ORPHAN_S)
+        os._exit(0)
+    return child
 
 
 def _report_end(puppet: Puppet) -> None:

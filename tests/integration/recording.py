@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """xxh3 of a tensor's bytes, with type and shape."""
-    plain = tensor.detach().cpu().contiguous()
+    """xxh3 of a tensor's bytes, with type and shape; of a sharded one the part that this rank has."""
+    plain = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
     body = xxhash.xxh3_64_hexdigest(plain.view(-1).view(torch.uint8).numpy()) if plain.numel() else ""
     return f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}:{body}"
 
@@ -59,8 +60,10 @@ class Recording:
         """A digest of every parameter, buffer and piece of optimizer state, by name."""
         found = {f"model/{name}": digest(value) for name, value in self._net.named_parameters()}
         found |= {f"buffer/{name}": digest(value) for name, value in self._net.named_buffers()}
+        # ZeroRedundancyOptimizer keeps this rank's shard of the state in the optimizer that it has inside.
+        state = getattr(self._optimizer, "optim", self._optimizer).state
         for name, parameter in self._net.named_parameters():
-            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+            for key, value in sorted(state.get(parameter, {}).items()):
                 found[f"optim/{name}/{key}"] = digest(value) if isinstance(value, torch.Tensor) else repr(value)
         for number, group in enumerate(self._optimizer.param_groups):
             found[f"optim/group{number}/lr"] = float(group["lr"]).hex()

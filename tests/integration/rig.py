@@ -17,6 +17,7 @@ from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout, Plan
 
 MODULE = "tests.integration.training"
+PARALLEL_MODULE = "tests.integration.parallel_training"
 RUN_TIMEOUT_S = 90.0
 GONE_TIMEOUT_S = 20.0
 EXIT_SAVED = 75
@@ -158,7 +159,7 @@ class Rig:
         before = {path.stat().st_ino for path in saved.glob(f"{FINAL_PREFIX}*")}
         job = self.cluster.start(
             directory,
-            module=MODULE,
+            module=PARALLEL_MODULE if layout.parallel else MODULE,
             arguments=[str(directory / "plan.json")],
             world_size=layout.world_size,
             launcher=launcher,

@@ -10,6 +10,7 @@ hangs_while_writing:0     rank 0 makes no progress in the middle of its part
 disk_full, disk_full:0    every write of a checkpoint fails with ENOSPC (on rank 0)
 disk_full_at:NAME         likewise, but only for files below a directory of that name
 fsync_fails:0             every fsync on rank 0 fails with EIO
+another_host              every rank says that it is of a host on which the controller is not
 no_controller             rank ctrl_rank_id believes that it has started a controller
 """
 
@@ -62,6 +63,31 @@ def watch_slots(faults: Faults) -> None:
 
     BlackBox.begin = watched_begin  # type: ignore[method-assign]
     BlackBox.commit = watched_commit  # type: ignore[method-assign]
+
+
+def _another_host(_: str) -> None:
+    from lastwords.optim_wrapper import protection
+
+    original = protection.this_process
+    protection.this_process = lambda nonce: dataclasses.replace(original(nonce), host_id="another-host")
+
+
+def watch_gate(faults: Faults) -> None:
+    """Come by the phases "gate_enter" and "gate", and let the action "hold" keep this rank at its gate."""
+    from lastwords.optim_wrapper.gate import Gate
+
+    enter, passed = Gate.enter, Gate.passed
+
+    def watched_enter(self: Gate, step: int) -> None:
+        faults.at("gate_enter")
+        enter(self, step)
+        faults.at("gate")
+
+    def watched_passed(self: Gate) -> bool:
+        return False if faults.holds_gate else passed(self)
+
+    Gate.enter = watched_enter  # type: ignore[method-assign]
+    Gate.passed = watched_passed  # type: ignore[method-assign]
 
 
 def _no_controller(_: str) -> None:
@@ -156,6 +182,7 @@ def _fsync_fails(_: str) -> None:
 
 
 _SABOTAGE: dict[str, Callable[[str], None]] = {
+    "another_host": _another_host,
     "disk_full": _disk_full,
     "disk_full_at": _disk_full_at,
     "dies_while_writing": _dies_while_writing,

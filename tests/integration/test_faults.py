@@ -62,6 +62,16 @@ def test_an_exception_in_a_job_of_one_costs_nothing(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+@pytest.mark.parametrize(("value", "code"), [("3", 3), ("no such file", 1)])
+def test_a_rank_that_calls_sys_exit_keeps_its_exit_code_and_costs_nothing(rig: Rig, value: str, code: int) -> None:
+    launch = rig.launch(LAYOUT, faults=[Fault(1, 6, "forward", (f"exit:{value}",))])
+    step = died(rig, launch, OTHERS | {1: code}, {4, 5})
+    assert launch.manifest(launch.checkpoints[-1])["cause_ranks"] == [1]
+    assert len(launch.last_words(1)) == 1
+    assert ("no such file" in launch.job.output(1).splitlines()) is (code == 1)
+    rig.check_resume(launch, step)
+
+
 def test_an_exception_without_a_with_block_is_held_by_the_excepthook(rig: Rig) -> None:
     launch = rig.launch(LAYOUT, faults=[Fault(1, 6, "forward", ("raise",))], context=False)
     step = died(rig, launch, OTHERS | {1: 1}, {4, 5})

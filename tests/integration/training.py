@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
 from tests.integration import sabotage
 from tests.integration.faults import Faults, restart_count
@@ -52,11 +53,47 @@ class PhasedAdamW(torch.optim.AdamW):
 class Trainer:
     """Model, optimizer, loader and the body of the training loop of one rank."""
 
+    uses_scaler = True
+    net: Any
+    model: nn.Module
+    inner: torch.optim.Optimizer
+    loader: DataLoader[Batch]
+
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.layout, self.rank = plan, plan.layout, rank
         layout = plan.layout
         self.faults = faults = Faults(plan, rank)
+        self.replica = rank
         torch.manual_seed(layout.seed)
+        self.build()
+        faults.write_garbage = self._write_garbage
+        faults.flip = self._flip
+        self.optimizer: torch.optim.Optimizer = self.inner
+        if plan.mode == "tft":
+            import lastwords
+
+            self.optimizer = lastwords.OptTFTWrapper(self.inner)
+        self.extras: dict[str, Any] = {}
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        if layout.scheduler:
+            self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=layout.steps)
+            self.extras["scheduler"] = self.scheduler
+        self.scaler: torch.amp.GradScaler | None = None
+        if layout.inf_steps is not None and self.uses_scaler:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+            self.extras["scaler"] = self.scaler
+        self.recording = Recording(Path(plan.directory), rank, self.net, self.inner)
+        seed = 1000 * layout.seed + self.replica + layout.dropout_seed
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        self.epoch = 0
+        self.micro = 0
+        self.values: dict[str, str] = {}
+
+    def build(self) -> None:
+        """Network, model, optimizer and loader; `replica` seeds the random numbers."""
+        layout, faults = self.layout, self.faults
         self.net = Net(layout, faults)
         options: dict[str, Any] = {} if layout.broadcast_buffers else {"broadcast_buffers": False}
         if layout.static_graph:
@@ -72,46 +109,23 @@ class Trainer:
             {"params": decayed, "weight_decay": 0.1},
             {"params": others, "weight_decay": 0.0},
         ]
-        self.inner = PhasedAdamW(groups, lr=LEARNING_RATE)
-        self.inner.faults = faults
-        faults.write_garbage = self._write_garbage
-        faults.flip = self._flip
-        self.optimizer: torch.optim.Optimizer = self.inner
-        if plan.mode == "tft":
-            import lastwords
+        self.inner = optimizer = PhasedAdamW(groups, lr=LEARNING_RATE)
+        optimizer.faults = faults
+        self.loader = make_loader(layout, self.rank, self.on_epoch_start)
 
-            self.optimizer = lastwords.OptTFTWrapper(self.inner)
-        self.extras: dict[str, Any] = {}
-        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-        if layout.scheduler:
-            self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=layout.steps)
-            self.extras["scheduler"] = self.scheduler
-        self.scaler: torch.amp.GradScaler | None = None
-        if layout.inf_steps is not None:
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-            self.extras["scaler"] = self.scaler
-        self.recording = Recording(Path(plan.directory), rank, self.net, self.inner)
-        self.loader = make_loader(layout, rank, self._on_epoch_start)
-        seed = 1000 * layout.seed + rank
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        self.epoch = 0
-        self.micro = 0
-        self.values: dict[str, str] = {}
-
-    def _parameter(self) -> nn.Parameter:
-        return self.net.second.weight
+    def parameter(self) -> torch.Tensor:
+        """What garbage is written over."""
+        return torch.as_tensor(self.net.second.weight)
 
     def _write_garbage(self) -> None:
         with torch.no_grad():
-            self._parameter().add_(1.0)
+            self.parameter().add_(1.0)
 
     def _flip(self) -> None:
         with torch.no_grad():
-            self._parameter().neg_()
+            self.parameter().neg_()
 
-    def _on_epoch_start(self) -> None:
+    def on_epoch_start(self) -> None:
         self.faults.step = self.epoch * self.layout.steps_per_epoch + 1
         self.faults.is_last_micro = True
         self.faults.at("epoch_start")
@@ -138,12 +152,7 @@ class Trainer:
         faults.step, faults.micro, faults.is_last_micro = step, self.micro, is_last
         faults.at("body")
         self.values[f"batch{self.micro}"] = f"{digest(batch[0])} {digest(batch[1])}"
-        quiet = self.model.no_sync() if layout.no_sync and not is_last else contextlib.nullcontext()
-        with quiet:
-            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1]) / layout.accumulate
-            if layout.inf_steps is not None and step in layout.inf_steps:
-                loss = loss * float("inf")
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        loss = self.forward_backward(batch)
         self.values[f"loss{self.micro}"] = floats([loss.item()])
         self.micro = 0 if is_last else self.micro + 1
         if is_last:
@@ -153,19 +162,22 @@ class Trainer:
             faults.at("end")
         return not faults.leave
 
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
+        """The loss; the gradients are there when it returns."""
+        layout, faults = self.layout, self.faults
+        model: Any = self.model
+        quiet = model.no_sync() if layout.no_sync and not faults.is_last_micro else contextlib.nullcontext()
+        with quiet:
+            loss = nn.functional.cross_entropy(model(batch[0]), batch[1]) / layout.accumulate
+            if layout.inf_steps is not None and faults.step in layout.inf_steps:
+                loss = loss * float("inf")
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss
+
     def finish_step(self, loss: torch.Tensor) -> None:
         """Everything after the last backward of a step."""
         layout, faults = self.layout, self.faults
-        if layout.clip:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        faults.at("before_step")
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self.update()
         faults.at("after_update")
         if layout.log_reduce == "before":
             self.log_mean(loss)
@@ -175,6 +187,19 @@ class Trainer:
             self.log_mean(loss)
         faults.at("logged")
         self.optimizer.zero_grad()
+
+    def update(self) -> None:
+        """Clip, and let the optimizer write."""
+        if self.layout.clip:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.faults.at("before_step")
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
 
     def log_mean(self, loss: torch.Tensor) -> None:
         """The collective between update and step end that many loops have."""
@@ -192,7 +217,9 @@ class Trainer:
         import lastwords
 
         plan = self.plan
-        more: dict[str, Any] = {"fallback_path": plan.fallback} if plan.fallback else {}
+        more = self.more_settings()
+        if plan.fallback:
+            more["fallback_path"] = plan.fallback
         if plan.bad_extra:
             self.extras["odd"] = {"thing": object()}
         tft = lastwords.TFTRegister(
@@ -213,6 +240,10 @@ class Trainer:
             tft.start()
             self.run_registered(tft)
             tft.stop()
+
+    def more_settings(self) -> dict[str, Any]:
+        """What else TFTRegister is told."""
+        return {}
 
     def run_registered(self, tft: Any) -> None:
         """What stands inside `with tft:`."""
@@ -277,7 +308,7 @@ def take_output(directory: Path, rank: int) -> None:
         os.close(file)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], make: Callable[[Plan, int], Trainer] = Trainer) -> None:
     """Train as the plan says; the exit code is the interpreter's."""
     plan = Plan.load(Path(arguments[0])).of_rank(int(os.environ["RANK"]))
     rank = int(os.environ["RANK"])
@@ -287,7 +318,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     sabotage.apply(plan, rank)
-    trainer = Trainer(plan, rank)
+    trainer = make(plan, rank)
     if plan.mode == "plain":
         trainer.train_plain()
     else:

@@ -38,6 +38,10 @@ PRELOAD = (
     "torch",
     "torch._dynamo",  # torch.optim imports it at the first step; a second each time
     "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
     "torch.distributed.elastic.multiprocessing.errors",
     "torch.nn.parallel",
     "torch.optim.lr_scheduler",
@@ -54,6 +58,7 @@ PRELOAD_UNLESS_GRPC = (
     "lastwords.optim_wrapper.steps",
     "lastwords.optim_wrapper.wrapper",
     "tests.integration.training",
+    "tests.integration.parallel_training",
 )
 """Imported too as long as they bring no gRPC: gRPC and fork do not mix."""
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lastwords.liveness import leftovers, paths
+from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.optim_wrapper.config import Config
 from lastwords.optim_wrapper.protection import Protection
+from lastwords.optim_wrapper.startup import Agreement
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.departure import EXIT_SAVED, Verdict
 
@@ -47,3 +53,37 @@ def test_a_launchers_sigterm_cannot_cut_off_a_process_that_leaves_after_its_last
     protection._departure.decide(Verdict(EXIT_SAVED, "lastwords: rank 0: ...", is_cause=False))
     protection.close()
     assert protection._signals.uninstalled == 0
+
+
+@pytest.mark.parametrize(("others", "expected"), [((1, 2), 1), ((), 1)], ids=["lowest of three", "alone"])
+def test_the_lowest_rank_of_a_host_removes_what_dead_jobs_left_there(
+    protection: Any, host: str, others: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert removals(protection, host, (0, *others), monkeypatch) == expected
+
+
+def test_any_other_rank_leaves_it_to_that_one(protection: Any, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    protection._world.rank = 1
+    assert removals(protection, host, (0, 1), monkeypatch) == 0
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    """A job with a directory in shared memory."""
+    job = f"test-protection-{os.getpid()}"
+    paths.make_job_dir(job, 1)
+    yield job
+    paths.remove_job_dir(job, 1)
+
+
+def removals(protection: Any, job: str, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often leftovers are looked for when these ranks live on this host."""
+    calls: list[None] = []
+    monkeypatch.setattr(leftovers, "remove_dead_job_dirs", lambda: calls.append(None))
+    lives = [LifeLine.create(paths.life_path(job, 1, rank)) for rank in ranks]
+    protection._agent = SimpleNamespace(report=lambda report: None, close=lambda: None)
+    protection._look_after_host(Agreement(job, 1, "token", "prefix"))
+    protection.close()
+    for life in lives:
+        life.release()
+    return len(calls)

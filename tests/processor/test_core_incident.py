@@ -25,6 +25,7 @@ from lastwords.vocabulary import (
     Left,
     Phase,
     Proceed,
+    Raised,
     Refused,
     Release,
     Resume,
@@ -398,3 +399,27 @@ def test_the_grace_is_an_option() -> None:
     rank.freeze()
     assert reports(rank.wait(1.9)) == []
     assert len(reports(rank.wait(0.1))) == 1
+
+
+def test_a_rank_whose_gate_failed_can_still_be_told_to_proceed() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.core.mark_ready()
+    rank.core.mark_gate_failed("connection closed by peer")
+    raised = reports(rank.core.take_effects())
+    assert raised == [Raised(1, GENERATION, "connection closed by peer", True, Stand(Phase.READY, 8))]
+    assert not rank.core.try_update(), "the gate was never passed"
+    rank.freeze()
+    assert not rank.core.try_update()
+    rank.proceed(8)
+    assert rank.core.may_proceed
+    assert rank.core.try_update()
+
+
+def test_a_rank_whose_gate_failed_does_not_update_by_itself_even_if_nobody_freezes_it() -> None:
+    """Negative control: what an exception out of a collective does to a rank in READY cannot be made good."""
+    rank = RankDriver(ended_step=7)
+    rank.core.mark_ready()
+    rank.core.mark_raised("connection closed by peer", secondary=True)
+    rank.freeze()
+    rank.proceed(8)
+    assert not rank.core.may_proceed

@@ -21,6 +21,8 @@ METHODS: dict[str, Callable[[ProcessorCore], object]] = {
     "mark_updated": lambda core: core.mark_updated(),
     "mark_torn": lambda core: core.mark_torn(),
     "mark_skipped": lambda core: core.mark_skipped(),
+    "mark_corrupt": lambda core: core.mark_corrupt(),
+    "mark_gate_failed": lambda core: core.mark_gate_failed("connection closed by peer"),
     "try_end_step": lambda core: core.try_end_step(),
     "mark_left": lambda core: core.mark_left(),
     "mark_raised": lambda core: core.mark_raised("ValueError: x", secondary=False),

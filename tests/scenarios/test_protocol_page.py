@@ -33,6 +33,10 @@ WAITS = {
     "exit_timeout_s": ("for the last session to end", "the controller ends"),
     "step_end_grace_s": ("for the end of a step after a frozen update", "the rank settles in UPDATED"),
     "controller_lost_s": ("for a controller, of a rank that can do nothing else", "the rank leaves with the reason"),
+    "update_grace_s": (
+        "for the end of a frozen update, of a rank with a copy of the last step",
+        "the rank settles with its copy",
+    ),
 }
 
 

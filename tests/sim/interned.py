@@ -137,7 +137,7 @@ class InternedProcessor:
 
     __slots__ = ("effects", "state", "table")
 
-    QUERIES = ("deadline_s", "frozen", "leaving", "may_end_step", "stand", "released")
+    QUERIES = ("deadline_s", "frozen", "leaving", "may_end_step", "stand", "released", "may_train")
 
     def __init__(self, table: Table, state: int) -> None:
         self.table = table
@@ -157,6 +157,9 @@ class InternedProcessor:
 
     def mark_skipped(self) -> None:
         self._call("mark_skipped")
+
+    def mark_gate_failed(self, text: str) -> None:
+        self._call("mark_gate_failed", text)
 
     def try_update(self) -> bool:
         return bool(self._call("try_update"))
@@ -196,6 +199,10 @@ class InternedProcessor:
     @property
     def leaving(self) -> bool:
         return bool(self.table.answers[self.state][2])
+
+    @property
+    def may_train(self) -> bool:
+        return bool(self.table.answers[self.state][6])
 
     @property
     def may_end_step(self) -> bool:

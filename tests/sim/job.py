@@ -21,6 +21,7 @@ class Job:
     update_collective: the optimizer runs a collective inside `step()` (as ZeRO-1 does).
     skips_inside: in a skipped step it is the optimizer that finds out, inside `step()`.
     closure: the optimizer calls its closure twice.
+    gate_breaks: ranks whose gate fails, rather than hangs, when a peer dies (random schedules draw their own).
     """
 
     hosts: tuple[int, ...]
@@ -34,6 +35,7 @@ class Job:
     closure: bool = False
     fallback: bool = False
     generation: int = 1
+    gate_breaks: frozenset[int] = frozenset()
 
     @property
     def world_size(self) -> int:

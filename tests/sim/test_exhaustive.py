@@ -69,7 +69,6 @@ def test_a_broken_rule_is_found(name: str) -> None:
     with mutant.applied():
         found = explore(data_parallel(3, 2), 1)
     assert found.bad, f"nobody notices that {mutant.rule}"
-    assert found.bad[0][0].split(":")[0] in mutant.caught_by
 
 
 def test_an_interned_core_does_what_the_shipped_core_does() -> None:

@@ -90,6 +90,8 @@ class TimedWorld(World):
         self.plan = plan
         self.story = story
         self.dice = random.Random(plan.seed ^ 0x5EED)
+        gate_dice = random.Random(plan.seed ^ 0x6A7E)  # of its own, so that older seeds stay what they were
+        self.gate_breaks = frozenset(rank for rank in range(plan.job.world_size) if gate_dice.random() < 0.5)
         self.disk.unreadable = set(plan.unreadable)
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.sequence = 0

@@ -163,6 +163,7 @@ class World:
         self.trainers = [Trainer(rank, cores[rank], records[rank], start) for rank in range(job.world_size)]
         self.bound: dict[int, int] = {}  # rank -> the session that its orders go to
         self.incident = 0  # newest one that ranks were told of
+        self.gate_breaks = job.gate_breaks
         self.stage = ""  # of the incident, as the controller's effects show it
         self.verifying: to_controller.StartVerify | None = None
         self.publishing: to_controller.StartPublish | None = None
@@ -195,6 +196,8 @@ class World:
             return GO
         if all(other.gated >= trainer.gated for other in self.trainers):
             return GO
+        if trainer.rank in self.gate_breaks and any(o.record.life is not Life.ALIVE for o in self.trainers):
+            return ("break",)
         return WAIT
 
     def _collective(self, step: int, entered: str) -> tuple[str, ...]:
@@ -214,6 +217,9 @@ class World:
         trainer.waking = False
         if choice == "go":
             _MOVES[trainer.at](self, trainer)
+        elif choice == "break":
+            trainer.core.mark_gate_failed("connection closed by peer")
+            self._move_to(trainer, At.PARK_END if trainer.core.stand.phase is Phase.SKIPPED else At.PARK_UPDATE)
         elif choice == "stuck":
             self._move_to(trainer, At.STUCK_UPDATE if trainer.at is At.UPDATE else At.STUCK)
             if trainer.at is At.STUCK_UPDATE:
@@ -304,7 +310,7 @@ class World:
 
     def _back_to_gate(self, trainer: Trainer) -> bool:
         """A rank that parked instead of waiting at the gate has been resumed: the gate still has to be passed."""
-        if not self.job.has_gate or trainer.core.frozen or trainer.core.leaving:
+        if not self.job.has_gate or not trainer.core.may_train:
             return False
         self._move_to(trainer, At.GATE)
         return True

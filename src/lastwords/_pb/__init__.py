@@ -1,1 +1,1 @@
-"""Generated from proto/lastwords.proto by tools/generate_proto.py; do not edit."""
+"""Generated from proto/ by tools/generate_proto.py; do not edit."""

@@ -1,0 +1,90 @@
+"""What follows from who holds what: a gate or none, windows, and the table that the user sees at the start."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.sharding.describe import describe, warnings_of
+from lastwords.sharding.pieces import UnitTable
+
+_log = logging.getLogger(__name__)
+
+GateMode = Literal["auto", "existing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user may choose about a sharded job.
+
+    gate: "auto" makes a gate where one is needed; "existing" says that the loop has a collective of its own with the
+    gate's property (every rank enters it when its gradients are final, and no rank updates before all have).
+    verify_every: compare the replicas every so many steps, 0: only when the loop begins. local_copy: keep a copy of the
+    last step's state in host memory.
+    """
+
+    gate: GateMode = "auto"
+    verify_every: int = 0
+    local_copy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gate not in ("auto", "existing"):
+            raise ConfigError(f"gate must be 'auto' or 'existing', not {self.gate!r}")
+        if isinstance(self.verify_every, bool) or not isinstance(self.verify_every, int) or self.verify_every < 0:
+            raise ConfigError(
+                f"verify_every must be a number of steps, 0 for the start alone, not {self.verify_every!r}"
+            )
+        if not isinstance(self.local_copy, bool):
+            raise ConfigError(f"local_copy must be True or False, not {self.local_copy!r}")
+
+
+def wrappers_of(optimizer: OptTFTWrapper | Sequence[OptTFTWrapper]) -> tuple[OptTFTWrapper, ...]:
+    """The job's optimizers. ConfigError for anything that is no OptTFTWrapper, or twice the same one."""
+    wrappers = (optimizer,) if not isinstance(optimizer, list | tuple) else tuple(optimizer)
+    for wrapper in wrappers:
+        if not isinstance(wrapper, OptTFTWrapper):
+            raise ConfigError(
+                f"optimizer must be an OptTFTWrapper (or a list of them), not {type(wrapper).__name__}; "
+                "write optimizer = lastwords.OptTFTWrapper(optimizer) before it is used anywhere"
+            )
+    if not wrappers or len({id(wrapper) for wrapper in wrappers}) != len(wrappers):
+        raise ConfigError("optimizer must name each of the job's optimizers once")
+    return wrappers
+
+
+def needs_gate(table: UnitTable, options: Options) -> bool:
+    """Whether each step has to pass a gate of ours: some rank lacks something that another one has."""
+    return not table.pure and options.gate == "auto"
+
+
+def announce(table: UnitTable, world_size: int, options: Options, optimizers: int) -> None:
+    """The start-up table, for rank 0: on stderr where it says more than "all ranks hold everything", else logged."""
+    lines = []
+    if not table.pure:
+        lines.append(
+            "gate: one small collective before each update"
+            if options.gate == "auto"
+            else "gate: the loop's own (gate='existing')"
+        )
+    if optimizers > 1:
+        between = f"{optimizers} optimizers are one update: "
+        if options.local_copy:
+            lines.append(between + "a death between two of them goes back to the copy of the last step")
+        else:
+            lines.append(
+                between + "a collective between two of them is a window in which a death costs the step and maybe all; "
+                "local_copy=True closes it"
+            )
+    text = describe(table, world_size, lines)
+    if table.pure and optimizers == 1:
+        _log.info("%s", text)
+    else:
+        sys.stderr.write(f"lastwords: {text}\n")
+        sys.stderr.flush()
+    for warning in warnings_of(table):
+        _log.warning("%s", warning)

@@ -1,0 +1,67 @@
+"""Replicas are compared before one of them can ever be chosen: silent corruption, or copies that never were."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.rank_units import RankUnits
+from lastwords.sharding.verify import Difference, compare, digest_units, exchange_digests
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaCheck:
+    """Compares this rank's units with the other holders'; a collective. Training thread only.
+
+    group: a gloo group of all ranks.
+    """
+
+    def __init__(self, units: RankUnits, rank: int, group: Any) -> None:
+        self._units = units
+        self._rank = rank
+        self._group = group
+
+    def run(self, when: str) -> tuple[MismatchError | None, bool, list[str]]:
+        """The error to raise on every rank, whether this rank's own copy must not be saved, and reasons "not exact".
+
+        Buffers that differ are no error, since a loop may mean it so; they cannot be resumed exactly.
+        """
+        holders = self._units.table.units
+        views = [view for unit, view in self._units.views.items() if len(holders[unit]) > 1]
+        found = compare(exchange_digests(self._group, digest_units(views)))
+        harmless = [difference for difference in found if _is_buffer(difference)]
+        serious = [difference for difference in found if not _is_buffer(difference)]
+        reasons = [f"replicas are not alike: {difference}" for difference in harmless]
+        if not serious:
+            return None, False, reasons
+        own = any(self._rank in difference.suspects for difference in serious)
+        return MismatchError(_text(serious, when), different=_different(serious)), own, reasons
+
+
+def check_group(world_size: int, group: Any) -> Any:
+    """A gloo group of all ranks: `group` if there is one, else the default one, else a new one (a collective)."""
+    if group is not None or world_size == 1 or "gloo" in str(dist.get_backend()):
+        return group
+    return dist.new_group(backend="gloo")
+
+
+def _is_buffer(difference: Difference) -> bool:
+    name = parse_tensor_name(difference.tensor)
+    return isinstance(name, UnitTensorName) and name.kind == "buffer"
+
+
+def _text(found: Iterable[Difference], when: str) -> str:
+    return (
+        f"replicas differ {when}: {'; '.join(str(difference) for difference in found)}. If these are meant to be "
+        "different tensors (stages, parts, experts), declare that with units="
+    )
+
+
+def _different(found: Iterable[Difference]) -> dict[str, str]:
+    return {difference.tensor: str(difference) for difference in found}

@@ -1,0 +1,70 @@
+"""Where the optimizer and the loop come by in each step, and what is told to whom. Training thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lastwords.optim_wrapper.gate import GatedStep
+from lastwords.optim_wrapper.protection import Protection
+from lastwords.optim_wrapper.recorder import StepRecorder
+from lastwords.processor.saver import Position
+
+
+class UpdateHooks:
+    """Between `OptTFTWrapper` and the protection; see `StepHooks`."""
+
+    def __init__(
+        self,
+        protection: Protection,
+        ensure_loop: Callable[[], None],
+        fence: Callable[[], None] | None,
+        gated: GatedStep | None,
+    ) -> None:
+        self._protection = protection
+        self._begin_update = protection.begin_update
+        self._ensure_loop = ensure_loop
+        self._fence = fence
+        self._gated = gated
+        self.torn = protection.torn
+        # No layer more than needed: this is called in every step.
+        self.leave_update = protection.leave_update if fence is None else self._leave_behind_fence
+
+    def begin_update(self) -> None:
+        """The gradients are final. May park."""
+        self._ensure_loop()
+        if self._fence is not None:
+            self._fence()
+        if self._gated is None:
+            self._begin_update()
+        else:
+            self._gated.before_update()
+            self._protection.enter_update()
+
+    def _leave_behind_fence(self) -> None:
+        assert self._fence is not None
+        self._fence()
+        self._protection.leave_update()
+
+
+class LoopEvents:
+    """Between `Steps` and the register; see `StepEvents`."""
+
+    def __init__(self, recorder: StepRecorder, end_step: Callable[[Position], None]) -> None:
+        self._recorder = recorder
+        self._end = end_step
+
+    def epoch_start(self, epoch: int) -> None:
+        """Before the first batch of `epoch` is asked for."""
+        self._recorder.epoch_start(epoch)
+
+    def not_exact(self, reason: str) -> None:
+        """Why a resume cannot be exact."""
+        self._recorder.not_exact((reason,))
+
+    def under_way(self, epoch: int, step: int) -> None:
+        """This step has begun."""
+        self._recorder.under_way(Position(epoch, step))
+
+    def step_end(self, epoch: int, step: int) -> None:
+        """This step is over."""
+        self._end(Position(epoch, step))

@@ -1,0 +1,115 @@
+"""What one rank's core remembers, and what it can be asked. Pure; the calls and events are in `processor.core`."""
+
+from __future__ import annotations
+
+from lastwords.processor.correspondence import Correspondence
+from lastwords.processor.events import ProcessorOptions
+from lastwords.processor.grace import Grace
+from lastwords.processor.participation import Outbox, Participation
+from lastwords.processor.phases import ENDED_PHASES, row
+from lastwords.vocabulary import Phase, Stand
+
+_COMPUTING, _READY, _UPDATED = Phase.COMPUTING, Phase.READY, Phase.UPDATED
+_END_ROW = row("try_end_step")
+
+
+class RankState:
+    """State of one rank in the protocol, and the queries on it. Not thread-safe: the shell has the lock."""
+
+    def __init__(
+        self, rank: int, generation: int, start_step: int = 0, options: ProcessorOptions | None = None
+    ) -> None:
+        self.rank = rank
+        self.generation = generation
+        self.options = options or ProcessorOptions()
+        self._phase = _COMPUTING
+        self._ended_step = start_step
+        self._outbox = Outbox()
+        self._part = Participation(rank, generation, self._outbox)
+        self._said = Correspondence(self._part, self._outbox, self.options)
+        self._welcomed = False
+        self._released = False
+        self._leaving = False
+        self._now_s = 0.0
+        self._step_end_grace = Grace(self.options.step_end_grace_s)
+        self._update_grace = Grace(self.options.update_grace_s)
+        self._has_copy = self.options.has_copy
+        self._retreated = False  # in this incident this rank stands by its copy of the last step
+
+    # ------------------------------------------------------------------ queries
+
+    @property
+    def phase(self) -> Phase:
+        """The phase alone."""
+        return self._phase
+
+    @property
+    def stand(self) -> Stand:
+        """Exactly where this rank stands."""
+        return Stand(self._phase, self.stand_step)
+
+    @property
+    def settled_stand(self) -> Stand:
+        """What the controller is told: the stand, or that of the copy which this rank has gone back to."""
+        return Stand(_COMPUTING, self._ended_step) if self._retreated else self.stand
+
+    @property
+    def stand_step(self) -> int:
+        """The step of `stand`, without making one: for the calls of every step."""
+        return self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1
+
+    @property
+    def ended_step(self) -> int:
+        """Newest global step that this rank has ended."""
+        return self._ended_step
+
+    @property
+    def frozen(self) -> bool:
+        """True from Freeze to Resume: no update may begin. An Exit ends it with the process."""
+        return self._part.incident != 0
+
+    @property
+    def incident(self) -> int:
+        """The incident in which this rank is frozen, 0 if none."""
+        return self._part.incident
+
+    @property
+    def may_train(self) -> bool:
+        """True if the training thread may go on with its loop."""
+        return not (self._part.incident or self._leaving or self._said.left or self._said.raised)
+
+    @property
+    def may_end_step(self) -> bool:
+        """True if `try_end_step` would end the step now.
+
+        A rank that has settled in UPDATED stays there: its committed rank-local state must not move any more,
+        because another process may be reading it.
+        """
+        if self._leaving or self._released or _END_ROW[self._phase] is None:
+            return False
+        return not self._part.incident or (self._phase is _UPDATED and self._part.settled is None)
+
+    @property
+    def may_proceed(self) -> bool:
+        """True if `try_update` would answer True although this rank is frozen."""
+        return self._phase is _READY and not self._leaving and self._part.proceed_step == self._ended_step + 1
+
+    @property
+    def loop_open(self) -> bool:
+        """True once all ranks have agreed on the loop that `begin_loop` announced."""
+        return self._said.loop_open
+
+    @property
+    def welcomed(self) -> bool:
+        """True once the controller has said that all ranks are registered."""
+        return self._welcomed
+
+    @property
+    def released(self) -> bool:
+        """True once every rank has left the loop; this process may go on after it."""
+        return self._released
+
+    @property
+    def leaving(self) -> bool:
+        """True once this process has been told to end."""
+        return self._leaving

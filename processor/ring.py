@@ -1,0 +1,139 @@
+"""Ranks of one host that look after each other, so that a death is known at once on every host of a job.
+
+The controller watches the ranks of its own host by itself; of any other host it would only see a connection break,
+after the memory is freed and not at all while a forked child holds the socket open. So each rank watches the next
+two living ranks of its host, in a ring of rank numbers, through their life lines and pidfds, and reports a death as
+`PeerDied`. That is two watches a rank instead of all to all, every rank has two watchers, one of which may be busy
+or stopped, and as long as anybody lives the ring closes again: who loses a neighbour takes the next one, which is
+reported at once if it has died already. A rank that has given its life line back is passed over without a word.
+
+Who is on this host stands in the job's directory in shared memory. Each rank creates its life line before it says
+Hello, so once all are welcome all of them are there. Nothing here runs while nobody dies, except for one look at a
+word of memory each half second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lastwords.errors import LastWordsError
+from lastwords.liveness import paths, process_id
+from lastwords.liveness.robust_mutex import owner_of
+from lastwords.liveness.watch import HostWatch
+from lastwords.vocabulary import DeathSource, PeerDied, ProcessId
+
+_log = logging.getLogger(__name__)
+
+WATCHED_EACH = 2
+"""Ranks that each rank watches. With one, a watcher that is stopped, or holds the interpreter's lock for a second,
+would hide a death for that long; two make that a matter of two ranks next to each other."""
+
+_LIFE = re.compile(r"rank_(\d+)\.life")
+
+
+class HostRing:
+    """Reports deaths of this host's ranks to `report`, from threads of its own. `start` and `stop` by any thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        job: str,
+        generation: int,
+        report: Callable[[PeerDied], None],
+        *,
+        root: Path = paths.SHM_ROOT,
+        watched_each: int = WATCHED_EACH,
+    ) -> None:
+        self._rank = rank
+        self._job = job
+        self._generation = generation
+        self._report = report
+        self._root = root
+        self._watched_each = watched_each
+        self._lock = threading.Lock()
+        self._after: list[int] = []  # ranks of this host that were never watched yet, next ones first
+        self._watched: set[int] = set()
+        self.is_first = False
+        """Whether this is the lowest rank of its host; known after `start`."""
+        self._stopped = False
+        self._pid = os.getpid()
+        self._watch = HostWatch(self._on_death, on_release=self._on_release)
+
+    def start(self) -> None:
+        """Begin to watch; call it once all ranks are registered. A host that cannot be watched is only logged."""
+        ranks = ranks_here(self._job, self._generation, root=self._root)
+        self.is_first = ranks[:1] == [self._rank]
+        with self._lock:
+            self._after = in_ring_order(self._rank, ranks)
+            self._close_ring()
+
+    def stop(self) -> None:
+        """Stop watching; what ends from now on is nobody's business here. Harmless in a forked child."""
+        if os.getpid() != self._pid:
+            return  # the parent's threads are not here, but its pidfds and their poll are
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        self._watch.stop()
+
+    # ------------------------------------------------------------------ watchers' threads
+
+    def _on_death(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
+        self._report(PeerDied(self._rank, self._generation, rank, source))
+        self._take_next(rank)
+
+    def _on_release(self, rank: int) -> None:
+        self._take_next(rank)
+
+    def _take_next(self, gone: int) -> None:
+        with self._lock:
+            self._watched.discard(gone)
+            self._close_ring()
+
+    def _close_ring(self) -> None:
+        """With the lock: watch the next ranks, as long as there are any that were not looked at."""
+        while self._after and len(self._watched) < self._watched_each and not self._stopped:
+            rank = self._after.pop(0)
+            path = paths.life_path(self._job, self._generation, rank, root=self._root)
+            self._watched.add(rank)
+            try:
+                process = _process_of(path)
+                # A process that is not seen here lives in another container: its life line says what there is to say.
+                self._watch.add(rank, path, process, by_pid=process_id.is_alive(process))
+            except LastWordsError as error:
+                self._watched.discard(rank)
+                _log.info("rank %d does not watch rank %d: %s", self._rank, rank, error)
+            except Exception:  # the outermost frame of a watcher's thread; training must not notice
+                self._watched.discard(rank)
+                _log.exception("rank %d cannot watch rank %d", self._rank, rank)
+
+
+def in_ring_order(rank: int, ranks: list[int]) -> list[int]:
+    """The other ranks, from the next one after `rank` around to the one before it.
+
+    >>> in_ring_order(2, [0, 1, 2, 3])
+    [3, 0, 1]
+    """
+    return [other for other in sorted(ranks) if other > rank] + [other for other in sorted(ranks) if other < rank]
+
+
+def ranks_here(job: str, generation: int, *, root: Path = paths.SHM_ROOT) -> list[int]:
+    """Ranks with a life line on this host, sorted; none where nothing can be read."""
+    directory = paths.job_dir(job, generation, root=root)
+    try:
+        names = [entry.name for entry in directory.iterdir()]
+    except OSError as error:
+        _log.warning("nobody on this host is watched: cannot read %s: %s", directory, error)
+        return []
+    return sorted(int(found[1]) for name in names if (found := _LIFE.fullmatch(name)))
+
+
+def _process_of(path: Path) -> ProcessId:
+    owner = owner_of(path)
+    return ProcessId(process_id.host_id(), owner.pid, owner.start_ticks, nonce="")

@@ -1,0 +1,229 @@
+"""group_info.pb: a small file in which each rank says who holds the same as it does.
+
+`GROUP_INFO_FILE=group_info.pb` makes each rank write one at the start. They serve periodic checkpoints with one file
+for each rank: where a rank's file is lost, that of another rank of its group is as good. (A last-words checkpoint
+needs none of this, since its manifest says where each unit is.)
+
+Where a rank writes: `{rank}` in the value is replaced by its rank; a value that only this rank was given is taken as
+it is; and where ranks share one value, as they do under torchrun, rank 3 writes `group_info_rank_3.pb`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from lastwords._pb import group_info_pb2 as pb
+from lastwords.checkpoint.system import REAL_OS, make_directories, read_whole, storage_errors
+from lastwords.errors import ConfigError, GroupInfoError, NotTextError
+from lastwords.sharding.redundancy import group_of
+from lastwords.vocabulary import UNIT_REPLICATED
+
+VARIABLE = "GROUP_INFO_FILE"
+FORMAT = 1
+"""Newest format that this code reads, and the one it writes."""
+
+_BYTES_MAX = 1 << 28
+"""A holder takes up to 3 bytes: far more than any job needs."""
+_RANK_IN_PATH = re.compile(r"(?<![A-Za-z0-9])rank_([0-9]+)")
+
+
+class Units(Protocol):
+    """Units of the job with their holders, and the names of those that this rank holds. (`UnitTable` is one.)"""
+
+    @property
+    def units(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def mine(self) -> Mapping[str, Any]: ...
+
+
+class Board(Protocol):
+    """Words that every rank of the job can read, as `optim_wrapper.world.World` keeps them."""
+
+    rank: int
+    size: int
+
+    def publish(self, key: str, value: dict[str, Any]) -> None:
+        """Make `value` (JSON) readable by every rank under `key`."""
+
+    def read(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
+        """The value under `key`, waiting for it; UnavailableError naming `what` after `timeout_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """Content of a group_info file. group: ranks that hold all units of `rank`; units: those, with their holders."""
+
+    rank: int
+    world_size: int
+    group: tuple[int, ...]
+    units: Mapping[str, tuple[int, ...]]
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def value_is_shared(board: Board, prefix: str, environ: Mapping[str, str], timeout_s: float) -> bool:
+    """Whether another rank of the job would write to the very path that this rank was given.
+
+    To be called by all ranks or by none, also where the variable is not set. prefix: a place of its own on the board.
+    """
+    if board.size == 1:
+        return False
+    value = environ.get(VARIABLE, "")
+    own = str(_path(value, board.rank, shared=False).absolute()) if value else ""
+    board.publish(f"{prefix}/group_info/{board.rank}", {"path": own})
+    if board.rank == 0:
+        keys = [f"{prefix}/group_info/{rank}" for rank in range(board.size)]
+        words = [board.read(key, timeout_s, f"every rank's {VARIABLE}")["path"] for key in keys]
+        shared = [path for path, count in Counter(words).items() if path and count > 1]
+        board.publish(f"{prefix}/group_info", {"shared": shared})
+    return own in board.read(f"{prefix}/group_info", timeout_s, f"rank 0 to compare the ranks' {VARIABLE}")["shared"]
+
+
+def write_group_info(environ: Mapping[str, str], rank: int, table: Units, *, shared: bool = True) -> Path | None:
+    """Write this rank's file where GROUP_INFO_FILE says; the path written, or None where the variable is not set.
+
+    shared: other ranks were given the same value, see `value_is_shared`; a job of one rank shares it with nobody.
+    An older file is replaced in one rename. Raises ConfigError for a value that names no file, StorageError where the
+    file system refuses.
+    """
+    value = environ.get(VARIABLE, "")
+    if not value:
+        return None
+    world_size = len(table.units[UNIT_REPLICATED])
+    path = _path(value, rank, shared=shared and world_size > 1)
+    message = pb.GroupInfo(format=FORMAT, rank=rank, world_size=world_size)
+    message.group.extend(group_of(rank, table.units, table.mine))
+    for name in table.mine:
+        message.units.add(name=name, holders=sorted(table.units[name]))
+    make_directories(path.parent, REAL_OS)
+    # The rank is in the name, because ranks of several hosts may have the same process id.
+    temporary = path.with_name(f".{path.name}.tmp-{rank}-{os.getpid()}")
+    with storage_errors("writing", path):
+        try:
+            temporary.write_bytes(message.SerializeToString())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def _path(value: str, rank: int, *, shared: bool) -> Path:
+    """
+    >>> str(_path("out/{rank}/group_info.pb", 3, shared=True)), str(_path("group_info.pb", 3, shared=True))
+    ('out/3/group_info.pb', 'group_info_rank_3.pb')
+    """
+    path = Path(value.replace("{rank}", str(rank)))
+    if not path.name or value.endswith("/") or path.is_dir():
+        raise ConfigError(f"{VARIABLE} is {value!r}, a directory; give it the name of a file, such as group_info.pb")
+    if shared and "{rank}" not in value:
+        return path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
+    return path
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def read_group_info(path: Path) -> GroupInfo:
+    """Content of a group_info file. GroupInfoError if it is missing, empty, damaged, foreign or of a newer format."""
+    if not path.is_file():
+        raise GroupInfoError(
+            f"there is no group_info file {path}; the job writes it at its start if {VARIABLE} is set (where ranks "
+            "share one value, rank 3's file is called group_info_rank_3.pb)"
+        )
+    raw = read_whole(path, REAL_OS, bytes_max=_BYTES_MAX)
+    if not raw:
+        raise GroupInfoError(f"{path} is empty; start the job again with {VARIABLE} set, or use another rank's file")
+    message = pb.GroupInfo()
+    try:
+        message.ParseFromString(raw)
+    except DecodeError as error:
+        raise _damaged(path, "it is no group_info file") from error
+    if message.format > FORMAT:
+        raise GroupInfoError(
+            f"{path} was written by a newer lastwords, format {message.format}; this one reads up to {FORMAT}; upgrade"
+        )
+    if message.format == 0:
+        raise _damaged(path, "it is no group_info file")
+    if not message.group:
+        raise _damaged(path, "it has no list of ranks")
+    info = GroupInfo(
+        message.rank,
+        message.world_size,
+        tuple(message.group),
+        {unit.name: tuple(unit.holders) for unit in message.units},
+    )
+    problem = _contradiction(info, len(message.units))
+    if problem is not None:
+        raise _damaged(path, problem)
+    return info
+
+
+def _contradiction(info: GroupInfo, units: int) -> str | None:
+    for what, ranks in (("its group", info.group), *((f"unit {name!r}", ranks) for name, ranks in info.units.items())):
+        if list(ranks) != sorted(set(ranks)) or info.rank not in ranks:
+            return f"{what} is {list(ranks)}, not an ascending list with rank {info.rank} in it"
+        if ranks[-1] >= info.world_size:
+            return f"{what} speaks of rank {ranks[-1]} in a world of {info.world_size}"
+    if len(info.units) != units or info.group != group_of(info.rank, info.units, info.units):
+        return "its group does not follow from its units"
+    return None
+
+
+def _damaged(path: Path, what: str) -> GroupInfoError:
+    return GroupInfoError(
+        f"{path} is damaged: {what}; start the job again with {VARIABLE} set, or use the file of another rank"
+    )
+
+
+def restore_group_info_list(path: str) -> list[int]:
+    """Ranks whose checkpoint file can stand in for that of the rank which wrote this group_info file, itself included.
+
+    Raises TypeError (NotTextError) for a path that is no str; ValueError (GroupInfoError) for a file that is missing,
+    empty, damaged, or without the list.
+    """
+    _refuse_other_types("path", path)
+    return list(read_group_info(Path(path)).group)
+
+
+def get_ckpt_path_with_strategy(ckpt_path: str, strategy_path: str) -> str | None:
+    """`ckpt_path` if that file exists; else the first file that does of a rank of the same group; else None.
+
+    ckpt_path: a rank's own file; the last `rank_K` in it says of which rank, and wherever the same `rank_K` stands in
+    it, another rank's number is tried, lowest first. Without any, there is no other file to look for.
+    strategy_path: the rank's group_info file, which is read only if its own checkpoint file is gone.
+    Raises TypeError and ValueError as `restore_group_info_list` does; ValueError (ConfigError) if the group_info file
+    is of another group than the checkpoint's rank.
+    """
+    _refuse_other_types("ckpt_path", ckpt_path)
+    _refuse_other_types("strategy_path", strategy_path)
+    if os.path.isfile(ckpt_path):
+        return ckpt_path
+    group = restore_group_info_list(strategy_path)
+    found = _RANK_IN_PATH.findall(ckpt_path)
+    if not found:
+        return None
+    digits = found[-1]
+    if int(digits) not in group:
+        raise ConfigError(
+            f"{ckpt_path} is of rank {int(digits)}, but {strategy_path} is of the group {group}; no file of that group "
+            "can take its place: use the group_info file of the checkpoint's own rank"
+        )
+    for rank in group:
+        other = re.sub(rf"(?<![A-Za-z0-9])rank_{digits}(?![0-9])", f"rank_{rank}", ckpt_path)
+        if os.path.isfile(other):
+            return other
+    return None
+
+
+def _refuse_other_types(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise NotTextError(f"{name} is a {type(value).__name__}; it has to be a str, such as str(path)")

@@ -1,0 +1,124 @@
+"""Checked, not believed: holders of a unit compare checksums of everything in it.
+
+    found = exchange_digests(gloo_group, digest_units(views))
+    for difference in compare(found): log.error("%s", difference)
+
+Call it on every rank at the same point of the loop, from the thread that trains, while no update is under way. The
+exchange is a collective over the whole group: in a sound job 8 bytes for each unit and rank, and one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+import xxhash
+
+from lastwords.checkpoint import layout
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.errors import ConfigError
+from lastwords.sharding.differences import Difference, Digests, compare
+
+__all__ = ["Difference", "Digests", "compare", "digest_units", "exchange_digests"]
+
+AllGather = Callable[[Any], list[Any]]
+"""A collective: every rank gives one value and gets those of all, in the group's order."""
+
+
+class State(Protocol):
+    """What `UnitState` is: tensors with their bytes, or with a function that copies them when it is called."""
+
+    @property
+    def tensors(self) -> Sequence[tuple[TensorSpec, Any]]: ...
+
+
+class View(Protocol):
+    """What `UnitView` is: one unit of this rank."""
+
+    @property
+    def unit(self) -> str: ...
+    def state(self) -> State: ...
+
+
+def digest_units(views: Iterable[View]) -> dict[str, dict[str, int]]:
+    """xxh3_64 of the bytes of every tensor of these units: parameters, optimizer state, buffers.
+
+    Of a DTensor this rank's share. A tensor that lies in C order in the CPU's memory is hashed where it lies; others
+    are copied one after the other. Leave out units with one holder: there is nothing to compare them with.
+    The tensors of a parameter stand together, in the model's order, so that the first that differs is the first in
+    the model.
+    """
+    digests: dict[str, dict[str, int]] = {}
+    for view in views:
+        raw: dict[str, int] = {}
+        for spec, source in view.state().tensors:
+            content = source() if callable(source) else source
+            # The form goes in too: an empty tensor, or the same bytes of another type, is another tensor.
+            hashed = xxhash.xxh3_64(f"{spec.dtype}{spec.shape}".encode())
+            hashed.update(content)
+            raw[spec.name] = hashed.intdigest()
+        digests.setdefault(view.unit, {}).update(_in_model_order(raw))
+    return digests
+
+
+def _in_model_order(raw: Mapping[str, int]) -> dict[str, int]:
+    """Parameters in the order in which they come, each followed by its optimizer state; then the rest."""
+    parts = {name: layout.parse_tensor_name(name) for name in raw}
+    places: dict[str, int] = {}
+    for part in parts.values():
+        if isinstance(part, layout.UnitTensorName) and part.kind == "model":
+            places.setdefault(part.fqn, len(places))
+
+    def place(name: str) -> tuple[int, bool]:
+        part = parts[name]
+        if isinstance(part, layout.UnitTensorName) and part.kind in ("model", "optim") and part.fqn in places:
+            return places[part.fqn], part.kind == "optim"
+        return len(places), False
+
+    return {name: raw[name] for name in sorted(raw, key=place)}  # sorted() keeps the order of what is equal
+
+
+def exchange_digests(group: dist.ProcessGroup | None, mine: Digests) -> dict[int, Digests]:
+    """Digests of the units in which any two ranks differ, by global rank; empty if none do. For `compare`.
+
+    group: a gloo group with every rank of the job, None for the default one. A collective: if a rank has died it
+    raises what torch raises, as any other collective of the loop would.
+    """
+    if group is None and not dist.is_initialized():
+        return {}  # a job of one
+    if "gloo" not in str(dist.get_backend(group)):
+        raise ConfigError(
+            f"digests are exchanged over gloo, and this group's backend is {dist.get_backend(group)}; make one with "
+            "torch.distributed.new_group(backend='gloo')"
+        )
+
+    def all_gather(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    return exchange(all_gather, dist.get_rank(), mine)
+
+
+def exchange(all_gather: AllGather, rank: int, mine: Digests) -> dict[int, Digests]:
+    """`exchange_digests` over any collective. First one digest for each unit, then details of those that differ."""
+    short: list[tuple[int, dict[str, int]]] = all_gather((rank, {unit: _digest(mine[unit]) for unit in mine}))
+    seen: dict[str, set[int]] = {}
+    for _, units in short:
+        for unit, digest in units.items():
+            seen.setdefault(unit, set()).add(digest)
+    # Every rank has the same words before it, so all come to the same list, and all or none enter the second round.
+    differing = {unit for unit, found in seen.items() if len(found) > 1}
+    if not differing:
+        return {}
+    details: list[tuple[int, Digests]] = all_gather((rank, {unit: mine[unit] for unit in mine if unit in differing}))
+    return {other: found for other, found in sorted(details, key=lambda item: item[0]) if found}
+
+
+def _digest(tensors: Mapping[str, int]) -> int:
+    """One digest of a unit, whatever the order of its tensors."""
+    hashed = xxhash.xxh3_64()
+    for name in sorted(tensors):
+        hashed.update(f"{name}\0{tensors[name]:016x}\n".encode())
+    return hashed.intdigest()

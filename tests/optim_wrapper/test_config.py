@@ -1,0 +1,97 @@
+"""Arguments of a wrong type or value are refused by the constructor, with their name and what to pass instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lastwords import OptTFTWrapper, TFTRegister
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper import config
+from lastwords.optim_wrapper.config import Config
+
+GOOD: dict[str, Any] = {"ctrl_rank_id": 0, "ctrl_ip": "127.0.0.1", "ctrl_port": 30051, "ckpt_save_path": "./ckpt"}
+
+
+def register(**changes: Any) -> TFTRegister:
+    model = torch.nn.Linear(2, 2)
+    optimizer = OptTFTWrapper(torch.optim.SGD(model.parameters(), 0.1))
+    return TFTRegister(**{**GOOD, "model": model, "optimizer": optimizer, **changes})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "remedy"),
+    [
+        ("ctrl_rank_id", "0", "an int from 0"),
+        ("ctrl_rank_id", -1, "an int from 0"),
+        ("ctrl_rank_id", True, "an int from 0"),
+        ("ctrl_ip", "not an ip!", r"such as '10\.0\.0\.7'"),
+        ("ctrl_ip", "", r"such as '10\.0\.0\.7'"),
+        ("ctrl_ip", "127.0.0.1:30051", "without a port"),
+        ("ctrl_ip", "10.0.0", r"such as '10\.0\.0\.7'"),
+        ("ctrl_ip", 3, r"such as '10\.0\.0\.7'"),
+        ("ctrl_ip", None, r"such as '10\.0\.0\.7'"),
+        ("ctrl_ip", "0.0.0.0", "the one address"),
+        ("ctrl_port", "30051", "an int from 1 to 65535 such as 30051, not '30051'"),
+        ("ctrl_port", 0, "an int from 1 to 65535"),
+        ("ctrl_port", 30051.0, "an int from 1 to 65535"),
+        ("ckpt_save_path", 3, "a str or pathlib.Path"),
+        ("ckpt_save_path", "", "a str or pathlib.Path"),
+        ("ckpt_save_path", None, "a str or pathlib.Path"),
+        ("ckpt_save_path", b"/ckpt", "a str or pathlib.Path"),
+        ("ckpt_save_path", "a\0b", "a str or pathlib.Path"),
+        ("fallback_path", 3, "a str or pathlib.Path"),
+        ("fallback_path", "", "a str or pathlib.Path"),
+        ("fallback_path", "./ckpt", "on another file system, or leave it out"),
+        ("fallback_path", Path.cwd() / "x" / ".." / "ckpt", "on another file system, or leave it out"),
+        ("data", "jump", "'refetch' or 'skip'"),
+        ("extras", [1], r"extras=\{'scheduler': scheduler\}"),
+        ("extras", [], r"extras=\{'scheduler': scheduler\}"),
+        ("extras", 0, r"extras=\{'scheduler': scheduler\}"),
+        ("local_extras", 3, r"local_extras=\{'scheduler': scheduler\}"),
+        ("extras", {"scheduler": 3}, r"state_dict\(\) and"),
+        ("local_extras", {3: {}}, "non-empty string"),
+        ("model", 3, "torch.nn.Module that the loop calls"),
+        ("optimizer", 3, r"lastwords\.OptTFTWrapper\(optimizer\)"),
+    ],
+    ids=repr,
+)
+def test_a_wrong_argument_is_named_with_what_to_pass(argument: str, value: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        register(**{argument: value})
+    assert argument in str(caught.value)
+
+
+@pytest.mark.parametrize("ip", ["10.0.0.7", "::1", "fe80::1%eth0", "node-3", "node_3.cluster.example", "localhost"])
+def test_every_way_to_write_an_address_is_taken(ip: str) -> None:
+    assert Config.from_env(**{**GOOD, "ctrl_ip": ip}, environ={}).ctrl_ip == ip
+
+
+@pytest.mark.parametrize("path", ["ckpt", "./ckpt/", Path("ckpt"), Path.cwd() / "ckpt"])
+def test_a_relative_directory_stays_the_same_where_the_process_goes(path: Any) -> None:
+    assert Config.from_env(**{**GOOD, "ckpt_save_path": path}, environ={}).ckpt_save_path == Path.cwd() / "ckpt"
+
+
+def test_a_second_directory_and_nothing_else_are_fine() -> None:
+    register(fallback_path="./ckpt2", extras=None, local_extras={})
+
+
+def test_the_constructor_touches_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    register(fallback_path="elsewhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan", ""])
+def test_a_duration_that_is_none_is_refused_by_the_name_of_its_variable(text: str) -> None:
+    with pytest.raises(ConfigError, match="LASTWORDS_SETTLE_TIMEOUT_S="):
+        Config.from_env(**GOOD, environ={"LASTWORDS_SETTLE_TIMEOUT_S": text})
+
+
+def test_the_examples_hold() -> None:
+    import doctest
+
+    assert doctest.testmod(config).failed == 0

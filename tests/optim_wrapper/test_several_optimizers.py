@@ -1,0 +1,117 @@
+"""Several optimizers: one update a step, one state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
+from lastwords.optim_wrapper.several_optimizers import SeveralOptimizers
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+
+
+class Around:
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def begin_update(self) -> None:
+        self.words.append("begin")
+
+    def leave_update(self) -> None:
+        self.words.append("leave")
+
+    def torn(self, error: BaseException) -> None:
+        self.words.append("torn")
+
+
+def _pair() -> tuple[nn.Linear, nn.Linear, OptTFTWrapper, OptTFTWrapper]:
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    for module in (first, second):
+        module(torch.ones(2, 3)).sum().backward()
+    return (
+        first,
+        second,
+        OptTFTWrapper(torch.optim.AdamW(first.parameters(), lr=0.1)),
+        OptTFTWrapper(torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)),
+    )
+
+
+def test_an_update_lasts_from_the_first_optimizer_to_the_last() -> None:
+    around = Around()
+    several = SeveralOptimizers(around)
+    _, _, one, two = _pair()
+    for wrapper in (one, two):
+        wrapper.attach(several)
+    for _ in range(2):  # it is being learnt how many calls a step has: the update lasts until the step's end
+        one.step()
+        two.step()
+        assert around.words == ["begin"]
+        several.end_step()
+        assert around.words == ["begin", "leave"]
+        around.words.clear()
+    one.step()
+    assert around.words == ["begin"]
+    two.step()
+    assert around.words == ["begin", "leave"]
+    several.end_step()
+    assert around.words == ["begin", "leave"]
+
+
+def test_a_step_in_which_one_optimizer_is_left_out_ends_its_update_with_the_step() -> None:
+    around = Around()
+    several = SeveralOptimizers(around)
+    _, _, one, two = _pair()
+    for wrapper in (one, two):
+        wrapper.attach(several)
+    for _ in range(3):
+        one.step()
+        two.step()
+        several.end_step()
+    around.words.clear()
+    one.step()
+    several.end_step()
+    assert around.words == ["begin", "leave"]
+
+
+def test_an_optimizer_that_raises_tears_the_update_of_all() -> None:
+    around = Around()
+    several = SeveralOptimizers(around)
+    _, _, one, two = _pair()
+    for wrapper in (one, two):
+        wrapper.attach(several)
+    one.step()
+    two.param_groups[0]["lr"] = "no number"
+    with pytest.raises(TypeError):
+        two.step()
+    assert around.words == ["begin", "torn"]
+
+
+def test_the_joined_state_is_that_of_the_parts() -> None:
+    first, second, one, two = _pair()
+    one.step()
+    two.step()
+    joined = JoinedOptimizer([one.inner, two.inner])
+    assert [len(group["params"]) for group in joined.param_groups] == [2, 2]
+    assert set(joined.state) == {*first.parameters(), *second.parameters()}
+    assert joined.state[second.weight] is two.inner.state[second.weight]
+    joined.state[first.weight] = {"here": 1}
+    assert one.inner.state[first.weight] == {"here": 1}
+    del joined.state[second.bias]
+    assert second.bias not in two.inner.state
+    assert repr(joined) == "AdamW+SGD"
+
+
+def test_looking_for_the_state_of_a_parameter_makes_none() -> None:
+    first, _, one, two = _pair()
+    joined = JoinedOptimizer([one.inner, two.inner])
+    assert joined.state.get(first.weight) is None
+    assert len(one.inner.state) == 0
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    first, _, one, _ = _pair()
+    with pytest.raises(ConfigError, match="share a parameter"):
+        JoinedOptimizer([one.inner, torch.optim.SGD(first.parameters(), lr=0.1)])
