@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError
+from lastwords.sharding import zero
 
 
 class JoinedOptimizer(Optimizer):
@@ -37,8 +38,8 @@ class JoinedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The states of all parts."""
-        return _JoinedState(self.parts)
+        """The states of all parts; of a ZeroRedundancyOptimizer this rank's share."""
+        return _JoinedState([zero.stateful(part) for part in self.parts])
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """Not to be called."""

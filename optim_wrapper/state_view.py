@@ -92,9 +92,11 @@ class UnitView:
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         self.model = unwrap(model)
         self.optimizer = optimizer.inner if isinstance(optimizer, OptTFTWrapper) else optimizer
-        if any(kind.__name__ in AVERAGING_OPTIMIZERS for kind in type(self.optimizer).__mro__):
+        for one in zero.parts_of(self.optimizer):
+            if all(kind.__name__ not in AVERAGING_OPTIMIZERS for kind in type(one).__mro__):
+                continue
             raise ConfigError(
-                f"{type(self.optimizer).__name__} lets the ranks' weights drift apart between averages, so no rank "
+                f"{type(one).__name__} lets the ranks' weights drift apart between averages, so no rank "
                 "holds what another loses; use its inner optimizer class on all parameters instead"
             )
         if managed_by_fsdp1(self.model):
@@ -102,8 +104,7 @@ class UnitView:
                 "FullyShardedDataParallel keeps parameters in flat buffers that show no layout; "
                 "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
-        if zero.is_zero(self.optimizer):
-            zero.refuse_unusable(self.optimizer)
+        zero.refuse_unusable(self.optimizer)
         self.unit = unit
         self.exclude_buffers = frozenset(exclude_buffers)
         self.members = members

@@ -31,10 +31,8 @@ class NamedTensors(Protocol):
 def pieces_of(names: NamedTensors, optimizer: Optimizer, declared: Sequence[Unit], rank: int) -> list[Piece]:
     """This rank's pieces, in the order of the names. ConfigError for a tensor that is not one box of a whole."""
     mine = [unit for unit in declared if rank in unit.holders]
-    owners: dict[int, tuple[int, int]] = {}
-    if zero.is_zero(optimizer):
-        zero.refuse_unusable(optimizer)
-        owners = zero.owners(optimizer)
+    zero.refuse_unusable(optimizer)
+    owners = zero.owners(optimizer)
     pieces = []
     for name, parameter in names.parameters.items():
         box = box_of(parameter, f"parameter {name!r}")

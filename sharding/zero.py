@@ -16,43 +16,55 @@ _CLASS = "ZeroRedundancyOptimizer"
 
 
 def is_zero(optimizer: Optimizer) -> bool:
-    """True for torch.distributed.optim.ZeroRedundancyOptimizer and what is derived from it."""
-    return any(
-        kind.__name__ == _CLASS and kind.__module__.startswith("torch.distributed.optim")
-        for kind in type(optimizer).__mro__
-    )
+    """True for torch.distributed.optim.ZeroRedundancyOptimizer, what is derived from it, and a set that has one."""
+    return bool(_zeros(optimizer))
+
+
+def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers of a set that is seen as one (its `parts`); an optimizer alone is its own part."""
+    return getattr(optimizer, "parts", None) or (optimizer,)
 
 
 def refuse_unusable(optimizer: Optimizer) -> None:
-    """ConfigError for a ZeroRedundancyOptimizer whose state cannot be followed."""
-    zero: Any = optimizer
-    if getattr(zero, "_overlap_with_ddp", False):
-        raise ConfigError(
-            "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates in DDP's hooks, amid the backward pass, "
-            "where no rank has final gradients; use overlap_with_ddp=False"
-        )
-    for name in ("optim", "_param_to_rank", "process_group"):
-        if not hasattr(zero, name):
+    """ConfigError for a ZeroRedundancyOptimizer whose state cannot be followed; nothing for any other optimizer."""
+    for zero in _zeros(optimizer):
+        if getattr(zero, "_overlap_with_ddp", False):
             raise ConfigError(
-                f"this torch's ZeroRedundancyOptimizer has no attribute {name!r}, so the owners of its state are not "
-                "known; use a torch release that lastwords was tested with (2.7 to 2.13)"
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates in DDP's hooks, amid the backward pass, "
+                "where no rank has final gradients; use overlap_with_ddp=False"
             )
+        for name in ("optim", "_param_to_rank", "process_group"):
+            if not hasattr(zero, name):
+                raise ConfigError(
+                    f"this torch's ZeroRedundancyOptimizer has no attribute {name!r}, so the owners of its state are "
+                    "not known; use a torch release that lastwords was tested with (2.7 to 2.13)"
+                )
 
 
 def owners(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
     """id(parameter) -> its owner's rank in the optimizer's own process group, and the owner's global rank."""
-    zero: Any = optimizer
-    group = zero.process_group
     return {
-        id(parameter): (int(owner), dist.get_global_rank(group, owner))
+        id(parameter): (int(owner), dist.get_global_rank(zero.process_group, owner))
+        for zero in _zeros(optimizer)
         for parameter, owner in zero._param_to_rank.items()
     }
 
 
 def stateful(optimizer: Optimizer) -> Optimizer:
     """The optimizer that has the state: ZeRO's local one, else `optimizer` itself."""
-    if not is_zero(optimizer):
+    if not _is_one(optimizer):
         return optimizer
     zero: Any = optimizer
     local: Optimizer = zero.optim
     return local
+
+
+def _zeros(optimizer: Optimizer) -> list[Any]:
+    return [part for part in parts_of(optimizer) if _is_one(part)]
+
+
+def _is_one(optimizer: Optimizer) -> bool:
+    return any(
+        kind.__name__ == _CLASS and kind.__module__.startswith("torch.distributed.optim")
+        for kind in type(optimizer).__mro__
+    )

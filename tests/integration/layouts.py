@@ -57,10 +57,10 @@ class Net(nn.Module):
 
 @dataclass
 class Trial:
-    """A model as the loop calls it, its optimizer, what follows the backward pass, and the rank's data coordinate."""
+    """A model as the loop calls it, its optimizers, what follows the backward pass, and the rank's data coordinate."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: Sequence[Optimizer]
     replica: int
     reduce: Callable[[], None] = lambda: None
     units: Sequence[Unit] = ()
@@ -68,11 +68,13 @@ class Trial:
     def step(self, number: int) -> float:
         """One step on the data of this step and replica; returns the loss."""
         generator = torch.Generator().manual_seed(1000 * number + self.replica)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss = self.model(torch.randn(3, FEATURES, generator=generator)).square().mean()
         loss.backward()
         self.reduce()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return float(loss)
 
 
@@ -110,7 +112,7 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
 
 def ddp() -> Trial:
     model = DistributedDataParallel(Net())
-    return Trial(model, adamw(model), dist.get_rank())
+    return Trial(model, [adamw(model)], dist.get_rank())
 
 
 def fsdp() -> Trial:
@@ -126,7 +128,7 @@ def hsdp() -> Trial:
 def tp() -> Trial:
     mesh = mesh_of((dist.get_world_size(),), "tp")
     model = parallelize_module(Net(width=8), mesh, TP)
-    return Trial(model, adamw(model), 0)
+    return Trial(model, [adamw(model)], 0)
 
 
 def ddp_tp() -> Trial:
@@ -134,7 +136,7 @@ def ddp_tp() -> Trial:
     model = parallelize_module(Net(), mesh["tp"], TP)
     replicas = mesh["dp"]
     average = average_over(trainable(model), replicas.get_group(), replicas.size())
-    return Trial(model, adamw(model), replicas.get_local_rank(), average)
+    return Trial(model, [adamw(model)], replicas.get_local_rank(), average)
 
 
 def ddp_over_tp() -> Trial:
@@ -144,7 +146,7 @@ def ddp_over_tp() -> Trial:
     _pre_dp_module_transform(model)
     replicas = mesh["dp"]
     wrapped = DistributedDataParallel(model, process_group=replicas.get_group())
-    return Trial(wrapped, adamw(wrapped), replicas.get_local_rank())
+    return Trial(wrapped, [adamw(wrapped)], replicas.get_local_rank())
 
 
 def fsdp_tp() -> Trial:
@@ -155,13 +157,27 @@ def fsdp_tp() -> Trial:
 
 def zero1_halves() -> Trial:
     model = DistributedDataParallel(Net())
-    return Trial(model, _zero(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1), dist.get_rank())
+    return Trial(model, [_zero(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)], dist.get_rank())
 
 
 def zero1_buckets() -> Trial:
     model = DistributedDataParallel(Net())
     optimizer = _zero(model, torch.optim.SGD, parameters_as_bucket_view=True, lr=1e-2, momentum=0.9)
-    return Trial(model, optimizer, dist.get_rank())
+    return Trial(model, [optimizer], dist.get_rank())
+
+
+def zero1_beside_another() -> Trial:
+    model = DistributedDataParallel(Net())
+    pair, _ = dist.new_subgroups(group_size=2)
+    *most, last = trainable(model)
+    sharded = ZeroRedundancyOptimizer(most, torch.optim.AdamW, process_group=pair, lr=1e-2)
+    return Trial(model, [torch.optim.SGD([last], lr=1e-2, momentum=0.9), sharded], dist.get_rank())
+
+
+def fsdp_two_optimizers() -> Trial:
+    trial = fsdp()
+    first, *others = trainable(trial.model)
+    return Trial(trial.model, [torch.optim.SGD([first], 1e-2, 0.9), torch.optim.AdamW(others, 1e-2)], trial.replica)
 
 
 def _zero(model: nn.Module, kind: type[Optimizer], **options: Any) -> Optimizer:
@@ -176,7 +192,7 @@ def _fully_sharded(model: nn.Module, mesh: DeviceMesh, replica: int) -> Trial:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Trial(model, adamw(model), replica)
+    return Trial(model, [adamw(model)], replica)
 
 
 class Halves(nn.Module):
@@ -215,7 +231,7 @@ def hand_made_tp() -> Trial:
         Unit("tp-1", (1, 3), ("up",)),
     ]
     assert halves.size() == 2
-    return Trial(model, adamw(model), replicas.get_local_rank(), average, units)
+    return Trial(model, [adamw(model)], replicas.get_local_rank(), average, units)
 
 
 def stages() -> Trial:
@@ -228,7 +244,7 @@ def stages() -> Trial:
             parameter.add_(stage)
     wrapped = DistributedDataParallel(model, process_group=replicas.get_group())
     units = [Unit("stage-0", (0, 1)), Unit("stage-1", (2, 3))]
-    return Trial(wrapped, adamw(wrapped), dist.get_rank(), units=units)
+    return Trial(wrapped, [adamw(wrapped)], dist.get_rank(), units=units)
 
 
 LAYOUTS: dict[str, Callable[[], Trial]] = {
@@ -241,6 +257,8 @@ LAYOUTS: dict[str, Callable[[], Trial]] = {
     "fsdp x tp": fsdp_tp,
     "zero1 halves": zero1_halves,
     "zero1 halves, buckets": zero1_buckets,
+    "zero1 halves beside another optimizer": zero1_beside_another,
+    "fsdp, two optimizers": fsdp_two_optimizers,
     "tp by hand": hand_made_tp,
     "pipeline stages": stages,
 }

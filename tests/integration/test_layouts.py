@@ -45,9 +45,9 @@ class Rank:
     def __init__(self, name: str, seed: int) -> None:
         self.world = World()
         self.trial: Trial = build(name, seed)
-        self.optimizer = OptTFTWrapper(self.trial.optimizer)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.recorder = StepRecorder(self.trial.model, self.optimizer, {"scheduler": self.scheduler}, {})
+        wrappers = [OptTFTWrapper(optimizer) for optimizer in self.trial.optimizers]
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(wrappers[0], 0.9)
+        self.recorder = StepRecorder(self.trial.model, wrappers, {"scheduler": self.scheduler}, {})
         self.buckets = BucketOrder.observe(self.trial.model)
         self.units = self.recorder.agree_units(self.world, next_prefix(), self.trial.units)
         record = self.buckets.record
@@ -74,12 +74,12 @@ class Rank:
         """Hash of all that this rank has: weights, buffers, optimizer state and hyperparameters."""
         parts: list[Any] = []
         names = self.recorder.view.all_names()
-        state = stateful(self.trial.optimizer).state
+        state = [stateful(optimizer).state for optimizer in self.trial.optimizers]
         for name, tensor in sorted({**names.parameters, **names.buffers}.items()):
             parts.append((name, raw(tensor)))
-            for key, value in sorted(state.get(tensor, {}).items()):
+            for key, value in sorted(pair for one in state for pair in one.get(tensor, {}).items()):
                 parts.append((key, raw(value) if isinstance(value, torch.Tensor) else value))
-        for group in self.trial.optimizer.param_groups:
+        for group in (group for optimizer in self.trial.optimizers for group in optimizer.param_groups):
             parts.append(sorted((key, str(value)) for key, value in group.items() if key != "params"))
         return hash(str(parts))
 
@@ -118,7 +118,7 @@ def without_optimizer_state(rank: Rank, unit: str) -> Iterator[None]:
     if unit not in rank.units.names:
         yield
         return
-    optimizer = stateful(rank.trial.optimizer)
+    optimizer = stateful(rank.trial.optimizers[0])
     own = rank.units.views[unit].names().parameters.values()
     taken = {parameter: optimizer.state.pop(parameter) for parameter in own if parameter in optimizer.state}
     assert taken
@@ -162,6 +162,8 @@ UNITS: dict[str, dict[str, tuple[int, ...]]] = {
     "fsdp x tp": {"ranks-0-1": (0, 1), "ranks-2-3": (2, 3)} | {f"rank-{k}": (k,) for k in range(4)},
     "zero1 halves": {"ranks-0-2": (0, 2), "ranks-1-3": (1, 3)},
     "zero1 halves, buckets": {"ranks-0-2": (0, 2), "ranks-1-3": (1, 3)},
+    "zero1 halves beside another optimizer": {"ranks-0-2": (0, 2), "ranks-1-3": (1, 3)},
+    "fsdp, two optimizers": {f"rank-{k}": (k,) for k in range(4)},
     "tp by hand": {"tp-0": (0, 2), "tp-1": (1, 3)},
     "pipeline stages": {"stage-0": (0, 1), "stage-1": (2, 3)},
 }
@@ -305,7 +307,7 @@ def test_every_kind_of_sharded_optimizer_state_comes_back(tmp_path: Path) -> Non
 
             def layout(make: Any = make) -> Trial:
                 trial = LAYOUTS["fsdp"]()
-                trial.optimizer = make(trial.model.parameters())
+                trial.optimizers = [make(trial.model.parameters())]
                 return trial
 
             LAYOUTS[name] = layout
@@ -376,7 +378,7 @@ def test_a_model_that_is_sharded_again_is_refused_in_the_next_check_and_at_the_s
 def test_layouts_that_cannot_be_followed_are_refused_on_all_ranks(tmp_path: Path) -> None:
     def refusal(trial: Trial) -> str:
         try:
-            recorder = StepRecorder(trial.model, OptTFTWrapper(trial.optimizer), {}, {})
+            recorder = StepRecorder(trial.model, [OptTFTWrapper(one) for one in trial.optimizers], {}, {})
             recorder.agree_units(World(), next_prefix(), trial.units)
         except ConfigError as error:
             return str(error)
@@ -387,15 +389,15 @@ def test_layouts_that_cannot_be_followed_are_refused_on_all_ranks(tmp_path: Path
         answer = {}
         torch.manual_seed(0)
         model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
-        answer["fsdp1"] = refusal(Trial(model, torch.optim.SGD(model.parameters(), lr=0.1), rank))
+        answer["fsdp1"] = refusal(Trial(model, [torch.optim.SGD(model.parameters(), lr=0.1)], rank))
         net = Net()
         zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
-        answer["overlap"] = refusal(Trial(net, zero, rank))
+        answer["overlap"] = refusal(Trial(net, [zero], rank))
         net = Net()
         net.frozen = torch.nn.Parameter(DTensor.from_local(torch.ones(5), mesh, [Partial()]), requires_grad=False)
-        answer["partial"] = refusal(Trial(net, torch.optim.SGD(net.parameters(), lr=0.1), rank))
+        answer["partial"] = refusal(Trial(net, [torch.optim.SGD(net.parameters(), lr=0.1)], rank))
         stages = build("pipeline stages", 0)
-        answer["stages that nobody declared"] = refusal(Trial(stages.model, stages.optimizer, rank))
+        answer["stages that nobody declared"] = refusal(Trial(stages.model, stages.optimizers, rank))
         answer["stages"] = refusal(stages)
         return answer
 
