@@ -47,7 +47,7 @@ class Rank:
         self.trial: Trial = build(name, seed)
         self.optimizer = OptTFTWrapper(self.trial.optimizer)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.recorder = StepRecorder(self.trial.model, self.optimizer, {"scheduler": self.scheduler}, {})
+        self.recorder = StepRecorder(self.trial.model, [self.optimizer], {"scheduler": self.scheduler}, {})
         self.buckets = BucketOrder.observe(self.trial.model)
         self.units = self.recorder.agree_units(self.world, next_prefix(), self.trial.units)
         record = self.buckets.record
@@ -376,7 +376,7 @@ def test_a_model_that_is_sharded_again_is_refused_in_the_next_check_and_at_the_s
 def test_layouts_that_cannot_be_followed_are_refused_on_all_ranks(tmp_path: Path) -> None:
     def refusal(trial: Trial) -> str:
         try:
-            recorder = StepRecorder(trial.model, OptTFTWrapper(trial.optimizer), {}, {})
+            recorder = StepRecorder(trial.model, [OptTFTWrapper(trial.optimizer)], {}, {})
             recorder.agree_units(World(), next_prefix(), trial.units)
         except ConfigError as error:
             return str(error)
