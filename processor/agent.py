@@ -236,10 +236,10 @@ class Agent:
             self._departure.refuse(reason)
             self._condition.notify_all()
 
-    def on_signal(self, signal_number: int) -> None:
+    def on_signal(self, number: int) -> None:
         """Signal thread: this process was asked to stop."""
         with self._condition:
-            self._core.mark_signalled(signal_number)
+            self._core.mark_signalled(number)
             self._settle_calls()
 
     def report(self, report: Report) -> None:
@@ -330,10 +330,7 @@ class Agent:
             threading.Thread(target=self._end_from_here, name="lastwords-end", daemon=True).start()
 
     def _end_from_here(self) -> None:
-        """The training thread sits in the user's code or in a collective, and nothing in Python can move it.
-
-        It gets a moment to come by, since its own way out is the gentler one: its `finally` blocks run.
-        """
+        """The training thread sits in the user's code or in a collective; it gets a moment to come by by itself."""
         with self._condition:
             verdict = self._departure.verdict
             saved = verdict is not None and verdict.code == ways_out.EXIT_SAVED
