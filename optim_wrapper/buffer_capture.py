@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lastwords.errors import MismatchError, StorageError
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
+from lastwords.sharding.dtensor import local_of
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +31,9 @@ class BufferCapture:
     """Buffers of a model: of BatchNorm-like modules and small ones always, larger ones once they have changed.
 
     model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, a tied buffer under its
-    first name. A larger buffer counts as changed when it is another tensor or its `_version` has moved; what
-    changes the memory of a larger buffer without either is not seen (kernels that do so belong to `_NormBase`).
+    first name; of a DTensor the part on this rank. A larger buffer counts as changed when it is another tensor or its
+    `_version` has moved; what changes the memory of a larger buffer without either is not seen (kernels that do so
+    belong to `_NormBase`).
     """
 
     def __init__(self, model: torch.nn.Module, *, small_bytes_max: int = SMALL_BUFFER_BYTES_MAX) -> None:
@@ -43,6 +45,7 @@ class BufferCapture:
         self._foreach_copy = getattr(torch, "_foreach_copy_", _copy_one_by_one)
         self._active: list[_Buffer] = []
         self._known: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []  # the same, but of a DTensor the part that lies here
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._activated_early: set[str] = set()
         self._on_reason: Callable[[str], None] = _ignore
@@ -56,8 +59,8 @@ class BufferCapture:
                 problem = _unstorable(tensor)
                 if problem:
                     self._reasons.append(f"the buffer {name!r} {problem}")
-                elif tensor.numel() > 0:
-                    always = isinstance(module, _NormBase) or tensor.nbytes <= small_bytes_max
+                elif local_of(tensor).numel() > 0:
+                    always = isinstance(module, _NormBase) or local_of(tensor).nbytes <= small_bytes_max
                     (self._eager if always else self._lazy)[name] = _Buffer(name, module, key, tensor, lazy=not always)
 
     @property
@@ -82,7 +85,7 @@ class BufferCapture:
         """Prepare the captures into each step slot of `box`, whose layout has `regions`; replaces an earlier box."""
         wanted = self._activated_early | {buffer.name for buffer in self._active if buffer.name in self._lazy}
         self._box = box
-        self._active, self._known = [], []  # of the box before this one, if there was one
+        self._active, self._known, self._sources = [], [], []  # of the box before this one, if there was one
         self._targets = {slot: [] for slot in box.step_slots}
         for buffer in self._eager.values():
             if not buffer.given_up:
@@ -104,8 +107,8 @@ class BufferCapture:
 
     def capture(self, slot: int) -> None:
         """Take the buffers into an open step slot."""
-        if self._known:
-            self._foreach_copy(self._targets[slot], self._known)
+        if self._sources:
+            self._foreach_copy(self._targets[slot], self._sources)
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Put the buffers back; other regions are ignored. Returns why the outcome is not exact, if it is not.
@@ -134,7 +137,7 @@ class BufferCapture:
                 data = torch.frombuffer(bytearray(copy.data), dtype=buffer.dtype).reshape(buffer.region.shape)
                 tensor = buffer.table[buffer.key]
                 assert tensor is not None
-                tensor.copy_(data)
+                local_of(tensor).copy_(data)
                 if name in self._lazy:
                     # It differs from what a fresh model has: whoever reads the next copy needs it too.
                     self._activate_lazy(name)
@@ -161,6 +164,7 @@ class BufferCapture:
         assert tensor is not None
         self._active.append(buffer)
         self._known.append(tensor)
+        self._sources.append(local_of(tensor))
         for slot, targets in self._targets.items():
             view = torch.frombuffer(self._bound.region(slot, buffer.region.name), dtype=buffer.dtype)
             targets.append(view.reshape(buffer.region.shape))
@@ -176,18 +180,21 @@ class BufferCapture:
             buffer = self._active[index]
             tensor = buffer.table.get(buffer.key)
             problem = "was removed" if tensor is None else _unstorable(tensor)
-            if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (buffer.dtype, buffer.region.shape):
-                problem = f"was replaced by one of {tensor.dtype} {tuple(tensor.shape)}"
+            if tensor is not None and (tensor.dtype, tuple(local_of(tensor).shape)) != (
+                buffer.dtype,
+                buffer.region.shape,
+            ):
+                problem = f"was replaced by one of {tensor.dtype} {tuple(local_of(tensor).shape)}"
             if problem:
                 self._say(f"the buffer {buffer.name!r} {problem}")
                 self._bound.deactivate(buffer.region.name)
                 buffer.given_up = True
-                del self._active[index], self._known[index]
+                del self._active[index], self._known[index], self._sources[index]
                 for targets in self._targets.values():
                     del targets[index]
             else:
                 assert tensor is not None
-                self._known[index] = tensor
+                self._known[index], self._sources[index] = tensor, local_of(tensor)
 
     def _say(self, reason: str) -> None:
         self._reasons.append(reason)
@@ -208,7 +215,8 @@ class _Buffer:
         self.first_version = tensor._version
         self.dtype = tensor.dtype
         self.given_up = False
-        self.region = RegionSpec(f"buffer/{name}", _DTYPE_CODES[tensor.dtype], tuple(tensor.shape), lazy=lazy)
+        shape = tuple(local_of(tensor).shape)
+        self.region = RegionSpec(f"buffer/{name}", _DTYPE_CODES[tensor.dtype], shape, lazy=lazy)
 
     def changed(self) -> bool:
         """Whether the buffer is another tensor than at the start, or has been written to."""
@@ -221,8 +229,6 @@ def _unstorable(tensor: torch.Tensor) -> str:
         return f"cannot be captured ({tensor.layout} on {tensor.device})"
     if tensor.dtype not in _DTYPE_CODES:
         return f"cannot be captured ({tensor.dtype})"
-    if hasattr(tensor, "_local_tensor"):
-        return "cannot be captured (it is distributed)"
     return ""
 
 

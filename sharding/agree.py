@@ -51,6 +51,10 @@ def agree_units(
         _refuse_equal_keys(pieces)
     except LastWordsError as error:
         own = error
+    except BaseException as error:
+        # Of torch, say. The others must not wait for a list that never comes.
+        world.publish(f"{prefix}/pieces/{world.rank}", {"error": f"{type(error).__name__}: {error}"})
+        raise
     if world.size == 1:
         if own is not None:
             raise own

@@ -13,19 +13,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lastwords.checkpoint import layout as disk
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import write_part
 from lastwords.checkpoint.publish import Incident, publish, verify_parts
 from lastwords.errors import ConfigError, MismatchError
+from lastwords.optim_wrapper.buffer_capture import BufferCapture
 from lastwords.optim_wrapper.ddp_buckets import BucketOrder
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import resume_from
 from lastwords.optim_wrapper.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
+from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.saver import Position
 from lastwords.sharding.dtensor import box_of, local_of
 from lastwords.sharding.zero import stateful
@@ -409,3 +412,32 @@ def test_layouts_that_cannot_be_followed_are_refused_on_all_ranks(tmp_path: Path
         assert "is float32 (10, 6) on rank 0 and float32 (14, 6) on rank 2" in text
         assert "units_from_mesh" in text
         assert answer["stages"] == "", "the control"
+
+
+def test_a_buffer_that_is_a_dtensor_is_captured_and_put_back_like_any_other(tmp_path: Path) -> None:
+    def body(rank: int) -> tuple[Any, ...]:
+        mesh = init_device_mesh("cpu", (2,))
+        net = Net()
+        net.register_buffer("seen", distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
+        net.register_buffer("moved", distribute_tensor(torch.arange(40_000.0), mesh, [Replicate()]))
+        capture = BufferCapture(net)
+        box = BlackBox.create(tmp_path / f"box{rank}", BoxLayout(capture.regions))
+        capture.bind(box)
+        with torch.no_grad():
+            net.seen.add_(rank + 1)
+            net.moved.add_(1)
+        capture.refresh()
+        slot = box.write_slot(SlotKind.COMMITTED, 1, capture.capture)
+        kept = {name: bytes(box.region(slot, f"buffer/{name}")) for name in ("seen", "moved")}
+        same = {name: kept[name] == raw(getattr(net, name)) for name in kept}
+        copies = {
+            f"buffer/{name}": RegionCopy("F32", tuple(local_of(getattr(net, name)).shape), kept[name]) for name in kept
+        }
+        net.seen.zero_()
+        same["put back"] = capture.restore(copies) is not None and raw(net.seen) == kept["seen"]
+        return capture.reasons, same, sorted(capture.captured)
+
+    for reasons, same, captured in on_ranks(body, tmp_path, ranks=2):
+        assert reasons == ()
+        assert same == {"seen": True, "moved": True, "put back": True}
+        assert captured == ["moved", "seen"]

@@ -260,6 +260,18 @@ def test_one_ranks_error_ends_all_ranks_and_names_it() -> None:
         assert str(outcome) == "rank 1 cannot start: parameter 'w' is a sum that is still to be made"
 
 
+def test_an_error_that_is_not_ours_ends_all_ranks_too() -> None:
+    words: dict[str, str] = {}
+
+    def broken() -> list[Piece]:
+        raise RuntimeError("mesh is gone")
+
+    with pytest.raises(RuntimeError, match="mesh is gone"):
+        agree_units(MemoryWorld(1, 2, words), "here", broken)
+    with pytest.raises(ConfigError, match="rank 1 cannot start: RuntimeError: mesh is gone"):
+        agree_units(MemoryWorld(0, 2, words), "here", lambda: [piece("w", 2)])
+
+
 def test_ranks_that_declare_different_units_are_refused() -> None:
     found = agreed([[piece("w", 2)]] * 2, [(), (Unit("u", (0, 1)),)])
     assert all(isinstance(outcome, LastWordsError) for outcome in found)
