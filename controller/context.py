@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lastwords.controller.events import ControllerOptions, Effect, Log, Send, State
+from lastwords.controller.events import ControllerOptions, Effect, Log, NewestKnown, Send, State
 from lastwords.controller.membership import Membership
 from lastwords.vocabulary import ExitKind, Order
 
@@ -77,6 +77,7 @@ class JobContext:
         self.timers = Timers()
         self.state = State.REGISTERING
         self.now_s = 0.0
+        self.newest: NewestKnown | None = None  # as far as the shell has looked
         self.effects: list[Effect] = []
 
     def emit(self, effect: Effect) -> None:

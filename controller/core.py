@@ -34,6 +34,7 @@ from lastwords.controller.events import (
     Effect,
     Event,
     FromRank,
+    NewestKnown,
     Outcome,
     Published,
     PublishFailed,
@@ -137,6 +138,8 @@ class ControllerCore:
             case Verified() | VerifyFailed() | Published() | PublishFailed():
                 if (incident := self._current(event.incident)) is not None:
                     incident.on_storage(event)
+            case NewestKnown():
+                context.newest = event
             case Tick():
                 pass
         for name in self._timers.pop_due(now_s):

@@ -7,11 +7,11 @@ its writer has died since.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from lastwords.controller.words import NAMED_RANKS_MAX, ranks_text, units_text
+from lastwords.controller.words import NAMED_RANKS_MAX, NAMED_UNITS_MAX, ranks_text, units_text
 from lastwords.vocabulary import Phase, Stand
 
 PRIMARY_TARGET = 0
@@ -147,6 +147,12 @@ def nothing_text(base_step: int) -> str:
     if base_step == 0:
         return "no step had been ended yet"
     return f"no step had been ended since the start at step {base_step}, whose checkpoint is still the newest"
+
+
+def lost_text(views: Mapping[int, RankView], units: Sequence[str], step: int) -> str:
+    """Why these units cannot be had at `step`; all of them named, or as many as a line can take."""
+    named = "; ".join(obstacle_text(views, unit, step) for unit in units[:NAMED_UNITS_MAX])
+    return f"{named}; nor can {len(units) - NAMED_UNITS_MAX} more units" if len(units) > NAMED_UNITS_MAX else named
 
 
 def obstacle_text(views: Mapping[int, RankView], unit: str, step: int) -> str:

@@ -162,11 +162,22 @@ class PublishFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class NewestKnown:
+    """What there is to go on from where nothing can be saved; looked for beside the incident, never waited for.
+
+    step: of the newest complete checkpoint. path: "" if there is none.
+    """
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; wanted at the latest at `ControllerCore.deadline_s`, harmless at any time."""
 
 
-Event = FromRank | SessionClosed | Died | Verified | VerifyFailed | Published | PublishFailed | Tick
+Event = FromRank | SessionClosed | Died | Verified | VerifyFailed | Published | PublishFailed | NewestKnown | Tick
 
 
 # --------------------------------------------------------------------------- effects

@@ -25,6 +25,7 @@ from lastwords.controller.events import (
 from lastwords.controller.membership import Life
 from lastwords.controller.saving import Saving
 from lastwords.controller.selection import select
+from lastwords.controller.words import newest_text
 from lastwords.vocabulary import (
     DeathSource,
     ExitKind,
@@ -234,7 +235,8 @@ class Incident:
             self._end(ExitKind.NOTHING_TO_SAVE, words)
         else:
             storage = f"; {self._saving.storage_reason}" if self._saving.storage_reason else ""
-            self._end(ExitKind.NOT_SAVED, words + storage)
+            older = newest_text(self._context.newest)
+            self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words + storage, older))))
 
     def _carry_out(self, decision: Decision) -> None:
         context = self._context

@@ -100,6 +100,9 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
 
 def _environment(token: str) -> dict[str, str]:
     environment = {**os.environ, TOKEN_VARIABLE: token}
+    # gRPC tells of each connection that breaks, in words of its own; the log says it in ours. A trainer's setting is
+    # left alone, since its other users of gRPC share it.
+    environment.setdefault("GRPC_VERBOSITY", "ERROR")
     # A script may have found lastwords through a path that its own process knows only.
     home = str(Path(lastwords.__file__).resolve().parent.parent)
     if home not in (*site.getsitepackages(), site.getusersitepackages()):

@@ -20,8 +20,8 @@ from lastwords.controller.decision import (
     Part,
     RankView,
     decision_text,
+    lost_text,
     nothing_text,
-    obstacle_text,
 )
 from lastwords.vocabulary import Phase, Stand
 
@@ -164,7 +164,17 @@ def _select_among(
     assert first_obstacle is not None
     if by_storage:
         return NoDecision(NoDecisionKind.STORAGE, f"nobody is left who could write {first_obstacle.unit}")
-    return NoDecision(NoDecisionKind.NO_HOLDER, obstacle_text(survey.views, first_obstacle.unit, steps[0]))
+    lost = _lost_units(survey, steps[0]) or [first_obstacle.unit]
+    return NoDecision(NoDecisionKind.NO_HOLDER, lost_text(survey.views, lost, steps[0]))
+
+
+def _lost_units(survey: _Survey, step: int) -> list[str]:
+    """Units that nobody can bring to `step` and no finished part has."""
+    place = _place(survey, step, PRIMARY_TARGET, may_retry=False)
+    covered = {unit for part in survey.parts if part.step == step for unit in part.units}
+    reaching = place.holding | place.proceeding
+    had = {unit for unit in survey.units if any(view.rank in reaching for view in survey.holders.get(unit, ()))}
+    return [unit for unit in survey.units if unit not in covered | had]
 
 
 def _cost(draft: _Draft) -> tuple[int, int, int]:

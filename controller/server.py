@@ -117,6 +117,7 @@ class ControllerShell:
         self._update_run_file()
         self._neighbours.clear_up()
         self._storage.clear_up()
+        self._storage.look_for_newest()
         housekeeping = self._loop.create_task(self._keep_house())
         on_ready()
         try:
@@ -275,8 +276,12 @@ class ControllerShell:
         self._rearm()
 
     def _ask(self, event: Event, now_s: float) -> list[Effect] | None:
+        incidents = self._core.incident
         try:
-            return self._core.handle(event, now_s)
+            effects = self._core.handle(event, now_s)
+            if self._core.incident != incidents:
+                self._storage.look_for_newest()  # for its report, should nothing be saved; it may have changed since
+            return effects
         except Exception:  # outermost: one event that the core cannot digest must not end everybody's protection
             _log.exception("the controller's core failed at %s; the event is dropped", event)
             return None

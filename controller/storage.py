@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint import layout, publish, stale
+from lastwords.checkpoint import layout, load, publish, stale
 from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
@@ -50,6 +50,10 @@ class StorageJobs:
         """Claim what this controller is going to write, and remove what dead ones have left; gives nothing."""
         self._submit("tidying", self._clear_up)
 
+    def look_for_newest(self) -> None:
+        """Find the newest complete checkpoint; gives NewestKnown, sooner or later, or nothing."""
+        self._submit("tidying", self._look_for_newest)
+
     def release(self) -> None:
         """Nothing is going to be written any more."""
         self._submit("tidying", self._release)
@@ -84,6 +88,11 @@ class StorageJobs:
 
     # ------------------------------------------------------------------ the jobs' threads
 
+    @property
+    def _roots(self) -> tuple[Path, ...]:
+        fallback = self._spec.fallback_root
+        return (self._spec.root,) if fallback is None else (self._spec.root, fallback)
+
     def _root(self, target: int) -> Path:
         if target == 0:
             return self._spec.root
@@ -109,13 +118,27 @@ class StorageJobs:
 
     def _clear_up(self) -> None:
         spec = self._spec
-        for root in (spec.root, *([spec.fallback_root] if spec.fallback_root is not None else [])):
+        for root in self._roots:
             claim = stale.Claim.take(root, spec.job, spec.generation)
             if claim is not None:
                 self._claims.append(claim)
             removed = stale.remove_stale(root, spec.job, spec.generation)
             if removed:
                 _log.info("removed what ended jobs had left: %s", ", ".join(map(str, removed)))
+
+    def _look_for_newest(self) -> None:
+        found: list[tuple[int, int, str]] = []
+        try:
+            for root in self._roots:
+                path = load.latest(root)
+                if path is not None:
+                    manifest = load.open_checkpoint(path).manifest
+                    found.append((manifest.published_unix_ns, manifest.global_step, str(path)))
+        except LastWordsError as error:
+            _log.info("cannot tell which checkpoint is the newest: %s", error)
+            return
+        _, step, path_text = max(found, default=(0, 0, ""))
+        self._on_event(events.NewestKnown(step, path_text))
 
     def _release(self) -> None:
         while self._claims:

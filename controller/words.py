@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from lastwords.controller.events import NewestKnown
+
 NAMED_RANKS_MAX: Final = 8
 """A line names at most this many ranks; a job may have thousands."""
 
-_NAMED_UNITS_MAX: Final = 3
+NAMED_UNITS_MAX: Final = 3
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -34,4 +36,15 @@ def units_text(units: Sequence[str]) -> str:
     >>> units_text(["a", "b"]), units_text("abcd")
     ('a + b', '4 units')
     """
-    return " + ".join(units) if len(units) <= _NAMED_UNITS_MAX else f"{len(units)} units"
+    return " + ".join(units) if len(units) <= NAMED_UNITS_MAX else f"{len(units)} units"
+
+
+def newest_text(newest: NewestKnown | None) -> str:
+    """What there is to go on from instead; "" if nobody has looked yet.
+
+    >>> newest_text(NewestKnown(36, "/ckpt/tft_saved_checkpoints-step_36"))
+    'the newest checkpoint is of step 36: /ckpt/tft_saved_checkpoints-step_36'
+    """
+    if newest is None:
+        return ""
+    return f"the newest checkpoint is of step {newest.step}: {newest.path}" if newest.path else "no older one is there"

@@ -10,6 +10,7 @@ from typing import Literal
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.sharding.declare import Unit
 from lastwords.sharding.describe import describe, warnings_of
 from lastwords.sharding.pieces import UnitTable
 
@@ -55,6 +56,13 @@ def wrappers_of(optimizer: OptTFTWrapper | Sequence[OptTFTWrapper]) -> tuple[Opt
     if not wrappers or len({id(wrapper) for wrapper in wrappers}) != len(wrappers):
         raise ConfigError("optimizer must name each of the job's optimizers once")
     return wrappers
+
+
+def declared_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """The units that a user declares; ConfigError for anything else."""
+    if not isinstance(units, list | tuple) or not all(isinstance(unit, Unit) for unit in units):
+        raise ConfigError(f"units must be a list of lastwords.Unit (see lastwords.units_from_mesh), not {units!r}")
+    return tuple(units)
 
 
 def needs_gate(table: UnitTable, options: Options) -> bool:

@@ -15,6 +15,7 @@ from lastwords.checkpoint.storable import pack
 from lastwords.optim_wrapper import rank_units
 from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline
+from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
 from lastwords.optim_wrapper.rank_units import RankUnits
@@ -86,9 +87,10 @@ class StepRecorder:
         box_path: Callable[[int], Path],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
+        copy: HostCopy | None = None,
     ) -> TrainerSource:
         """The writer's view of this rank."""
-        self.source = TrainerSource(self.units, self.extras, box_path, self.rank_local_buffers, facts, buckets)
+        self.source = TrainerSource(self.units, self.extras, box_path, self.rank_local_buffers, facts, buckets, copy)
         return self.source
 
     def rank_local_buffers(self) -> frozenset[str]:

@@ -19,7 +19,8 @@ from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
 from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
-from lastwords.optim_wrapper.job_shape import GateMode, Options, wrappers_of
+from lastwords.optim_wrapper.host_copy import HostCopy
+from lastwords.optim_wrapper.job_shape import GateMode, Options, declared_units, wrappers_of
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
@@ -107,7 +108,7 @@ class TFTRegister:
             self._config = dataclasses.replace(self._config, processor=ProcessorOptions(has_copy=True))
         self._model = model
         self._optimizers = wrappers_of(optimizer)
-        self._declared = _units(units)
+        self._declared = declared_units(units)
         self._recorder = StepRecorder(model, self._optimizers, extras, local_extras)
         self._buckets = ddp_buckets.BucketOrder.observe(model)
         self._facts: dict[str, Any] = {}
@@ -380,18 +381,13 @@ class TFTRegister:
     def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
         # Where ranks hold different units their buckets may differ too: each unit has its own writer's.
         buckets = None if self._recorder.units.pure else self._buckets.record
-        return self._recorder.make_source(box_path, self._manifest_facts, buckets)
+        copy = HostCopy() if self._options.local_copy else None
+        return self._recorder.make_source(box_path, self._manifest_facts, buckets, copy)
 
     def _manifest_facts(self, step: int) -> dict[str, Any]:
         if not self._recorder.units.pure:
             return dict(self._facts)
         return {**self._facts, "buckets": self._buckets.record(step)}
-
-
-def _units(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    if not isinstance(units, list | tuple) or not all(isinstance(unit, Unit) for unit in units):
-        raise ConfigError(f"units must be a list of lastwords.Unit (see lastwords.units_from_mesh), not {units!r}")
-    return tuple(units)
 
 
 def _refuse_position(epoch: object, step: object) -> None:

@@ -15,6 +15,7 @@ from lastwords.checkpoint.layout import local_tensor_name
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.errors import IncompleteError, LastWordsError
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot
+from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.state_view import copy_groups
 from lastwords.processor.box_layout import SlotKind
@@ -40,7 +41,8 @@ class Snapshot(NamedTuple):
 class TrainerSource:
     """`StateSource` over a live model, optimizer and extras, and the black boxes of this host.
 
-    buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks.
+    buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
+    each step's end, and saved instead of the live state where it is of the step that is asked for.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class TrainerSource:
         rank_local_buffers: Callable[[], frozenset[str]],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
+        copy: HostCopy | None = None,
     ) -> None:
         self._units = units
         self._extras = extras
@@ -58,6 +61,7 @@ class TrainerSource:
         self._rank_local_buffers = rank_local_buffers
         self._facts = facts
         self._buckets = buckets
+        self._copy = copy
         self._snapshot: Snapshot | None = None
         self._next_position: Position | None = None
 
@@ -66,6 +70,9 @@ class TrainerSource:
     def committed(self, snapshot: Snapshot) -> None:
         """The step of `snapshot` has ended. One assignment: the writer sees the old one or the new one."""
         self._snapshot = snapshot
+        if self._copy is not None:
+            stand = Stand(Phase.COMPUTING, snapshot.step)
+            self._copy.take(snapshot.step, {unit: self._live(unit, snapshot.step, stand) for unit in self._units.names})
 
     def under_way(self, position: Position) -> None:
         """Epoch and step of the step that is being computed now."""
@@ -85,6 +92,10 @@ class TrainerSource:
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
         """Tensors and JSON of the unit at `step`; IncompleteError if this rank does not hold it."""
+        copied = None if self._copy is None else self._copy.get(unit, step)
+        return self._live(unit, step, stand) if copied is None else copied
+
+    def _live(self, unit: str, step: int, stand: Stand) -> UnitState:
         view = self._units.views.get(unit)
         if view is None:
             held = ", ".join(self._units.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lastwords.controller.events import FromRank, OutcomeKind, State
+from lastwords.controller.events import FromRank, NewestKnown, OutcomeKind, State
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
@@ -463,3 +463,52 @@ def test_a_stopped_controller_says_nothing() -> None:
     assert job.hello(0) == []
     assert job.core.handle(FromRank(Status(0, GENERATION, computing(1))), 1e9) == []
     assert job.core.deadline_s is None
+
+
+# ------------------------------------------------------------------ nothing can be saved
+
+
+def lost(units: str, *, dead: tuple[int, ...], newest: NewestKnown | None = None) -> str:
+    """The reason that the first living rank is told, where these are dead and the others are done with step 5."""
+    job = JobDriver(len(units), units=tuple(units))
+    job.begin_loop()
+    if newest is not None:
+        job.tell(newest)
+    for rank in dead:
+        job.kill(rank)
+    for rank in sorted(set(range(len(units))) - set(dead)):
+        job.settle(rank, computing(5))
+    order = next(iter(job.sent(Exit).values()))
+    assert order.kind is ExitKind.NOT_SAVED
+    return order.reason
+
+
+def test_every_unit_that_is_lost_is_named_with_its_holders() -> None:
+    reason = lost("ABCABC", dead=(1, 4, 2, 5))
+    assert "B cannot be saved at step 5: rank 1 died (killed or crashed), rank 4 died (killed or crashed)" in reason
+    assert "C cannot be saved at step 5: rank 2 died (killed or crashed), rank 5 died (killed or crashed)" in reason
+    assert "A cannot" not in reason
+
+
+def test_of_very_many_lost_units_a_few_are_named() -> None:
+    reason = lost("ABCDEFGH", dead=(0, 1, 2, 3, 4, 5))
+    assert reason.count("cannot be saved") == 3
+    assert "nor can 3 more units" in reason
+
+
+def test_the_newest_older_checkpoint_is_named_if_it_is_known() -> None:
+    newest = NewestKnown(3, "/ckpt/tft_saved_checkpoints-step_3")
+    assert lost("AB", dead=(1,), newest=newest).endswith(f"the newest checkpoint is of step 3: {newest.path}")
+    assert lost("AB", dead=(1,), newest=NewestKnown(0, "")).endswith("no older one is there")
+
+
+def test_nobody_waits_for_the_search_of_the_older_one() -> None:
+    assert "checkpoint" not in lost("AB", dead=(1,))
+
+
+def test_an_answer_that_comes_late_changes_nothing() -> None:
+    job = JobDriver(2, units=("A", "B"))
+    job.begin_loop()
+    job.kill(1)
+    job.settle(0, computing(5))
+    assert job.tell(NewestKnown(3, "/ckpt/x")) == []

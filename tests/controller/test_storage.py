@@ -200,3 +200,22 @@ def test_a_new_controller_removes_what_dead_ones_left_and_nothing_of_a_living_on
     answers.settle()
     assert not list(tmp_path.rglob(".lastwords-digits-*"))
     claim.release()
+
+
+def test_the_newest_checkpoint_is_looked_for_in_both_directories(answers: Answers) -> None:
+    answers.jobs.look_for_newest()
+    assert answers.next() == events.NewestKnown(0, "")
+    answers.write(0, 1, ("u",), (0, 1, 2), target=1)
+    answers.jobs.publish(publish_order(ALONE, target=1))
+    assert isinstance(answers.next(), events.Published)
+    answers.jobs.look_for_newest()
+    path = layout.checkpoint_dir(answers.root / "fallback", STEP)
+    assert answers.next() == events.NewestKnown(STEP, str(path))
+
+
+def test_a_search_that_fails_gives_nothing_and_says_so(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (answers.root / "fallback").write_text("no directory")
+    answers.jobs.look_for_newest()
+    assert answers.jobs.wait_idle(WAIT_S)
+    assert "cannot tell which checkpoint is the newest" in caplog.text

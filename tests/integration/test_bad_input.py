@@ -134,6 +134,7 @@ def test_a_full_disk_costs_the_last_words_but_not_the_older_checkpoint(rig: Rig)
     assert launch.codes == dict.fromkeys(range(4), EXIT_NOT_SAVED) | {3: KILLED}, launch.job.report()
     for rank in range(3):
         assert "No space left on device" in launch.last_words(rank)[0]
+        assert f"the newest checkpoint is of step {step}: {older.checkpoints[-1]}" in launch.last_words(rank)[0]
     assert launch.new_checkpoint is None
     rig.check_resume(older, step)
 

@@ -572,6 +572,19 @@ def test_a_controller_is_in_a_session_of_its_own_and_holds_nothing_of_its_starte
         assert os.readlink(f"/proc/{handle.pid}/fd/2") == str(handle.log_path)
 
 
+@pytest.mark.parametrize(("own", "expected"), [(None, "ERROR"), ("DEBUG", "DEBUG")])
+def test_grpc_is_quiet_in_the_controllers_log_unless_asked_and_untouched_in_the_trainer(
+    job: Job, own: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if own is None:
+        monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    else:
+        monkeypatch.setenv("GRPC_VERBOSITY", own)
+    handle = job.start()
+    assert f"GRPC_VERBOSITY={expected}".encode() in Path(f"/proc/{handle.pid}/environ").read_bytes().split(b"\0")
+    assert os.environ.get("GRPC_VERBOSITY") == own
+
+
 def test_the_port_is_open_on_the_given_address_only(job: Job) -> None:
     job.start()
     listening = subprocess.run(
