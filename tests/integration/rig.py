@@ -14,6 +14,7 @@ from typing import Any
 from tests.integration.compare import Difference, Track, differing, first_difference, resumed_difference
 from tests.integration.harness import Cluster, Job, Port
 from tests.integration.kills import Kill
+from tests.integration.parallel_kills import ShardedKill
 from tests.integration.plan import Fault, Layout, Plan
 
 MODULE = "tests.integration.training"
@@ -194,7 +195,7 @@ class Rig:
 
     # ------------------------------------------------------------------ what must hold
 
-    def die(self, layout: Layout, kill: Kill, **settings: Any) -> tuple[Launch, int]:
+    def die(self, layout: Layout, kill: Kill | ShardedKill, **settings: Any) -> tuple[Launch, int]:
         """Launch, kill, and check everything about the last words; returns the launch and N (0: nothing to save)."""
         launch = self.launch(layout, faults=kill.faults(layout), **settings)
         launch.finish()
@@ -307,7 +308,7 @@ class Rig:
         if self.difference(resumed, step) is None:
             raise resumed.fail("the resume was said to be inexact, but nothing differs")
 
-    def survive(self, layout: Layout, kill: Kill, **settings: Any) -> int:
+    def survive(self, layout: Layout, kill: Kill | ShardedKill, **settings: Any) -> int:
         """The whole story of one death: last words, resume, the same bits. Returns N."""
         killed, step = self.die(layout, kill, **settings)
         if step and kill.is_exact(layout, step):

@@ -79,3 +79,18 @@ def test_with_dropout_seeded_by_rank_tensor_parallel_ranks_drift_and_replicas_do
         assert all(held[rank] == held[group[0]] for rank in group)
     drifted = {name for name in held[0] if 1 in holders(layout, name, 0) and held[0][name] != held[1][name]}
     assert {"model/blocks.0.norm1.weight", "model/head.weight"} <= drifted
+
+
+@pytest.mark.parametrize("parallel", ["tp", "hsdp", "zero1", "fsdp-tp"])
+def test_a_layout_trains_what_plain_data_parallelism_trains(rig: Rig, parallel: str) -> None:
+    """Up to rounding: the parts are put together rightly, and gradients are averaged and clipped as a whole."""
+    layout = parallel_layout(parallel, dropout=False)
+    plain = parallel_layout("ddp", dropout=False, world_size=layout.world_size)
+    for step in range(1, layout.steps + 1):
+        assert mean_loss(rig, layout, step) == pytest.approx(mean_loss(rig, plain, step), rel=1e-5)
+
+
+def mean_loss(rig: Rig, layout: Layout, step: int) -> float:
+    track = rig.reference(layout)
+    losses = [float.fromhex(track.steps(rank)[step]["loss0"]) for rank in range(layout.world_size)]
+    return sum(losses) / len(losses)

@@ -1,0 +1,160 @@
+"""kill -9 at every place of a step of a sharded job, in each parallel layout: a pairwise selection of the matrix.
+
+Each test kills, checks the last words, resumes, and compares every rank's every later step, bit for bit, with a run of
+torch alone. test_sharded_matrix.py has the full cross product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import pytest
+
+from tests.integration.pairwise import pairs_of, pairwise
+from tests.integration.parallel_kills import AFTER_GATE, BEFORE_GATE, ShardedKill
+from tests.integration.parallel_layouts import groups, parallel_layout
+from tests.integration.plan import Layout
+from tests.integration.rig import EXIT_NOT_SAVED, KILLED, Launch, Rig
+
+pytestmark = pytest.mark.process
+
+STEPS = {"first": 1, "third": 3, "new epoch": 4, "fifth": 5}
+PARAMETERS: dict[str, tuple[Hashable, ...]] = {
+    "parallel": ("tp", "hsdp", "pp", "zero1", "moe", "fsdp-tp"),
+    "phase": ("forward", "backward", "gate_enter", "gate", "update", "after_update", "end"),
+    "survivors": ("free", "ahead", "behind", "split"),
+    "victims": ("rank 0", "another", "a group", "two"),
+    "step": tuple(STEPS),
+    "log_reduce": ("", "before", "after"),
+    "skips": ("none", "before", "then"),
+}
+
+
+def victims_of(who: str, layout: Layout) -> tuple[int, ...]:
+    """Who dies. Two of different groups: with ZeRO of one pair, or nobody could finish an update any more."""
+    first, second = groups(layout)[:2]
+    two = (0, 1) if layout.parallel == "zero1" else (first[0], second[-1])
+    return {"rank 0": (0,), "another": (layout.world_size - 1,), "a group": first, "two": two}[who]
+
+
+def layout_of(row: Mapping[str, Any]) -> Layout:
+    step = STEPS[row["step"]]
+    skipped = {"none": None, "before": (step - 1,), "then": (step,)}[row["skips"]]
+    return parallel_layout(row["parallel"], log_reduce=row["log_reduce"], inf_steps=skipped)
+
+
+def kill_of(row: Mapping[str, Any]) -> ShardedKill:
+    victims = victims_of(row["victims"], parallel_layout(row["parallel"]))
+    return ShardedKill(row["phase"], STEPS[row["step"]], victims, row["survivors"])
+
+
+def is_allowed(row: Mapping[str, Any]) -> bool:
+    if row["skips"] == "before" and row["step"] == "first":
+        return False
+    return kill_of(row).is_possible(layout_of(row))
+
+
+ROWS, NEVER = pairwise(PARAMETERS, is_allowed, seed=15)  # of a few seeds the one with the fewest rows
+
+
+def row_id(row: Mapping[str, Any]) -> str:
+    return f"{row['parallel']}-{kill_of(row)}-{layout_of(row).key[:6]}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_a_killed_run_resumes_with_the_same_bits(rig: Rig, row: Mapping[str, Any]) -> None:
+    layout, kill = layout_of(row), kill_of(row)
+    if kill.is_lost(layout):
+        fail_clearly(rig, layout, kill)
+    else:
+        rig.survive(layout, kill)
+
+
+def fail_clearly(rig: Rig, layout: Layout, kill: ShardedKill) -> Launch:
+    """Nobody is left who holds some part of the state: nothing is published, and every survivor says what is lost."""
+    launch = rig.launch(layout, faults=kill.faults(layout))
+    launch.finish()
+    survivors = kill.survivor_ranks(layout)
+    codes = {rank: EXIT_NOT_SAVED if rank in survivors else KILLED for rank in range(layout.world_size)}
+    if launch.codes != codes or launch.checkpoints:
+        raise launch.fail(f"the ranks ended with {launch.codes}, and {launch.checkpoints} were published")
+    may_be_too_early = min(kill.steps_expected(layout)) == 0
+    for rank in survivors:
+        said = " / ".join(launch.last_words(rank))
+        names_it = "cannot be saved" in said and all(f"rank {dead} died" in said for dead in kill.victims)
+        if len(launch.last_words(rank)) != 1 or not (names_it or (may_be_too_early and "nothing to save" in said)):
+            raise launch.fail(f"rank {rank} said {said!r}, and should say once what cannot be saved, and who died")
+    return launch
+
+
+def test_the_selection_covers_every_pair_that_can_be() -> None:
+    held = ("ahead", "behind", "split")
+    before_gate = [phase for phase in PARAMETERS["phase"] if phase in BEFORE_GATE]
+    assert {frozenset(pair) for pair in NEVER} == {
+        *(frozenset({("phase", phase), ("survivors", how)}) for phase in before_gate for how in held),
+        *(frozenset({("victims", "a group"), ("survivors", how)}) for how in held),
+        *(frozenset({("skips", "then"), ("phase", phase)}) for phase in ("update", "after_update", "end")),
+        *(frozenset({("skips", "then"), ("survivors", how)}) for how in ("ahead", "split")),
+        frozenset({("skips", "before"), ("step", "first")}),
+    }
+    covered = set().union(*map(pairs_of, ROWS))
+    for name, values_of in PARAMETERS.items():
+        for value in values_of:
+            assert any((name, value) in pair for pair in covered)
+
+
+LAGGARD = ShardedKill("update", 4, (3,), "split")
+
+
+@pytest.mark.parametrize("parallel", ["tp", "hsdp", "pp", "moe"])
+def test_a_laggard_that_is_the_last_holder_catches_up(rig: Rig, parallel: str) -> None:
+    layout = parallel_layout(parallel)
+    assert LAGGARD.must_proceed(layout)
+    launch, step = rig.die(layout, LAGGARD)
+    assert step == LAGGARD.step
+    (incident,) = launch.incidents()
+    assert "proceed" in str(incident["events"]), incident
+    rig.check_resume(launch, step)
+
+
+@pytest.mark.parametrize("parallel", ["tp", "pp"])
+def test_without_proceed_a_split_job_loses_its_state(rig: Rig, parallel: str) -> None:
+    layout = parallel_layout(parallel)
+    launch = rig.launch(
+        layout, faults=LAGGARD.faults(layout), sabotage=("no_proceed",), env={"LASTWORDS_SETTLE_TIMEOUT_S": "2"}
+    )
+    launch.finish()
+    with pytest.raises(AssertionError, match="no checkpoint was published"):
+        rig.check_last_words(launch, LAGGARD.victims, LAGGARD.steps_expected(layout))
+
+
+def test_of_groups_0_4_and_1_5_and_2_6_and_3_7_ranks_0_2_3_and_5_write_when_rank_1_dies(rig: Rig) -> None:
+    """The example of MindIO TTP's documentation: the lowest rank of each group that lives."""
+    layout = parallel_layout("hsdp", world_size=8, parts=4)
+    assert groups(layout) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    launch, step = rig.die(layout, ShardedKill("forward", 4, (1,)))
+    (checkpoint,) = launch.checkpoints
+    files = {str(path.relative_to(checkpoint)) for path in checkpoint.glob("rank_*/*")}
+    assert files == {f"rank_{rank}/ttp_rank_{rank}-1_3.ckpt" for rank in (0, 2, 3, 5)}
+    rig.check_resume(launch, step)
+
+
+def test_plain_data_parallel_needs_no_gate(rig: Rig) -> None:
+    layout = parallel_layout("ddp")
+    assert rig.survive(layout, ShardedKill("backward", 4, (2,))) == 3
+
+
+@pytest.mark.parametrize("parallel", PARAMETERS["parallel"])
+def test_a_run_in_which_nobody_dies_has_the_bits_of_torch_alone(rig: Rig, parallel: str) -> None:
+    launch = rig.launch(parallel_layout(parallel, inf_steps=(2,)))
+    launch.finish()
+    rig.check_untouched(launch)
+
+
+def test_kills_are_spread_over_both_sides_of_the_gate() -> None:
+    phases = {row["phase"] for row in ROWS}
+    assert phases & set(BEFORE_GATE)
+    assert phases & set(AFTER_GATE)
+    assert sum(kill_of(row).must_proceed(layout_of(row)) for row in ROWS) >= 3
+    assert sum(kill_of(row).is_lost(layout_of(row)) for row in ROWS) >= 3
