@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,3 +205,29 @@ def test_a_removed_rank_is_not_reported(line: LifeLine) -> None:
     line.release()
     hosts.stop()
     assert ends.seen == []
+
+
+def test_a_watcher_may_be_stopped_at_the_very_moment_a_process_ends() -> None:
+    """Its thread wakes up for the end, sees that it is to stop, and would close what `stop` is about to write to."""
+    child = subprocess.Popen(["sleep", "60"])
+    watcher = PidWatcher()
+    watcher.add(
+        dataclasses.replace(process_id.this_process("x"), pid=child.pid, start_ticks=process_id.start_ticks(child.pid)),
+        lambda: None,
+    )
+    closed, close, wake = threading.Event(), watcher._close, watcher._wake
+
+    def close_and_tell() -> None:
+        close()
+        closed.set()
+
+    def wake_late() -> None:
+        child.kill()
+        closed.wait(0.3)  # with the lock held it cannot come to this
+        wake()
+
+    watcher._close = close_and_tell  # type: ignore[method-assign]
+    watcher._wake = wake_late  # type: ignore[method-assign]
+    watcher.stop()
+    child.wait()
+    assert closed.is_set()
