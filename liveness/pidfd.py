@@ -82,10 +82,13 @@ class PidWatcher:
             thread.join()
 
     def _wake(self) -> None:
-        try:
-            os.eventfd_write(self._wake_fd, 1)
-        except BlockingIOError:
-            pass  # the counter is full: a wake-up is under way in any case
+        with self._lock:
+            if self._wake_fd < 0:
+                return  # the thread was awake, has seen that it is to stop, and has tidied up
+            try:
+                os.eventfd_write(self._wake_fd, 1)
+            except BlockingIOError:
+                pass  # the counter is full: a wake-up is under way in any case
 
     def _run(self) -> None:
         try:
