@@ -86,7 +86,7 @@ class Training:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                cwd=ROOT,
+                cwd=ROOT,  # also because oneMKL ends a process whose working directory has been removed
                 start_new_session=True,  # ctrl-C ends the demo, and the demo ends this
             )
 

@@ -41,7 +41,9 @@ class Demo:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=None, help="chooses victim and moment (default: drawn, and shown)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "out")
+    # The training runs in a working directory of its own, so a relative path would mean two places.
+    out = Path(__file__).resolve().parent / "out"
+    parser.add_argument("--out", type=lambda text: Path(text).absolute(), default=out)
 
 
 def drawn(seed: int | None) -> int:

@@ -56,8 +56,8 @@ class PidWatcher:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lastwords-pidfd", daemon=True)
                 self._thread.start()
-            if fd < 0:
-                self._wake()
+        if fd < 0:
+            self._wake()
         return token
 
     def remove(self, token: int) -> None:
@@ -75,20 +75,20 @@ class PidWatcher:
                 return
             self._stopping = True
             thread = self._thread
-            self._wake()
+        self._wake()
         if thread is None:
             self._close()
         elif thread is not threading.current_thread():
             thread.join()
 
     def _wake(self) -> None:
-        """With the lock: the thread may be about to close the descriptor, because a process has just ended."""
-        if self._wake_fd < 0:
-            return
-        try:
-            os.eventfd_write(self._wake_fd, 1)
-        except BlockingIOError:
-            pass  # the counter is full: a wake-up is under way in any case
+        with self._lock:
+            if self._wake_fd < 0:
+                return  # the thread was awake, has seen that it is to stop, and has tidied up
+            try:
+                os.eventfd_write(self._wake_fd, 1)
+            except BlockingIOError:
+                pass  # the counter is full: a wake-up is under way in any case
 
     def _run(self) -> None:
         try:

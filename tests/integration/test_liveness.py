@@ -17,7 +17,7 @@ import pytest
 
 from lastwords.errors import UnavailableError
 from lastwords.liveness import paths, process_id, robust_mutex
-from lastwords.liveness.pidfd import watch_pid
+from lastwords.liveness.pidfd import PidWatcher, watch_pid
 from lastwords.liveness.robust_mutex import EndKind, LifeLine, state_of, watch
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource
@@ -266,6 +266,25 @@ def test_a_pid_that_now_is_another_process_counts_as_ended() -> None:
         watch_pid(older, ends)
         assert ends.wait(1) == [()]
         sleeper.kill()
+
+
+def test_a_watcher_may_be_stopped_while_its_thread_is_awake() -> None:
+    """Found in training: everybody leaves at once, and a neighbour's end is being told while the watch is stopped."""
+    told = threading.Event()
+
+    class Slow(PidWatcher):
+        def _wake(self) -> None:
+            if self._stopping:
+                told.set()
+                assert self._thread is not None
+                self._thread.join()  # has tidied up before it could be woken
+            super()._wake()
+
+    watcher, awake = Slow(), threading.Event()
+    ended = dataclasses.replace(process_id.this_process("x"), start_ticks=1)
+    watcher.add(ended, lambda: (awake.set(), told.wait(WAIT_S)))  # type: ignore[arg-type, return-value]
+    assert awake.wait(WAIT_S)
+    watcher.stop()
 
 
 def test_a_job_directory_may_go_while_its_processes_live(life_path: Path) -> None:
