@@ -13,6 +13,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.describe import describe, warnings_of
 from lastwords.sharding.pieces import UnitTable
+from lastwords.vocabulary import UNIT_REPLICATED
 
 _log = logging.getLogger(__name__)
 
@@ -67,18 +68,16 @@ def declared_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
 
 def needs_gate(table: UnitTable, options: Options) -> bool:
     """Whether each step has to pass a gate of ours: some rank lacks something that another one has."""
-    return not table.pure and options.gate == "auto"
+    return options.gate == "auto" and any(holders != table.units[UNIT_REPLICATED] for holders in table.units.values())
 
 
 def announce(table: UnitTable, world_size: int, options: Options, optimizers: int) -> None:
     """The start-up table, for rank 0: on stderr where it says more than "all ranks hold everything", else logged."""
     lines = []
-    if not table.pure:
-        lines.append(
-            "gate: one small collective before each update"
-            if options.gate == "auto"
-            else "gate: the loop's own (gate='existing')"
-        )
+    if needs_gate(table, options):
+        lines.append("gate: one small collective before each update")
+    elif options.gate == "existing":
+        lines.append("gate: the loop's own (gate='existing')")
     if optimizers > 1:
         between = f"{optimizers} optimizers are one update: "
         if options.local_copy:

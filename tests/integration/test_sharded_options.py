@@ -60,7 +60,7 @@ def test_a_bit_that_flips_is_named_before_that_replica_can_be_chosen(toy: Toy) -
 
 def test_without_the_check_the_wrong_replica_would_be_saved(toy: Toy) -> None:
     """Negative control."""
-    codes = toy.run("flipped", flip=[0, 3], parts=1, kill=[3, 5, "forward"])
+    codes = toy.run("flipped", flip=[0, 3], parts=1, kill=[3, 5, "backward"])  # all have ended step 4
     assert codes[3] == -9
     (manifest,) = toy.manifests()
     assert {unit["writer"] for unit in manifest["units"].values()} == {0}
