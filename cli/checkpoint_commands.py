@@ -31,7 +31,7 @@ class Verdict(enum.Enum):
     UNREADABLE = "unreadable"
 
 
-_VERDICTS = {
+VERDICTS = {
     load.Status.COMPLETE: Verdict.FINE,
     load.Status.INCOMPLETE: Verdict.DAMAGED,
     load.Status.DAMAGED: Verdict.DAMAGED,
@@ -46,15 +46,15 @@ def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
     if path is None:
         others = [found for found in load.scan(root, job=job) if found.status is not load.Status.COMPLETE]
         of_job = "" if job is None else f" of job {job}"
-        _say(f"no complete checkpoint{of_job} in {root}")
+        say(f"no complete checkpoint{of_job} in {root}")
         if as_json:
-            _print_json({"path": None, "incomplete": [_found_json(found) for found in others]})
+            print_json({"path": None, "incomplete": [_found_json(found) for found in others]})
         return _worst(others) if others else Verdict.NOTHING
     if not as_json:
         print(path)
         return Verdict.FINE
     manifest = load.open_checkpoint(path).manifest
-    _print_json({"path": str(path), **_summary_json(manifest)})
+    print_json({"path": str(path), **_summary_json(manifest)})
     return Verdict.FINE
 
 
@@ -74,14 +74,14 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
     """Checks one checkpoint, or all in a directory, and lists every problem."""
     chosen = [load.examine(path)] if is_checkpoint(path) else load.scan(path)
     if not chosen:
-        return _nothing(path, as_json=as_json, empty={"checkpoints": []})
+        return nothing(path, as_json=as_json, empty={"checkpoints": []})
     results: list[tuple[load.Found, list[load.Problem]]] = []
     for found in chosen:
         total = found.manifest.total_bytes if found.manifest is not None and deep else 0
         with _progress(found.path.name, total) as progress:
             results.append((found, load.verify(found.path, deep, progress=progress)))
     if as_json:
-        _print_json(
+        print_json(
             {
                 "deep": deep,
                 "checkpoints": [
@@ -121,13 +121,14 @@ def _verdict_of(found: load.Found, problems: list[load.Problem]) -> Verdict:
 
 
 def _worst(found: list[load.Found]) -> Verdict:
-    return max((_VERDICTS[item.status] for item in found), key=list(Verdict).index)
+    return max((VERDICTS[item.status] for item in found), key=list(Verdict).index)
 
 
-def _nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
-    _say(f"there is no checkpoint in {path}" if path.is_dir() else f"there is nothing at {path}")
+def nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
+    """Says that there is no checkpoint; with --json the document `empty`."""
+    say(f"there is no checkpoint in {path}" if path.is_dir() else f"there is nothing at {path}")
     if as_json:
-        _print_json(empty)
+        print_json(empty)
     return Verdict.NOTHING
 
 
@@ -137,14 +138,14 @@ def _nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
 def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
     found = load.scan(root)
     if not found:
-        return _nothing(root, as_json=as_json, empty={"checkpoints": []})
+        return nothing(root, as_json=as_json, empty={"checkpoints": []})
     if as_json:
-        _print_json({"checkpoints": [_found_json(item) for item in found]})
+        print_json({"checkpoints": [_found_json(item) for item in found]})
     else:
         rows = [
             (
                 item.path.name,
-                tables.plain(item.status.value, _STYLES[_VERDICTS[item.status]]),
+                tables.plain(item.status.value, _STYLES[VERDICTS[item.status]]),
                 item.manifest.global_step if item.manifest else "",
                 tables.moment(item.manifest.published_unix_ns) if item.manifest else "",
                 tables.size(item.manifest.total_bytes) if item.manifest else "",
@@ -163,13 +164,13 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
 
 
 def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything: bool) -> Verdict:
-    verdict = _VERDICTS[found.status]
+    verdict = VERDICTS[found.status]
     if as_json:
         content = None if found.manifest is None else json.loads(found.manifest.encode())
-        _print_json({**_found_json(found), "manifest": content})
+        print_json({**_found_json(found), "manifest": content})
         return verdict
     if found.manifest is None:
-        _say(found.why)
+        say(found.why)
         return verdict
     console = tables.console()
     _print_manifest(console, found, found.manifest, everything=everything)
@@ -185,7 +186,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
     parent = f" (resumed from {manifest.parent_job})" if manifest.parent_job else ""
     rows: list[tuple[str, object]] = [
         ("checkpoint", found.path),
-        ("state", tables.plain(found.status.value, _STYLES[_VERDICTS[found.status]])),
+        ("state", tables.plain(found.status.value, _STYLES[VERDICTS[found.status]])),
         ("step", f"{manifest.global_step} (epoch {manifest.epoch}, step {manifest.step})"),
         ("published", tables.moment(manifest.published_unix_ns)),
         ("because", manifest.reason),
@@ -227,7 +228,7 @@ def _inspect_file(path: Path, *, as_json: bool) -> Verdict:
     header = read_lone_header(path)
     specs = [spec for spec, _, _ in header.tensors.values()]
     if as_json:
-        _print_json(
+        print_json(
             {
                 "path": str(path),
                 "bytes": header.file_bytes,
@@ -306,12 +307,14 @@ def _found_json(found: load.Found) -> dict[str, Any]:
     return {"path": str(found.path), "state": found.status.value, "why": found.why, **summary}
 
 
-def _print_json(content: dict[str, Any]) -> None:
+def print_json(content: dict[str, Any]) -> None:
+    """The one document of a command with --json."""
     json.dump(content, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line on stderr."""
     print(f"lastwords: {tables.plain(text).plain}", file=sys.stderr)
 
 

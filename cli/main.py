@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--all", action="store_true", help="every reason of every rank why a resume is not exact")
     verify = add("verify", "read every byte and check it; all checkpoints if PATH holds several")
     verify.add_argument("--quick", action="store_true", help="check manifest, sizes and headers only")
+    add("groups", "show which ranks hold which unit and what may die; PATH may also hold group_info files")
     what = "show what a running controller knows: its ranks, where they stand, the newest incident"
     status = subcommands.add_parser(
         "status", help=what, description=what, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,6 +102,10 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
         return ExitCode.OK
     if arguments.command == "latest":
         verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)
+    elif arguments.command == "groups":
+        from lastwords.cli.groups_command import groups  # brings protobuf
+
+        verdict = groups(arguments.path, as_json=arguments.json)
     elif arguments.command == "inspect":
         verdict = commands.inspect(
             arguments.path, as_json=arguments.json, tensors=arguments.tensors, everything=arguments.all

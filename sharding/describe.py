@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lastwords.sharding.pieces import UnitTable
+from lastwords.sharding.redundancy import may_die
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _ROWS_MAX = 24
@@ -58,17 +59,6 @@ def warnings_of(table: UnitTable) -> list[str]:
             "process, still saves everything. Shard over fewer ranks (HSDP) to have copies"
         )
     return found
-
-
-def may_die(holders: int) -> str:
-    """How many of a unit's holders may die with nothing lost.
-
-    >>> may_die(1), may_die(2), may_die(4)
-    ('none', 'either one', 'any 3 of 4')
-    """
-    if holders == 1:
-        return "none"
-    return "either one" if holders == 2 else f"any {holders - 1} of {holders}"
 
 
 def ranks_text(ranks: Sequence[int], world_size: int = 0) -> str:

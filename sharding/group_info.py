@@ -74,18 +74,28 @@ def value_is_shared(board: Board, prefix: str, environ: Mapping[str, str], timeo
     """Whether another rank of the job would write to the very path that this rank was given.
 
     To be called by all ranks or by none, also where the variable is not set. prefix: a place of its own on the board.
+    A value that names no file is a ConfigError on every rank.
     """
     if board.size == 1:
         return False
     value = environ.get(VARIABLE, "")
-    own = str(_path(value, board.rank, shared=False).absolute()) if value else ""
-    board.publish(f"{prefix}/group_info/{board.rank}", {"path": own})
+    own, problem = "", ""
+    try:
+        own = str(_path(value, board.rank, shared=False).absolute()) if value else ""
+    except ConfigError as error:
+        problem = f"rank {board.rank}: {error}"
+    board.publish(f"{prefix}/group_info/{board.rank}", {"path": own, "problem": problem})
     if board.rank == 0:
         keys = [f"{prefix}/group_info/{rank}" for rank in range(board.size)]
-        words = [board.read(key, timeout_s, f"every rank's {VARIABLE}")["path"] for key in keys]
-        shared = [path for path, count in Counter(words).items() if path and count > 1]
-        board.publish(f"{prefix}/group_info", {"shared": shared})
-    return own in board.read(f"{prefix}/group_info", timeout_s, f"rank 0 to compare the ranks' {VARIABLE}")["shared"]
+        words = [board.read(key, timeout_s, f"every rank's {VARIABLE}") for key in keys]
+        counts = Counter(word["path"] for word in words if word["path"])
+        problems = [word["problem"] for word in words if word["problem"]]
+        shared = [path for path, count in counts.items() if count > 1]
+        board.publish(f"{prefix}/group_info", {"shared": shared, "problem": next(iter(problems), "")})
+    word = board.read(f"{prefix}/group_info", timeout_s, f"rank 0 to compare the ranks' {VARIABLE}")
+    if word["problem"]:
+        raise ConfigError(word["problem"])
+    return own in word["shared"]
 
 
 def write_group_info(environ: Mapping[str, str], rank: int, table: Units, *, shared: bool = True) -> Path | None:

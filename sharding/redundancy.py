@@ -17,13 +17,12 @@ def group_of(rank: int, units: Mapping[str, Sequence[int]], mine: Iterable[str])
     return tuple(sorted({rank} | (group or set())))
 
 
-def may_die(holders: Sequence[int]) -> str:
-    """How many of a unit's holders may die at once without a loss, in words.
+def may_die(holders: int) -> str:
+    """How many of a unit's holders may die at once with nothing lost.
 
-    >>> may_die((0, 4)), may_die((0, 1, 2)), may_die((3,))
-    ('any 1 of 2; not both', 'any 2 of 3; not all', 'none: only rank 3 has it')
+    >>> may_die(1), may_die(2), may_die(4)
+    ('none', 'any 1 of 2; not both', 'any 3 of 4; not all')
     """
-    count = len(holders)
-    if count == 1:
-        return f"none: only rank {holders[0]} has it"
-    return f"any {count - 1} of {count}; not {'both' if count == 2 else 'all'}"
+    if holders == 1:
+        return "none"
+    return f"any {holders - 1} of {holders}; not {'both' if holders == 2 else 'all'}"

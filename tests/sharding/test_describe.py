@@ -20,9 +20,9 @@ def test_the_table_shows_units_sizes_holders_and_what_may_die() -> None:
     assert text.splitlines() == [
         "state of 4 ranks in 3 units:",
         "  unit        tensors   MiB  holders  may die",
-        "  replicated        1  1.00  all      any 3 of 4",
-        "  tp0               2  2.00  0, 2     either one",
-        "  tp1               3  3.00  1, 3     either one",
+        "  replicated        1  1.00  all      any 3 of 4; not all",
+        "  tp0               2  2.00  0, 2     any 1 of 2; not both",
+        "  tp1               3  3.00  1, 3     any 1 of 2; not both",
         "  gate: yes",
     ]
 

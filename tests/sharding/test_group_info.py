@@ -148,6 +148,21 @@ def test_ranks_find_out_whether_they_were_given_the_same_path() -> None:
     assert shared_on(["g.pb"]) == [False]
 
 
+def test_one_ranks_value_that_names_no_file_is_an_error_on_all_of_them(tmp_path: Path) -> None:
+    words = Words()
+
+    def start(rank: int) -> str:
+        value = str(tmp_path) if rank == 1 else str(tmp_path / f"{rank}.pb")
+        with pytest.raises(ConfigError) as caught:
+            value_is_shared(ThreadBoard(rank, 3, words), "start", {"GROUP_INFO_FILE": value}, 60.0)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        said = list(pool.map(start, range(3)))
+    assert len(set(said)) == 1
+    assert "rank 1: GROUP_INFO_FILE is" in said[0]
+
+
 def test_a_rank_that_never_says_its_path_is_an_error_and_no_hang() -> None:
     with pytest.raises(UnavailableError, match="GROUP_INFO_FILE"):
         value_is_shared(ThreadBoard(0, 2, Words()), "start", {}, 0.0)
