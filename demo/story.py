@@ -84,7 +84,8 @@ def _story(console: Console, demo: Demo) -> int:
 
         resumed = stages[2].run("--is_recover", "1", ckpt_path=training.ckpt_path, from_step=incident.step)
 
-    lost = max(0, max(max(log.losses, default=0) for log in killed.values()) - incident.step)
+    survivors = [log for rank, log in killed.items() if rank not in incident.dead_ranks]
+    lost = max(0, max(max(log.losses, default=0) for log in survivors) - incident.step)
     difference = first_difference(uninterrupted, killed, resumed, step=incident.step)
     if difference is None and lost:
         difference = f"{lost} steps were trained but are not in the checkpoint"

@@ -171,7 +171,7 @@ def pp(task: Task) -> Parallel:
     sequences = task.batch_size // replicas.size() // chunks
     tokens = torch.zeros(sequences, shape.context, dtype=torch.int64)
     activations = torch.zeros(sequences, shape.context, shape.width, requires_grad=True)
-    logits = torch.zeros(sequences, shape.context, BYTES, requires_grad=True)
+    logits = torch.zeros(sequences * shape.context, BYTES, requires_grad=True)
     group = mesh["stage"].get_group()
     its_place = PipelineStage(
         model,

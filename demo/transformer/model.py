@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes of (batch, context) to logits of (batch, context, 256).
+    """Bytes of (batch, context) to logits of (batch * context, 256).
 
     layers: the layers that this stage of a pipeline has; the first stage takes bytes, the last one returns logits, and
     between stages go activations of (batch, context, width).
@@ -100,10 +100,10 @@ class Transformer(nn.Module):
         for block in self.blocks.values():
             x = block(x)
         if self.is_last:
-            x = self.head(self.norm(x))
+            x = self.head(self.norm(x).flatten(0, 1))
         return x
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of a byte, in nats."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return nn.functional.cross_entropy(logits, targets.flatten())

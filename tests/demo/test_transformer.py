@@ -35,7 +35,7 @@ def test_a_byte_is_predicted_from_the_bytes_before_it_only() -> None:
     inputs = torch.randint(0, 256, (2, SHAPE.context))
     changed = inputs.clone()
     changed[:, -1] += 1
-    before, after = model(inputs), model(changed % 256)
+    before, after = (model(x).unflatten(0, inputs.shape) for x in (inputs, changed % 256))
     assert before[:, :-1].equal(after[:, :-1])
     assert not before[:, -1].equal(after[:, -1])
 
@@ -55,7 +55,7 @@ def test_stages_one_after_the_other_are_the_whole_model_and_share_its_names() ->
 
 
 def test_a_model_that_knows_nothing_is_as_good_as_guessing() -> None:
-    logits = torch.zeros(2, SHAPE.context, 256)
+    logits = torch.zeros(2 * SHAPE.context, 256)
     assert loss_of(logits, torch.zeros(2, SHAPE.context, dtype=torch.int64)).item() == pytest.approx(5.545, abs=1e-3)
 
 
