@@ -34,6 +34,7 @@ class Look(NamedTuple):
     gated: bool  # frozen at the gate: nobody else matters
     writes: bool
     may_act_alone: bool  # as far as it is for itself to say
+    resumed: int
     box: Any
     record: Any  # what the checkers look at
 
@@ -49,6 +50,7 @@ class Components:
         self._number_of_own: dict[tuple[int, Own], int] = {}
         self.shared: list[Any] = []
         self._shared_looks: list[tuple[bool, bool, tuple[Action, ...], bool]] = []
+        self._void: dict[tuple[int, int], bool] = {}
         self._number_of_shared: dict[Any, int] = {}
         self._own_moves: dict[tuple[int, bool, bool], tuple[tuple[Action, int], ...]] = {}
         self._faults: dict[tuple[int, bool, bool], tuple[tuple[Action, int], ...]] = {}
@@ -88,7 +90,7 @@ class Components:
         up, down, asked, cut, breaks, unannounced, _, saved = own
         world, life = self.world, saved[0]
         alive = life is Life.ALIVE
-        collective, gated, writes = -1, False, False
+        collective, gated, writes, resumed = -1, False, False, 0
         if alive:
             world.put_own(rank, own)
             trainer = world.trainers[rank]
@@ -96,6 +98,7 @@ class Components:
             collective = COUNTERS.index(entered) if entered is not None else -1
             gated = trainer.at is At.GATE and trainer.core.frozen
             writes = trainer.save is not None
+            resumed = world.resumed(rank)
         return Look(
             alive,
             life is Life.KILLED,
@@ -107,6 +110,7 @@ class Components:
             gated,
             writes,
             alive and not writes and (bool(down) or (asked == ASKED and not cut)),
+            resumed,
             saved[2],
             (life,) if life is Life.KILLED else (life, saved[3]),
         )
@@ -130,7 +134,11 @@ class Components:
         over, lives, storage, time_may_pass = self._shared_looks[numbers[-1]]
         if not over:
             for rank, look in enumerate(looks):
-                if look.may_act_alone and self._independent(rank, looks):
+                if look.next_up is not None and self._is_void(look.next_up, numbers):
+                    return [(("hear", rank), self._hear(rank, numbers))]
+            may_kill = sum(look.killed for look in looks) < self.world.kills_max
+            for rank, look in enumerate(looks):
+                if look.may_act_alone and self._independent(rank, looks, may_kill):
                     found = self._own(rank, numbers, looks)
                     if found:
                         return found + self._faults_of(rank, numbers, looks)
@@ -156,15 +164,22 @@ class Components:
                 found += self._faults_of(rank, numbers, looks)
         return found
 
+    def _is_void(self, message: int, numbers: Numbers) -> bool:
+        known = self._void.get((message, numbers[-1]))
+        if known is None:
+            self.put(numbers)
+            known = self._void[(message, numbers[-1])] = self.world.is_void(message)
+        return known
+
     @staticmethod
-    def _independent(rank: int, looks: list[Look]) -> bool:
+    def _independent(rank: int, looks: list[Look], may_kill: bool) -> bool:
         look = looks[rank]
         if look.collective < 0 or look.gated:
             return True
         mine = look.counters[look.collective]
         others = [other for index, other in enumerate(looks) if index != rank]
         behind = [other for other in others if other.counters[look.collective] < mine]
-        return not all(other.alive for other in (behind or others))
+        return not all(other.alive for other in (behind or others)) or not (behind or may_kill)
 
     def _own(self, rank: int, numbers: Numbers, looks: list[Look]) -> list[tuple[Action, Numbers]]:
         look = looks[rank]
@@ -270,8 +285,9 @@ class Components:
             told = self._told.get((own, order))
             if told is None:
                 up, down, asked, cut, *rest = self.owns[own]
-                if self.looks[own].alive and not cut:
-                    kind = type(self.world.tables.things[order])
+                kind = type(self.world.tables.things[order])
+                known = kind is Resume and self.world.tables.things[order].incident <= self.looks[own].resumed
+                if self.looks[own].alive and not cut and not known:
                     asked = ASKED if kind is Freeze else NOT_ASKED if kind is Resume else asked
                     down = (*down, order)
                 told = self._told[(own, order)] = self._number(rank, (up, down, asked, cut, *rest))

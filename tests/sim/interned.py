@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import pickle
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Any
 
 from lastwords.vocabulary import Stand
@@ -85,7 +86,7 @@ class Table:
         if known is None:
             known = self.number_of[key] = len(self.pickles)
             self.pickles.append(pickle.dumps(core))
-            self.answers.append(tuple(getattr(core, name) for name in self.queries))
+            self.answers.append(tuple(attrgetter(name)(core) for name in self.queries))
         return known
 
     def core(self, number: int) -> Any:
@@ -110,6 +111,8 @@ class InternedController:
 
     __slots__ = ("state", "table")
 
+    QUERIES = ("deadline_s", "_incident_resumed")
+
     def __init__(self, table: Table, state: int) -> None:
         self.table = table
         self.state = state
@@ -122,6 +125,12 @@ class InternedController:
     def deadline_s(self) -> float | None:
         deadline_s: float | None = self.table.answers[self.state][0]
         return deadline_s
+
+    @property
+    def resumed(self) -> int:
+        """Newest incident that was a false alarm; for the exploration only."""
+        resumed: int = self.table.answers[self.state][1]
+        return resumed
 
 
 def _returned(core: Any, value: Any) -> tuple[Any, ...]:
@@ -137,7 +146,7 @@ class InternedProcessor:
 
     __slots__ = ("effects", "state", "table")
 
-    QUERIES = ("deadline_s", "frozen", "leaving", "may_end_step", "stand", "released", "may_train")
+    QUERIES = ("deadline_s", "frozen", "leaving", "may_end_step", "stand", "released", "may_train", "_part._over")
 
     def __init__(self, table: Table, state: int) -> None:
         self.table = table
@@ -212,6 +221,12 @@ class InternedProcessor:
     def stand(self) -> Stand:
         stand: Stand = self.table.answers[self.state][4]
         return stand
+
+    @property
+    def resumed(self) -> int:
+        """Newest incident that this rank knows to be over; for the exploration only."""
+        resumed: int = self.table.answers[self.state][7]
+        return resumed
 
     @property
     def released(self) -> bool:

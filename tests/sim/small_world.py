@@ -69,7 +69,7 @@ class Tables:
     """Numbers for everything that recurs: core states, messages, disks."""
 
     def __init__(self, ignored: Fields = ONLY_FOR_PEOPLE) -> None:
-        self.controllers = Table(("deadline_s",), ignored)
+        self.controllers = Table(InternedController.QUERIES, ignored)
         self.processors = Table(InternedProcessor.QUERIES, frozenset())
         self.things: list[Any] = [None]
         self.number_of_thing: dict[Any, int] = {None: 0}
@@ -213,6 +213,9 @@ class SmallWorld(World):
         """Everything that has to be tried next; nothing if this is an end."""
         if not self.over and not self.whole:
             for trainer in self.trainers:
+                if self.up[trainer.rank] and self.is_void(self.up[trainer.rank][0]):
+                    return [("hear", trainer.rank)]
+            for trainer in self.trainers:
                 if self.acts_alone(trainer):
                     return self.own_actions(trainer) + self.faults(trainer)
         found: list[Action] = []
@@ -247,6 +250,11 @@ class SmallWorld(World):
         found: list[Action] = [("verify",)] if self.verifying is not None else []
         return [*found, ("publish",)] if self.publishing is not None else found
 
+    @property
+    def may_kill(self) -> bool:
+        """Whether one more rank may be killed."""
+        return sum(trainer.record.life is Life.KILLED for trainer in self.trainers) < self.kills_max
+
     def own_actions(self, trainer: Trainer) -> list[Action]:
         """What a living rank could do next."""
         if trainer.record.life is not Life.ALIVE:
@@ -268,7 +276,7 @@ class SmallWorld(World):
             return []
         rank = trainer.rank
         found: list[Action] = []
-        if sum(other.record.life is Life.KILLED for other in self.trainers) < self.kills_max:
+        if self.may_kill:
             found += [("kill", rank, arriving) for arriving in range(len(self.up[rank]) + 1)]
         if sum(self.breaks) < self.breaks_max:
             for arriving in range(len(self.up[rank]) + 1):
@@ -296,7 +304,7 @@ class SmallWorld(World):
             others = [other for other in self.trainers if other is not trainer]
             mine = getattr(trainer, entered)
             behind = [other for other in others if getattr(other, entered) < mine]
-            if all(other.record.life is Life.ALIVE for other in (behind or others)):
+            if all(other.record.life is Life.ALIVE for other in (behind or others)) and (behind or self.may_kill):
                 return False
         return bool(self.own_actions(trainer))
 
@@ -421,11 +429,26 @@ class SmallWorld(World):
         """An order on its way to a rank that can still get it."""
         if self.trainers[rank].record.life is not Life.ALIVE or self.cut[rank]:
             return
+        if type(order) is Resume and not self.whole and order.incident <= self.resumed(rank):
+            return  # it makes no difference any more, whenever it comes
         self.down[rank].append(self.tables.number(order))
         if type(order) is Freeze:
             self.asked[rank] = ASKED
         elif type(order) is Resume:
             self.asked[rank] = NOT_ASKED
+
+    def resumed(self, rank: int) -> int:
+        """Newest incident of which this rank knows, or will be told by what is on its way, that it is over."""
+        core: Any = self.trainers[rank].core
+        coming = (self.tables.things[number] for number in self.down[rank])
+        return max([core.resumed, *(order.incident for order in coming if type(order) is Resume)])
+
+    def is_void(self, number: int) -> bool:
+        """Whether a report makes no difference to the controller any more, whenever it comes."""
+        if number == CLOSED:
+            return False
+        report, controller = self.tables.things[number], self.controller
+        return type(report) is Settled and report.incident <= controller.resumed
 
     def on_leave(self, trainer: Trainer, farewell: str) -> None:
         if trainer.record.life is Life.ALIVE:
