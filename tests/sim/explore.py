@@ -23,7 +23,7 @@ from tests.sim.interned import ONLY_FOR_PEOPLE
 from tests.sim.job import Job
 from tests.sim.ledger import Life
 from tests.sim.mutants import MUTANTS
-from tests.sim.small_jobs import JOBS, Explored
+from tests.sim.small_jobs import BROKEN, JOBS
 from tests.sim.small_world import Action, SmallWorld, Tables
 
 NEVER_S = 1e9
@@ -200,7 +200,7 @@ def _end(world: SmallWorld) -> End:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.explore", description=__doc__.split("\n")[0])
-    parser.add_argument("--job", choices=sorted(JOBS), help="one of the table in docs/protocol.md, with its faults")
+    parser.add_argument("--job", choices=[*JOBS, *BROKEN], help="one of the table in docs/protocol.md, with its faults")
     parser.add_argument("--kills", type=int, help="so many deaths instead")
     parser.add_argument("--breaks", type=int, help="so many broken sessions instead")
     parser.add_argument("--mutant", default="", choices=["", *MUTANTS], help="break this rule of the cores")
@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [options.job] if options.job else list(JOBS)
     bad = 0
     for name in names:
-        explored: Explored = JOBS[name]
+        explored = {**JOBS, **BROKEN}[name]
         kills = explored.kills if options.kills is None else options.kills
         breaks = explored.breaks if options.breaks is None else options.breaks
         with MUTANTS[options.mutant].applied() if options.mutant else contextlib.nullcontext():
