@@ -50,7 +50,7 @@ class Components:
         self._number_of_own: dict[tuple[int, Own], int] = {}
         self.shared: list[Any] = []
         self._shared_looks: list[tuple[bool, bool, tuple[Action, ...], bool]] = []
-        self._void: dict[tuple[int, int], bool] = {}
+        self._first: dict[tuple[int, int, bool], bool] = {}
         self._number_of_shared: dict[Any, int] = {}
         self._own_moves: dict[tuple[int, bool, bool], tuple[tuple[Action, int], ...]] = {}
         self._faults: dict[tuple[int, bool, bool], tuple[tuple[Action, int], ...]] = {}
@@ -133,8 +133,9 @@ class Components:
         looks = [self.looks[number] for number in numbers[:-1]]
         over, lives, storage, time_may_pass = self._shared_looks[numbers[-1]]
         if not over:
+            may_break = sum(look.breaks for look in looks) < self.world.breaks_max
             for rank, look in enumerate(looks):
-                if look.next_up is not None and self._is_void(look.next_up, numbers):
+                if look.next_up is not None and self._heard_first(look.next_up, numbers, may_break):
                     return [(("hear", rank), self._hear(rank, numbers))]
             may_kill = sum(look.killed for look in looks) < self.world.kills_max
             for rank, look in enumerate(looks):
@@ -164,11 +165,12 @@ class Components:
                 found += self._faults_of(rank, numbers, looks)
         return found
 
-    def _is_void(self, message: int, numbers: Numbers) -> bool:
-        known = self._void.get((message, numbers[-1]))
+    def _heard_first(self, message: int, numbers: Numbers, may_break: bool) -> bool:
+        key = (message, numbers[-1], may_break)
+        known = self._first.get(key)
         if known is None:
             self.put(numbers)
-            known = self._void[(message, numbers[-1])] = self.world.is_void(message)
+            known = self._first[key] = self.world.may_be_heard_first(message, may_break)
         return known
 
     @staticmethod

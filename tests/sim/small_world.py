@@ -28,6 +28,7 @@ from typing import Any
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions
+from lastwords.controller.events import State as ControllerState
 from lastwords.processor import events as to_processor
 from lastwords.processor.core import ProcessorCore
 from lastwords.vocabulary import (
@@ -37,6 +38,7 @@ from lastwords.vocabulary import (
     LoopBegin,
     LoopGo,
     Order,
+    Raised,
     Release,
     Report,
     Resume,
@@ -213,7 +215,7 @@ class SmallWorld(World):
         """Everything that has to be tried next; nothing if this is an end."""
         if not self.over and not self.whole:
             for trainer in self.trainers:
-                if self.up[trainer.rank] and self.is_void(self.up[trainer.rank][0]):
+                if self.up[trainer.rank] and self.may_be_heard_first(self.up[trainer.rank][0], self.may_break):
                     return [("hear", trainer.rank)]
             for trainer in self.trainers:
                 if self.acts_alone(trainer):
@@ -255,6 +257,11 @@ class SmallWorld(World):
         """Whether one more rank may be killed."""
         return sum(trainer.record.life is Life.KILLED for trainer in self.trainers) < self.kills_max
 
+    @property
+    def may_break(self) -> bool:
+        """Whether one more session may break."""
+        return sum(self.breaks) < self.breaks_max
+
     def own_actions(self, trainer: Trainer) -> list[Action]:
         """What a living rank could do next."""
         if trainer.record.life is not Life.ALIVE:
@@ -278,7 +285,7 @@ class SmallWorld(World):
         found: list[Action] = []
         if self.may_kill:
             found += [("kill", rank, arriving) for arriving in range(len(self.up[rank]) + 1)]
-        if sum(self.breaks) < self.breaks_max:
+        if self.may_break:
             for arriving in range(len(self.up[rank]) + 1):
                 found += [("break", rank, arriving, True), ("break", rank, arriving, False)]
         return found
@@ -443,12 +450,32 @@ class SmallWorld(World):
         coming = (self.tables.things[number] for number in self.down[rank])
         return max([core.resumed, *(order.incident for order in coming if type(order) is Resume)])
 
-    def is_void(self, number: int) -> bool:
-        """Whether a report makes no difference to the controller any more, whenever it comes."""
+    def may_be_heard_first(self, number: int, may_break: bool) -> bool:
+        """Whether it loses nothing to have the controller hear this report before anything else happens.
+
+        * A Settled of an incident that was a false alarm: whenever it is heard, it is answered by one more Resume.
+        * A secondary exception in an incident that is certain: it changes nothing.
+        * A Settled that the controller waits for while it waits for another rank, too: it is noted, and nothing can
+          be chosen before. If the rank dies first and the report is lost, that comes to the same as soon as its death
+          is known, which may be at once, as that chooses nothing, either. (If sessions may still break, it is not that
+          simple.)
+        """
         if number == CLOSED:
             return False
-        report, controller = self.tables.things[number], self.controller
-        return type(report) is Settled and report.incident <= controller.resumed
+        report: Report = self.tables.things[number]
+        controller: Any = self.controller
+        if type(report) is Settled and report.incident <= controller.resumed:
+            return True
+        if not isinstance(report, Settled | Raised):
+            return False
+        core: Any = self.tables.controllers.core(controller.state)
+        incident = core._incident
+        if incident is None or not incident.opened:
+            return False
+        if isinstance(report, Raised):
+            return report.secondary and bool(incident._certain)
+        waits = report.rank in incident._unsettled and len(incident._unsettled) > 1
+        return waits and core.state is ControllerState.SETTLING and report.incident == incident.number and not may_break
 
     def on_leave(self, trainer: Trainer, farewell: str) -> None:
         if trainer.record.life is Life.ALIVE:
