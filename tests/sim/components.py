@@ -87,7 +87,7 @@ class Components:
         return known
 
     def _look(self, rank: int, own: Own) -> Look:
-        up, down, asked, cut, breaks, unannounced, _, saved = own
+        up, down, asked, cut, breaks, unannounced, saved = own
         world, life = self.world, saved[0]
         alive = life is Life.ALIVE
         collective, gated, writes, resumed = -1, False, False, 0
@@ -253,9 +253,9 @@ class Components:
         result = self._controllers.get(key)
         if result is None:
             result = self._controllers[key] = self._controller(("died", rank), numbers)
-        _, down, asked, cut, breaks, _, clock_s, saved = self.owns[numbers[rank]]
+        _, down, asked, cut, breaks, _, saved = self.owns[numbers[rank]]
         owns = list(numbers)
-        owns[rank] = self._number(rank, ((), down, asked, cut, breaks, False, clock_s, saved))
+        owns[rank] = self._number(rank, ((), down, asked, cut, breaks, False, saved))
         return self._tell(owns, result)
 
     def _controller_acts(self, action: Action, numbers: Numbers) -> Numbers:

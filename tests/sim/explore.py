@@ -19,7 +19,6 @@ from unittest import mock
 
 from tests.sim.checkers import complaints
 from tests.sim.components import Components, Numbers
-from tests.sim.interned import ONLY_FOR_PEOPLE
 from tests.sim.job import Job
 from tests.sim.ledger import Life
 from tests.sim.mutants import MUTANTS
@@ -31,8 +30,8 @@ NEVER_S = 1e9
 _SENDING_AGAIN = (
     "lastwords.controller.incident.RESEND_INTERVAL_S",
     "lastwords.controller.closing.RESEND_INTERVAL_S",
-    "lastwords.processor.correspondence.RESEND_INTERVAL_S",
 )
+_CORRESPONDENCE = "lastwords.processor.correspondence.Correspondence"
 
 End = tuple[Any, ...]
 
@@ -63,6 +62,10 @@ def _no_words(_: object) -> str:
     return "a reason"
 
 
+def _nothing(*_: object) -> None:
+    """No session stays away for long here, so there is no deadline without a controller."""
+
+
 @contextlib.contextmanager
 def reduced() -> Iterator[None]:
     """Nothing is sent again, and reasons are not worded: they differ by what was heard first, and decide nothing."""
@@ -70,6 +73,8 @@ def reduced() -> Iterator[None]:
         stack.enter_context(mock.patch("lastwords.controller.incident.Incident.words", _no_words))
         for name in _SENDING_AGAIN:
             stack.enter_context(mock.patch(name, NEVER_S))
+        stack.enter_context(mock.patch(f"{_CORRESPONDENCE}.run_timer", _nothing))
+        stack.enter_context(mock.patch(f"{_CORRESPONDENCE}.deadline_s", _nothing))
         yield
 
 
@@ -80,9 +85,8 @@ def explore(
 
     whole: by the plain definition and without reductions, to show that these lose no end.
     """
-    ignored = frozenset() if whole else ONLY_FOR_PEOPLE
     with reduced(), _without_garbage_collection():
-        world = SmallWorld(job, Tables(ignored), kills_max, breaks_max, whole)
+        world = SmallWorld(job, Tables(whole), kills_max, breaks_max, whole)
         parts = _Plain(world) if whole else Components(world)
         return _Search(job, parts, bad_max, states_max).run()
 
@@ -142,6 +146,8 @@ class _Search:
                 continue
             action, after = following.pop()
             found.moves += 1
+            if parts.over(after) and not parts.world.whole:
+                after = self._run_to_the_end(after)
             key = _packed(after)
             if key in done:
                 continue
@@ -163,6 +169,11 @@ class _Search:
         tables = parts.world.tables
         found.cores = (len(tables.controllers.pickles), len(tables.processors.pickles))
         return found
+
+    def _run_to_the_end(self, numbers: Numbers) -> Numbers:
+        while following := self.parts.following(numbers):
+            numbers = following[0][1]
+        return numbers
 
     def _judge(self, numbers: Numbers, taken: list[Action]) -> None:
         parts, world = self.parts, self.parts.world

@@ -89,8 +89,9 @@ def _slots(kind: type) -> tuple[str, ...]:
 class Table:
     """The states of one kind of core, numbered; `queries` are read once for each state."""
 
-    def __init__(self, queries: tuple[str, ...], ignored: Fields) -> None:
+    def __init__(self, queries: tuple[str, ...], ignored: Fields, tidies: bool = False) -> None:
         self.queries = queries
+        self.tidies = tidies
         self.pickles: list[bytes] = []
         self.answers: list[tuple[Any, ...]] = []
         self.frozen = Frozen(ignored)
@@ -138,7 +139,8 @@ class InternedController:
         self.state = state
 
     def handle(self, event: Any, now_s: float) -> tuple[Any, ...]:
-        self.state, _, effects = self.table.call(self.state, "handle", (event, now_s), _returned)
+        drain = _returned_and_tidied if self.table.tidies else _returned
+        self.state, _, effects = self.table.call(self.state, "handle", (event, now_s), drain)
         return effects
 
     @property
@@ -155,6 +157,26 @@ class InternedController:
 
 def _returned(core: Any, value: Any) -> tuple[Any, ...]:
     return tuple(value)
+
+
+def _returned_and_tidied(core: Any, value: Any) -> tuple[Any, ...]:
+    """Forget what makes no difference any more: timers that would find nobody, and in which order parts came."""
+    suspects, timers, incident = core.members.suspects, core._timers, core._incident
+    if not suspects:
+        timers.clear("suspects")
+    for rank, member in core.members.members.items():
+        if rank not in suspects:
+            member.suspect_until_s = 0.0
+    if incident is not None:
+        incident._saving.finished.sort(key=_part_order)
+        if not incident._proceeding:
+            timers.clear("proceed")
+            incident._proceed_step = 0
+    return tuple(value)
+
+
+def _part_order(part: Any) -> tuple[int, int]:
+    return part.attempt, part.rank
 
 
 def _taken(core: Any, value: Any) -> tuple[Any, ...]:

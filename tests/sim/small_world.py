@@ -47,7 +47,7 @@ from lastwords.vocabulary import (
     Welcome,
 )
 from tests.sim.disk import Disk
-from tests.sim.interned import ONLY_FOR_PEOPLE, Fields, InternedController, InternedProcessor, Table
+from tests.sim.interned import ONLY_FOR_PEOPLE, InternedController, InternedProcessor, Table
 from tests.sim.job import Job
 from tests.sim.ledger import Life, Publication, RankRecord, Renaming
 from tests.sim.world import PARKED, At, Trainer, World
@@ -70,9 +70,10 @@ State = tuple[Any, ...]
 class Tables:
     """Numbers for everything that recurs: core states, messages, disks."""
 
-    def __init__(self, ignored: Fields = ONLY_FOR_PEOPLE) -> None:
-        self.controllers = Table(InternedController.QUERIES, ignored)
-        self.processors = Table(InternedProcessor.QUERIES, frozenset())
+    def __init__(self, whole: bool = False) -> None:
+        ignored = frozenset() if whole else ONLY_FOR_PEOPLE
+        self.controllers = Table(InternedController.QUERIES, ignored, tidies=not whole)
+        self.processors = Table(InternedProcessor.QUERIES, frozenset({("ProcessorCore", "_now_s")}))
         self.things: list[Any] = [None]
         self.number_of_thing: dict[Any, int] = {None: 0}
         self.disks: list[Disk] = []
@@ -122,7 +123,7 @@ class SmallWorld(World):
         self.asked = [NOT_ASKED for _ in ranks]
         self.cut = [False for _ in ranks]  # its new session is not bound yet: orders go nowhere
         self.breaks = [0 for _ in ranks]
-        self.clock_s = [0.0 for _ in ranks]
+        self.own_s = 0.0  # time of the rank that something happens to
         self.controller_clock_s = 0.0
         self.bound = dict.fromkeys(ranks, 1)
         for trainer in self.trainers:
@@ -145,7 +146,6 @@ class SmallWorld(World):
             self.cut[rank],
             self.breaks[rank],
             self.unannounced[rank],
-            self.clock_s[rank],
             _rank_state(self.trainers[rank], self.tables.number),
         )
 
@@ -179,7 +179,7 @@ class SmallWorld(World):
         """Restore one rank."""
         up, down, *rest, saved = own
         self.up[rank], self.down[rank] = list(up), list(down)
-        self.asked[rank], self.cut[rank], self.breaks[rank], self.unannounced[rank], self.clock_s[rank] = rest
+        self.asked[rank], self.cut[rank], self.breaks[rank], self.unannounced[rank] = rest
         _restore_rank(self.trainers[rank], saved, self.tables.things)
 
     def put_shared(self, shared: tuple[Any, ...]) -> None:
@@ -346,8 +346,9 @@ class SmallWorld(World):
         elif kind == "tick":
             due_s = self.trainers[action[1]].core.deadline_s
             assert due_s is not None
-            self.clock_s[action[1]] = max(due_s, self.clock_s[action[1]])
+            self.own_s = due_s
             self.feed(self.trainers[action[1]], to_processor.Tick())
+            self.own_s = 0.0  # a rank has one timer, and it has run out: its clock can start anew
         elif kind == "died":
             self._announce(action[1])
         elif kind == "verify":
@@ -397,7 +398,7 @@ class SmallWorld(World):
         self.hear(1, report)
 
     def feed(self, trainer: Trainer, event: to_processor.Event) -> None:
-        self.now_s = self.clock_s[trainer.rank]
+        self.now_s = self.own_s
         super().feed(trainer, event)
 
     def feed_controller(self, event: to_controller.Event) -> None:
@@ -485,7 +486,7 @@ class SmallWorld(World):
         rank = trainer.rank
         self.down[rank].clear()
         self.up[rank].append(CLOSED)
-        self.asked[rank], self.cut[rank], self.clock_s[rank] = NOT_ASKED, False, 0.0
+        self.asked[rank], self.cut[rank] = NOT_ASKED, False
         self.unannounced[rank] = trainer.record.life is Life.KILLED
 
 
