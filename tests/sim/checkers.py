@@ -56,8 +56,9 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
     """I3: if every unit has a holder that stays healthy until its file is written, a checkpoint is published.
 
     "Written" means that the controller has heard of it. A job that ends without an incident (released) owes no
-    checkpoint; nor does one in which nobody has ended a step. A dead controller publishes nothing, and one that
-    file systems have refused too often gives up.
+    checkpoint; nor does one in which no survivor has ended a step or begun to update. A rank that can write nowhere is
+    no survivor (I4): it is excluded, as if it had died. A dead controller publishes nothing, and one that file systems
+    have refused too often gives up.
     """
     if (
         ledger.storage_failures > STORAGE_FAILURES_MAX
@@ -69,12 +70,22 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
     if not any(record.life is Life.LEFT and record.farewell.startswith("exit") for record in ledger.ranks):
         return  # the job was released, or nobody was told that the incident is over: I7's business
     # A step that is only in reach is not owed: its update has not begun anywhere. Nor is the step of the start.
-    owed = {record.held for record in ledger.ranks if record.healthy()} | {step for _, _, step, _ in ledger.heard_saved}
+    survivors = [(rank, record) for rank, record in enumerate(ledger.ranks) if ledger.survives(rank, job.targets)]
+    owed = {record.held for _, record in survivors} | {step for _, _, step, _ in ledger.heard_saved}
     for step in sorted(owed, reverse=True):
         for target in job.targets:
             if step > job.start_step and target not in ledger.closed_targets and _can_be_had(job, ledger, step, target):
                 told = sorted({record.farewell for record in ledger.ranks if record.farewell})
                 yield f"step {step} had healthy holders of every unit, but nothing was published; told: {told}"
+                return
+    # Theorem 1: that every unit has a holder is enough; the gate has to see to it that they have a step in common.
+    held_newest = max((record.held for _, record in survivors), default=0)
+    if held_newest > job.start_step:
+        for target in sorted(set(job.targets) - ledger.closed_targets):
+            able = [rank for rank, record in survivors if not record.gave_up and (rank, target) not in ledger.refused]
+            if {unit for rank in able for unit in job.units[rank]} == set(job.unit_names):
+                stands = [f"rank {rank}: {list(ledger.ranks[rank].reach)}" for rank in able]
+                yield f"every unit had a healthy holder, but no common step was published; in reach: {stands}"
                 return
 
 
@@ -93,7 +104,7 @@ def i4_no_survivor_is_set_back(job: Job, ledger: Ledger) -> Iterator[str]:
     """
     for publication in ledger.publications:
         for rank, record in enumerate(ledger.ranks):
-            if record.healthy() and record.ended > publication.step and ledger.can_write(rank, job.targets):
+            if ledger.survives(rank, job.targets) and record.ended > publication.step:
                 yield f"step {publication.step} was published, but healthy rank {rank} had ended step {record.ended}"
 
 

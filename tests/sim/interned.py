@@ -9,8 +9,11 @@ and sets were filled.
 from __future__ import annotations
 
 import enum
+import functools
 import pickle
+import zlib
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Any
 
 from lastwords.vocabulary import Stand
@@ -32,65 +35,83 @@ ONLY_FOR_PEOPLE = frozenset(
 Fields = frozenset[tuple[str, str]]
 
 
-def frozen(value: Any, seen: dict[int, int], ignored: Fields = frozenset()) -> Hashable:
-    """A hashable value, equal for equal contents. Objects that occur twice become numbers, so cycles end."""
-    kind = type(value)
-    if kind in (int, str, float, bool, bytes) or value is None:
-        return value  # type: ignore[no-any-return]
-    if isinstance(value, enum.Enum):
-        return value
-    if kind in (tuple, list):
-        return (kind, *(frozen(item, seen, ignored) for item in value))
-    if kind in (set, frozenset):
-        return (kind, frozenset(frozen(item, seen, ignored) for item in value))
-    if isinstance(value, dict):
-        if all(isinstance(key, int | str) for key in value):
-            return (dict, *((key, frozen(value[key], seen, ignored)) for key in sorted(value, key=repr)))
-        return (
-            dict,
-            frozenset((frozen(key, seen, ignored), frozen(item, seen, ignored)) for key, item in value.items()),
-        )
-    if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
-        return value  # type: ignore[no-any-return]
-    if hasattr(value, "__dataclass_params__") and value.__dataclass_params__.frozen:
-        return value  # type: ignore[no-any-return]
-    number = seen.get(id(value))
-    if number is not None:
-        return ("seen", number)
-    seen[id(value)] = len(seen)
-    fields: dict[str, Any] = dict(getattr(value, "__dict__", {}))
-    for base in kind.__mro__:
-        for name in getattr(base, "__slots__", ()):
-            if hasattr(value, name):
-                fields[name] = getattr(value, name)
-    told = [name for name in sorted(fields) if (kind.__name__, name) not in ignored]
-    return (kind, *((name, frozen(fields[name], seen, ignored)) for name in told))
+class Frozen:
+    """Numbers for values: equal numbers for equal contents, and what is equal is kept once."""
+
+    def __init__(self, ignored: Fields = frozenset()) -> None:
+        self.ignored = ignored
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, value: Any) -> int:
+        """The number of this value. What has changed since it was last asked for has another one."""
+        return self._of(self._frozen(value, {}))
+
+    def _of(self, contents: Hashable) -> int:
+        return self._numbers.setdefault(contents, len(self._numbers))
+
+    def _frozen(self, value: Any, seen: dict[int, int]) -> Hashable:
+        """A hashable value. Objects that occur twice become numbers, so cycles end."""
+        kind = type(value)
+        if kind in (int, str, float, bool, bytes) or value is None:
+            return value  # type: ignore[no-any-return]
+        if isinstance(value, enum.Enum):
+            return value
+        if kind in (tuple, list):
+            return (kind, *(self._inner(item, seen) for item in value))
+        if kind in (set, frozenset):
+            return (kind, frozenset(self._inner(item, seen) for item in value))
+        if isinstance(value, dict):
+            if all(isinstance(key, int | str) for key in value):
+                return (dict, *((key, self._inner(value[key], seen)) for key in sorted(value, key=repr)))
+            return (dict, frozenset((self._inner(key, seen), self._inner(item, seen)) for key, item in value.items()))
+        if isinstance(value, type) or (callable(value) and not hasattr(value, "__dict__")):
+            return value  # type: ignore[no-any-return]
+        if hasattr(value, "__dataclass_params__") and value.__dataclass_params__.frozen:
+            return value  # type: ignore[no-any-return]
+        number = seen.get(id(value))
+        if number is not None:
+            return ("seen", number)
+        seen[id(value)] = len(seen)
+        names = {*getattr(value, "__dict__", ()), *_slots(kind)}
+        told = [name for name in sorted(names) if (kind.__name__, name) not in self.ignored and hasattr(value, name)]
+        return (kind, *((name, self._inner(getattr(value, name), seen)) for name in told))
+
+    def _inner(self, value: Any, seen: dict[int, int]) -> Hashable:
+        contents = self._frozen(value, seen)
+        return ("number", self._of(contents)) if type(contents) is tuple else contents
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
 
 
 class Table:
     """The states of one kind of core, numbered; `queries` are read once for each state."""
 
-    def __init__(self, queries: tuple[str, ...], ignored: Fields) -> None:
+    def __init__(self, queries: tuple[str, ...], ignored: Fields, tidies: bool = False) -> None:
         self.queries = queries
-        self.ignored = ignored
+        self.tidies = tidies
         self.pickles: list[bytes] = []
         self.answers: list[tuple[Any, ...]] = []
-        self.number_of: dict[Hashable, int] = {}
+        self.frozen = Frozen(ignored)
+        self.number_of: dict[int, int] = {}
+        self.same: dict[Hashable, Any] = {}
         self.moves: dict[tuple[Any, ...], tuple[int, Any, tuple[Any, ...]]] = {}
 
     def number(self, core: Any) -> int:
         """The number of this state."""
-        key = frozen(core, {}, self.ignored)
+        key = self.frozen.number(core)
         known = self.number_of.get(key)
         if known is None:
             known = self.number_of[key] = len(self.pickles)
-            self.pickles.append(pickle.dumps(core))
-            self.answers.append(tuple(getattr(core, name) for name in self.queries))
+            self.pickles.append(zlib.compress(pickle.dumps(core, pickle.HIGHEST_PROTOCOL), 1))
+            self.answers.append(tuple(attrgetter(name)(core) for name in self.queries))
         return known
 
     def core(self, number: int) -> Any:
         """A fresh copy of the core in that state."""
-        return pickle.loads(self.pickles[number])
+        return pickle.loads(zlib.decompress(self.pickles[number]))
 
     def call(
         self, number: int, name: str, arguments: tuple[Any, ...], drain: Callable[[Any, Any], tuple[Any, ...]]
@@ -101,6 +122,7 @@ class Table:
             core = self.core(number)
             value = getattr(core, name)(*arguments)
             effects = drain(core, value)
+            effects = self.same.setdefault(effects, effects)
             move = self.moves[(number, name, arguments)] = (self.number(core), value, effects)
         return move
 
@@ -110,12 +132,15 @@ class InternedController:
 
     __slots__ = ("state", "table")
 
+    QUERIES = ("deadline_s", "_incident_resumed")
+
     def __init__(self, table: Table, state: int) -> None:
         self.table = table
         self.state = state
 
     def handle(self, event: Any, now_s: float) -> tuple[Any, ...]:
-        self.state, _, effects = self.table.call(self.state, "handle", (event, now_s), _returned)
+        drain = _returned_and_tidied if self.table.tidies else _returned
+        self.state, _, effects = self.table.call(self.state, "handle", (event, now_s), drain)
         return effects
 
     @property
@@ -123,9 +148,35 @@ class InternedController:
         deadline_s: float | None = self.table.answers[self.state][0]
         return deadline_s
 
+    @property
+    def resumed(self) -> int:
+        """Newest incident that was a false alarm; for the exploration only."""
+        resumed: int = self.table.answers[self.state][1]
+        return resumed
+
 
 def _returned(core: Any, value: Any) -> tuple[Any, ...]:
     return tuple(value)
+
+
+def _returned_and_tidied(core: Any, value: Any) -> tuple[Any, ...]:
+    """Forget what makes no difference any more: timers that would find nobody, and in which order parts came."""
+    suspects, timers, incident = core.members.suspects, core._timers, core._incident
+    if not suspects:
+        timers.clear("suspects")
+    for rank, member in core.members.members.items():
+        if rank not in suspects:
+            member.suspect_until_s = 0.0
+    if incident is not None:
+        incident._saving.finished.sort(key=_part_order)
+        if not incident._proceeding:
+            timers.clear("proceed")
+            incident._proceed_step = 0
+    return tuple(value)
+
+
+def _part_order(part: Any) -> tuple[int, int]:
+    return part.attempt, part.rank
 
 
 def _taken(core: Any, value: Any) -> tuple[Any, ...]:
@@ -137,7 +188,7 @@ class InternedProcessor:
 
     __slots__ = ("effects", "state", "table")
 
-    QUERIES = ("deadline_s", "frozen", "leaving", "may_end_step", "stand", "released", "may_train")
+    QUERIES = ("deadline_s", "frozen", "leaving", "may_end_step", "stand", "released", "may_train", "_part._over")
 
     def __init__(self, table: Table, state: int) -> None:
         self.table = table
@@ -212,6 +263,12 @@ class InternedProcessor:
     def stand(self) -> Stand:
         stand: Stand = self.table.answers[self.state][4]
         return stand
+
+    @property
+    def resumed(self) -> int:
+        """Newest incident that this rank knows to be over; for the exploration only."""
+        resumed: int = self.table.answers[self.state][7]
+        return resumed
 
     @property
     def released(self) -> bool:

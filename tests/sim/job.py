@@ -22,6 +22,8 @@ class Job:
     skips_inside: in a skipped step it is the optimizer that finds out, inside `step()`.
     closure: the optimizer calls its closure twice.
     gate_breaks: ranks whose gate fails, rather than hangs, when a peer dies (random schedules draw their own).
+    without_gate: deliberately wrong: no gate although there are several units.
+    skips_gate: deliberately wrong: a rank that skips a step does not come to its gate.
     """
 
     hosts: tuple[int, ...]
@@ -36,6 +38,8 @@ class Job:
     fallback: bool = False
     generation: int = 1
     gate_breaks: frozenset[int] = frozenset()
+    without_gate: bool = False
+    skips_gate: bool = False
 
     @property
     def world_size(self) -> int:
@@ -47,7 +51,7 @@ class Job:
 
     @property
     def has_gate(self) -> bool:
-        return any(units != self.units[0] for units in self.units)
+        return not self.without_gate and any(units != self.units[0] for units in self.units)
 
     @property
     def targets(self) -> tuple[int, ...]:

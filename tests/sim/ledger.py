@@ -73,6 +73,7 @@ class RankRecord:
     life: Life = Life.ALIVE
     farewell: str = ""  # why it left
     ill: set[str] = field(default_factory=set)  # why it does not count as healthy: "torn", "silent", ...
+    gave_up: bool = False  # it left its loop, by an exception or not, with final gradients that it never applied
     frozen_s_max: float = 0.0  # longest time from a Freeze that arrived to what ended it
 
     def healthy(self) -> bool:
@@ -108,3 +109,7 @@ class Ledger:
     def can_write(self, rank: int, targets: tuple[int, ...]) -> bool:
         """Whether some directory that is still in play takes what this rank writes."""
         return any(target not in self.closed_targets and (rank, target) not in self.refused for target in targets)
+
+    def survives(self, rank: int, targets: tuple[int, ...]) -> bool:
+        """Whether this rank is one whose steps count: healthy, and not excluded for being unable to write."""
+        return self.ranks[rank].healthy() and self.can_write(rank, targets)

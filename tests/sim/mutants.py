@@ -27,13 +27,13 @@ from lastwords.vocabulary import Phase, Settled
 class Mutant:
     """rule: what is broken, in words. patches: full name -> replacement. caught_by: checkers one of which must see it.
 
-    small: the exhaustive exploration of the small job must see it as well.
+    small: the exhaustive exploration of this job (of `tests.sim.small_jobs`) must see it as well.
     """
 
     rule: str
     patches: Mapping[str, Any]
     caught_by: tuple[str, ...]
-    small: bool = False
+    small: str = ""
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -55,6 +55,7 @@ _SELECTION = "lastwords.controller.selection"
 _shipped_carry_out: Callable[..., None] = Incident._carry_out
 _shipped_on_return: Callable[..., None] = Incident.on_return
 _shipped_mark_ready: Callable[..., None] = ProcessorCore.mark_ready
+_shipped_mark_gate_failed: Callable[..., None] = ProcessorCore.mark_gate_failed
 _shipped_try_update: Callable[..., bool] = ProcessorCore.try_update
 
 
@@ -114,8 +115,22 @@ def _settle_whatever_happens(self: Any) -> None:
         self._part.settle(self.stand)
 
 
+def _give_the_gradients_up(self: Any, text: str) -> None:
+    _shipped_mark_gate_failed(self, text)
+    if self._phase is Phase.READY:
+        self._phase = Phase.COMPUTING
+
+
+def _update_if_still_ready(self: Any) -> bool:
+    return self._phase is Phase.READY and _shipped_try_update(self)
+
+
 def _never(self: Any) -> None:
     pass
+
+
+def _ignored(*_: Any) -> bool:
+    return False
 
 
 def _always(*_: Any) -> bool:
@@ -127,6 +142,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "the newest step that a dead rank had reported counts",
         {f"{_INCIDENT}._carry_out": _carry_out_the_dead_ranks_step},
         ("i3_what_can_be_saved_is_saved",),
+        small="ddp-two",
     ),
     "obedient-saver": Mutant(
         "the same, and a saver writes a step that it does not hold",
@@ -135,29 +151,31 @@ MUTANTS: Mapping[str, Mutant] = {
             "lastwords.processor.participation.holds": _always,
         },
         ("i1_every_file_is_of_the_published_step",),
+        small="ddp-two",
     ),
     "publish-before-verify": Mutant(
         "a directory is published without being verified",
         {f"{_INCIDENT}._verify_if_written": _publish_at_once},
         ("i2_only_whole_verified_directories_are_published",),
-        small=True,
+        small="ddp-two",
     ),
     "no-lock": Mutant(
         "the freeze is checked some time before UPDATING is set, without a lock around both",
         {f"{_PROCESSOR}.mark_ready": _mark_ready_and_check, f"{_PROCESSOR}.try_update": _update_as_checked_before},
-        ("i1_every_file_is_of_the_published_step", "i4_no_survivor_is_set_back"),
-        small=True,
+        ("i1_every_file_is_of_the_published_step", "i4_no_survivor_is_set_back", "i3_what_can_be_saved_is_saved"),
+        small="ddp-two",
     ),
     "settle-in-update": Mutant(
         "a rank settles while its update is still running",
         {f"{_PROCESSOR}._after_move": _settle_whatever_happens},
         ("i1_every_file_is_of_the_published_step", "i4_no_survivor_is_set_back", "i3_what_can_be_saved_is_saved"),
-        small=True,
+        small="ddp-two",
     ),
     "resume-after-select": Mutant(
         "a rank that comes back turns an incident into a false alarm although savers have their orders",
         {f"{_INCIDENT}.on_return": _resume_after_select},
         ("i7_nobody_waits_for_ever", "i3_what_can_be_saved_is_saved", "i1_every_file_is_of_the_published_step"),
+        small="ddp-two-break",
     ),
     "any-settled": Mutant(
         "a Settled of an older incident counts",
@@ -167,8 +185,8 @@ MUTANTS: Mapping[str, Mutant] = {
     "minimum": Mutant(
         "N is the smallest step that is held, not the largest",
         {f"{_SELECTION}._candidate_steps": _ended_steps_the_least_first},
-        ("i4_no_survivor_is_set_back",),
-        small=True,
+        ("i4_no_survivor_is_set_back", "i3_what_can_be_saved_is_saved"),
+        small="ddp-two",
     ),
     "keep-partial-files": Mutant(
         "finished files are kept although N has become smaller",
@@ -179,6 +197,18 @@ MUTANTS: Mapping[str, Mutant] = {
         "a writer may take as long as it likes",
         {f"{_INCIDENT}._drop_overdue": _never},
         ("i7_nobody_waits_for_ever",),
+    ),
+    "deaf-to-proceed": Mutant(
+        "a rank that is told to proceed stays where it is",
+        {f"{_PART}.on_proceed": _ignored},
+        ("i3_what_can_be_saved_is_saved",),
+        small="mixed",
+    ),
+    "gate-failed-gives-up": Mutant(
+        "a rank whose gate has failed gives its gradients up, as after any other exception",
+        {f"{_PROCESSOR}.mark_gate_failed": _give_the_gradients_up, f"{_PROCESSOR}.try_update": _update_if_still_ready},
+        ("i3_what_can_be_saved_is_saved",),
+        small="mixed",
     ),
     "late-exit": Mutant(
         "a rank obeys an Exit of an incident that is over",

@@ -1,9 +1,11 @@
-"""Every interleaving of a small job, with the shipped cores: three ranks, one unit, up to two deaths at any point."""
+"""Every interleaving of small jobs, with the shipped cores. docs/protocol.md has the table of what was explored."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,62 +15,128 @@ from lastwords.processor.core import ProcessorCore
 from lastwords.vocabulary import Freeze, Resume
 from tests.sim.explore import Found, explore
 from tests.sim.interned import InternedProcessor, Table
-from tests.sim.job import Job, data_parallel
+from tests.sim.job import data_parallel
 from tests.sim.mutants import MUTANTS
+from tests.sim.small_jobs import BROKEN, JOBS, Explored
 
-GATED = dataclasses.replace(data_parallel(3, 1), units=(("tp0",), ("tp1",), ("tp0",)))
-"""Two units, the first with two holders: a job that needs the gate."""
-
-GATED_TWICE = dataclasses.replace(GATED, steps=2)
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+ROW = re.compile(r"^\| `([a-z-]+)` \|(.*)\| (\d+) \| (\d+) \| ([\d,]+) \|( \*)?$", re.MULTILINE)
 
 
-def _explore(capsys: pytest.CaptureFixture[str], job: Job, kills_max: int) -> Found:
-    found = explore(job, kills_max)
-    controllers, processors = found.cores
+def _documented() -> dict[str, tuple[str, int, int, int]]:
+    text = PAGE.read_text(encoding="utf-8")
+    return {
+        name: (words.strip(), int(kills), int(breaks), int(states.replace(",", "")))
+        for name, words, kills, breaks, states, _ in ROW.findall(text)
+    }
+
+
+def _explore(capsys: pytest.CaptureFixture[str], name: str) -> Found:
+    explored = JOBS[name]
+    found = explore(explored.job, explored.kills, explored.breaks)
     with capsys.disabled():
-        print(
-            f"\n  {job.world_size} ranks, {len(job.unit_names)} unit(s), {job.steps} step(s), {kills_max} death(s): "
-            f"{found.states} distinct states, {found.moves} moves, {len(found.ends)} different ends "
-            f"({controllers} states of the controller's core, {processors} of the processors')"
-        )
+        print(f"\n  {name}: {explored.words}, {explored.kills} death(s), {explored.breaks} broken session(s): {found}")
     return found
 
 
-def _assert_clean(found: Found, command: str) -> None:
+def _assert_clean(name: str, found: Found) -> None:
     story = [f"{text}\n" + "\n".join(f"    {action}" for action in actions) for text, actions in found.bad]
-    assert not found.bad, "\n".join([*story, f"replay: python -m tests.sim.explore {command}"])
+    assert not found.bad, "\n".join([*story, f"replay: python -m tests.sim.explore --job {name}"])
 
 
 def _steps_published(found: Found) -> set[int]:
     return {publication[0] for _, published, _ in found.ends for publication in published}
 
 
-def test_three_ranks_keep_every_invariant_whenever_two_of_them_die(capsys: pytest.CaptureFixture[str]) -> None:
-    found = _explore(capsys, data_parallel(3, 2), kills_max=2)
-    _assert_clean(found, "--ranks 3 --steps 2 --kills 2")
-    assert found.states > 200_000
-    assert _steps_published(found) == {1, 2}
+@pytest.mark.parametrize("name", [name for name, explored in JOBS.items() if not explored.slow])
+def test_a_small_job_keeps_every_invariant_whatever_happens_in_any_order(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    found = _explore(capsys, name)
+    _assert_clean(name, found)
+    assert found.states == _documented()[name][3], "docs/protocol.md says another number of states"
+    if JOBS[name].kills:
+        assert _steps_published(found) == set(range(1, JOBS[name].job.steps + 1)), "a step that is never published"
 
 
-def test_three_ranks_with_a_gate_keep_every_invariant_whenever_one_dies(capsys: pytest.CaptureFixture[str]) -> None:
-    found = _explore(capsys, GATED, kills_max=1)
-    _assert_clean(found, "--gate --steps 1 --kills 1")
-    assert _steps_published(found) == {1}
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", [name for name, explored in JOBS.items() if explored.slow])
+def test_a_larger_small_job_keeps_every_invariant_whatever_happens_in_any_order(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    found = _explore(capsys, name)
+    _assert_clean(name, found)
+    assert found.states == _documented()[name][3], "docs/protocol.md says another number of states"
 
 
-@pytest.mark.parametrize(
-    ("job", "kills_max"), [(data_parallel(2, 2), 1), (data_parallel(2, 1), 2)], ids=["one death", "two deaths"]
-)
-def test_the_reductions_lose_no_end(job: Job, kills_max: int) -> None:
-    assert explore(job, kills_max).ends == explore(job, kills_max, whole=True).ends
+def test_the_protocol_page_names_every_job_that_is_explored() -> None:
+    rows = {name: (words, kills, breaks) for name, (words, kills, breaks, _) in _documented().items()}
+    assert rows == {name: (explored.words, explored.kills, explored.breaks) for name, explored in JOBS.items()}
+
+
+# ------------------------------------------------------------------ what the exploration leaves out
+
+
+_TWO = JOBS["two-break"].job
+_SMALLEST = {
+    "one unit, two steps": Explored("", data_parallel(2, 2), 1),
+    "one unit, two deaths": Explored("", data_parallel(2, 1), 2),
+    "a gate": Explored("", _TWO, 2),
+    "a gate that hangs": Explored("", dataclasses.replace(_TWO, gate_breaks=frozenset()), 2),
+    "a skipped step": Explored("", dataclasses.replace(_TWO, steps=2, skipped=frozenset({1})), 1),
+    "a step that the optimizer skips": Explored(
+        "", dataclasses.replace(_TWO, steps=2, skipped=frozenset({1}), skips_inside=True), 1
+    ),
+    "a collective at the end of the step": Explored("", dataclasses.replace(_TWO, log_collective=True), 2),
+}
+
+
+@pytest.mark.parametrize("name", _SMALLEST)
+def test_the_reductions_lose_no_end(name: str) -> None:
+    _assert_the_same_ends(_SMALLEST[name])
+
+
+_SMALL = {
+    "a broken session": Explored("", _TWO, 0, 1),
+    "a death and a broken session": Explored("", _TWO, 1, 1),
+    "one unit, a death and a broken session": Explored("", data_parallel(2, 1), 1, 1),
+    "three ranks, one unit": Explored("", data_parallel(3, 1), 1),
+    "three ranks, a gate": Explored("", JOBS["mixed"].job, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", _SMALL)
+def test_the_reductions_lose_no_end_of_larger_jobs(name: str) -> None:
+    _assert_the_same_ends(_SMALL[name])
+
+
+def _assert_the_same_ends(explored: Explored) -> None:
+    quickly = explore(explored.job, explored.kills, explored.breaks)
+    plainly = explore(explored.job, explored.kills, explored.breaks, whole=True)
+    assert quickly.states < plainly.states
+    assert quickly.ends == plainly.ends
+
+
+# ------------------------------------------------------------------ negative controls
 
 
 @pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.small])
 def test_a_broken_rule_is_found(name: str) -> None:
     mutant = MUTANTS[name]
+    explored = JOBS[mutant.small]
     with mutant.applied():
-        found = explore(data_parallel(3, 2), 1)
+        found = explore(explored.job, explored.kills, explored.breaks)
     assert found.bad, f"nobody notices that {mutant.rule}"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_loop_without_its_gate_is_found(name: str) -> None:
+    found = explore(BROKEN[name].job, BROKEN[name].kills)
+    assert found.bad, "nobody notices that the gate is missing"
+    assert found.bad[0][0].startswith("i3_what_can_be_saved_is_saved: every unit had a healthy holder")
 
 
 def test_an_interned_core_does_what_the_shipped_core_does() -> None:
@@ -82,7 +150,7 @@ def test_an_interned_core_does_what_the_shipped_core_does() -> None:
             phase = core.phase.name
             calls: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
                 "COMPUTING": (("mark_ready", ()), ("try_end_step", ())),
-                "READY": (("try_update", ()),),
+                "READY": (("try_update", ()), ("mark_gate_failed", ("closed by peer",))),
                 "UPDATING": (("mark_updated", ()),),
                 "UPDATED": (("try_end_step", ()),),
                 "SKIPPED": (("try_end_step", ()),),
@@ -91,22 +159,4 @@ def test_an_interned_core_does_what_the_shipped_core_does() -> None:
             assert getattr(core, name)(*arguments) == getattr(twin, name)(*arguments)
             assert tuple(core.take_effects()) == twin.take_effects()
             assert (core.stand, core.frozen, core.may_end_step) == (twin.stand, twin.frozen, twin.may_end_step)
-    assert len(table.pickles) < 600, "equal states are counted as one"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("job", "kills_max"),
-    [(data_parallel(3, 3), 2), (GATED, 2), (GATED_TWICE, 1)],
-    ids=["three steps", "gate, two deaths", "gate, two steps"],
-)
-def test_a_larger_small_job_keeps_every_invariant(capsys: pytest.CaptureFixture[str], job: Job, kills_max: int) -> None:
-    _assert_clean(_explore(capsys, job, kills_max), f"--steps {job.steps} --kills {kills_max} (--gate)")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("job", [data_parallel(3, 1), GATED], ids=["one unit", "gate"])
-def test_the_reductions_lose_no_end_of_three_ranks(job: Job) -> None:
-    assert explore(job, 1).ends == explore(job, 1, whole=True).ends
+    assert len(table.pickles) < 1500, "equal states are counted as one"

@@ -194,11 +194,10 @@ class World:
     def _gate(self, trainer: Trainer) -> tuple[str, ...]:
         if trainer.core.frozen or trainer.core.leaving:
             return GO
-        if all(other.gated >= trainer.gated for other in self.trainers):
-            return GO
+        complete = all(other.gated >= trainer.gated for other in self.trainers)
         if trainer.rank in self.gate_breaks and any(o.record.life is not Life.ALIVE for o in self.trainers):
-            return ("break",)
-        return WAIT
+            return ("go", "break") if complete else ("break",)  # that all have entered is no promise that all pass
+        return GO if complete else WAIT
 
     def _collective(self, step: int, entered: str) -> tuple[str, ...]:
         complete = True
@@ -238,6 +237,7 @@ class World:
             trainer.record.ill.add("torn")
         if not secondary:
             self.ledger.certain_faults += 1
+        trainer.record.gave_up |= trainer.core.stand.phase is Phase.READY
         if trainer.at is At.UPDATE:
             trainer.core.mark_torn()
         if trainer.at is At.UPDATE and trainer.swallows:
@@ -274,7 +274,7 @@ class World:
             trainer.core.mark_ready()
             if self.job.closure:
                 trainer.core.mark_ready()
-        elif self.job.has_gate:
+        elif self.job.has_gate and not self.job.skips_gate:
             trainer.core.mark_skipped()
         else:
             self._move_to(trainer, At.END)
@@ -292,6 +292,7 @@ class World:
             self._raise(trainer, "a hook of the optimizer failed", secondary=False)
         elif step == trainer.leave_inside:
             self.ledger.certain_faults += 1
+            trainer.record.gave_up = True
             trainer.core.mark_left()
             self._move_to(trainer, At.LEFT)
         elif step in self.job.skipped:
