@@ -1,4 +1,4 @@
-"""Every interleaving of a small job: `python -m tests.sim.explore --job pairs`. The shipped cores, all orders of events.
+"""Every interleaving of a small job: `python -m tests.sim.explore --job pairs`. The shipped cores, all orders.
 
 A state is the whole world (`tests.sim.small_world`, which says what is left out): where each training thread is, the
 state of each core, what is in every channel, on disk and in the ledger. From each state everything that could happen
@@ -114,7 +114,6 @@ class _Plain(Components):
             self.world.perform(action)
             found.append((action, self.take()))
         return found
-
 
 
 class _Search:
