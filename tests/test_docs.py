@@ -66,7 +66,7 @@ def test_every_make_target_that_a_page_names_exists() -> None:
 
 def test_every_command_that_the_readme_shows_exists() -> None:
     shown = set(re.findall(r"^lastwords ([a-z]+)( +PATH)?", README, flags=re.MULTILINE))
-    assert {command for command, _ in shown} == {"latest", "inspect", "verify", "status"}
+    assert {command for command, _ in shown} == {"latest", "inspect", "verify", "groups", "status"}
     for command, path in shown:
         build_parser().parse_args([command, *(["somewhere"] if path else []), "--json"])
 
