@@ -88,7 +88,7 @@ def _curves(
         fontsize=9.5,
     )
     axes.set(xlabel="global step", ylabel="loss, mean of all ranks", ylim=(0, top))
-    axes.legend(loc="center right", frameon=False)
+    axes.legend(loc="best", frameon=False)
     _plain(axes, "y")
 
 

@@ -32,6 +32,18 @@ def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path) -> No
 
 
 @pytest.mark.process
+def test_the_demo_in_a_parallel_layout_ends_with_the_bits_of_torch_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "demo.transformer.run", "--windows", "128", "--out", str(tmp_path / "out")]
+    demo = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=280, env={**ENVIRONMENT, "LAYOUT": "tp"}, cwd=ROOT
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert demo.stdout.strip().splitlines()[-1] == "resumed run is bitwise identical to the uninterrupted run"
+    (checkpoint,) = (tmp_path / "out" / "killed" / "checkpoints").glob("tft_saved_checkpoints-step_*")
+    assert len(list(checkpoint.glob("rank_*/*.ckpt"))) == 2, "one file for each half of the model"
+
+
+@pytest.mark.process
 def test_the_training_script_runs_in_processes_that_were_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--hidden", "32", "--epochs", "1", "--ckpt-path", str(tmp_path), "--ctrl-port", str(free_port())]
     command = [sys.executable, "-m", "demo.train", *arguments]
