@@ -15,7 +15,7 @@ from lastwords.checkpoint import load
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, LastWordsError, MismatchError
-from lastwords.optim_wrapper import ddp_buckets
+from lastwords.optim_wrapper import ddp_buckets, hyperparameters
 from lastwords.optim_wrapper.ddp_private import find_ddp
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
@@ -148,7 +148,7 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
     recorder.rng.restore(rng)
 
     local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}
-    history = _restore_units(checkpoint, recorder, frozenset(local_buffers))
+    history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons)
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
     epoch_start = {
@@ -228,9 +228,12 @@ def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, A
 
 
 def _restore_units(
-    checkpoint: load.Checkpoint, recorder: StepRecorder, rank_local_buffers: frozenset[str]
+    checkpoint: load.Checkpoint, recorder: StepRecorder, rank_local_buffers: frozenset[str], reasons: list[str]
 ) -> ExtrasSnapshot:
-    """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed."""
+    """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed.
+
+    What makes the resume inexact is added to `reasons`.
+    """
     entries = checkpoint.manifest.units
     units = recorder.units
     units.exclude_buffers(rank_local_buffers)
@@ -250,6 +253,9 @@ def _restore_units(
     checkpoint.read_tensors(into, lambda spec: into[spec.name](spec))
     for plan in plans:
         plan.commit()
+    if not units.pure:
+        groups = recorder.view.optimizer.param_groups
+        reasons += hyperparameters.align(groups, entries, [*units.views, *units.table.reads])
     return recorder.extras.restore(of_extras.meta["extras"], extras.read)
 
 

@@ -14,6 +14,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.errors import IncompleteError, LastWordsError
+from lastwords.optim_wrapper import hyperparameters
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.rank_units import RankUnits
@@ -119,6 +120,9 @@ class TrainerSource:
         if unit == UNIT_REPLICATED:
             meta["extras"], of_extras = self._extras.store(extras, unit)
             tensors += of_extras
+        if not self._units.pure:
+            ended = snapshot is not None and snapshot.step == step
+            meta |= hyperparameters.moment(groups, unit=unit, ended=ended)
         if self._buckets is not None:
             meta["buckets"] = self._buckets(step)
         return UnitState(tensors=tensors, meta={**meta, "reasons": late if unit == UNIT_REPLICATED else []})

@@ -5,6 +5,7 @@ no_tentative_slot         the black box gets no copy of the step under way
 no_random_numbers:2       rank 2 does not restore its random streams
 no_local_buffers          no rank restores its own buffers
 no_proceed                a rank that is told to proceed stays where it is
+no_one_moment             hyperparameters stay as the writer of each unit had them
 no_epoch_start            the random streams at the start of the epoch are not restored
 dies_while_writing:0      rank 0 is killed when its part of a checkpoint is written but for the end
 hangs_while_writing:0     rank 0 makes no progress in the middle of its part
@@ -132,6 +133,12 @@ def _no_epoch_start(_: str) -> None:
     TFTRegister._resume_at = resume_at  # type: ignore[method-assign]
 
 
+def _no_one_moment(_: str) -> None:
+    from lastwords.optim_wrapper import hyperparameters
+
+    hyperparameters.align = lambda *_args, **_more: []
+
+
 def _no_proceed(_: str) -> None:
     from lastwords.processor.participation import Participation
 
@@ -199,6 +206,7 @@ _SABOTAGE: dict[str, Callable[[str], None]] = {
     "no_controller": _no_controller,
     "no_epoch_start": _no_epoch_start,
     "no_local_buffers": _no_local_buffers,
+    "no_one_moment": _no_one_moment,
     "no_proceed": _no_proceed,
     "no_random_numbers": _no_random_numbers,
     "no_tentative_slot": _no_tentative_slot,

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.pairwise import pairs_of, pairwise
 from tests.integration.parallel_kills import AFTER_GATE, BEFORE_GATE, ShardedKill
 from tests.integration.parallel_layouts import groups, parallel_layout
-from tests.integration.plan import Layout
+from tests.integration.plan import Fault, Layout
 from tests.integration.rig import EXIT_NOT_SAVED, KILLED, Launch, Rig
 
 pytestmark = pytest.mark.process
@@ -32,10 +32,14 @@ PARAMETERS: dict[str, tuple[Hashable, ...]] = {
 
 
 def victims_of(who: str, layout: Layout) -> tuple[int, ...]:
-    """Who dies. Two of different groups: with ZeRO of one pair, or nobody could finish an update any more."""
+    """Who dies; "two" are of different groups."""
     first, second = groups(layout)[:2]
-    two = (0, 1) if layout.parallel == "zero1" else (first[0], second[-1])
-    return {"rank 0": (0,), "another": (layout.world_size - 1,), "a group": first, "two": two}[who]
+    return {
+        "rank 0": (0,),
+        "another": (layout.world_size - 1,),
+        "a group": first,
+        "two": (first[0], second[-1]),
+    }[who]
 
 
 def layout_of(row: Mapping[str, Any]) -> Layout:
@@ -127,6 +131,42 @@ def test_without_proceed_a_split_job_loses_its_state(rig: Rig, parallel: str) ->
     launch.finish()
     with pytest.raises(AssertionError, match="no checkpoint was published"):
         rig.check_last_words(launch, LAGGARD.victims, LAGGARD.steps_expected(layout))
+
+
+def test_a_laggard_whose_update_needs_a_rank_that_may_not_proceed_is_saved_all_the_same(rig: Rig) -> None:
+    """ZeRO broadcasts inside of its step: rank 3 gets no answer from rank 2, but its own part is whole by then."""
+    layout = parallel_layout("zero1")
+    kill = ShardedKill("after_update", 4, (1,), "split")
+    assert kill.must_proceed(layout)
+    assert kill.held_ranks(layout) == [2, 3]
+    assert rig.survive(layout, kill) == kill.step
+
+
+def cut_off_after_update(rig: Rig, layout: Layout, slow_rank: int) -> Launch:
+    """Last words of step 4 from ranks at different places of it: one has updated and is not at its scheduler yet."""
+    kill = ShardedKill("end", 4, (3,))
+    slow = Fault(slow_rank, 4, "after_update", ("sleep:3",))
+    launch = rig.launch(layout, faults=[*kill.faults(layout), slow])
+    launch.finish()
+    rig.check_last_words(launch, kill.victims, {4})
+    (incident,) = launch.incidents()
+    stands = {event["rank"]: event["stand"] for event in incident["events"] if event["what"] == "settled"}
+    assert stands[slow_rank] == "UPDATED(4)", stands
+    return launch
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_writers_at_different_places_of_a_step_give_one_learning_rate(rig: Rig, slow_rank: int) -> None:
+    layout = parallel_layout("tp")
+    rig.check_resume(cut_off_after_update(rig, layout, slow_rank), 4)
+
+
+def test_without_one_moment_for_all_units_a_learning_rate_is_that_of_another_step(rig: Rig) -> None:
+    layout = parallel_layout("tp")
+    resumed = rig.resume(cut_off_after_update(rig, layout, 0), sabotage=("no_one_moment",))
+    difference = rig.difference(resumed, 4)
+    assert difference is not None
+    assert "optim/group0/lr" in difference.names, difference
 
 
 def test_of_groups_0_4_and_1_5_and_2_6_and_3_7_ranks_0_2_3_and_5_write_when_rank_1_dies(rig: Rig) -> None:
