@@ -33,13 +33,8 @@ PARAMETERS: dict[str, tuple[Hashable, ...]] = {
 
 def victims_of(who: str, layout: Layout) -> tuple[int, ...]:
     """Who dies; "two" are of different groups."""
-    first, second = groups(layout)[:2]
-    return {
-        "rank 0": (0,),
-        "another": (layout.world_size - 1,),
-        "a group": first,
-        "two": (first[0], second[-1]),
-    }[who]
+    first, *_, last = groups(layout)
+    return {"rank 0": (0,), "another": (layout.world_size - 1,), "a group": first, "two": (first[0], last[-1])}[who]
 
 
 def layout_of(row: Mapping[str, Any]) -> Layout:

@@ -14,16 +14,17 @@ from tests.integration.test_sharded_kills import PARAMETERS, STEPS, fail_clearly
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
+VICTIMS = ("rank 0", "another", "a group", "two")
 PHASES = ("forward", "backward", "before_step", "gate_enter", "gate", "update", "update_end", "after_update", "end")
 
 
 def rows() -> list[tuple[str, ShardedKill, Layout]]:
     """Every layout x phase x survivors x victims that is possible; step, skips and all-reduce take turns."""
     found = []
-    product = itertools.product(PARAMETERS["parallel"], PHASES, PARAMETERS["survivors"], PARAMETERS["victims"])
+    product = itertools.product(PARAMETERS["parallel"], PHASES, PARAMETERS["survivors"], VICTIMS)
     for turn, (parallel, phase, survivors, who) in enumerate(product):
         world = parallel_layout(str(parallel))
-        victims = victims_of(str(who), world)
+        victims = victims_of(who, world)
         kills = [
             (
                 ShardedKill(phase, step, victims, str(survivors)),
@@ -40,9 +41,24 @@ def rows() -> list[tuple[str, ShardedKill, Layout]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("parallel", "kill", "layout"), rows(), ids=lambda value: value.key[:6] if isinstance(value, Layout) else str(value)
-)
+def rows_of_eight() -> list[tuple[str, ShardedKill, Layout]]:
+    """The same on 8 ranks, in 2 parts with 4 holders and in 4 parts with 2, for fewer kinds of death."""
+    found = []
+    product = itertools.product(("tp", "hsdp", "pp", "zero1", "moe"), (2, 4), ("forward", "gate", "update"), VICTIMS)
+    for parallel, parts, phase, who in product:
+        layout = parallel_layout(parallel, world_size=8, parts=parts)
+        for survivors in ("free", "split"):
+            kill = ShardedKill(phase, 4, victims_of(who, layout), survivors)
+            if kill.is_possible(layout):
+                found.append((f"{parallel}-{parts}", kill, layout))
+    return found
+
+
+def row_id(value: object) -> str:
+    return value.key[:6] if isinstance(value, Layout) else str(value)
+
+
+@pytest.mark.parametrize(("parallel", "kill", "layout"), [*rows(), *rows_of_eight()], ids=row_id)
 def test_a_killed_run_resumes_with_the_same_bits(rig: Rig, parallel: str, kill: ShardedKill, layout: Layout) -> None:
     if kill.is_lost(layout):
         fail_clearly(rig, layout, kill)
