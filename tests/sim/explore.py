@@ -1,4 +1,4 @@
-"""Every interleaving of a small job: `python -m tests.sim.explore --job pairs`. The shipped cores, all orders.
+"""Every interleaving of a small job: `python -m tests.sim.explore --job pairs`. Shipped cores, all orders of events.
 
 A state is the whole world (`tests.sim.small_world`, which says what is left out): where each training thread is, the
 state of each core, what is in every channel, on disk and in the ledger. From each state everything that could happen

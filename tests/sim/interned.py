@@ -82,8 +82,8 @@ class Frozen:
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
+def _slots(kind: Hashable) -> tuple[str, ...]:
+    return tuple(name for base in getattr(kind, "__mro__", ()) for name in getattr(base, "__slots__", ()))
 
 
 class Table:

@@ -28,6 +28,7 @@ def replay(seed: int, with_death: bool = True, mutant: str = "") -> tuple[list[s
 _QUIRKS = (
     "raises",
     "tears",
+    "corrupts",
     "leaves",
     "leaves_inside",
     "raises_after_loop",

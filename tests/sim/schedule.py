@@ -54,6 +54,7 @@ class Plan:
     faults: tuple[Fault, ...]
     raises: tuple[tuple[int, int, At], ...] = ()  # rank, step, and where in it the user's code raises
     tears: tuple[tuple[int, int], ...] = ()  # rank, step whose update raises
+    corrupts: tuple[tuple[int, int], ...] = ()  # rank, step before which its replicas find its weights wrong
     swallows: bool = False  # ... and the user's code catches the exception and leaves the loop
     leaves: tuple[tuple[int, int], ...] = ()  # rank, step after which it leaves the loop
     leaves_inside: tuple[tuple[int, int], ...] = ()  # rank, step in which it leaves the loop
@@ -248,6 +249,7 @@ def draw(seed: int, with_death: bool = True) -> Plan:
         tuple(faults),
         raises=((dice.choice(ranks), step, dice.choice(raising)),) if 0.0 <= quirk < 0.06 else (),
         tears=((dice.choice(ranks), step),) if 0.06 <= quirk < 0.09 else (),
+        corrupts=((dice.choice(ranks), step),) if 0.244 <= quirk < 0.25 and job.world_size > 1 else (),
         swallows=dice.random() < 0.3,
         leaves=((dice.choice(ranks), step),) if 0.09 <= quirk < 0.12 else (),
         leaves_inside=((dice.choice(ranks), step),) if 0.12 <= quirk < 0.13 else (),

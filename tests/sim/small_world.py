@@ -448,8 +448,11 @@ class SmallWorld(World):
     def resumed(self, rank: int) -> int:
         """Newest incident of which this rank knows, or will be told by what is on its way, that it is over."""
         core: Any = self.trainers[rank].core
-        coming = (self.tables.things[number] for number in self.down[rank])
-        return max([core.resumed, *(order.incident for order in coming if type(order) is Resume)])
+        newest: int = core.resumed
+        for number in self.down[rank]:
+            order: Order = self.tables.things[number]
+            newest = max(newest, order.incident) if isinstance(order, Resume) else newest
+        return newest
 
     def may_be_heard_first(self, number: int, may_break: bool) -> bool:
         """Whether it loses nothing to have the controller hear this report before anything else happens.

@@ -130,15 +130,27 @@ def test_a_rank_that_never_comes_to_the_gate_is_not_waited_for_for_ever() -> Non
     assert job.core.outcome.kind is to_controller.OutcomeKind.NOT_SAVED
 
 
-def test_a_writer_without_progress_is_no_survivor_and_neither_is_the_step_that_it_alone_had_ended() -> None:
-    """Seeds 7018913, 122152: rank 0 alone had ended the first step, and its writes hang. The others could still reach
-    that step, but nobody who survives has begun it: they go back to where the job started, and nothing is saved."""
+def _only_writer_hangs(other: Stand) -> ControllerCore:
     job = _Job()
-    job.happens(to_controller.Died(1, DeathSource.ROBUST_MUTEX))
-    job.hear(Settled(2, 1, 1, 1, Stand(Phase.READY, 1)))
+    job.dies(2)
+    job.hear(Settled(1, 1, 1, 1, other))
     orders = _saves(job.hear(Settled(0, 1, 1, 1, Stand(Phase.COMPUTING, 1))))
-    assert orders[0].step == 1
+    assert list(orders) == [0]
     job.now_s += 30.0
-    assert not _saves(job.happens(to_controller.Tick()))
-    assert job.core.outcome is not None
-    assert job.core.outcome.kind is to_controller.OutcomeKind.NOTHING_TO_SAVE
+    job.happens(to_controller.Tick())
+    return job.core
+
+
+def test_a_step_that_only_an_excluded_rank_had_begun_is_not_owed() -> None:
+    """Seeds 7018913, 122152: the writes of rank 0 hang, and it alone had ended the first step. The other one could
+    still reach that step, but a rank without progress is no survivor: the run begins again where it had started."""
+    core = _only_writer_hangs(other=Stand(Phase.READY, 1))
+    assert core.outcome is not None
+    assert core.outcome.kind is to_controller.OutcomeKind.NOTHING_TO_SAVE
+
+
+def test_a_step_that_a_survivor_had_begun_is_written_by_it() -> None:
+    """Negative control."""
+    core = _only_writer_hangs(other=Stand(Phase.UPDATED, 1))
+    assert core.outcome is None
+    assert core.state is to_controller.State.SAVING

@@ -122,6 +122,8 @@ class TimedWorld(World):
         for rank, step in plan.tears:
             self.trainers[rank].tear_at = step
             self.trainers[rank].swallows = plan.swallows
+        for rank, step in plan.corrupts:
+            self.trainers[rank].corrupt_at = step
         for rank, step in plan.leaves:
             self.trainers[rank].leave_after = step
         if plan.odd_loop[0] >= 0:

@@ -77,6 +77,7 @@ class Trainer:
         "box_tentative",
         "contributed",
         "core",
+        "corrupt_at",
         "gated",
         "leave_after",
         "leave_inside",
@@ -113,6 +114,7 @@ class Trainer:
         self.save_first = 0
         self.raise_at = (-1, At.FORWARD)  # step, and FORWARD, READY or END: an exception of the user's code comes
         self.tear_at = -1  # step in whose update an exception comes
+        self.corrupt_at = -1  # step before which its replicas find that its weights are wrong
         self.swallows = False  # ... which the user's code catches, to leave the loop quietly
         self.loop_start = start_step  # what it announces; -1: it never begins its loop
         self.leave_after = -1  # step after which it leaves the loop early
@@ -257,6 +259,12 @@ class World:
 
     def _from_forward(self, trainer: Trainer) -> None:
         step = trainer.record.ended + 1
+        if trainer.corrupt_at == step:
+            trainer.record.held = TORN
+            trainer.record.ill.add("corrupt")
+            trainer.core.mark_corrupt()
+            self._raise(trainer, "these weights differ from those of the replicas", secondary=False)
+            return
         if trainer.raise_at == (step, At.FORWARD):
             self._raise(trainer, "out of memory", secondary=False)
             return
