@@ -241,10 +241,9 @@ class Rig:
             raise launch.fail(f"the last words are of step {step}, expected {sorted(expected)}: {manifest['reason']}")
         assert checkpoint.name == f"{FINAL_PREFIX}{step}"
         reached = max(launch.track.last_step(rank) for rank in survivors)
-        if layout.parallel and reached in (layout.inf_steps or ()):
-            reached -= (
-                1  # the gate of a step without an update is after its body; who is in front of it has not ended it
-            )
+        if reached in (layout.inf_steps or ()):
+            # A step without an update has been recorded, but not ended: nothing moves before its end (or its gate).
+            reached -= 1
         if step < reached:
             raise launch.fail(f"the last words are of step {step}, but a survivor had updated at step {reached}")
         if manifest["exact"] is not exact:
