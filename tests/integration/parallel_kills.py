@@ -72,6 +72,9 @@ class ShardedKill:
         """Whether the layout ever comes by this phase in the way that is asked for."""
         if not 1 <= self.step <= layout.steps or not self.survivor_ranks(layout):
             return False
+        in_update = self.phase in ("gate", "update", "update_end") and self.survivors != "behind"
+        if self.step == 1 and in_update and partners(layout, 0):
+            return False  # who waits for a victim in its first update may write the extras: not exact, and it says so
         if self._is_skipped(layout):
             # The gate of a step without an update is at the step's end, after the body.
             is_there = self.phase in ("forward", "backward", "gate_enter", "gate")
