@@ -67,6 +67,20 @@ JOBS: dict[str, Explored] = {
         2,
         slow=True,
     ),
+    "pairs-two-deaths": Explored("4 ranks, units on {0,2} {1,3}, 1 step", _gated(PAIRS), 2, slow=True),
+    "pairs-two-steps": Explored("4 ranks, units on {0,2} {1,3}, 2 steps", _gated(PAIRS, 2), 1, slow=True),
+    "pairs-hang": Explored(
+        "4 ranks, units on {0,2} {1,3}, 1 step that ends with a collective",
+        _gated(PAIRS, log_collective=True),
+        1,
+        slow=True,
+    ),
+    "pairs-skip": Explored(
+        "4 ranks, units on {0,2} {1,3}, 2 steps, the first one skipped",
+        _gated(PAIRS, 2, skipped=SKIPPED),
+        1,
+        slow=True,
+    ),
 }
 
 BROKEN: dict[str, Explored] = {
