@@ -54,7 +54,7 @@ class CommonStep:
         if needs_gate(self.units.table, options):
             self.gate = Gate(world, f"{prefix}/gate", timeout_s=config.gate_timeout_s, notice_s=config.gate_notice_s)
         group = check_group(world.size, None if self.gate is None else self.gate.group)
-        self._check = ReplicaCheck(self.units, world.rank, group)
+        self._check = ReplicaCheck(self.units, world.rank, world.size, group)
 
     def attach(self, protection: Protection, ensure_loop: Callable[[], None]) -> None:
         """From now on each optimizer's step is reported to `protection`."""
@@ -64,9 +64,9 @@ class CommonStep:
         fence = device_fence([wrapper.inner for wrapper in self._optimizers])
         hooks: StepHooks = UpdateHooks(protection, ensure_loop, fence, self._gated)
         if len(self._optimizers) > 1:
-            hooks = self._several = SeveralOptimizers(hooks)
-        for wrapper in self._optimizers:
-            wrapper.attach(hooks)
+            self._several = SeveralOptimizers(hooks, len(self._optimizers))
+        for number, wrapper in enumerate(self._optimizers):
+            wrapper.attach(hooks if self._several is None else self._several.hooks(number))
             wrapper.watch_groups(self.units.admit)
 
     def before_step_end(self) -> None:
@@ -89,4 +89,6 @@ class CommonStep:
         if error is not None:
             if own and self._protection is not None:
                 self._protection.agent.corrupt()
+            # Nobody raises, and so begins an incident, before the wrong one has said that nothing is to be had from it.
+            self._check.meet()
             raise error

@@ -48,7 +48,7 @@ class RankUnits:
 
     def exclude_buffers(self, names: Collection[str]) -> None:
         """These buffers are rank-local: in no unit."""
-        for view in self.views.values():
+        for view in (self._view, *self.views.values()):
             view.exclude_buffers = frozenset(names)
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -22,9 +23,10 @@ class ReplicaCheck:
     group: a gloo group of all ranks.
     """
 
-    def __init__(self, units: RankUnits, rank: int, group: Any) -> None:
+    def __init__(self, units: RankUnits, rank: int, world_size: int, group: Any) -> None:
         self._units = units
         self._rank = rank
+        self._world_size = world_size
         self._group = group
 
     def run(self, when: str) -> tuple[MismatchError | None, bool, list[str]]:
@@ -42,6 +44,12 @@ class ReplicaCheck:
             return None, False, reasons
         own = any(self._rank in difference.suspects for difference in serious)
         return MismatchError(_text(serious, when), different=_different(serious)), own, reasons
+
+    def meet(self) -> None:
+        """Wait until every rank has come here; an error of the group's is no news any more."""
+        if self._world_size > 1:
+            with contextlib.suppress(RuntimeError, dist.DistError):
+                dist.barrier(group=self._group)
 
 
 def check_group(world_size: int, group: Any) -> Any:

@@ -6,31 +6,33 @@ from lastwords.optim_wrapper.wrapper import StepHooks
 
 
 class SeveralOptimizers:
-    """`StepHooks` that all optimizers share: an update lasts from the first one's beginning to the last one's end.
+    """An update lasts from the first optimizer's beginning until each of them has stepped, or else to the step's end.
 
-    Between the two the weights are of no step; a collective in there is a window in which nobody could save.
-
-    How many calls of step() make up an update is learnt: as many as in the steps before, if these were equal. Until
-    that is known, the update lasts until the step ends. Training thread only.
+    Between the first and the last the weights are of no step; a collective in there is a window in which nobody could
+    save. Where an optimizer is left out of a step nobody knows whether it still comes, so the update then lasts until
+    the step ends. Training thread only.
     """
 
-    def __init__(self, around: StepHooks) -> None:
+    def __init__(self, around: StepHooks, count: int) -> None:
         self._around = around
+        self._count = count
         self._inside = False
-        self._calls = 0
-        self._calls_a_step = 0  # 0: not known
-        self._calls_before = 0
+        self._stepped: set[int] = set()
 
-    def begin_update(self) -> None:
+    def hooks(self, number: int) -> StepHooks:
+        """What the optimizer with this number is attached to."""
+        return _OneOfThem(self, number)
+
+    def begin(self) -> None:
         """An optimizer is about to write; only the first one of a step enters the update."""
         if not self._inside:
             self._around.begin_update()
             self._inside = True
 
-    def leave_update(self) -> None:
-        """An optimizer has written; only the last one of a step leaves the update."""
-        self._calls += 1
-        if self._calls == self._calls_a_step:
+    def leave(self, number: int) -> None:
+        """An optimizer has written; the update is over when all of them have."""
+        self._stepped.add(number)
+        if len(self._stepped) == self._count:
             self._leave()
 
     def torn(self, error: BaseException) -> None:
@@ -42,11 +44,22 @@ class SeveralOptimizers:
         """The step is over, so the update is."""
         if self._inside:
             self._leave()
-        if self._calls:
-            self._calls_a_step = self._calls if self._calls == self._calls_before else 0
-            self._calls_before = self._calls
-        self._calls = 0
+        self._stepped.clear()
 
     def _leave(self) -> None:
         self._inside = False
         self._around.leave_update()
+
+
+class _OneOfThem:
+    """`StepHooks` of one optimizer among several."""
+
+    def __init__(self, several: SeveralOptimizers, number: int) -> None:
+        self._several = several
+        self._number = number
+        self.begin_update = several.begin
+        self.torn = several.torn
+
+    def leave_update(self) -> None:
+        """This optimizer has written everything."""
+        self._several.leave(self._number)

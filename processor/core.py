@@ -142,6 +142,7 @@ class ProcessorCore(RankState):
         """These weights, and any copy of them, are not what they should be: nothing may be saved from here."""
         self._has_copy = False
         self._move("mark_corrupt")
+        self._part.forsake("its replicas say that its weights are wrong")
         self._after_move()
 
     def mark_skipped(self) -> None:

@@ -163,6 +163,13 @@ class Participation:
             self._saving = None
             self._refuse(order, reason, storage)
 
+    def forsake(self, why: str) -> None:
+        """Whatever is being written from here, or has been, must not be used."""
+        order = self._saving
+        if order is not None:
+            self.cancel_save()
+            self._refuse(order, f"rank {self._rank}: {why}", storage=False)
+
     def cancel_save(self) -> None:
         """Stop the writer, if there is one."""
         if self._saving is not None:

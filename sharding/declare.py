@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from lastwords.checkpoint.layout import check_unit_name
@@ -31,6 +31,8 @@ class Unit:
     name: str
     holders: tuple[int, ...]
     tensors: tuple[str, ...] = (_EVERYTHING,)
+    mesh_ranks: int = field(default=0, repr=False, compare=False)
+    """How many ranks the mesh has that this unit came from; 0 for one that was declared by itself."""
 
     def takes(self, tensor: str) -> bool:
         """Whether one of the patterns matches the name.
@@ -111,7 +113,7 @@ def units_from_mesh(
             ranks.setdefault(coordinates, []).append(place.rank)
         for coordinates, holders in sorted(ranks.items()):
             name = "-".join(f"{axis}{index}" if index >= 0 else axis for axis, index in coordinates)
-            units.append(Unit(name or UNIT_REPLICATED, tuple(sorted(holders)), tuple(patterns)))
+            units.append(Unit(name or UNIT_REPLICATED, tuple(sorted(holders)), tuple(patterns), dp * tp * pp))
 
     # Experts come before what is replicated: a norm inside an expert is held by the expert's ranks, not by all.
     if expert_parallel > 1:
@@ -151,7 +153,14 @@ def check_units(units: Sequence[Unit], world_size: int) -> None:
                 f"units= holds {unit!r}, which is no lastwords.Unit; write Unit(name, holders, patterns), "
                 "or use units_from_mesh(...)"
             )
+        if not isinstance(unit.name, str):
+            raise ConfigError(f"a declared unit is called {unit.name!r}; its name has to be text, such as 'tp0'")
         check_unit_name(unit.name)
+        if unit.mesh_ranks not in (0, world_size):
+            raise ConfigError(
+                f"units_from_mesh: the mesh has {unit.mesh_ranks} ranks (dp * tp * pp), but this job has {world_size}; "
+                "give the sizes that multiply to the number of ranks"
+            )
         called = f"the declared unit {unit.name!r}"
         if unit.name in by_name:
             raise ConfigError(

@@ -420,3 +420,15 @@ def test_a_record_can_be_taken_while_a_collective_hangs_in_ddp(tmp_path: Path) -
         return bool(got and got[0]["buckets"])
 
     assert on_ranks(body, tmp_path, 2) == [True, True]
+
+
+def test_ddp_inside_a_model_is_not_claimed_to_be_exact(tmp_path: Path) -> None:
+    """Two DDP modules in one model (a GAN): the order of their buckets is not recorded."""
+
+    def body(rank: int) -> list[str]:
+        pair = nn.ModuleDict({"g": DistributedDataParallel(nn.Linear(3, 3)), "d": nn.Linear(3, 1)})
+        return BucketOrder.observe(pair).reasons
+
+    for reasons in on_ranks(body, tmp_path, ranks=2):
+        assert len(reasons) == 1
+        assert "stands inside the model (g)" in reasons[0]

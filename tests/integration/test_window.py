@@ -34,7 +34,7 @@ class Runs:
         checkpoints = self.directory / "checkpoints"
         plan = {
             "checkpoints": str(checkpoints), "port": port.number, "local_copy": False, "recover": False,
-            "out": str(folder), "plain": False, "kill": None,
+            "out": str(folder), "plain": False, "kill": None, "every": 1,
         } | changes  # fmt: skip
         (folder / "plan.json").write_text(json.dumps(plan))
         job = self.cluster.start(
@@ -80,15 +80,20 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
         job.close()
 
 
-@pytest.mark.parametrize("place", ["window", "between"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_with_a_local_copy_a_death_between_two_updates_costs_nothing(runs: Runs, victim: int, place: str) -> None:
-    assert set(runs.run("reference", plain=True).values()) == {0}
-    codes = runs.run("killed", local_copy=True, kill=[victim, 4, place])
+@pytest.mark.parametrize(
+    ("victim", "place", "every"),
+    [(0, "window", 1), (1, "window", 1), (0, "between", 1), (1, "between", 1), (1, "window", 4), (0, "between", 4)],
+)
+def test_with_a_local_copy_a_death_between_two_updates_costs_nothing(
+    runs: Runs, victim: int, place: str, every: int
+) -> None:
+    """every=4: the second optimizer comes for the first time in the step of the kill."""
+    assert set(runs.run("reference", plain=True, every=every).values()) == {0}
+    codes = runs.run("killed", local_copy=True, every=every, kill=[victim, 4, place])
     assert codes[victim] == -9
     assert {code for rank, code in codes.items() if rank != victim} == {75}
     assert runs.saved()[0] in (3, 4)
-    assert set(runs.run("resumed", local_copy=True, recover=True).values()) == {0}
+    assert set(runs.run("resumed", local_copy=True, every=every, recover=True).values()) == {0}
     reference, ours = runs.computed("reference"), runs.computed("killed", "resumed")
     for rank in range(RANKS):
         assert sorted(reference[rank]) == list(range(1, STEPS + 1))
@@ -106,6 +111,6 @@ def test_without_a_copy_a_death_in_the_window_is_told_and_nothing_partial_is_pub
 
 
 def test_a_run_with_two_optimizers_that_nobody_kills_computes_what_torch_alone_does(runs: Runs) -> None:
-    assert set(runs.run("reference", plain=True).values()) == {0}
-    assert set(runs.run("ours", local_copy=True).values()) == {0}
+    assert set(runs.run("reference", plain=True, every=3).values()) == {0}
+    assert set(runs.run("ours", every=3).values()) == {0}
     assert runs.computed("ours") == runs.computed("reference")

@@ -51,7 +51,7 @@ class Job:
         self.part = self.rank % parts
         self.groups = [dist.new_group(list(range(part, self.size, parts))) for part in range(parts)]
         torch.manual_seed(10 + self.part)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
         self.inner = torch.optim.AdamW(self.net.parameters(), lr=0.02)
         self.optimizer: Any = self.inner
         torch.manual_seed(100 + self.rank // parts)
@@ -120,7 +120,8 @@ class Job:
         parts = [p.detach().numpy().tobytes().hex() for p in self.net.parameters()]
         for p in self.net.parameters():
             parts += [self.inner.state[p][key].numpy().tobytes().hex() for key in sorted(self.inner.state[p])]
-        line = {"step": step, "loss": loss.hex(), "state": "".join(parts)[-3000:]}
+        parts += [buffer.numpy().tobytes().hex() for buffer in self.net.buffers()]
+        line = {"step": step, "loss": loss.hex(), "state": "".join(parts)[-4000:]}
         with (Path(self.plan["out"]) / f"rank_{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -1,7 +1,8 @@
 """Two optimizers, a collective between their updates: `python -m tests.integration.window_training PLAN.json`.
 
-PLAN is JSON: checkpoints, port, local_copy, recover, out (a folder for what each rank computed), plain, and
-kill = [rank, step, place] with place "window" (before the collective between the updates) or "between" (after it).
+The plan: checkpoints, port, local_copy, recover, out (a folder for what each rank computed), plain, every (the second
+optimizer comes in every so many steps), and kill = [rank, step, place] with place "window" (before the collective between
+the updates) or "between" (after it).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def digest_of(modules: list[nn.Module], optimizers: list[Any]) -> str:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                state = optimizer.state[p]
+                state = optimizer.state.get(p, {})
                 parts += [state[key].numpy().tobytes() for key in sorted(state)]
     return b"".join(parts).hex()[-4000:]
 
@@ -74,6 +75,9 @@ def main(arguments: list[str]) -> None:
         loss = (model(x) - y).square().mean()
         loss.backward()
         optimizers[0].step()
+        if step % plan["every"]:
+            record(step, loss)
+            return
         come_by(step, "window")
         share = loss.detach().clone()
         dist.all_reduce(share)  # what the second update depends on
@@ -81,6 +85,9 @@ def main(arguments: list[str]) -> None:
         for group in optimizers[1].param_groups:
             group["lr"] = 0.05 / (1.0 + share.item())
         optimizers[1].step()
+        record(step, loss)
+
+    def record(step: int, loss: torch.Tensor) -> None:
         with (Path(plan["out"]) / f"rank_{rank}.jsonl").open("a") as file:
             line = {"step": step, "loss": loss.item().hex(), "state": digest_of([body, head], inner)}
             file.write(json.dumps(line) + "\n")

@@ -39,49 +39,45 @@ def _pair() -> tuple[nn.Linear, nn.Linear, OptTFTWrapper, OptTFTWrapper]:
     )
 
 
-def test_an_update_lasts_from_the_first_optimizer_to_the_last() -> None:
+def _attached(*wrappers: OptTFTWrapper) -> tuple[Around, SeveralOptimizers]:
     around = Around()
-    several = SeveralOptimizers(around)
+    several = SeveralOptimizers(around, len(wrappers))
+    for number, wrapper in enumerate(wrappers):
+        wrapper.attach(several.hooks(number))
+    return around, several
+
+
+def test_an_update_lasts_from_the_first_optimizer_to_the_last() -> None:
     _, _, one, two = _pair()
-    for wrapper in (one, two):
-        wrapper.attach(several)
-    for _ in range(2):  # it is being learnt how many calls a step has: the update lasts until the step's end
+    around, several = _attached(one, two)
+    for _ in range(3):
         one.step()
-        two.step()
         assert around.words == ["begin"]
+        two.step()
+        assert around.words == ["begin", "leave"]
         several.end_step()
         assert around.words == ["begin", "leave"]
         around.words.clear()
-    one.step()
-    assert around.words == ["begin"]
-    two.step()
-    assert around.words == ["begin", "leave"]
-    several.end_step()
-    assert around.words == ["begin", "leave"]
 
 
-def test_a_step_in_which_one_optimizer_is_left_out_ends_its_update_with_the_step() -> None:
-    around = Around()
-    several = SeveralOptimizers(around)
+def test_an_optimizer_that_comes_only_now_and_then_never_finds_the_update_over() -> None:
+    """A critic in every step, a generator in every fifth: nothing is concluded from the steps before."""
     _, _, one, two = _pair()
-    for wrapper in (one, two):
-        wrapper.attach(several)
-    for _ in range(3):
+    around, several = _attached(one, two)
+    for step in range(1, 11):
         one.step()
-        two.step()
+        assert around.words == ["begin"], "whether the other one still comes is not known"
+        if step % 5 == 0:
+            two.step()
+            assert around.words == ["begin", "leave"]
         several.end_step()
-    around.words.clear()
-    one.step()
-    several.end_step()
-    assert around.words == ["begin", "leave"]
+        assert around.words == ["begin", "leave"]
+        around.words.clear()
 
 
 def test_an_optimizer_that_raises_tears_the_update_of_all() -> None:
-    around = Around()
-    several = SeveralOptimizers(around)
     _, _, one, two = _pair()
-    for wrapper in (one, two):
-        wrapper.attach(several)
+    around, _ = _attached(one, two)
     one.step()
     two.param_groups[0]["lr"] = "no number"
     with pytest.raises(TypeError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lastwords.processor.core import ProcessorOptions
-from lastwords.processor.events import StartSave
-from lastwords.vocabulary import Phase, Settled, Stand
+from lastwords.processor.events import CancelSave, StartSave
+from lastwords.vocabulary import Phase, SaveFailed, Settled, Stand
 from tests.processor.rank_driver import RankDriver, reports
 
 COPY = ProcessorOptions(has_copy=True, update_grace_s=1.0)
@@ -84,3 +84,15 @@ def test_without_a_copy_a_torn_rank_holds_nothing() -> None:
     rank.core.mark_torn()
     rank.freeze()
     assert not any(isinstance(effect, StartSave) for effect in rank.save(step=7))
+
+
+def test_a_rank_whose_weights_are_found_wrong_takes_back_what_it_was_told_to_save() -> None:
+    rank = RankDriver(ended_step=7, options=COPY)
+    rank.freeze()
+    assert any(isinstance(effect, StartSave) for effect in rank.save(step=7))
+    rank.core.mark_corrupt()
+    effects = rank.core.take_effects()
+    assert any(isinstance(effect, CancelSave) for effect in effects)
+    (failed,) = (report for report in reports(effects) if isinstance(report, SaveFailed))
+    assert "its weights are wrong" in failed.reason
+    assert not any(isinstance(effect, StartSave) for effect in rank.save(step=7, attempt=2)), "nor the copy"

@@ -276,3 +276,14 @@ def test_examples_in_docstrings_are_true() -> None:
     found = doctest.testmod(declare)
     assert found.attempted
     assert not found.failed
+
+
+def test_a_mesh_of_another_size_than_the_job_is_refused_although_nobody_gave_world_size() -> None:
+    for mesh in (units_from_mesh(tp=2), units_from_mesh(dp=2), units_from_mesh(dp=2, tp=2)):
+        with pytest.raises(ConfigError, match=r"the mesh has \d ranks \(dp \* tp \* pp\), but this job has 3"):
+            check_units(mesh, 3)
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has to be text"):
+        check_units([Unit(None, (0,))], 1)  # type: ignore[arg-type]
