@@ -69,6 +69,7 @@ JOBS: dict[str, Explored] = {
     ),
     "pairs-two-deaths": Explored("4 ranks, units on {0,2} {1,3}, 1 step", _gated(PAIRS), 2, slow=True),
     "pairs-two-steps": Explored("4 ranks, units on {0,2} {1,3}, 2 steps", _gated(PAIRS, 2), 1, slow=True),
+    "pairs-break": Explored("4 ranks, units on {0,2} {1,3}, 1 step", _gated(PAIRS), 0, 1, slow=True),
     "pairs-hang": Explored(
         "4 ranks, units on {0,2} {1,3}, 1 step that ends with a collective",
         _gated(PAIRS, log_collective=True),
