@@ -22,6 +22,28 @@ Add = Callable[[str, str], argparse.ArgumentParser]
 
 def add_parsers(add: Add) -> None:
     """Adds the three commands; `add(name, what)` makes a parser without arguments."""
+    convert = add("convert", "rewrite a checkpoint as one of torch.distributed.checkpoint, or the reverse")
+    convert.add_argument("source", type=Path, metavar="SRC", help="what to read")
+    convert.add_argument(
+        "out",
+        type=Path,
+        metavar="DST",
+        help="--to dcp: the directory to make; --to lastwords: the directory that holds checkpoints",
+    )
+    convert.add_argument("--to", required=True, choices=("dcp", "lastwords"), help="the format of DST")
+    convert.add_argument("--model-key", default="model", metavar="KEY", help="the model's key (default model)")
+    convert.add_argument("--optim-key", default="optim", metavar="KEY", help="the optimizer's key (default optim)")
+    convert.add_argument("--step", type=int, metavar="N", help="--to lastwords: the global step, if SRC does not say")
+    convert.add_argument("--optimizer", default="", metavar="CLASS", help="--to lastwords: such as AdamW, likewise")
+    convert.add_argument(
+        "--buffer",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="--to lastwords: names that are buffers, likewise",
+    )
+    convert.add_argument("--ranks", type=int, default=1, metavar="N", help="--to lastwords: how many ranks will resume")
+    _units(convert)
     export = add("export", "write weights as model-0000k-of-0000K.safetensors and an index")
     export.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the directory that holds them")
     export.add_argument("out", type=Path, metavar="OUT", help="the directory to make; it must not exist")
@@ -45,7 +67,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs one of the commands; returns its exit code."""
     if arguments.command == "diff":
         return _diff(arguments)
-    return _export(arguments)
+    return _convert(arguments) if arguments.command == "convert" else _export(arguments)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    keys = {"model": arguments.model_key, "optimizer": arguments.optim_key}
+    if arguments.to == "dcp":
+        from lastwords.integrations.dcp_out import to_dcp  # brings torch, which most commands do without
+
+        print(to_dcp(arguments.source, arguments.out, units=arguments.unit, **keys))
+        return 0
+    from lastwords.integrations.dcp_in import Told, from_dcp
+
+    if arguments.unit:
+        raise ConfigError("--unit chooses what is read from a checkpoint of ours; it goes with --to dcp only")
+    told = Told(arguments.step, arguments.optimizer, ranks=arguments.ranks)
+    if arguments.buffer:
+        told = dataclasses.replace(told, buffers=(*told.buffers, *arguments.buffer))
+    print(from_dcp(arguments.source, arguments.out, told, **keys))
+    return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -38,6 +38,9 @@ from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
 MODEL = "model"
 OPTIMIZER = "optim"
 
+Standing = dict[int, tuple[torch.Tensor, Whole]]
+"""id -> an empty tensor, and the Whole that it stands for."""
+
 
 class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
     """Reads one checkpoint directory (or the newest one in a directory of them) for torch.distributed.checkpoint.
@@ -136,14 +139,14 @@ def flat_items(found: Catalogue, model: str, optimizer: str) -> tuple[dict[str, 
     param_groups stand there twice: as torch nests them, and by parameter, as get_optimizer_state_dict does it with
     StateDictOptions(flatten_optimizer_state_dict=True).
     """
-    standing: dict[int, tuple[torch.Tensor, Whole]] = {}
-    nested = _stand_in(nested_state(found, model, optimizer), standing)
+    standing: Standing = {}
+    nested = stand_in(nested_state(found, model, optimizer), standing)
     flat, mappings = flatten_state_dict(nested)
     for group in found.groups:
         for name in group.parameters:
             for key, value in group.values.items():
                 path = (*_top(optimizer), f"param_groups.{name}.{key}")
-                flat.setdefault(".".join(path), _stand_in(value, standing))
+                flat.setdefault(".".join(path), stand_in(value, standing))
                 mappings.setdefault(".".join(path), path)
     items = {key: standing[id(value)][1] if id(value) in standing else value for key, value in flat.items()}
     return items, dict(mappings)
@@ -162,16 +165,16 @@ def _top(name: str) -> tuple[str, ...]:
     return (name,) if name else ()
 
 
-def _stand_in(value: Any, standing: dict[int, tuple[torch.Tensor, Whole]]) -> Any:
+def stand_in(value: Any, standing: Standing) -> Any:
     """The same nesting with an empty tensor in each Whole's place: torch flattens it as it does the real one."""
     if isinstance(value, Whole):
         tensor = torch.empty(value.shape, dtype=dtype_named(value.dtype), device="meta")
         standing[id(tensor)] = (tensor, value)
         return tensor
     if type(value) in (list, tuple):
-        return type(value)(_stand_in(inner, standing) for inner in value)
+        return type(value)(stand_in(inner, standing) for inner in value)
     if isinstance(value, dict):
-        return type(value)((key, _stand_in(inner, standing)) for key, inner in value.items())
+        return type(value)((key, stand_in(inner, standing)) for key, inner in value.items())
     return value
 
 
