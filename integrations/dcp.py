@@ -106,7 +106,7 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
                 planner.load_bytes(item, _saved(found))
                 continue
             piece = _piece_at(found, item.storage_index.offset)
-            entry, begin, _ = self._checkpoint.place(piece.stored)
+            entry, begin, _ = self._checkpoint.file_range(piece.stored)
             wanted.append((entry.path, begin, item, found, piece))
         with SliceReader(self._checkpoint) as reader:
             for _, _, item, whole, piece in sorted(wanted, key=lambda each: each[:2]):

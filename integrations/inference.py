@@ -128,7 +128,7 @@ def _order(reader: SliceReader, whole: Whole | None) -> tuple[str, int]:
     """Files one after another, from front to back: then chunks are read, and checked, as wholes."""
     if whole is None or not whole.pieces:
         return "", 0
-    entry, begin, _ = reader.checkpoint.place(whole.pieces[0].stored)
+    entry, begin, _ = reader.checkpoint.file_range(whole.pieces[0].stored)
     return entry.path, begin
 
 

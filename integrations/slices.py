@@ -128,7 +128,7 @@ class SliceReader:
             self.read_piece(piece, element_bytes, inside, lengths, between)
             target[...] = between
             return
-        entry, begin, _ = self.checkpoint.place(piece.stored)
+        entry, begin, _ = self.checkpoint.file_range(piece.stored)
         file = self._files.get(entry.path)
         if file is None:
             file = self._files[entry.path] = _OpenFile(self, entry, self._os)

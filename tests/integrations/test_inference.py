@@ -9,7 +9,10 @@ import torch
 
 from lastwords import load_for_inference
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.part import LocalState
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
+from lastwords.optim_wrapper.tensor_bytes import bytes_of
 from tests.integration.saved_layouts import bits
 from tests.integrations.made import Small, flip, published, saved, trained, unit
 
@@ -112,3 +115,22 @@ def test_a_flipped_byte_in_a_large_weight_is_noticed(tmp_path: Path) -> None:
     flip(file, CHUNK_BYTES + 1)
     with pytest.raises(FormatError, match="do not fit their checksum"):
         load_for_inference(path, model)
+
+
+def test_buffers_that_each_rank_saves_for_itself_are_those_of_the_lowest_rank(tmp_path: Path) -> None:
+    def local(rank: int) -> LocalState:
+        mean = torch.full((3,), float(rank))
+        spec = TensorSpec(f"local/{rank}/buffer/running_mean", "F32", (3,))
+        return LocalState([(spec, bytes_of(mean))], {})  # type: ignore[list-item]
+
+    weights = torch.randn(3)
+    locals_ = {rank: local(rank) for rank in (1, 2)}
+    state = {0: {"replicated": unit("replicated", [("weight", weights, None)], (0, 1, 2))}}
+    path = published(tmp_path, state, locals_=locals_, world_size=3)
+    model = torch.nn.BatchNorm1d(3, affine=False)
+    model.num_batches_tracked = model.running_var = None
+    model.weight = torch.nn.Parameter(torch.zeros(3))
+    load_for_inference(path, model)
+    assert model.running_mean is not None
+    assert model.running_mean.tolist() == [1.0, 1.0, 1.0]
+    assert torch.equal(model.weight, weights)
