@@ -229,6 +229,8 @@ class _Making:
         members: dict[int, dict[str, None]] = {}
         values: dict[int, dict[str, Any]] = {}
         for unit, entry in self._units.items():
+            if "holders" in entry.meta and "group_numbers" not in entry.meta:
+                continue  # an early part, which does not say which groups it lists: better none than wrong ones
             for number, names, tree in zip(
                 _numbers(entry), entry.meta["group_parameters"], entry.meta["groups"], strict=True
             ):

@@ -11,6 +11,7 @@ import torch
 
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.part import UnitState
 from lastwords.errors import ConfigError, FormatError, IncompleteError
 from lastwords.integrations.catalogue import catalogue
 from lastwords.integrations.slices import SliceReader
@@ -134,3 +135,12 @@ def test_one_name_for_different_tensors_is_refused_until_units_are_chosen(tmp_pa
     assert set(catalogue(checkpoint, clash_by_unit=True).parameters) == {"w@stage-0", "w@stage-1"}
     with pytest.raises(ConfigError, match="has no unit 'stage-2'; its units are: stage-0, stage-1"):
         catalogue(checkpoint, ["stage-2"])
+
+
+def test_groups_of_a_part_that_does_not_number_them_are_left_out_rather_than_guessed(tmp_path: Path) -> None:
+    state = unit("rank-0", [("w", torch.randn(2), None)], (0,))
+    meta = {**state.meta, "groups": [{"dict": [["lr", {"plain": 0.5}]]}], "group_parameters": [["w"]]}
+    for step, (numbers, groups) in enumerate([({}, []), ({"group_numbers": [1]}, [1])], 1):
+        made = UnitState(state.tensors, {**meta, **numbers})
+        found = catalogue(open_checkpoint(published(tmp_path, {0: {"rank-0": made}}, step=step)))
+        assert [group.number for group in found.groups] == groups
