@@ -167,6 +167,11 @@ class Checkpoint:
         """Spec of a tensor, global shape and offsets included; IncompleteError if there is none of that name."""
         return self._find(name)[1]
 
+    def file_range(self, name: str) -> tuple[FileEntry, int, int]:
+        """The file that holds a tensor, and where: [begin, end) in bytes from the file's start."""
+        file, _, begin, end = self._find(name)
+        return self.manifest.file(file), begin, end
+
     def read_tensors(
         self,
         names: Iterable[str],

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lastwords import __version__
 from lastwords.cli import checkpoint_commands as commands
+from lastwords.cli import interop_commands
 from lastwords.errors import ConfigError, FormatError, IncompleteError, LastWordsError, StorageError, UnavailableError
 
 
@@ -23,7 +24,7 @@ class ExitCode(enum.IntEnum):
     """What a script learns. Every command keeps to these."""
 
     OK = 0
-    NOTHING_FOUND = 1  # no checkpoint there, no controller answers
+    NOTHING_FOUND = 1  # no checkpoint there, no controller answers; `diff`: the two differ
     USAGE = 2  # the command line makes no sense (argparse's own code)
     DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
     STORAGE = 4  # the file system refused
@@ -32,7 +33,7 @@ class ExitCode(enum.IntEnum):
 EXIT_CODES = """\
 exit codes:
   0  fine
-  1  nothing found: there is no checkpoint at PATH, or no controller answers
+  1  nothing found: there is no checkpoint at PATH, or no controller answers; diff: the two differ
   2  wrong usage
   3  what is there is damaged, incomplete, or written by a newer lastwords
   4  the file system refused (permission, I/O error)
@@ -50,10 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lastwords {__version__}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, what: str) -> argparse.ArgumentParser:
-        command = subcommands.add_parser(
+    def bare(name: str, what: str) -> argparse.ArgumentParser:
+        return subcommands.add_parser(
             name, help=what, description=what, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+
+    def add(name: str, what: str) -> argparse.ArgumentParser:
+        command = bare(name, what)
         command.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the directory that holds them")
         command.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
         return command
@@ -67,13 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--quick", action="store_true", help="check manifest, sizes and headers only")
     add("groups", "show which ranks hold which unit and what may die; PATH may also hold group_info files")
     what = "show what a running controller knows: its ranks, where they stand, the newest incident"
-    status = subcommands.add_parser(
-        "status", help=what, description=what, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    status = bare("status", what)
     status.add_argument(
         "--controller", metavar="HOST:PORT", help="its address; default: the only one of this user on this host"
     )
     status.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    interop_commands.add_parsers(bare)
     return parser
 
 
@@ -95,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> ExitCode:
+    if arguments.command in interop_commands.COMMANDS:
+        return ExitCode(interop_commands.run(arguments))
     if arguments.command == "status":
         from lastwords.cli.status_command import status  # brings gRPC, which the other commands do without
 

@@ -226,6 +226,8 @@ class UnitView:
             "absent_buffers": list(names.absent_buffers),
             "groups": group_trees,
             "group_parameters": [list(group) for group in names.groups],
+            "group_numbers": list(names.group_numbers),
+            "volatile_buffers": sorted(names.volatile_buffers),
             "optimizer_state": optimizer_state,
         }
         if self.members is not None:

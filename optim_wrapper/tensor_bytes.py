@@ -95,6 +95,24 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+def dtype_of_code(code: str) -> str:
+    """Name of the dtype with this safetensors code.
+
+    >>> dtype_of_code("BF16")
+    'bfloat16'
+    """
+    return next(name for name, known in _CODE_NAMES.items() if known == code)
+
+
+def code_of_dtype(name: str) -> str | None:
+    """The safetensors code of the dtype with this name; None if there is none.
+
+    >>> code_of_dtype("float64"), code_of_dtype("complex128")
+    ('F64', None)
+    """
+    return _CODE_NAMES.get(name)
+
+
 def bytes_of(tensor: torch.Tensor) -> Bytes | None:
     """The memory of a CPU tensor whose elements lie in C order, writable and without a copy; None for all others."""
     plain = local_of(tensor).detach()

@@ -125,6 +125,11 @@ def put_together(tree: Tree, tensor_of: Callable[[str], torch.Tensor], where: st
     return _put_together(tree, leaf, where)
 
 
+def filled(tree: Tree, leaf: Callable[[str, Tree], Any], where: str) -> Any:
+    """The value of a tree with `leaf(name, node)` in each tensor's place. FormatError for a foreign tree."""
+    return _put_together(tree, leaf, where)
+
+
 def _each_tensor(tree: Tree, see: Callable[[str, Tree], object], where: str) -> None:
     _put_together(tree, see, where)
 

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("src", "controller", "processor", "optim_wrapper", "sharding", "checkpoint", "liveness", "cli")
+FOLDERS = (
+    "src",
+    "controller",
+    "processor",
+    "optim_wrapper",
+    "sharding",
+    "checkpoint",
+    "liveness",
+    "integrations",
+    "cli",
+)
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 

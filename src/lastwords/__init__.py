@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         StorageError,
         UnavailableError,
     )
+    from lastwords.integrations.dcp import LastWordsReader
+    from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
     from lastwords.sharding.declare import Unit, units_from_mesh
@@ -35,6 +37,8 @@ __all__ = [
     "GroupInfoError",
     "IncompleteError",
     "LastWordsError",
+    "LastWordsReader",
+    "LoadedWeights",
     "MismatchError",
     "OptTFTWrapper",
     "ProtocolError",
@@ -45,11 +49,15 @@ __all__ = [
     "Unit",
     "__version__",
     "get_ckpt_path_with_strategy",
+    "load_for_inference",
     "restore_group_info_list",
     "units_from_mesh",
 ]
 
 _WHERE = {
+    "LastWordsReader": "lastwords.integrations.dcp",
+    "LoadedWeights": "lastwords.integrations.inference",
+    "load_for_inference": "lastwords.integrations.inference",
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "TFTRegister": "lastwords.optim_wrapper.register",
     "ResumePoint": "lastwords.optim_wrapper.register",

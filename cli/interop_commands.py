@@ -1,0 +1,140 @@
+"""`lastwords convert`, `export` and `diff`: their arguments and what they print. The work is in `integrations`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lastwords.cli import tables
+from lastwords.errors import ConfigError
+
+COMMANDS = ("convert", "export", "diff")
+_SUFFIXES = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_DIFFERENT_ROWS_MAX = 40
+
+Add = Callable[[str, str], argparse.ArgumentParser]
+
+
+def add_parsers(add: Add) -> None:
+    """Adds the three commands; `add(name, what)` makes a parser without arguments."""
+    convert = add("convert", "rewrite a checkpoint as one of torch.distributed.checkpoint, or the reverse")
+    convert.add_argument("source", type=Path, metavar="SRC", help="what to read")
+    convert.add_argument(
+        "out",
+        type=Path,
+        metavar="DST",
+        help="--to dcp: the directory to make; --to lastwords: the directory that holds checkpoints",
+    )
+    convert.add_argument("--to", required=True, choices=("dcp", "lastwords"), help="the format of DST")
+    convert.add_argument("--model-key", default="model", metavar="KEY", help="the model's key (default model)")
+    convert.add_argument("--optim-key", default="optim", metavar="KEY", help="the optimizer's key (default optim)")
+    convert.add_argument("--step", type=int, metavar="N", help="--to lastwords: the global step, if SRC does not say")
+    convert.add_argument("--optimizer", default="", metavar="CLASS", help="--to lastwords: such as AdamW, likewise")
+    convert.add_argument(
+        "--buffer",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="--to lastwords: names that are buffers, likewise",
+    )
+    convert.add_argument("--ranks", type=int, default=1, metavar="N", help="--to lastwords: how many ranks will resume")
+    _units(convert)
+    export = add("export", "write weights as model-0000k-of-0000K.safetensors and an index")
+    export.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the directory that holds them")
+    export.add_argument("out", type=Path, metavar="OUT", help="the directory to make; it must not exist")
+    export.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes in a file (default 5GB)")
+    _units(export)
+    diff = add("diff", "compare two checkpoints by tensor, whatever their layouts; exit code 0 same, 1 different")
+    diff.add_argument("a", type=Path, metavar="A", help="a checkpoint, or the directory that holds them")
+    diff.add_argument("b", type=Path, metavar="B", help="another")
+    diff.add_argument("--weights", action="store_true", help="compare parameters and buffers only")
+    diff.add_argument("--all", action="store_true", help="show every difference")
+    diff.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+
+
+def _units(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--unit", action="append", default=[], metavar="UNIT", help="only this unit (a pipeline stage); may be repeated"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs one of the commands; returns its exit code."""
+    if arguments.command == "diff":
+        return _diff(arguments)
+    return _convert(arguments) if arguments.command == "convert" else _export(arguments)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    keys = {"model": arguments.model_key, "optimizer": arguments.optim_key}
+    if arguments.to == "dcp":
+        from lastwords.integrations.dcp_out import to_dcp  # brings torch, which most commands do without
+
+        print(to_dcp(arguments.source, arguments.out, units=arguments.unit, **keys))
+        return 0
+    from lastwords.integrations.dcp_in import Told, from_dcp
+
+    if arguments.unit:
+        raise ConfigError("--unit chooses what is read from a checkpoint of ours; it goes with --to dcp only")
+    told = Told(arguments.step, arguments.optimizer, ranks=arguments.ranks)
+    if arguments.buffer:
+        told = dataclasses.replace(told, buffers=(*told.buffers, *arguments.buffer))
+    print(from_dcp(arguments.source, arguments.out, told, **keys))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from lastwords.integrations.export import export_safetensors  # brings torch, which most commands do without
+
+    files = export_safetensors(
+        arguments.path, arguments.out, shard_bytes_max=size_of(arguments.shard_size), units=arguments.unit
+    )
+    for file in files:
+        print(file)
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from lastwords.integrations.diff import diff
+
+    found = diff(arguments.a, arguments.b, weights_only=arguments.weights)
+    if arguments.json:
+        content = {
+            "a": {"path": str(found.a), "global_step": found.steps[0]},
+            "b": {"path": str(found.b), "global_step": found.steps[1]},
+            "same": found.same,
+            "differences": [dataclasses.asdict(item) for item in found.differences],
+        }
+        json.dump(content, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 1 if found.differences else 0
+    console = tables.console()
+    console.print(
+        tables.facts([("A", f"{found.a} (step {found.steps[0]})"), ("B", f"{found.b} (step {found.steps[1]})")])
+    )
+    shown = found.differences if arguments.all else found.differences[:_DIFFERENT_ROWS_MAX]
+    rows = [(item.name, item.what, item.text, "" if item.largest is None else f"{item.largest:.3g}") for item in shown]
+    if rows:
+        columns = ("what", "differs in", "A, B", "largest difference")
+        console.print(tables.table("Differences", columns, rows, right=columns[3:]))
+    left = len(found.differences) - len(shown)
+    text = f"{found.same} the same bit for bit, {len(found.differences)} different"
+    console.print(tables.plain(text + (f" ({left} not shown; --all shows them)" if left else "")))
+    return 1 if found.differences else 0
+
+
+def size_of(text: str) -> int:
+    """Bytes in words of a person.
+
+    >>> size_of("5GB"), size_of("1.5 MiB"), size_of("700")
+    (5000000000, 1572864, 700)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text)
+    if found is None or found[2].upper() not in _SUFFIXES:
+        raise ConfigError(f"{text!r} is no size; write a number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+    return int(float(found[1]) * _SUFFIXES[found[2].upper()])

@@ -1,0 +1,295 @@
+"""What a checkpoint holds, seen as whole tensors by their names in the model, whatever layout it was saved in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lastwords.checkpoint import layout, load
+from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
+from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.part import UnitEntry
+from lastwords.errors import ConfigError, FormatError, IncompleteError
+from lastwords.integrations.slices import Piece, Sizes, Whole, overlap
+from lastwords.optim_wrapper.state_restore import stored_shape
+from lastwords.optim_wrapper.state_view import META_VERSION
+from lastwords.optim_wrapper.tensor_bytes import dtype_of_code
+from lastwords.optim_wrapper.tensor_tree import Tree, filled, tensor_nodes
+from lastwords.vocabulary import UNIT_REPLICATED
+
+_SHOWN_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One param group of the optimizer: its place, its parameters' names, its hyperparameters (tensors as Whole)."""
+
+    number: int
+    parameters: tuple[str, ...]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """Everything in a checkpoint that can be named without knowing ranks.
+
+    parameters, buffers: name in the model -> tensor. aliases: other names of tied ones -> the name they stand under.
+    state: parameter -> key -> value, tensors as Whole. not_persistent: buffers that state_dict() leaves out.
+    """
+
+    parameters: Mapping[str, Whole]
+    buffers: Mapping[str, Whole]
+    aliases: Mapping[str, str]
+    not_persistent: frozenset[str]
+    state: Mapping[str, Mapping[str, Any]]
+    groups: tuple[Group, ...]
+    optimizer: str
+
+    def tensor(self, name: str) -> Whole | None:
+        """Parameter or buffer of this name, tied names included."""
+        name = self.aliases.get(name, name)
+        return self.parameters.get(name) or self.buffers.get(name)
+
+    def model(self) -> dict[str, Whole]:
+        """What the model's state_dict() has: parameters, persistent buffers, and tied names."""
+        found = dict(self.parameters)
+        found |= {name: whole for name, whole in self.buffers.items() if name not in self.not_persistent}
+        return found | {alias: found[name] for alias, name in self.aliases.items() if name in found}
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
+    if (path / layout.MANIFEST_NAME).exists() or layout.CheckpointName.parse(path.resolve().name) is not None:
+        return path
+    newest = load.latest(path)
+    if newest is None:
+        raise IncompleteError(
+            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
+            missing=(str(path),),
+        )
+    return newest
+
+
+def catalogue(checkpoint: Checkpoint, units: Collection[str] = (), *, clash_by_unit: bool = False) -> Catalogue:
+    """Catalogue of `checkpoint`, or of some of its `units` (for stages or shards that use the same names).
+
+    ConfigError if one name stands for different tensors in several units, or if `units` names one that is not there.
+    clash_by_unit: such tensors are listed as NAME@UNIT instead. IncompleteError if pieces of a tensor are missing.
+    """
+    manifest = checkpoint.manifest
+    unknown = sorted(set(units) - manifest.units.keys())
+    if unknown:
+        raise ConfigError(
+            f"{checkpoint.path} has no unit {unknown[0]!r}; its units are: {', '.join(sorted(manifest.units))}"
+        )
+    chosen = {unit: entry for unit, entry in manifest.units.items() if not units or unit in units}
+    return _Making(checkpoint, chosen, clash_by_unit).catalogue()
+
+
+class _Making:
+    def __init__(self, checkpoint: Checkpoint, units: Mapping[str, UnitEntry], clash_by_unit: bool) -> None:
+        self._path = checkpoint.path
+        self._manifest = checkpoint.manifest
+        # "replicated" first: what all ranks hold goes before what some do.
+        self._units = dict(sorted(units.items(), key=lambda item: (item[0] != UNIT_REPLICATED, item[0])))
+        self._clash_by_unit = clash_by_unit
+        self._found: dict[str, list[tuple[str, str, TensorSpec]]] = {}
+        self._clashes: dict[str, list[str]] = {}
+        self._wholes: dict[str, Whole] = {}
+        self._model: dict[str, str] = {}
+
+    def catalogue(self) -> Catalogue:
+        for unit, entry in self._units.items():
+            self._collect(unit, entry)
+        for name, found in self._found.items():
+            self._join(name, found)
+        if self._clashes and not self._clash_by_unit:
+            some = sorted(self._clashes.items())[:_SHOWN_MAX]
+            text = "; ".join(f"{name} in {' and '.join(units)}" for name, units in some)
+            more = f" and {len(self._clashes) - _SHOWN_MAX} more" if len(self._clashes) > _SHOWN_MAX else ""
+            raise ConfigError(
+                f"in {self._path} one name stands for different tensors: {text}{more}. Pipeline stages or shards cut "
+                "by hand do that; choose one with units= (on the command line --unit)"
+            )
+        parameters = self._of_kind("model/")
+        buffers = self._of_kind("buffer/") | self._rank_local_buffers()
+        aliases = {
+            alias: name for entry in self._units.values() for alias, name in entry.meta.get("aliases", {}).items()
+        }
+        volatile = [name for entry in self._units.values() for name in entry.meta.get("volatile_buffers", ())]
+        kinds = sorted({str(entry.meta.get("optimizer", "")) for entry in self._units.values()} - {""})
+        return Catalogue(
+            parameters, buffers, aliases, frozenset(volatile), self._state(), self._groups(), ", ".join(kinds)
+        )
+
+    # ------------------------------------------------------------------ tensors
+
+    def _collect(self, unit: str, entry: UnitEntry) -> None:
+        meta = entry.meta
+        if meta.get("version") != META_VERSION:
+            raise FormatError(
+                f"{self._path}: the state of unit {unit} is of version {meta.get('version')!r}, this lastwords reads "
+                f"{META_VERSION}; upgrade it"
+            )
+        dtypes = {f"unit/{unit}/model/{name}": dtype for name, dtype in meta["parameters"].items()}
+        dtypes |= {f"unit/{unit}/buffer/{name}": dtype for name, dtype in meta["buffers"].items()}
+        for tree in (*meta["optimizer_state"].values(), *meta["groups"]):
+            nodes = tensor_nodes(tree, f"{self._path}: optimizer state of unit {unit}")
+            dtypes |= {name: node["dtype"] for name, node in nodes.items()}
+        for spec in entry.tensors:
+            if spec.name in dtypes:
+                name = self._renumbered(spec.name.removeprefix(f"unit/{unit}/"), entry)
+                self._found.setdefault(name, []).append((unit, dtypes[spec.name], spec))
+
+    def _renumbered(self, name: str, entry: UnitEntry) -> str:
+        """Tensors in param groups are named by the group's place in the unit; here by its place in the optimizer."""
+        prefix = "optim/~groups."
+        if not name.startswith(prefix):
+            return name
+        place, slash, rest = name.removeprefix(prefix).partition("/")
+        return f"{prefix}{_numbers(entry)[int(place)]}{slash}{rest}"
+
+    def _join(self, name: str, found: Sequence[tuple[str, str, TensorSpec]]) -> None:
+        _, _, spec = found[0]
+        shapes = {(dtype, stored_whole(one, dtype)) for _, dtype, one in found}
+        whole = [one for one in found if one[2].shape == one[2].global_shape]
+        parts = [one for one in found if one[2].shape != one[2].global_shape and 0 not in one[2].shape]
+        # A counter such as Adam's "step" is whole beside each shard of its parameter: all of them are the same.
+        copies = 0 in spec.global_shape or (name.startswith("optim/") and self._owner_of(name) not in self._clashes)
+        if len(shapes) > 1 or (whole and parts) or (len(whole) > 1 and not copies):
+            self._clashes[name] = [one[0] for one in found]
+            if self._clash_by_unit:
+                for other in found:
+                    self._wholes[f"{name}@{other[0]}"] = self._whole(f"{name}@{other[0]}", [other])
+            return
+        self._wholes[name] = self._whole(name, whole[:1] or found)
+
+    def _owner_of(self, name: str) -> str:
+        return "model/" + name.removeprefix("optim/").rpartition("/")[0]
+
+    def _whole(self, name: str, found: Sequence[tuple[str, str, TensorSpec]]) -> Whole:
+        _, dtype, first = found[0]
+        shape = stored_whole(first, dtype)
+        ndim = len(shape)
+        element_bytes = DTYPE_BITS[first.dtype] // 8 * math.prod(first.shape[ndim:])
+        pieces = tuple(
+            Piece(spec.name, spec.offsets[:ndim], spec.shape[:ndim])
+            for _, _, spec in sorted(found, key=lambda one: one[2].offsets)
+            if 0 not in spec.shape
+        )
+        problem = uncovered(shape, pieces)
+        if problem is not None:
+            raise IncompleteError(
+                f"{self._path}: of {name}, which is {shape}, {problem}; use another checkpoint"
+                + ("" if len(self._units) == len(self._manifest.units) else ", or choose more units"),
+                missing=(name,),
+            )
+        return Whole(name, dtype, shape, element_bytes, pieces)
+
+    def _of_kind(self, prefix: str) -> dict[str, Whole]:
+        return {name.removeprefix(prefix): whole for name, whole in self._wholes.items() if name.startswith(prefix)}
+
+    def _rank_local_buffers(self) -> dict[str, Whole]:
+        """Small buffers that each rank saves for itself: of the lowest rank that has them, as a resume does it."""
+        ranks = {
+            rank
+            for unit, entry in self._units.items()
+            if unit != UNIT_REPLICATED or len(self._units) == 1
+            for rank in entry.meta.get("holders", range(self._manifest.world_size))
+        } or set(range(self._manifest.world_size))
+        found: dict[str, Whole] = {}
+        for rank, entry in sorted(self._manifest.locals.items()):
+            prefix = f"local/{rank}/buffer/"
+            for spec in entry.tensors if rank in ranks else ():
+                name = spec.name.removeprefix(prefix)
+                if spec.name.startswith(prefix) and name not in found and f"buffer/{name}" not in self._wholes:
+                    found[name] = self._whole(f"buffer/{name}", [("", dtype_of_code(spec.dtype), spec)])
+        return found
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        state: dict[str, dict[str, Any]] = {}
+        for unit, entry in self._units.items():
+            for parameter, tree in entry.meta["optimizer_state"].items():
+                own = parameter
+                if f"model/{parameter}" in self._clashes:
+                    own = f"{parameter}@{unit}"
+                keys = state.setdefault(own, {})
+                for key, node in tree["dict"]:
+                    if key not in keys:
+                        keys[key] = self._value(node, unit, entry)
+        return state
+
+    def _groups(self) -> tuple[Group, ...]:
+        """Param groups, put together from the units: each lists only groups that have one of its parameters."""
+        members: dict[int, dict[str, None]] = {}
+        values: dict[int, dict[str, Any]] = {}
+        for unit, entry in self._units.items():
+            if "holders" in entry.meta and "group_numbers" not in entry.meta:
+                continue  # an early part, which does not say which groups it lists: better none than wrong ones
+            for number, names, tree in zip(
+                _numbers(entry), entry.meta["group_parameters"], entry.meta["groups"], strict=True
+            ):
+                members.setdefault(number, {}).update(dict.fromkeys(names))
+                if number not in values:
+                    values[number] = {key: self._value(node, unit, entry) for key, node in tree["dict"]}
+        return tuple(Group(number, tuple(members[number]), values[number]) for number in sorted(members))
+
+    def _value(self, node: Any, unit: str, entry: UnitEntry) -> Any:
+        def leaf(stored: str, _: Tree) -> Whole:
+            name = self._renumbered(stored.removeprefix(f"unit/{unit}/"), entry)
+            return self._wholes[f"{name}@{unit}" if name in self._clashes else name]
+
+        return filled(node, leaf, f"{self._path}: optimizer state of unit {unit}")
+
+
+def _numbers(entry: UnitEntry) -> list[int]:
+    """Place of each of a unit's param groups in the optimizer."""
+    groups = entry.meta["groups"]
+    numbers = list(entry.meta.get("group_numbers", range(len(groups))))
+    if len(numbers) != len(groups):
+        raise FormatError(
+            f"{entry.file}: {len(groups)} param groups and {len(numbers)} numbers; use another checkpoint"
+        )
+    return numbers
+
+
+def stored_whole(spec: TensorSpec, dtype: str) -> Sizes:
+    """Global shape of a stored tensor in elements of its own type."""
+    return spec.global_shape[: len(stored_shape(spec, dtype))]
+
+
+def uncovered(shape: Sizes, pieces: Sequence[Piece]) -> str | None:
+    """What is wrong with pieces (sorted by offsets) that should cover `shape` exactly once; None if they do.
+
+    >>> uncovered((4,), [Piece("a", (0,), (2,)), Piece("b", (2,), (2,))]) is None
+    True
+    >>> uncovered((4,), [Piece("a", (0,), (2,))])
+    '2 of 4 elements are in no file'
+    """
+    open_pieces: list[Piece] = []
+    for piece in pieces:
+        if shape:
+            open_pieces = [other for other in open_pieces if other.offsets[0] + other.shape[0] > piece.offsets[0]]
+        for other in open_pieces:
+            if overlap(piece.offsets, piece.shape, other.offsets, other.shape) is not None:
+                return f"{other.stored} and {piece.stored} overlap"
+        open_pieces.append(piece)
+    total, there = math.prod(shape), sum(math.prod(piece.shape) for piece in pieces)
+    return None if there == total else f"{total - there} of {total} elements are in no file"
+
+
+def wholes_in(value: Any) -> Iterator[Whole]:
+    """Every tensor inside a value of `Catalogue.state` or of a group."""
+    if isinstance(value, Whole):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from wholes_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from wholes_in(inner)

@@ -1,0 +1,200 @@
+"""torch.distributed.checkpoint reads our directories: into any mesh, with torch's own planner.
+
+state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+torch.distributed.checkpoint.load(state, storage_reader=LastWordsReader(path))
+set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from lastwords.checkpoint.layout import MANIFEST_NAME
+from lastwords.checkpoint.load import Checkpoint, open_checkpoint
+from lastwords.errors import IncompleteError
+from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
+from lastwords.integrations.slices import Piece, SliceReader, Whole
+from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
+
+MODEL = "model"
+OPTIMIZER = "optim"
+
+Standing = dict[int, tuple[torch.Tensor, Whole]]
+"""id -> an empty tensor, and the Whole that it stands for."""
+
+
+class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
+    """Reads one checkpoint directory (or the newest one in a directory of them) for torch.distributed.checkpoint.
+
+    model, optimizer: what the caller's state dict calls the two; "" where the model's names stand at its top.
+    units: only these units, for pipeline stages and other layouts whose ranks use one name for different tensors.
+    Only the wanted slices are read; a 4 MiB chunk that is read as a whole is held against its checksum.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: str = MODEL,
+        optimizer: str = OPTIMIZER,
+        units: Collection[str] = (),
+    ) -> None:
+        self.path = Path(path)
+        self._model = model
+        self._optimizer = optimizer
+        self._units = tuple(units)
+        self._checkpoint: Checkpoint | None = None
+        self._items: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins; `checkpoint_id` (dcp.load's) replaces the path."""
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+        self._checkpoint = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for a directory that has a manifest."""
+        return (Path(checkpoint_id) / MANIFEST_NAME).exists()
+
+    def read_metadata(self) -> Metadata:
+        """Every key that can be asked for, with its type, shape and the boxes it is stored in."""
+        self._checkpoint = open_checkpoint(find_checkpoint(self.path))
+        self._items, mappings = flat_items(catalogue(self._checkpoint, self._units), self._model, self._optimizer)
+        return Metadata(
+            state_dict_metadata={key: _metadata_of(item) for key, item in self._items.items()},
+            planner_data=mappings,
+            storage_meta=StorageMeta(checkpoint_id=str(self._checkpoint.path)),
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing is shared between ranks: each reads its own slices."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads everything of the plan before it returns."""
+        if self._checkpoint is None:
+            raise IncompleteError(f"{self.path} was not opened: read_metadata() comes before read_data()")
+        wanted: list[tuple[str, int, ReadItem, Whole, Piece]] = []
+        for item in plan.items:
+            found = self._items[item.storage_index.fqn]
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _saved(found))
+                continue
+            piece = _piece_at(found, item.storage_index.offset)
+            entry, begin, _ = self._checkpoint.file_range(piece.stored)
+            wanted.append((entry.path, begin, item, found, piece))
+        with SliceReader(self._checkpoint) as reader:
+            for _, _, item, whole, piece in sorted(wanted, key=lambda each: each[:2]):
+                target = planner.resolve_tensor(item).detach()
+                read_into(reader, whole, piece, tuple(item.storage_offsets), target)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def read_into(reader: SliceReader, whole: Whole, piece: Piece, inside: tuple[int, ...], target: torch.Tensor) -> None:
+    """Reads the box of `target`'s shape at `inside` of a piece; straight into its memory where that is contiguous."""
+    dtype = dtype_named(whole.dtype)
+    into = target
+    view = bytes_of(into) if into.dtype == dtype else None
+    if view is None:
+        into = torch.empty(target.shape, dtype=dtype)
+        view = bytes_of(into)
+        assert view is not None
+    offsets = [at + begin for at, begin in zip(piece.offsets, inside, strict=True)]
+    reader.read(whole, offsets, tuple(target.shape), view)
+    if into is not target:
+        target.copy_(into)
+
+
+def flat_items(found: Catalogue, model: str, optimizer: str) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Flat key -> Whole or plain value, and flat key -> path in the nested dict, both as torch's planner makes them.
+
+    param_groups stand there twice: as torch nests them, and by parameter, as get_optimizer_state_dict does it with
+    StateDictOptions(flatten_optimizer_state_dict=True).
+    """
+    standing: Standing = {}
+    nested = stand_in(nested_state(found, model, optimizer), standing)
+    flat, mappings = flatten_state_dict(nested)
+    for group in found.groups:
+        for name in group.parameters:
+            for key, value in group.values.items():
+                path = (*_top(optimizer), f"param_groups.{name}.{key}")
+                flat.setdefault(".".join(path), stand_in(value, standing))
+                mappings.setdefault(".".join(path), path)
+    items = {key: standing[id(value)][1] if id(value) in standing else value for key, value in flat.items()}
+    return items, dict(mappings)
+
+
+def nested_state(found: Catalogue, model: str, optimizer: str) -> dict[str, Any]:
+    """What get_state_dict would return, tensors as Whole: {model: {name: ...}, optimizer: {state, param_groups}}."""
+    weights: dict[str, Any] = found.model()
+    groups = [{**group.values, "params": list(group.parameters)} for group in found.groups]
+    moments = {"state": {name: dict(keys) for name, keys in found.state.items()}, "param_groups": groups}
+    nested: dict[str, Any] = {model: weights} if model else weights
+    return {**nested, **({optimizer: moments} if optimizer else moments)}
+
+
+def _top(name: str) -> tuple[str, ...]:
+    return (name,) if name else ()
+
+
+def stand_in(value: Any, standing: Standing) -> Any:
+    """The same nesting with an empty tensor in each Whole's place: torch flattens it as it does the real one."""
+    if isinstance(value, Whole):
+        tensor = torch.empty(value.shape, dtype=dtype_named(value.dtype), device="meta")
+        standing[id(tensor)] = (tensor, value)
+        return tensor
+    if type(value) in (list, tuple):
+        return type(value)(stand_in(inner, standing) for inner in value)
+    if isinstance(value, dict):
+        return type(value)((key, stand_in(inner, standing)) for key, inner in value.items())
+    return value
+
+
+def _metadata_of(item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(item, Whole):
+        return BytesStorageMetadata()
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_named(item.dtype)),
+        size=torch.Size(item.shape),
+        chunks=[ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in item.pieces],
+    )
+
+
+def _piece_at(whole: Whole, offsets: torch.Size | None) -> Piece:
+    return next(piece for piece in whole.pieces if offsets is None or piece.offsets == tuple(offsets))
+
+
+def _saved(value: Any) -> io.BytesIO:
+    """A plain value as the planner takes it."""
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    memory.seek(0)
+    return memory

@@ -1,0 +1,284 @@
+"""A directory of torch.distributed.checkpoint rewritten as one of ours, tensor by tensor.
+
+torch keeps what is no tensor there as pickles, and reading them runs what is in them: convert only what you trust.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lastwords.checkpoint import layout
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.part import UnitState, write_part
+from lastwords.checkpoint.publish import Incident, publish
+from lastwords.checkpoint.storable import unpack
+from lastwords.checkpoint.system import REAL_OS, remove_tree
+from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.integrations.dcp import MODEL, OPTIMIZER
+from lastwords.integrations.dcp_out import EXTENSION
+from lastwords.integrations.destination import refuse_existing
+from lastwords.optim_wrapper.state_view import META_VERSION
+from lastwords.optim_wrapper.tensor_bytes import dtype_name, source_of, spec_of
+from lastwords.optim_wrapper.tensor_tree import Tree, take_apart
+from lastwords.vocabulary import UNIT_REPLICATED
+
+KeyPath = tuple[Any, ...]
+NO_EXTRAS: Mapping[str, Any] = {"states": {}, "steps": 0, "regular": [], "moved": [], "step_on_resume": []}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a foreign directory does not say. buffers: patterns of names that are buffers, not parameters.
+
+    optimizer: name of the class, such as "AdamW". ranks: how many will resume (each holds everything, as in DDP).
+    """
+
+    global_step: int | None = None
+    optimizer: str = ""
+    buffers: tuple[str, ...] = ("*running_mean", "*running_var", "*num_batches_tracked")
+    ranks: int = 1
+    job: str = "converted"
+
+
+def from_dcp(
+    source: Path, root: Path, told: Told | None = None, *, model: str = MODEL, optimizer: str = OPTIMIZER
+) -> Path:
+    """Publishes the directory `source` as a checkpoint in `root` and returns its path.
+
+    Everything is one unit that all ranks hold. What `to_dcp` wrote knows its step, optimizer and buffers; for another
+    directory they have to be `told`. Holds one tensor in memory. ConfigError for what is missing or if the checkpoint
+    exists; FormatError, StorageError (then nothing is published).
+    """
+    told = told or Told()
+    if not optimizer or model == optimizer:
+        raise ConfigError(f"the optimizer needs a key of its own, not {optimizer!r}; without one, give any unused name")
+    stored = _Stored(source)
+    about = _about(stored)
+    step = told.global_step or about.get("global_step")
+    if not isinstance(step, int) or step < 1 or told.ranks < 1:
+        raise ConfigError(f"{source} does not say of which step it is; give the global step, 1 or more (--step N)")
+    state, meta = _Unit(stored, about, told, model, optimizer).made()
+    final = layout.checkpoint_dir(root, step)
+    refuse_existing(final)
+    if told.global_step in (None, about.get("global_step")):
+        epoch, in_epoch = about.get("epoch", 1), about.get("step", step)
+    else:
+        epoch, in_epoch = 1, step
+    directory = root / layout.tmp_dir_name(step, 0, 0, 0)
+    lost = dict.fromkeys(range(told.ranks), "it was converted from torch.distributed.checkpoint, which has none")
+    try:
+        units = {UNIT_REPLICATED: UnitState(state, meta)}
+        write_part(directory, 0, epoch, in_epoch, step, units, {}, {}, job=told.job)
+        incident = Incident(told.job, 0, 0, 0, step, told.ranks, (0,), f"converted from {source}", lost_locals=lost)
+        return publish(root, directory, incident)
+    except BaseException:
+        if directory.exists():
+            remove_tree(directory, REAL_OS)
+        raise
+
+
+class _Stored:
+    """A directory of torch.distributed.checkpoint: its keys as paths, and each of their values alone."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self._reader = FileSystemReader(source)
+        if not (source / ".metadata").exists():
+            raise IncompleteError(
+                f"{source} has no .metadata, so it is no finished directory of torch.distributed.checkpoint; give the "
+                "directory that dcp.save was given",
+                missing=(".metadata",),
+            )
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+        except (UnpicklingError, EOFError, AttributeError, ImportError, ValueError, TypeError) as error:
+            raise FormatError(f"{source}/.metadata cannot be read ({error!r}); use another checkpoint") from error
+        self._reader.set_up_storage_reader(self._metadata, True)
+        paths = self._metadata.planner_data or {}
+        self.keys: dict[KeyPath, str] = {
+            tuple(paths.get(key, (key,))): key for key in self._metadata.state_dict_metadata
+        }
+
+    def tensor_form(self, path: KeyPath) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Type and shape of a tensor; None for what is none."""
+        entry = self._metadata.state_dict_metadata[self.keys[path]]
+        return (entry.properties.dtype, tuple(entry.size)) if isinstance(entry, TensorStorageMetadata) else None
+
+    def load(self, path: KeyPath) -> Any:
+        """The value under a key. FormatError if its file is damaged, StorageError if it cannot be read."""
+        key, form = self.keys[path], self.tensor_form(path)
+        state: dict[str, Any] = {key: None if form is None else torch.empty(form[1], dtype=form[0])}
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, self._metadata, True)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except FileNotFoundError as error:
+            raise IncompleteError(f"{error.filename} is missing; restore it", missing=(str(error.filename),)) from error
+        except OSError as error:
+            raise StorageError(f"reading {self.source} failed: {error}", errno=error.errno or 0) from error
+        except (RuntimeError, ValueError, EOFError, UnpicklingError, AssertionError) as error:
+            raise FormatError(f"{key} in {self.source} is damaged ({error!r}); use another checkpoint") from error
+        return planner.state_dict[key]
+
+
+def _about(stored: _Stored) -> dict[str, Any]:
+    path = (EXTENSION, "about")
+    if path not in stored.keys:
+        return {}
+    content = unpack(json.loads(stored.load(path)), f"{stored.source}: {EXTENSION}")
+    if not isinstance(content, dict) or content.get("version") != 1:
+        raise FormatError(f"{stored.source} was converted by a newer lastwords; upgrade")
+    return content
+
+
+@dataclass
+class _Unit:
+    """The one unit that is made of everything."""
+
+    stored: _Stored
+    about: Mapping[str, Any]
+    told: Told
+    model: str
+    optimizer: str
+    tensors: list[tuple[TensorSpec, Any]] = field(default_factory=list)
+
+    def made(self) -> tuple[list[tuple[TensorSpec, Any]], dict[str, Any]]:
+        aliases = dict(self.about.get("aliases", {}))
+        known = self.about.get("buffers")
+        parameters: dict[str, str] = {}
+        buffers: dict[str, str] = {}
+        for path, name in self._model_names():
+            form = self.stored.tensor_form(path)
+            if form is None:
+                raise ConfigError(f"{'.'.join(map(str, path))} is no tensor; a model's state has tensors only")
+            if name in aliases:
+                continue
+            by_pattern = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.told.buffers)
+            buffer = by_pattern if known is None else name in known
+            (buffers if buffer else parameters)[name] = dtype_name(form[0])
+            self._add(unit_tensor_name(UNIT_REPLICATED, "buffer" if buffer else "model", name), path)
+        if not parameters:
+            tops = ", ".join(sorted({str(path[0]) for path in self.stored.keys}))
+            raise ConfigError(
+                f"{self.stored.source} has nothing under {self.model!r}; at its top: {tops} (--model NAME)"
+            )
+        for path in self._below((EXTENSION, "extra")):
+            self._add(str(path[2]), path)
+        groups = self._groups()
+        kind = self.told.optimizer or self.about.get("optimizer", "")
+        if groups and not kind:
+            raise ConfigError(
+                f"{self.stored.source} has an optimizer's state but not its class; give it (--optimizer AdamW)"
+            )
+        meta = {
+            "version": META_VERSION,
+            "optimizer": kind,
+            "parameters": parameters,
+            "buffers": buffers,
+            "aliases": aliases,
+            "absent_buffers": list(self.about.get("absent_buffers", ())),
+            "volatile_buffers": list(self.about.get("volatile_buffers", ())),
+            "optimizer_state": self._optimizer_state(parameters, groups),
+            "groups": [self._tree(group, f"~groups.{number}") for number, (group, _) in enumerate(groups)],
+            "group_parameters": [list(names) for _, names in groups],
+            "group_numbers": list(range(len(groups))),
+            "extras": self.about.get("extras") or dict(NO_EXTRAS),
+        }
+        return self.tensors, meta
+
+    def _model_names(self) -> list[tuple[KeyPath, str]]:
+        """Keys of the model's tensors and their names, buffers that no state_dict() has included."""
+        hidden = [(path, str(path[2])) for path in self._below((EXTENSION, "buffer"))]
+        if self.model:
+            return [(path, _dotted(path[1:])) for path in self._below((self.model,))] + hidden
+        own = [path for path in self.stored.keys if path[0] not in (self.optimizer, EXTENSION)]
+        return [(path, _dotted(path)) for path in own] + hidden
+
+    def _below(self, top: KeyPath) -> list[KeyPath]:
+        return [path for path in self.stored.keys if len(path) > len(top) and path[: len(top)] == top]
+
+    def _add(self, name: str, path: KeyPath) -> None:
+        form = self.stored.tensor_form(path)
+        assert form is not None
+        # The spec follows from type and shape; the bytes are read when their turn to be written has come.
+        spec = spec_of(name, torch.empty(form[1], dtype=form[0], device="meta"))
+        self.tensors.append((spec, self._later(path)))
+
+    def _later(self, path: KeyPath) -> Callable[[], memoryview]:
+        def read() -> memoryview:
+            source = source_of(self.stored.load(path))
+            return source() if callable(source) else source
+
+        return read
+
+    def _groups(self) -> list[tuple[dict[str, Any], Sequence[str]]]:
+        for path in self._below((self.optimizer,)):
+            if path[1] not in ("state", "param_groups"):
+                self._refuse_flat(path)
+        groups: dict[int, dict[str, Any]] = {}
+        for path in self._below((self.optimizer, "param_groups")):
+            number, *keys = path[2:]
+            if not isinstance(number, int) or len(keys) != 1:
+                self._refuse_flat(path)
+            groups.setdefault(number, {})[str(keys[0])] = self.stored.load(path)
+        found: list[tuple[dict[str, Any], Sequence[str]]] = []
+        for _, group in sorted(groups.items()):
+            names = group.pop("params", None)
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ConfigError(
+                    f"{self.stored.source}: a param group does not name its parameters; save what get_state_dict or "
+                    "get_optimizer_state_dict returns, not optimizer.state_dict()"
+                )
+            found.append((group, names))
+        return found
+
+    def _tree(self, group: Mapping[str, Any], owner: str) -> Tree:
+        pairs = []
+        for key, value in group.items():
+            node, found = take_apart(value, unit_tensor_name(UNIT_REPLICATED, "optim", owner, key), f"{owner}.{key}")
+            self.tensors += [(spec_of(item.name, item.tensor), source_of(item.tensor)) for item in found]
+            pairs.append([key, node])
+        return {"dict": pairs}
+
+    def _optimizer_state(
+        self, parameters: Mapping[str, str], groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
+    ) -> dict[str, Tree]:
+        on_device = {n for group, names in groups if group.get("fused") or group.get("capturable") for n in names}
+        trees: dict[str, Tree] = {}
+        for path in self._below((self.optimizer, "state")):
+            name, *keys = path[2:]
+            if name not in parameters or len(keys) != 1:
+                self._refuse_flat(path)
+            key, form = str(keys[0]), self.stored.tensor_form(path)
+            stored = unit_tensor_name(UNIT_REPLICATED, "optim", name, key)
+            if form is None:
+                node: Tree = {"plain": self.stored.load(path)}
+            else:
+                node = {"tensor": stored, "dtype": dtype_name(form[0]), "shape": list(form[1])}
+                if form[1] == () and name not in on_device:
+                    node["apart"] = "cpu"  # torch keeps step counters there, unless the update reads them on the device
+                self._add(stored, path)
+            trees.setdefault(name, {"dict": []})["dict"].append([key, node])
+        return trees
+
+    def _refuse_flat(self, path: KeyPath) -> None:
+        raise ConfigError(
+            f"{self.stored.source}: {'.'.join(map(str, path))} is not where get_state_dict puts it; save the optimizer "
+            "without flatten_optimizer_state_dict, under the key that --optim-key names"
+        )
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,136 @@
+"""A checkpoint directory rewritten as one of torch.distributed.checkpoint, tensor by tensor."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lastwords.checkpoint.load import Checkpoint, open_checkpoint
+from lastwords.checkpoint.storable import pack
+from lastwords.errors import CheckpointError, LastWordsError, StorageError
+from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
+from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
+from lastwords.integrations.destination import building, check_same, check_source
+from lastwords.integrations.slices import Piece, SliceReader, Whole
+from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, dtype_of_code
+from lastwords.optim_wrapper.tensor_tree import tensor_nodes
+from lastwords.vocabulary import UNIT_REPLICATED
+
+EXTENSION = "lastwords"
+"""Key beside model and optimizer: what torch.distributed.checkpoint has no place for, so that the way back is exact."""
+
+
+def to_dcp(
+    path: Path, out: Path, *, model: str = MODEL, optimizer: str = OPTIMIZER, units: Collection[str] = ()
+) -> Path:
+    """Writes the new directory `out`, which torch.distributed.checkpoint.load reads into any mesh; returns it.
+
+    Its keys are those of `LastWordsReader`, nested. State of single ranks (random streams, place in the data) has no
+    place there and is left out. Every byte of the source is checked first; one tensor is in memory at a time.
+    ConfigError if `out` exists; StorageError, FormatError or IncompleteError (then there is nothing at `out`).
+    """
+    checkpoint = open_checkpoint(find_checkpoint(path))
+    found = catalogue(checkpoint, units)
+    check_source(checkpoint)
+    standing: Standing = {}
+    nested = nested_state(found, model, optimizer) | {EXTENSION: _extension(checkpoint, found)}
+    with building(out) as directory, SliceReader(checkpoint) as reader:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                save(
+                    stand_in(nested, standing),
+                    storage_writer=FileSystemWriter(directory, thread_count=1),
+                    planner=_ReadingPlanner(reader, standing),
+                    no_dist=True,
+                )
+        except CheckpointException as error:
+            raise own_error(error, f"writing {out}") from error
+        check_same(checkpoint)
+    return out
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Reads each tensor when its turn to be written has come."""
+
+    def __init__(self, reader: SliceReader, standing: Standing) -> None:
+        super().__init__()
+        self._reader = reader
+        self._standing = standing
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        found = self.lookup_object(write_item.index)
+        if not isinstance(found, torch.Tensor):
+            plain: torch.Tensor | io.BytesIO = self.transform_object(write_item, found)
+            return plain
+        whole = self._standing[id(found)][1]
+        tensor = torch.empty(whole.shape, dtype=dtype_named(whole.dtype))
+        view = bytes_of(tensor)
+        assert view is not None
+        self._reader.read(whole, (0,) * len(whole.shape), whole.shape, view)
+        return tensor
+
+
+def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
+    """Position, names of buffers, extras: as JSON, and the extras' tensors."""
+    manifest = checkpoint.manifest
+    meta: dict[str, Any] = {}
+    tensors: dict[str, Whole] = {}
+    entry = manifest.units.get(UNIT_REPLICATED)
+    if entry is not None:
+        meta = dict(entry.meta)
+        dtypes = {
+            name: node["dtype"]
+            for label, tree in meta.get("extras", {}).get("states", {}).items()
+            for name, node in tensor_nodes(tree, f"extras[{label!r}]").items()
+        }
+        for spec in entry.tensors:
+            if spec.name in dtypes:
+                shape = spec.shape if dtype_of_code(spec.dtype) == dtypes[spec.name] else spec.shape[:-1]
+                size = torch.empty((), dtype=dtype_named(dtypes[spec.name])).element_size()
+                pieces = (Piece(spec.name, (0,) * len(shape), shape),)
+                tensors[spec.name] = Whole(spec.name, dtypes[spec.name], shape, size, pieces)
+    content = {
+        "version": 1,
+        "job": manifest.job,
+        "global_step": manifest.global_step,
+        "epoch": manifest.epoch,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "optimizer": found.optimizer,
+        "buffers": sorted(found.buffers),
+        "volatile_buffers": sorted(found.not_persistent),
+        "absent_buffers": list(meta.get("absent_buffers", ())),
+        "aliases": dict(found.aliases),
+        "extras": meta.get("extras"),
+    }
+    # Buffers that state_dict() leaves out have no key of the model's.
+    hidden = {name: whole for name, whole in found.buffers.items() if name in found.not_persistent}
+    return {"about": json.dumps(pack(content, EXTENSION)), "extra": tensors, "buffer": hidden}
+
+
+def own_error(error: CheckpointException, doing: str) -> LastWordsError:
+    """What torch has wrapped, as one of our errors."""
+    causes = [failure[0] for failure in error.failures.values()]
+    for cause in causes:
+        inner: BaseException | None = cause
+        while inner is not None:
+            if isinstance(inner, LastWordsError):
+                return inner
+            if isinstance(inner, OSError):
+                return StorageError(
+                    f"{doing} failed: {inner}; make room or mend the file system", errno=inner.errno or 0
+                )
+            inner = inner.__cause__ or inner.__context__
+    return CheckpointError(f"{doing} failed in torch.distributed.checkpoint: {causes[0] if causes else error!r}")

@@ -1,0 +1,173 @@
+"""Two checkpoints compared by tensor, whatever layouts they were saved in. Rank-local state is not compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.load import open_checkpoint
+from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
+from lastwords.integrations.slices import SliceReader, Whole
+from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
+
+_BLOCK_BYTES = 16 << 20
+"""Of each tensor that much is in memory at a time: large enough for long reads."""
+
+_EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not the same. what: "only in A", "only in B", "type", "shape" or "values".
+
+    elements: how many differ in their bits. largest: the largest absolute difference, None where there is no number.
+    """
+
+    name: str
+    what: str
+    text: str
+    elements: int = 0
+    largest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Result of `diff`. same: how many tensors and values are equal bit for bit."""
+
+    a: Path
+    b: Path
+    steps: tuple[int, int]
+    same: int
+    differences: tuple[Difference, ...]
+
+
+def diff(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
+    """Compares parameters, buffers, optimizer state and hyperparameters by name, bit by bit, in bounded memory.
+
+    Names that stand for different tensors in several units are compared unit by unit. FormatError, IncompleteError or
+    StorageError if one of the two cannot be read.
+    """
+    with ExitStack() as stack:
+        readers = [stack.enter_context(SliceReader(open_checkpoint(find_checkpoint(path)))) for path in (a, b)]
+        one, other = (
+            _items(catalogue(reader.checkpoint, clash_by_unit=True), weights_only=weights_only) for reader in readers
+        )
+        same = 0
+        differences: list[Difference] = []
+        for name in sorted(one.keys() | other.keys()):
+            found = _compare(name, one, other, readers[0], readers[1])
+            if found is None:
+                same += 1
+            else:
+                differences.append(found)
+        paths = [reader.checkpoint.path for reader in readers]
+        steps = [reader.checkpoint.manifest.global_step for reader in readers]
+    return Comparison(paths[0], paths[1], (steps[0], steps[1]), same, tuple(differences))
+
+
+def _items(found: Catalogue, *, weights_only: bool) -> dict[str, Any]:
+    items: dict[str, Any] = {f"model/{name}": whole for name, whole in found.parameters.items()}
+    items |= {f"buffer/{name}": whole for name, whole in found.buffers.items()}
+    items |= {f"tied/{alias}": name for alias, name in found.aliases.items()}
+    if weights_only:
+        return items
+    items["optim"] = found.optimizer
+    for name, keys in found.state.items():
+        for key, value in keys.items():
+            items |= dict(_flat(f"optim/{name}/{key}", value))
+    for group in found.groups:
+        for key, value in group.values.items():
+            items |= dict(_flat(f"group/{group.number}/{key}", value))
+        # Units list their parameters one after another, so the order in a group depends on the layout.
+        items[f"group/{group.number}/params"] = sorted(group.parameters)
+    return items
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple) and any(isinstance(inner, Whole | Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{name}.{index}", inner)
+    else:
+        yield name, value
+
+
+def _compare(
+    name: str, one: Mapping[str, Any], other: Mapping[str, Any], reader: SliceReader, reader_b: SliceReader
+) -> Difference | None:
+    if name not in one or name not in other:
+        side, value = ("A", one[name]) if name in one else ("B", other[name])
+        return Difference(name, f"only in {side}", _text(value))
+    mine, theirs = one[name], other[name]
+    if not (isinstance(mine, Whole) and isinstance(theirs, Whole)):
+        same = type(mine) is type(theirs) and (mine == theirs or repr(mine) == repr(theirs))  # nan is nan
+        number = isinstance(mine, float | int) and isinstance(theirs, float | int)
+        largest = abs(float(mine) - float(theirs)) if number and not same else None
+        return None if same else Difference(name, "values", f"{_text(mine)}, {_text(theirs)}", 1, largest)
+    for what in ("dtype", "shape"):
+        pair = getattr(mine, what), getattr(theirs, what)
+        if pair[0] != pair[1]:
+            return Difference(name, "type" if what == "dtype" else what, f"{pair[0]}, {pair[1]}")
+    elements, largest = _values(mine, theirs, reader, reader_b)
+    if not elements:
+        return None
+    return Difference(name, "values", f"{elements} of {math.prod(mine.shape)} elements", elements, largest)
+
+
+def _values(mine: Whole, theirs: Whole, reader: SliceReader, reader_b: SliceReader) -> tuple[int, float | None]:
+    elements, largest = 0, 0.0
+    exact = True
+    for offsets, sizes in blocks(mine.shape, mine.element_bytes):
+        a, b = (_read(side, whole, offsets, sizes) for side, whole in ((reader, mine), (reader_b, theirs)))
+        width = mine.element_bytes
+        changed = (_raw(a).view(-1, width) != _raw(b).view(-1, width)).any(dim=1)
+        count = int(changed.sum())
+        if count:
+            elements += count
+            flat_a, flat_b = a.reshape(-1)[changed], b.reshape(-1)[changed]
+            wide = torch.complex128 if a.is_complex() else torch.int64 if a.dtype in _EXACT else torch.float64
+            gap = (flat_a.to(wide) - flat_b.to(wide)).abs().max()
+            exact = exact and not bool(gap.isnan())
+            largest = max(largest, float(gap)) if exact else largest
+    return elements, largest if exact else None
+
+
+def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes of neighbouring rows that cover `shape`, each of about 16 MiB or one row.
+
+    >>> list(blocks((3, 2), 8 << 20))
+    [((0, 0), (1, 2)), ((1, 0), (1, 2)), ((2, 0), (1, 2))]
+    """
+    if not shape or 0 in shape:
+        if not shape:
+            yield (), ()
+        return
+    rest = (0,) * (len(shape) - 1)
+    rows = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * element_bytes))
+    for first in range(0, shape[0], rows):
+        yield (first, *rest), (min(rows, shape[0] - first), *shape[1:])
+
+
+def _read(reader: SliceReader, whole: Whole, offsets: Collection[int], sizes: Collection[int]) -> torch.Tensor:
+    tensor = torch.empty(tuple(sizes), dtype=dtype_named(whole.dtype))
+    view = bytes_of(tensor)
+    assert view is not None
+    reader.read(whole, tuple(offsets), tuple(sizes), view)
+    return tensor
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _text(value: Any) -> str:
+    text = f"{value.dtype} {value.shape}" if isinstance(value, Whole) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,168 @@
+"""Weights into a model that only computes: on one process, or each rank its part of a DTensor model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lastwords.checkpoint.load import open_checkpoint
+from lastwords.errors import ConfigError, MismatchError
+from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
+from lastwords.integrations.slices import SliceReader, Whole
+from lastwords.optim_wrapper.state_view import unwrap
+from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, overwrite
+from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, local_of, placements_to_json
+
+_COMPILED = "_orig_mod."
+_SHOWN_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """What was loaded. tensors: how many of the model's; bytes_read: by this process, from the files."""
+
+    path: Path
+    global_step: int
+    tensors: int
+    bytes_read: int
+
+
+@dataclass(slots=True)
+class _Place:
+    """A tensor of the model, all the places at which it stands, and where its values come from."""
+
+    name: str
+    tensor: torch.Tensor
+    slots: list[tuple[dict[str, torch.Tensor | None], str]]
+    whole: Whole | None = None
+
+
+def load_for_inference(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    units: Collection[str] = (),
+    strict: bool = True,
+) -> LoadedWeights:
+    """Fills a built model with the weights of a checkpoint, whatever layout that was saved in; no optimizer, no extras.
+
+    path: a checkpoint, or a directory of them (the newest is taken). model: may be on the meta device; its tensors are
+    then made, on `device` (default: a DTensor's mesh's, else the CPU). Of a DTensor each rank reads its own part only,
+    and no rank talks to another. Element types are the model's: values are converted if they were saved in another.
+    units: see `LastWordsReader`. strict=False: parameters that the model lacks are left out.
+    Raises MismatchError before anything is changed, else FormatError, IncompleteError, StorageError.
+    """
+    checkpoint = open_checkpoint(find_checkpoint(Path(path)))
+    found = catalogue(checkpoint, units)
+    inner = unwrap(model)
+    places = list(_places(inner))
+    _match(inner, places, found, str(checkpoint.path), strict)
+    with SliceReader(checkpoint) as reader:
+        for place in sorted(places, key=lambda place: _order(reader, place.whole)):
+            if place.whole is not None:
+                _fill(reader, place, device)
+    loaded = sum(place.whole is not None for place in places)
+    return LoadedWeights(checkpoint.path, checkpoint.manifest.global_step, loaded, reader.bytes_read)
+
+
+def _places(model: torch.nn.Module) -> Iterator[_Place]:
+    """Every parameter and buffer once, under its first name, with all places that hold the same one."""
+    seen: dict[int, _Place] = {}
+    for prefix, module in model.named_modules():
+        for slots in (module._parameters, module._buffers):
+            for key, tensor in slots.items():
+                if tensor is None:
+                    continue
+                name = (f"{prefix}.{key}" if prefix else key).replace(_COMPILED, "")
+                seen.setdefault(id(tensor), _Place(name, tensor, [])).slots.append((slots, key))  # type: ignore[arg-type]
+    yield from seen.values()
+
+
+def _match(model: torch.nn.Module, places: list[_Place], found: Catalogue, path: str, strict: bool) -> None:
+    volatile = {
+        f"{prefix}.{key}".lstrip(".").replace(_COMPILED, "")
+        for prefix, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
+    missing: list[str] = []
+    different: dict[str, str] = {}
+    used: set[str] = set()
+    for place in places:
+        whole = found.tensor(place.name)
+        if whole is None:
+            # A cache that is not saved keeps what the constructor gave it; on the meta device it has nothing.
+            if place.name not in volatile or place.tensor.is_meta:
+                missing.append(place.name)
+            continue
+        used.add(whole.name)
+        if whole.shape != tuple(box_of(place.tensor, place.name).global_shape):
+            different[place.name] = f"saved {whole.shape}, here {tuple(place.tensor.shape)}"
+        place.whole = whole
+    extra = [name for name, whole in found.parameters.items() if whole.name not in used] if strict else []
+    if missing or extra or different:
+        lines = [f"not in the checkpoint: {_some(missing)}"] if missing else []
+        lines += [f"not in the model: {_some(extra)} (strict=False leaves them out)"] if extra else []
+        lines += [f"of another shape: {_some([f'{name} ({text})' for name, text in different.items()])}"] * bool(
+            different
+        )
+        raise MismatchError(
+            f"{path} does not fit this {type(model).__name__}, and nothing was changed: {'; '.join(lines)}. Build the "
+            "model that was trained, with the same sizes",
+            missing=missing,
+            extra=extra,
+            different=different,
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN_MAX
+    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _order(reader: SliceReader, whole: Whole | None) -> tuple[str, int]:
+    """Files one after another, from front to back: then chunks are read, and checked, as wholes."""
+    if whole is None or not whole.pieces:
+        return "", 0
+    entry, begin, _ = reader.checkpoint.file_range(whole.pieces[0].stored)
+    return entry.path, begin
+
+
+def _fill(reader: SliceReader, place: _Place, device: torch.device | str | None) -> None:
+    whole = place.whole
+    assert whole is not None
+    tensor = place.tensor
+    if local_of(tensor).is_meta:
+        tensor = _materialised(tensor, device)
+        for slots, key in place.slots:
+            slots[key] = tensor
+    box = box_of(tensor, place.name)
+    dtype = dtype_named(whole.dtype)
+    view = bytes_of(tensor) if tensor.dtype == dtype else None
+    if view is not None:
+        reader.read(whole, box.offsets, box.shape, view)
+        return
+    staged = torch.empty(box.shape, dtype=dtype)
+    memory = bytes_of(staged)
+    assert memory is not None
+    reader.read(whole, box.offsets, box.shape, memory)
+    overwrite(tensor, staged)
+
+
+def _materialised(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+    """A tensor with memory of its own in the place of one on the meta device."""
+    local = local_of(tensor)
+    if is_dtensor(tensor):
+        home = device if device is not None else tensor.device_mesh.device_type  # type: ignore[attr-defined]
+        made = empty_shard(tensor, placements_to_json(tensor), tensor.shape, torch.empty_like(local, device=home))
+    else:
+        made = torch.empty_like(local, device="cpu" if device is None else device)
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if made.is_meta:
+        raise ConfigError("device= must have memory, and 'meta' has none; leave it out for the CPU")
+    return made

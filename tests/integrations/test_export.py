@@ -1,0 +1,109 @@
+"""Exported files are what plain safetensors reads, with an index as transformers has it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+from lastwords.checkpoint.system import Os
+from lastwords.errors import ConfigError, FormatError, StorageError
+from lastwords.integrations.export import export_safetensors
+from tests.integration.saved_layouts import bits
+from tests.integrations.made import Small, flip, published, saved, trained, unit
+
+
+def test_shards_and_index_hold_every_weight_and_persistent_buffer_once(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    saved(tmp_path, model, optimizer)
+    files = export_safetensors(tmp_path, tmp_path / "out", shard_bytes_max=64)
+    index = json.loads(files[-1].read_text())
+    count = len(files) - 1
+    assert count > 2
+    assert [file.name for file in files[:-1]] == [
+        f"model-{k:05}-of-{count:05}.safetensors" for k in range(1, count + 1)
+    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(file.name for file in files)
+    found = {name: tensor for file in files[:-1] for name, tensor in load_file(file).items()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+    assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in state.items()}
+    assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in state.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert set(index["weight_map"]) == set(found)
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+            assert opened.metadata()["format"] == "pt"
+
+
+def test_a_single_file_is_loaded_by_safetensors_with_its_tied_weights(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    saved(tmp_path, model, optimizer)
+    file, _ = export_safetensors(tmp_path, tmp_path / "out")
+    other = Small()
+    assert load_model(other, file) == (set(), [])
+    assert torch.equal(other.head.weight, model.up.weight)
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["head.weight"] == "up.weight"
+
+
+def test_shards_of_a_sharded_job_are_joined(tmp_path: Path) -> None:
+    whole = torch.randn(6, 4)
+    boxes = (((0, 0), (6, 1)), ((0, 1), (6, 3)))
+    states = {
+        rank: {f"rank-{rank}": unit(f"rank-{rank}", [("w", whole, box)], (rank,))} for rank, box in enumerate(boxes)
+    }
+    file, _ = export_safetensors(published(tmp_path, states), tmp_path / "out")
+    assert torch.equal(load_file(file)["w"], whole)
+
+
+def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
+    saved(tmp_path, *trained(0))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already and is left as it is"):
+        export_safetensors(tmp_path, out)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+def test_a_damaged_source_and_a_type_without_a_code_leave_nothing(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a", *trained(0))
+    (file,) = path.rglob("*.ckpt")
+    flip(file, file.stat().st_size - 1)
+    with pytest.raises(FormatError, match="do not fit their checksum"):
+        export_safetensors(path, tmp_path / "out")
+    (tmp_path / "b").mkdir()
+    odd = published(
+        tmp_path / "b", {0: {"replicated": unit("replicated", [("w", torch.zeros(2, dtype=torch.complex128), None)])}}
+    )
+    with pytest.raises(ConfigError, match="w is complex128, for which safetensors has no code"):
+        export_safetensors(odd, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+class FullDisk(Os):
+    """Takes `room` bytes, then has no space."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        if len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= len(data)
+        return super().pwrite(fd, data, offset)
+
+
+@pytest.mark.parametrize("room", [0, 100, 500, 1000])
+def test_a_full_disk_half_way_leaves_nothing(room: int, tmp_path: Path) -> None:
+    saved(tmp_path / "saved", *trained(0))
+    with pytest.raises(StorageError, match="No space left"):
+        export_safetensors(tmp_path / "saved", tmp_path / "out", shard_bytes_max=64, os=FullDisk(room))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    export_safetensors(tmp_path / "saved", tmp_path / "out", shard_bytes_max=64, os=FullDisk(10**6))

@@ -1,0 +1,146 @@
+"""Boxes come out as a naive slice of the whole gives them, little more is read, and what is whole is checked."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from lastwords.checkpoint.direct_io import CHUNK_BYTES
+from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.part import UnitState
+from lastwords.errors import ConfigError, FormatError, IncompleteError
+from lastwords.integrations.catalogue import catalogue
+from lastwords.integrations.slices import SliceReader
+from lastwords.optim_wrapper.tensor_bytes import bytes_of
+from tests.integrations.made import Box, flip, published, unit
+
+
+def cuts(size: int, count: int, rng: random.Random) -> list[int]:
+    """Uneven borders, some of them at the same place."""
+    return [0, *sorted(rng.randint(0, size) for _ in range(count - 1)), size]
+
+
+def grid(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
+    boxes: list[Box] = [((), ())]
+    for size in shape:
+        borders = cuts(size, rng.randint(1, 3), rng)
+        boxes = [
+            ((*offsets, begin), (*sizes, end - begin))
+            for offsets, sizes in boxes
+            for begin, end in itertools.pairwise(borders)
+        ]
+    return boxes
+
+
+def read(reader: SliceReader, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    whole = catalogue(reader.checkpoint).parameters[name]
+    target = torch.empty(sizes, dtype=getattr(torch, whole.dtype))
+    view = bytes_of(target)
+    assert view is not None
+    reader.read(whole, offsets, sizes, view)
+    return target
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_box_of_any_cut_is_what_a_slice_of_the_whole_is(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 4)))
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128])
+    whole = torch.randn(shape, dtype=torch.float64).mul(9).to(dtype)
+    boxes = grid(shape, rng) if dtype is not torch.complex128 else [((0,) * len(shape), shape)]
+    states = {
+        rank: {name: unit(name, [("w", whole, box if box[1] != shape else None)], (rank,))}
+        for rank, box in enumerate(boxes)
+        for name in ["replicated" if len(boxes) == 1 else f"rank-{rank}"]
+    }
+    with SliceReader(open_checkpoint(published(tmp_path, states))) as reader:
+        for _ in range(10):
+            begins = tuple(rng.randint(0, size - 1) for size in shape)
+            sizes = tuple(rng.randint(1, size - begin) for begin, size in zip(begins, shape, strict=True))
+            place = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+            assert torch.equal(read(reader, "w", begins, sizes), whole[place])
+
+
+WIDE = torch.arange(3 * CHUNK_BYTES // 4, dtype=torch.float32).reshape(-1, 16384)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """Twelve MiB: rows of 64 KiB."""
+    return published(tmp_path, {0: {"replicated": unit("replicated", [("w", WIDE, None)])}})
+
+
+def test_a_column_slice_reads_no_more_than_it_wants(wide: Path) -> None:
+    with SliceReader(open_checkpoint(wide)) as reader:
+        assert torch.equal(read(reader, "w", (0, 4096), (192, 4096)), WIDE[:, 4096:8192])
+        assert reader.bytes_read == 192 * 4096 * 4
+        assert reader.bytes_checked == 0
+
+
+def test_narrow_gaps_are_read_over_in_long_runs(wide: Path) -> None:
+    with SliceReader(open_checkpoint(wide)) as reader:
+        assert torch.equal(read(reader, "w", (3, 512), (100, 15872)), WIDE[3:103, 512:])
+        assert reader.bytes_read <= 1.05 * 100 * 15872 * 4
+
+
+def test_a_flipped_byte_in_a_chunk_that_is_read_whole_is_refused(wide: Path) -> None:
+    (file,) = wide.rglob("*.ckpt")
+    with SliceReader(open_checkpoint(wide)) as reader:
+        read(reader, "w", (0, 0), (192, 16384))
+        assert reader.bytes_checked >= 2 * CHUNK_BYTES, "the control: the sound file passes, and was checked"
+    flip(file, CHUNK_BYTES + 5)
+    with SliceReader(open_checkpoint(wide)) as reader, pytest.raises(FormatError, match="do not fit their checksum"):
+        read(reader, "w", (0, 0), (192, 16384))
+
+
+def test_a_missing_file_of_a_unit_is_named(tmp_path: Path) -> None:
+    whole = torch.randn(4, 2)
+    states = {
+        rank: {f"rank-{rank}": unit(f"rank-{rank}", [("w", whole, ((2 * rank, 0), (2, 2)))], (rank,))}
+        for rank in (0, 1)
+    }
+    path = published(tmp_path, states)
+    (file,) = (path / "rank_1").glob("*.ckpt")
+    file.unlink()
+    with pytest.raises(IncompleteError, match=r"rank_1/ttp_rank_1-1_7.ckpt is missing; restore it"):
+        open_checkpoint(path)
+
+
+def test_a_region_that_no_unit_holds_and_one_that_two_hold_are_named(tmp_path: Path) -> None:
+    whole = torch.randn(6, 2)
+    boxes = {"hole": (((0, 0), (2, 2)), ((4, 0), (2, 2))), "twice": (((0, 0), (4, 2)), ((2, 0), (4, 2)))}
+    texts = {"hole": "4 of 12 elements are in no file", "twice": "overlap"}
+    for step, (name, pair) in enumerate(boxes.items(), 1):
+        states = {
+            rank: {f"rank-{rank}": unit(f"rank-{rank}", [("w", whole, box)], (rank,))} for rank, box in enumerate(pair)
+        }
+        checkpoint = open_checkpoint(published(tmp_path, states, step=step))
+        with pytest.raises(IncompleteError, match=texts[name]) as caught:
+            catalogue(checkpoint)
+        assert caught.value.missing == ("model/w",)
+
+
+def test_one_name_for_different_tensors_is_refused_until_units_are_chosen(tmp_path: Path) -> None:
+    stages = torch.randn(2, 3), torch.randn(4)
+    states = {rank: {f"stage-{rank}": unit(f"stage-{rank}", [("w", stages[rank], None)], (rank,))} for rank in (0, 1)}
+    checkpoint = open_checkpoint(published(tmp_path, states))
+    with pytest.raises(ConfigError, match=r"model/w in stage-0 and stage-1.*units="):
+        catalogue(checkpoint)
+    assert catalogue(checkpoint, ["stage-1"]).parameters["w"].shape == (4,)
+    assert set(catalogue(checkpoint, clash_by_unit=True).parameters) == {"w@stage-0", "w@stage-1"}
+    with pytest.raises(ConfigError, match="has no unit 'stage-2'; its units are: stage-0, stage-1"):
+        catalogue(checkpoint, ["stage-2"])
+
+
+def test_groups_of_a_part_that_does_not_number_them_are_left_out_rather_than_guessed(tmp_path: Path) -> None:
+    state = unit("rank-0", [("w", torch.randn(2), None)], (0,))
+    meta = {**state.meta, "groups": [{"dict": [["lr", {"plain": 0.5}]]}], "group_parameters": [["w"]]}
+    for step, (numbers, groups) in enumerate([({}, []), ({"group_numbers": [1]}, [1])], 1):
+        made = UnitState(state.tensors, {**meta, **numbers})
+        found = catalogue(open_checkpoint(published(tmp_path, {0: {"rank-0": made}}, step=step)))
+        assert [group.number for group in found.groups] == groups
