@@ -1,8 +1,8 @@
 """Two optimizers, a collective between their updates: `python -m tests.integration.window_training PLAN.json`.
 
 The plan: checkpoints, port, local_copy, recover, out (a folder for what each rank computed), plain, every (the second
-optimizer comes in every so many steps), and kill = [rank, step, place] with place "window" (before the collective between
-the updates) or "between" (after it).
+optimizer comes in every so many steps), and kill = [rank, step, place] with place "window" (before the collective
+between the updates) or "between" (after it).
 """
 
 from __future__ import annotations
