@@ -5,7 +5,6 @@ Pure functions over whole numbers; sizes and offsets are in elements of the whol
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -155,7 +154,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         return (order[0], order[1]) if len(order) > 1 else None
     for place, index in enumerate(order):
         end = boxes[index].offsets[0] + boxes[index].sizes[0]
-        for other in itertools.takewhile(lambda other: boxes[other].offsets[0] < end, order[place + 1 :]):
+        for other in order[place + 1 :]:
+            if boxes[other].offsets[0] >= end:
+                break
             if overlap(boxes[index], boxes[other]) is not None:
                 return index, other
     return None

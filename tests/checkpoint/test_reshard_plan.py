@@ -111,7 +111,8 @@ def test_slabs_cover_a_region_once_and_each_spans_no_more_than_it_may(data: st.D
     region = data.draw(st.sampled_from([box for box in data.draw(layouts(shape)) if box.elements]))
     most = data.draw(st.integers(1, 30))
     parts = list(slabs(outer, region, most))
-    assert sum(part.elements for part in parts) == region.elements and uncovered(region, parts) == []
+    assert sum(part.elements for part in parts) == region.elements
+    assert uncovered(region, parts) == []
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
     for part in parts:
         low, high = span(outer, part)
