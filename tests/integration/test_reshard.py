@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.checkpoint.load import Checkpoint, latest, open_checkpoint
+from lastwords.errors import CheckpointError, FormatError, MismatchError
 from lastwords.sharding.zero import stateful
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import LAYOUTS, TP, Net, Trial, adamw, fsdp, fsdp_tp, mesh_of, trainable
