@@ -89,6 +89,11 @@ def joined(answers: list[dict[str, bytes]]) -> dict[str, bytes]:
 
 def saved_as(name: str, ranks: int, tmp_path: Path) -> dict[str, bytes]:
     """Train and save; what the state is, gathered whole."""
+    return joined(saved_by_rank(name, ranks, tmp_path))
+
+
+def saved_by_rank(name: str, ranks: int, tmp_path: Path) -> list[dict[str, bytes]]:
+    """The same, as each rank sees it."""
 
     def body(rank: int) -> dict[str, bytes]:
         run = made(name, 0)
@@ -96,7 +101,7 @@ def saved_as(name: str, ranks: int, tmp_path: Path) -> dict[str, bytes]:
         run.save(tmp_path / "ckpt", SAVED)
         return gathered(run)
 
-    return joined(on_ranks(body, _room(tmp_path, f"save {name}"), ranks))
+    return on_ranks(body, _room(tmp_path, f"save {name}"), ranks)
 
 
 def resumed_as(name: str, ranks: int, root: Path, room: Path) -> tuple[dict[str, bytes], list[str], list[Any]]:
@@ -160,7 +165,7 @@ def test_the_state_is_the_same_in_another_layout_bit_for_bit(
 
 def refusal(saved: str, here: Any, tmp_path: Path) -> str:
     """What a single process is told that resumes a checkpoint of `saved` as `here`; it is as it was then."""
-    saved_as(saved, 4, tmp_path)
+    saved_by_rank(saved, 4, tmp_path)
 
     def body(rank: int) -> str:
         LAYOUTS["here"] = here
