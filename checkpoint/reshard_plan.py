@@ -51,9 +51,9 @@ def check_shards(tensor: Divided) -> None:
     if pair is not None:
         one, other = (tensor.shards[index] for index in pair)
         raise FormatError(
-            f"{tensor.name}: {_called(one)} and {_called(other)} both have {overlap(one.box, other.box)}, and it is "
-            "not known which is right. If these are different tensors of one name, or parts that were cut by hand, "
-            "say so with cuts= of their declared units (lastwords.Unit)"
+            f"{tensor.name}: {_called(one)} and {_called(other)} both have {overlap(one.box, other.box)}, so these are "
+            "two tensors of one name (stages of a pipeline, parts that were cut by hand); only the layout of the saved "
+            "run can tell them apart: resume with that"
         )
 
 

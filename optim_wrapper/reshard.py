@@ -112,7 +112,7 @@ class Resharded:
         state = {
             name: tree
             for name, parameter in names.parameters.items()
-            if name in parameters and (tree := self._state(making, name, parameter)) is not None
+            if name in making.alike and (tree := self._state(making, name, parameter)) is not None
         }
         metas = [entry.meta for entry in self._units.values()]
         known = {*names.parameters, *names.buffers, *names.owners}
@@ -145,6 +145,7 @@ class Resharded:
         stored = unit_tensor_name(making.unit, stored_kind, name)
         live = None if here is None else spec_of(stored, here)
         if live is not None and (live.dtype, live.global_shape) == (divided.dtype, divided.shape):
+            making.alike.add(name)
             making.add(live, Box(live.offsets, live.shape), divided)
         else:  # another form: whoever compares it says so
             making.add(TensorSpec(stored, divided.dtype, divided.shape), Box((0,) * len(divided.shape), divided.shape),
@@ -292,6 +293,8 @@ class _Making:
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
+        self.alike: set[str] = set()
+        """Names of tensors that have the saved form here."""
         self.specs: list[TensorSpec] = []
         self.boxes: dict[str, Box] = {}
         self.slices: dict[str, tuple[Slice, ...]] = {}

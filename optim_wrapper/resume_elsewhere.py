@@ -36,7 +36,7 @@ def reason_of(manifest: Manifest, world_size: int) -> str:
     if manifest.world_size == world_size:
         how = "in another parallel layout"
     else:
-        how = f"by {world_size} ranks from a checkpoint of {manifest.world_size}"
+        how = f"by {world_size} rank{'s' * (world_size > 1)} from a checkpoint of {manifest.world_size}"
     return (
         f"it is resumed {how}: the state is the saved one, bit for bit, but sums are made in another order from here on"
         + (", and random streams belong to ranks" if manifest.world_size != world_size else "")
