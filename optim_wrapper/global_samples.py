@@ -69,6 +69,10 @@ class Carried:
     indices: tuple[int, ...]
     batches: int
 
+    def facts(self) -> dict[str, int]:
+        """For the checkpoints of this run."""
+        return {"epoch": self.epoch, "first": self.first, "first_step": self.first_step}
+
     def open(self, loader: Any) -> Iterator[Any]:
         """An iterator over the rest. Workers that persist are made with the next epoch."""
         sampler: Any = BatchSampler(self.indices, loader.batch_size, loader.drop_last)

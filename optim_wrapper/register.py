@@ -18,7 +18,7 @@ from lastwords.optim_wrapper import ddp_buckets, own_loop, switch
 from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
-from lastwords.optim_wrapper.global_samples import carry, dealing
+from lastwords.optim_wrapper.global_samples import carry
 from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.job_shape import GateMode, Options, declared_units, wrappers_of
@@ -280,10 +280,9 @@ class TFTRegister:
             raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
         self._begun = True
         resumed = self._resumed
-        carried, why = None, ""
-        if resumed is not None:
-            data = resumed.facts.get("data", {})
-            carried, why = carry(data, resumed.epoch, resumed.step, loader, accumulate, self._world.size)
+        carried, why = (None, "") if resumed is None else carry(
+            resumed.facts.get("data", {}), resumed.epoch, resumed.step, loader, accumulate, self._world.size
+        )  # fmt: skip
         steps = self._steps = Steps(
             loader,
             epochs,
@@ -293,19 +292,12 @@ class TFTRegister:
             data=self._config.data,
             show_progress=self._world.rank == 0,
             carried=carried,
+            not_carried=why,
         )
-        self._facts["data"] = {
-            "steps_per_epoch": steps.steps_per_epoch, "epochs": epochs, "accumulate": accumulate,
-            "batches_per_epoch": steps.batches_per_epoch, "mode": self._config.data, "dealing": dealing(loader),
-            "world_size": self._world.size,
-        }  # fmt: skip
-        if carried is not None:
-            self._facts["data"]["carried"] = {
-                "epoch": carried.epoch, "first": carried.first, "first_step": carried.first_step
-            }  # fmt: skip
+        self._facts["data"] = {**steps.facts(), "world_size": self._world.size}
         if why and self._world.rank == 0:
             _log.warning("not exact, because %s", why)
-        self._recorder.not_exact([*steps.reasons, *self._buckets.reasons, *([why] if why else [])])
+        self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
         self._recorder.rng = RngCapture(generators=steps.generators)
         if self._protection is not None:
             self._protection.use_box(self._recorder.open(self._protection.box_path(self._world.rank)))
@@ -318,7 +310,6 @@ class TFTRegister:
         )
         if self._protection is not None and self._common is not None:
             self._common.compare("before the first step")
-            # An epoch that was begun with other steps ends elsewhere, so the number of all steps says nothing.
             shape = (steps.steps_per_epoch, epochs) if carried is None else (0, 0)
             self._protection.agent.begin_loop(*shape, self._global_step)
         yield from steps

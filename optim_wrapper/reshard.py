@@ -23,6 +23,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.part import UnitEntry
 from lastwords.checkpoint.reshard_plan import Divided, Shard, Slice, check_shards, slices_for
 from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.hyperparameters import MOVED_BY_SCHEDULERS
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
 from lastwords.optim_wrapper.tensor_bytes import spec_of
@@ -83,7 +84,13 @@ class Resharded:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
-        self._units = dict(sorted(manifest.units.items(), key=lambda item: (item[0] != UNIT_REPLICATED, item[0])))
+        ended = manifest.units[UNIT_REPLICATED].meta.get("step_ended")
+
+        def order(item: tuple[str, UnitEntry]) -> tuple[bool, bool, str]:
+            """Units of the extras' moment of the step come first: what all have is taken from the first."""
+            return item[0] != UNIT_REPLICATED, item[1].meta.get("step_ended", ended) != ended, item[0]
+
+        self._units = dict(sorted(manifest.units.items(), key=order))
         for unit, entry in self._units.items():
             if entry.meta.get("version") != META_VERSION:
                 raise FormatError(
@@ -228,7 +235,10 @@ class Resharded:
         """Hyperparameters of one group; every saved group that has one of its parameters has to agree."""
         found: tuple[str, int, Tree] | None = None
         wanted = frozenset(names)
+        ended = self._units[UNIT_REPLICATED].meta.get("step_ended")
         for unit, entry in self._units.items():
+            # Written at another place of the step, it may lack the scheduler's step: `hyperparameters.align` adds it.
+            ignored = frozenset() if entry.meta.get("step_ended", ended) == ended else MOVED_BY_SCHEDULERS
             for number, (group, tree) in enumerate(
                 zip(entry.meta["group_parameters"], entry.meta["groups"], strict=True)
             ):
@@ -236,7 +246,7 @@ class Resharded:
                     continue
                 if found is None:
                     found = unit, number, tree
-                elif _shape_of(tree) != _shape_of(found[2]):
+                elif _options(tree, ignored) != _options(found[2], ignored):
                     raise MismatchError(
                         f"{self._path}: parameter group {place} of the optimizer here has parameters of several groups "
                         f"of the saved run, with other hyperparameters, such as {sorted(wanted & set(group))[0]!r}; "
@@ -319,6 +329,10 @@ def _divided(name: str, shards: list[tuple[str, TensorSpec]]) -> Divided:
         first.global_shape,
         tuple(Shard(spec.name, Box(spec.offsets, spec.shape), f"unit {unit}") for unit, spec in shards),
     )
+
+
+def _options(tree: Tree, ignored: frozenset[str]) -> list[Any]:
+    return [[key, _shape_of(node)] for key, node in tree["dict"] if key not in ignored]
 
 
 def _shape_of(node: Any) -> Any:

@@ -33,7 +33,7 @@ from lastwords.optim_wrapper.data_position import (
     skipping_iterator,
     static_reasons,
 )
-from lastwords.optim_wrapper.global_samples import Carried
+from lastwords.optim_wrapper.global_samples import Carried, dealing
 from lastwords.optim_wrapper.own_streams import OwnStreams
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Steps:
 
     `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
     body whether the batch in hand is its step's last. carried: what is left of the resumed epoch, where that is not
-    what comes after so many steps. Raises ConfigError for a loader without a usable length.
+    what comes after so many steps; not_carried: why it should be, and cannot. Raises ConfigError for a loader without a usable length.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Steps:
         data: DataMode = "refetch",
         show_progress: bool = False,
         carried: Carried | None = None,
+        not_carried: str = "",
     ) -> None:
         for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -109,7 +110,7 @@ class Steps:
         self.step = resume.step if resume is not None else 0
         self.under_way = False
         self.ends_step = False
-        self.reasons: list[str] = list(static_reasons(loader, self._facts, data))
+        self.reasons: list[str] = [*static_reasons(loader, self._facts, data), *([not_carried] if not_carried else [])]
         """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
         if resume is not None and not (known and resume.epoch >= 1):
@@ -118,6 +119,18 @@ class Steps:
                 f"{self.steps_per_epoch} steps here; resume with the data, batch size, accumulate and number of ranks "
                 "that the saved run had"
             )
+
+    def facts(self) -> dict[str, Any]:
+        """What a resume has to know of the data, JSON values only."""
+        return {
+            "steps_per_epoch": self.steps_per_epoch,
+            "epochs": self._epochs,
+            "accumulate": self._accumulate,
+            "batches_per_epoch": self._facts.batches,
+            "mode": self._data,
+            "dealing": dealing(self._loader),
+            **({} if self._carried is None else {"carried": self._carried.facts()}),
+        }
 
     @property
     def epochs(self) -> int:

@@ -90,8 +90,9 @@ def test_killed_on_four_ranks_it_goes_on_on_two_and_on_one_with_the_same_state(r
         text = Text(shape.context, 24)
         loader = DataLoader(text, 4, sampler=DistributedSampler(text, 1, 0))
         extras = {name: Counter() for name in names}
+        wrapped = lastwords.OptTFTWrapper(optimizer)
         with lastwords.TFTRegister(
-            0, "127.0.0.1", 1, str(path.parent), model=model, optimizer=optimizer, extras=extras
+            0, "127.0.0.1", 1, str(path.parent), model=model, optimizer=wrapped, extras=extras
         ) as tft:
             point = tft.resume()
             assert point is not None

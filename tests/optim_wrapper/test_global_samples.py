@@ -58,7 +58,7 @@ def run(
             seen += [(epoch, step, int(value)) for value in values]
         facts = {"steps_per_epoch": steps.steps_per_epoch, "accumulate": accumulate, "dealing": dealing(own)}
         if carried is not None:
-            facts["carried"] = {"epoch": carried.epoch, "first": carried.first, "first_step": carried.first_step}
+            facts["carried"] = carried.facts()
     return seen, facts
 
 
