@@ -87,12 +87,13 @@ class Carried:
 
 
 def carry(
-    data: Mapping[str, Any], epoch: int, step: int, loader: Any, accumulate: int, world_size: int = 0
+    facts: Mapping[str, Any], epoch: int, step: int, loader: Any, accumulate: int, world_size: int = 0
 ) -> tuple[Carried | None, str]:
     """Where to go on in `epoch` after the saved `step`. None: by the number of steps, and why that is not right, or "".
 
-    data: facts of the saved run's data. world_size: ranks here. Nothing has to be carried where both runs deal alike.
+    facts: of the saved run. world_size: ranks here. Nothing has to be carried where both runs deal alike.
     """
+    data = facts.get("data", {})
     if "dealing" not in data:
         return None, ""  # a loop of the user's own, who knows
     saved, here = data["dealing"], dealing(loader)

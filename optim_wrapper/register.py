@@ -218,8 +218,7 @@ class TFTRegister:
         loop begins. Raises IncompleteError if there is no checkpoint; with missing_ok=True returns None instead, and
         so it does by itself in workers that torchrun has restarted, which take only checkpoints of their own job. What
         another world size or parallel layout has saved is put together anew while it is read; that is never `exact`.
-        Raises MismatchError if the checkpoint is of another model or optimizer, and FormatError if it is damaged; the
-        model is not to be trained then.
+        Raises MismatchError if it is of another model or optimizer, FormatError if it is damaged: do not train then.
         """
         if self._world is None:
             raise ConfigError("resume() has to be called inside `with tft:` (or after tft.start())")
@@ -280,9 +279,9 @@ class TFTRegister:
             raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
         self._begun = True
         resumed = self._resumed
-        carried, why = (None, "") if resumed is None else carry(
-            resumed.facts.get("data", {}), resumed.epoch, resumed.step, loader, accumulate, self._world.size
-        )  # fmt: skip
+        carried, why = None, ""
+        if resumed is not None:
+            carried, why = carry(resumed.facts, resumed.epoch, resumed.step, loader, accumulate, self._world.size)
         steps = self._steps = Steps(
             loader,
             epochs,
@@ -295,8 +294,6 @@ class TFTRegister:
             not_carried=why,
         )
         self._facts["data"] = {**steps.facts(), "world_size": self._world.size}
-        if why and self._world.rank == 0:
-            _log.warning("not exact, because %s", why)
         self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
         self._recorder.rng = RngCapture(generators=steps.generators)
         if self._protection is not None:

@@ -74,7 +74,8 @@ class Steps:
 
     `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
     body whether the batch in hand is its step's last. carried: what is left of the resumed epoch, where that is not
-    what comes after so many steps; not_carried: why it should be, and cannot. Raises ConfigError for a loader without a usable length.
+    what comes after so many steps; not_carried: why it should be, and cannot.
+    Raises ConfigError for a loader without a usable length.
     """
 
     def __init__(
@@ -113,6 +114,8 @@ class Steps:
         self.reasons: list[str] = [*static_reasons(loader, self._facts, data), *([not_carried] if not_carried else [])]
         """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
+        if not_carried and show_progress:
+            _log.warning("not exact, because %s", not_carried)
         if resume is not None and not (known and resume.epoch >= 1):
             raise ConfigError(
                 f"the checkpoint is of epoch {resume.epoch}, step {resume.step}, but an epoch has "
