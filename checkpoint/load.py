@@ -197,6 +197,18 @@ class Checkpoint:
             pieces = sorted(by_file[file], key=lambda piece: piece.begin)
             before += read_file(self.path, self.manifest.file(file), pieces, self._os, _after(before, progress))
 
+    def place(self, name: str) -> tuple[str, int]:
+        """File that holds a tensor, and its first byte there."""
+        file, _, begin, _ = self._find(name)
+        return file, begin
+
+    def read_pieces(self, file: str, pieces: Sequence[Piece]) -> int:
+        """Byte ranges of one file (sorted, without overlap) into memory; returns how many bytes were read.
+
+        FormatError if a checksum is wrong; the targets then hold rubbish.
+        """
+        return read_file(self.path, self.manifest.file(file), pieces, self._os, None)
+
     def read_unit(self, unit: str) -> Tensors:
         """All tensors of a unit. Its JSON is `manifest.units[unit].meta`."""
         entry = self.manifest.units.get(unit)

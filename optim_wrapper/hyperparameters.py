@@ -16,7 +16,7 @@ from lastwords.checkpoint.part import UnitEntry
 from lastwords.optim_wrapper.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
-_MOVED_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
+MOVED_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
 """What torch's schedulers change in a group. Where anything else differs, two ranks have different groups."""
 
 
@@ -46,7 +46,7 @@ def align(groups: list[dict[str, Any]], entries: Mapping[str, UnitEntry], restor
             "their optimizers' param_groups are not the same ones: a scheduler's step may be missing in them"
         ]
     for group, values in zip(groups, saved, strict=True):
-        group.update({key: value for key, value in values.items() if key in _MOVED_BY_SCHEDULERS})
+        group.update({key: value for key, value in values.items() if key in MOVED_BY_SCHEDULERS})
     return []
 
 
@@ -61,5 +61,5 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _alike(group: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     here = _plain(group)
-    same = all(here.get(key) == value for key, value in saved.items() if key not in _MOVED_BY_SCHEDULERS)
+    same = all(here.get(key) == value for key, value in saved.items() if key not in MOVED_BY_SCHEDULERS)
     return same and here.keys() == saved.keys() and not isinstance(group.get("lr"), torch.Tensor)

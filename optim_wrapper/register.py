@@ -18,6 +18,7 @@ from lastwords.optim_wrapper import ddp_buckets, own_loop, switch
 from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
+from lastwords.optim_wrapper.global_samples import carry
 from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.job_shape import GateMode, Options, declared_units, wrappers_of
@@ -216,9 +217,9 @@ class TFTRegister:
 
         Weights, buffers, optimizer, extras and random number streams are restored here, the data position when the
         loop begins. Raises IncompleteError if there is no checkpoint; with missing_ok=True returns None instead, and
-        so it does by itself in workers that torchrun has restarted, which take only checkpoints of their own job.
-        Raises MismatchError if the checkpoint is of another model, optimizer or world size, and FormatError if it is
-        damaged; the model is not to be trained then.
+        so it does by itself in workers that torchrun has restarted, which take only checkpoints of their own job. What
+        another world size or parallel layout has saved is put together anew while it is read; that is never `exact`.
+        Raises MismatchError if it is of another model or optimizer, FormatError if it is damaged: do not train then.
         """
         if self._world is None:
             raise ConfigError("resume() has to be called inside `with tft:` (or after tft.start())")
@@ -279,6 +280,9 @@ class TFTRegister:
             raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
         self._begun = True
         resumed = self._resumed
+        carried, why = None, ""
+        if resumed is not None:
+            carried, why = carry(resumed.facts, resumed.epoch, resumed.step, loader, accumulate, self._world.size)
         steps = self._steps = Steps(
             loader,
             epochs,
@@ -287,11 +291,10 @@ class TFTRegister:
             resume=None if resumed is None else self._resume_at(resumed),
             data=self._config.data,
             show_progress=self._world.rank == 0,
+            carried=carried,
+            not_carried=why,
         )
-        self._facts["data"] = {
-            "steps_per_epoch": steps.steps_per_epoch, "epochs": epochs, "accumulate": accumulate,
-            "batches_per_epoch": steps.batches_per_epoch, "mode": self._config.data,
-        }  # fmt: skip
+        self._facts["data"] = {**steps.facts(), "world_size": self._world.size}
         self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
         self._recorder.rng = RngCapture(generators=steps.generators)
         if self._protection is not None:
@@ -306,7 +309,8 @@ class TFTRegister:
         )
         if self._protection is not None and self._common is not None:
             self._common.compare("before the first step")
-            self._protection.agent.begin_loop(steps.steps_per_epoch, epochs, self._global_step)
+            shape = (steps.steps_per_epoch, epochs) if carried is None else (0, 0)
+            self._protection.agent.begin_loop(*shape, self._global_step)
         yield from steps
 
     @property

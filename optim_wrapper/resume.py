@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,36 @@ import torch.distributed as dist
 from lastwords.checkpoint import load
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.errors import CheckpointError, FormatError, IncompleteError, LastWordsError, MismatchError
+from lastwords.errors import CheckpointError, FormatError, IncompleteError, LastWordsError
 from lastwords.optim_wrapper import ddp_buckets, hyperparameters
 from lastwords.optim_wrapper.ddp_private import find_ddp
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
-from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.recorder import StepRecorder
+from lastwords.optim_wrapper.reshard import fits_as_it_is
+from lastwords.optim_wrapper.resume_elsewhere import (
+    Resharding,
+    reason_of,
+    refuse_left_overs,
+    regions_of,
+    source_rank,
+    streams_of,
+)
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensor_tree import tensor_nodes
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.box_reader import RegionCopy
-from lastwords.sharding.describe import ranks_text
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _log = logging.getLogger(__name__)
 
 STORE_WAIT_S = 300.0
 
-_SHOWN_MAX = 8
+_OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
+"""Facts that another layout changes by its nature; one reason says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,49 +121,74 @@ def resume_from(
     if path is None:
         return None
     own: Exception | None = None
-    resumed: Resumed | None = None
+    checkpoint: load.Checkpoint | None = None
+    fits = True
     try:
-        resumed = _restore(path, world, recorder, facts_here)
+        checkpoint = load.open_checkpoint(path)
+        fits = fits_as_it_is(checkpoint.manifest, recorder.units.table.units, world.rank, recorder.view)
     except LastWordsError as error:
         own = error
-    problem = world.problem_anywhere(f"{key}/restored", None if own is None else str(own), STORE_WAIT_S)
+    _all_or_none(world, f"{key}/opened", own)
+    assert checkpoint is not None
+    elsewhere = world.problem_anywhere(f"{key}/layout", None if fits else "another layout", STORE_WAIT_S) is not None
+    resumed: Resumed | None = None
+    try:
+        if elsewhere:
+            nothing_left_over = refuse_left_overs(world, key, checkpoint.manifest, recorder)
+            nothing_left_over()
+        resumed = _restore(checkpoint, world, recorder, facts_here, elsewhere=elsewhere)
+    except LastWordsError as error:
+        own = error
+    _all_or_none(world, f"{key}/restored", own)
+    return resumed
+
+
+def _all_or_none(world: World, key: str, own: Exception | None) -> None:
+    """An error of one rank is an error on all."""
+    problem = world.problem_anywhere(key, None if own is None else str(own), STORE_WAIT_S)
     if own is not None:
         raise own
     if problem is not None:
         raise CheckpointError(f"another rank cannot resume, so none does: {problem}")
-    return resumed
 
 
-def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mapping[str, Any]) -> Resumed:
-    checkpoint = load.open_checkpoint(path)
-    manifest = checkpoint.manifest
-    if manifest.world_size != world.size:
-        raise MismatchError(
-            f"{path} was written by {manifest.world_size} ranks, this job has {world.size}; start it with "
-            f"{manifest.world_size} (moving between rank counts is not there yet)",
-            different={"world size": f"saved {manifest.world_size}, here {world.size}"},
-        )
-    refuse_other_units(path, manifest, recorder.units)
-    local, owner, reasons = _local(checkpoint, world.rank)
+def _restore(
+    checkpoint: load.Checkpoint,
+    world: World,
+    recorder: StepRecorder,
+    facts_here: Mapping[str, Any],
+    *,
+    elsewhere: bool,
+) -> Resumed:
+    """elsewhere: some rank's units are not those of the saved run, so the state is put together from slices."""
+    manifest, path = checkpoint.manifest, checkpoint.path
+    moved = elsewhere or manifest.world_size != world.size
+    local, owner, reasons = (_local_elsewhere if moved else _local)(checkpoint, world.rank)
+    if moved:
+        reasons.insert(0, reason_of(manifest, world.size))
     reasons += [str(reason) for reason in manifest.reasons]
-    reasons += differences(manifest.facts, facts_here)
+    reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 
-    # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
-    rng = recorder.rng.snapshot()
-    order, amiss = _buckets(manifest, recorder)
-    with recorder.paused():
-        reasons += amiss or ddp_buckets.replay(recorder.model, order)
-    recorder.rng.restore(rng)
+    if not elsewhere:
+        # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
+        rng = recorder.rng.snapshot()
+        order, amiss = _buckets(manifest, recorder)
+        with recorder.paused():
+            reasons += amiss or ddp_buckets.replay(recorder.model, order)
+        recorder.rng.restore(rng)
 
     local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}
-    history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons)
+    history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, elsewhere=elsewhere)
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
     epoch_start = {
         name.removeprefix(EPOCH_PREFIX): copy for name, copy in local.items() if name.startswith(EPOCH_PREFIX)
     }
     reasons += recorder.buffers.restore(step_regions)
-    if owner == world.rank:
+    if moved and owner >= 0:
+        step_regions = streams_of(step_regions, manifest, owner, world.rank, recorder)
+        epoch_start = epoch_start if owner == world.rank else {}
+    if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(step_regions)
         local_history = None
         packed = manifest.locals[owner].meta.get("slot", {}).get("local_extras")
@@ -175,36 +208,6 @@ def _restore(path: Path, world: World, recorder: StepRecorder, facts_here: Mappi
         epoch_start=epoch_start,
         reasons=list(dict.fromkeys(reasons)),
     )
-
-
-def refuse_other_units(path: Path, manifest: Manifest, units: RankUnits) -> None:
-    """MismatchError if the saved run was divided into other units than this one: says which there and which here."""
-    table = units.table
-    saved = {
-        unit: tuple(entry.meta.get("holders", range(manifest.world_size))) for unit, entry in manifest.units.items()
-    }
-    missing, extra = sorted(table.units.keys() - saved.keys()), sorted(saved.keys() - table.units.keys())
-    different = {
-        f"unit {unit}": f"saved on the ranks {ranks_text(saved[unit])}, here on {ranks_text(holders)}"
-        for unit, holders in table.units.items()
-        if unit in saved and saved[unit] != holders
-    }
-    if not missing and not extra and not different:
-        return
-    raise MismatchError(
-        f"{path} was saved in another parallel layout; nothing was changed. Units saved: {_some_units(saved)}. Units "
-        f"here: {_some_units(table.units)}. Start with the layout of the saved run (moving between layouts is not "
-        "there yet)",
-        missing=[f"unit {unit}" for unit in missing],
-        extra=[f"unit {unit}" for unit in extra],
-        different=different,
-    )
-
-
-def _some_units(units: Mapping[str, Sequence[int]]) -> str:
-    ordered = sorted(units.items(), key=lambda item: (item[0] != UNIT_REPLICATED, tuple(item[1]), item[0]))
-    named = [f"{unit} (rank{'s' if len(held) != 1 else ''} {ranks_text(held)})" for unit, held in ordered[:_SHOWN_MAX]]
-    return ", ".join(named) + (f" and {len(units) - _SHOWN_MAX} more" if len(units) > _SHOWN_MAX else "")
 
 
 def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
@@ -228,7 +231,12 @@ def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, A
 
 
 def _restore_units(
-    checkpoint: load.Checkpoint, recorder: StepRecorder, rank_local_buffers: frozenset[str], reasons: list[str]
+    checkpoint: load.Checkpoint,
+    recorder: StepRecorder,
+    rank_local_buffers: frozenset[str],
+    reasons: list[str],
+    *,
+    elsewhere: bool,
 ) -> ExtrasSnapshot:
     """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed.
 
@@ -238,24 +246,29 @@ def _restore_units(
     units = recorder.units
     units.exclude_buffers(rank_local_buffers)
     into: dict[str, Callable[[TensorSpec], memoryview]] = {}
-    plans: list[Reading] = [
-        RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()
-    ]
-    plans += [
-        ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors, entries[unit].meta)
-        for unit, members in units.table.reads.items()
-    ]
+    plans: list[Reading] = []
     of_extras = entries[UNIT_REPLICATED]
     extras = _ExtraTensors(of_extras.meta["extras"], of_extras.tensors)
+    resharding = Resharding(checkpoint, recorder) if elsewhere else None
+    if resharding is None:
+        plans += [RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()]
+        plans += [
+            ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors, entries[unit].meta)
+            for unit, members in units.table.reads.items()
+        ]
     for plan in plans:
         into |= dict.fromkeys(plan.tensor_names, plan.into)
     into |= dict.fromkeys(extras.names, extras.into)
     checkpoint.read_tensors(into, lambda spec: into[spec.name](spec))
+    if resharding is not None:
+        resharding.read()
+        resharding.commit()
     for plan in plans:
         plan.commit()
-    if not units.pure:
+    if elsewhere or not units.pure:
         groups = recorder.view.optimizer.param_groups
-        reasons += hyperparameters.align(groups, entries, [*units.views, *units.table.reads])
+        used = [*entries] if elsewhere else [*units.views, *units.table.reads]
+        reasons += hyperparameters.align(groups, entries, used)
     return recorder.extras.restore(of_extras.meta["extras"], extras.read)
 
 
@@ -264,21 +277,26 @@ def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy
     manifest = checkpoint.manifest
     entry = manifest.locals.get(rank)
     if entry is not None and entry.tensors:
-        return _regions(checkpoint, rank), rank, []
+        return regions_of(checkpoint, rank), rank, []
     for other in sorted(manifest.locals):
         if manifest.locals[other].tensors:
             reason = f"rank {rank}: its own state was lost; it starts with the buffers of rank {other} and new streams"
-            copies = _regions(checkpoint, other)
+            copies = regions_of(checkpoint, other)
             return {name: copy for name, copy in copies.items() if name.startswith("buffer/")}, other, [reason]
     return {}, -1, [f"rank {rank}: its own state was lost; it starts with new random number streams"]
 
 
-def _regions(checkpoint: load.Checkpoint, rank: int) -> dict[str, RegionCopy]:
-    prefix = f"local/{rank}/"
-    return {
-        name.removeprefix(prefix): RegionCopy(spec.dtype, spec.shape, data.data)
-        for name, (spec, data) in checkpoint.read_local(rank).items()
-    }
+def _local_elsewhere(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[str]]:
+    """Rank-local regions of the saved rank that this one takes over (`source_rank`); a lost one is told."""
+    manifest = checkpoint.manifest
+    source = source_rank(manifest, rank)
+    if source < 0:
+        return {}, -1, [f"rank {rank}: no rank's own state was saved; it starts with new random number streams"]
+    if source == rank % manifest.world_size:
+        return regions_of(checkpoint, source), source, []
+    lost = rank % manifest.world_size
+    reason = f"rank {rank}: the own state of saved rank {lost} was lost; it starts with the buffers of rank {source}"
+    return regions_of(checkpoint, source), source, [reason]
 
 
 class _ExtraTensors:

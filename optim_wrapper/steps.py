@@ -33,6 +33,7 @@ from lastwords.optim_wrapper.data_position import (
     skipping_iterator,
     static_reasons,
 )
+from lastwords.optim_wrapper.global_samples import Carried, dealing
 from lastwords.optim_wrapper.own_streams import OwnStreams
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,9 @@ class Steps:
     """Iterate to get (epoch, step, batch) for every batch, all epochs; once only.
 
     `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
-    body whether the batch in hand is its step's last. Raises ConfigError for a loader without a usable length.
+    body whether the batch in hand is its step's last. carried: what is left of the resumed epoch, where that is not
+    what comes after so many steps; not_carried: why it should be, and cannot.
+    Raises ConfigError for a loader without a usable length.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class Steps:
         resume: ResumeAt | None = None,
         data: DataMode = "refetch",
         show_progress: bool = False,
+        carried: Carried | None = None,
+        not_carried: str = "",
     ) -> None:
         for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -98,6 +103,7 @@ class Steps:
         self._accumulate = accumulate
         self._events = events
         self._resume = resume
+        self._carried = carried
         self._data: DataMode = data
         self._show_progress = show_progress
         self._begun = False
@@ -105,14 +111,29 @@ class Steps:
         self.step = resume.step if resume is not None else 0
         self.under_way = False
         self.ends_step = False
-        self.reasons: list[str] = list(static_reasons(loader, self._facts, data))
+        self.reasons: list[str] = [*static_reasons(loader, self._facts, data), *([not_carried] if not_carried else [])]
         """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
-        if resume is not None and not (resume.epoch >= 1 and 0 <= resume.step <= self.steps_per_epoch):
+        known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
+        if not_carried and show_progress:
+            _log.warning("not exact, because %s", not_carried)
+        if resume is not None and not (known and resume.epoch >= 1):
             raise ConfigError(
                 f"the checkpoint is of epoch {resume.epoch}, step {resume.step}, but an epoch has "
                 f"{self.steps_per_epoch} steps here; resume with the data, batch size, accumulate and number of ranks "
                 "that the saved run had"
             )
+
+    def facts(self) -> dict[str, Any]:
+        """What a resume has to know of the data, JSON values only."""
+        return {
+            "steps_per_epoch": self.steps_per_epoch,
+            "epochs": self._epochs,
+            "accumulate": self._accumulate,
+            "batches_per_epoch": self._facts.batches,
+            "mode": self._data,
+            "dealing": dealing(self._loader),
+            **({} if self._carried is None else {"carried": self._carried.facts()}),
+        }
 
     @property
     def epochs(self) -> int:
@@ -158,13 +179,18 @@ class Steps:
             self._events.epoch_start(epoch)
             iterator, batches_done = self._open(epoch, here, late=not opened and epoch > 1)
             opened = True
-            yield from self._one(epoch, iterator, batches_done)
+            total = self._facts.batches
+            if here is not None and self._carried is not None:
+                total = batches_done + self._carried.batches
+            yield from self._one(epoch, iterator, batches_done, total)
         if resume is not None and resume.epoch > self._epochs and resume.restore_step is not None:
             resume.restore_step()
 
-    def _one(self, epoch: int, iterator: Iterator[Any], batches_done: int) -> Generator[tuple[int, int, Any]]:
-        total, accumulate, events = self._facts.batches, self._accumulate, self._events
-        last = self.steps_per_epoch
+    def _one(
+        self, epoch: int, iterator: Iterator[Any], batches_done: int, total: int
+    ) -> Generator[tuple[int, int, Any]]:
+        accumulate, events = self._accumulate, self._events
+        last = -(-total // accumulate)
         count = batches_done
         step = -(-batches_done // accumulate)
         while True:
@@ -207,6 +233,8 @@ class Steps:
 
     def _has_to_replay(self, here: ResumeAt) -> bool:
         """Whether the epoch that is resumed has to be opened at all, be it only to let it end."""
+        if self._carried is not None:
+            return self._carried.batches > 0
         if here.step < self.steps_per_epoch:
             return True
         # Its last step has ended; but only now would the iterator be asked for more, and samplers draw from their
@@ -216,6 +244,8 @@ class Steps:
         return self._facts.kind is Kind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
 
     def _restore_epoch_start(self, here: ResumeAt) -> None:
+        if self._carried is not None:
+            return  # the order of what is left is known without them
         if here.restore_epoch_start is not None:
             here.restore_epoch_start()
         elif here.step > 0:
@@ -230,7 +260,9 @@ class Steps:
             return open_epoch(loader, facts, late=late), 0
         batches = min(here.step * self._accumulate, facts.batches)
         iterator = None
-        if self._data == "skip" and batches < facts.batches:
+        if self._carried is not None:
+            batches, iterator = here.step * self._accumulate, self._carried.open(loader)
+        elif self._data == "skip" and batches < facts.batches:
             iterator = skipping_iterator(loader, facts, batches)
         if iterator is None:
             iterator = open_epoch(loader, facts, late=late)

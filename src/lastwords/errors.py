@@ -25,6 +25,14 @@ class NotTextError(ConfigError, TypeError):
     """A path was given as something else than a str."""
 
 
+class NotARankError(ConfigError, TypeError):
+    """A rank was given as something else than an int."""
+
+
+class NoStrategiesError(ConfigError, NotADirectoryError):
+    """Strategies were to be read from something that is no directory."""
+
+
 class ProtocolError(LastWordsError):
     """A peer sent something that the protocol does not allow; it is refused and logged."""
 
@@ -43,6 +51,10 @@ class FormatError(CheckpointError):
 
 class GroupInfoError(FormatError, ValueError):
     """A group_info file is missing, empty, damaged, or without the list of ranks that it is for."""
+
+
+class StrategyError(FormatError, ValueError):
+    """A strategy file is missing, empty, damaged, or contradicts another one."""
 
 
 class IncompleteError(CheckpointError):

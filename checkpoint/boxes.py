@@ -1,0 +1,171 @@
+"""Boxes of a tensor: which elements of the whole a shard has, what two shards have in common, where that lies.
+
+Pure functions over whole numbers; sizes and offsets are in elements of the whole tensor, never in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lastwords.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The elements at `offsets`, `sizes` of them along each dimension. A scalar has no dimension and one element."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes) or min((*self.offsets, *self.sizes), default=0) < 0:
+            raise FormatError(f"no box has the offsets {self.offsets} and the sizes {self.sizes}")
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 0 for a shard that an uneven division has left empty."""
+        return math.prod(self.sizes)
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Whether all of it lies in a tensor of this shape.
+
+        >>> Box((2,), (2,)).inside((4,)), Box((3,), (2,)).inside((4,)), Box((0,), (1,)).inside((1, 1))
+        (True, False, False)
+        """
+        ends = zip(self.offsets, self.sizes, shape, strict=False)
+        return len(shape) == len(self.sizes) and all(at + size <= whole for at, size, whole in ends)
+
+    def __str__(self) -> str:
+        """As it is written in Python: `[0:2, 4:8]`."""
+        ranges = (f"{at}:{at + size}" for at, size in zip(self.offsets, self.sizes, strict=True))
+        return f"[{', '.join(ranges)}]"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of an undivided tensor.
+
+    >>> str(whole((2, 3)))
+    '[0:2, 0:3]'
+    """
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Elements that both boxes have; None if there are none. FormatError if they differ in dimensions.
+
+    >>> overlap(Box((0,), (4,)), Box((3,), (4,)))
+    Box(offsets=(3,), sizes=(1,))
+    >>> overlap(Box((0,), (4,)), Box((4,), (4,))) is None
+    True
+    """
+    if len(one.sizes) != len(other.sizes):
+        raise FormatError(f"{one} and {other} are not boxes of one tensor: their dimensions differ")
+    begin = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
+    ends = (min(a, b) for a, b in zip(_ends(one), _ends(other), strict=True))
+    sizes = tuple(end - at for at, end in zip(begin, ends, strict=True))
+    return Box(begin, sizes) if all(size > 0 for size in sizes) else None
+
+
+def without(box: Box, taken: Box) -> list[Box]:
+    """What is left of `box` when the elements of `taken` are gone: disjoint boxes, in order of the first dimension.
+
+    >>> [str(rest) for rest in without(Box((0, 0), (4, 4)), Box((1, 1), (2, 9)))]
+    ['[0:1, 0:4]', '[1:3, 0:1]', '[3:4, 0:4]']
+    """
+    common = overlap(box, taken)
+    if common is None:
+        return [box] if box.elements else []
+    before, after, rest = [], [], box
+    for axis in range(len(box.sizes)):
+        low, high = common.offsets[axis], common.offsets[axis] + common.sizes[axis]
+        begin, end = rest.offsets[axis], rest.offsets[axis] + rest.sizes[axis]
+        if begin < low:
+            before.append(_narrowed(rest, axis, begin, low))
+        if high < end:
+            after.append(_narrowed(rest, axis, high, end))
+        rest = _narrowed(rest, axis, low, high)
+    return [*before, *reversed(after)]
+
+
+def uncovered(box: Box, covers: Sequence[Box]) -> list[Box]:
+    """The parts of `box` that none of `covers` has.
+
+    >>> [str(rest) for rest in uncovered(Box((0,), (9,)), [Box((0,), (3,)), Box((6,), (9,))])]
+    ['[3:6]']
+    """
+    left = [box] if box.elements else []
+    for cover in covers:
+        left = [rest for part in left for rest in without(part, cover)]
+    return left
+
+
+def is_run(outer: Box, region: Box) -> bool:
+    """Whether the elements of `region` lie side by side in the memory of `outer` (C order).
+
+    >>> is_run(Box((0, 0), (4, 4)), Box((1, 0), (2, 4))), is_run(Box((0, 0), (4, 4)), Box((0, 1), (2, 2)))
+    (True, False)
+    """
+    partial = [axis for axis, size in enumerate(region.sizes) if size != outer.sizes[axis]]
+    return not partial or all(size == 1 for size in region.sizes[: partial[-1]])
+
+
+def span(outer: Box, region: Box) -> tuple[int, int]:
+    """First element of `region` in the memory of `outer`, and the one behind its last; `region` is not empty.
+
+    >>> span(Box((0, 0), (4, 4)), Box((1, 1), (2, 2)))
+    (5, 11)
+    """
+    first, last, stride = 0, 0, 1
+    for axis in reversed(range(len(outer.sizes))):
+        at = region.offsets[axis] - outer.offsets[axis]
+        first += at * stride
+        last += (at + region.sizes[axis] - 1) * stride
+        stride *= outer.sizes[axis]
+    return first, last + 1
+
+
+def slabs(outer: Box, region: Box, elements_max: int) -> Iterator[Box]:
+    """`region` cut into boxes in C order, each of which spans at most `elements_max` elements of `outer`, or is a run.
+
+    >>> [str(slab) for slab in slabs(Box((0, 0), (4, 4)), Box((0, 1), (4, 2)), 6)]
+    ['[0:1, 1:3]', '[1:2, 1:3]', '[2:3, 1:3]', '[3:4, 1:3]']
+    """
+    begin, end = span(outer, region)
+    if end - begin <= elements_max or is_run(outer, region):
+        yield region
+        return
+    axis = next(axis for axis, size in enumerate(region.sizes) if size > 1)
+    stride = math.prod(outer.sizes[axis + 1 :])
+    rows = max(1, elements_max // stride)
+    for at in range(region.offsets[axis], region.offsets[axis] + region.sizes[axis], rows):
+        part = _narrowed(region, axis, at, min(at + rows, region.offsets[axis] + region.sizes[axis]))
+        if rows > 1:
+            yield part
+        else:
+            yield from slabs(outer, part, elements_max)
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Indices of the first two boxes that share an element; None if all are disjoint."""
+    order = sorted((index for index, box in enumerate(boxes) if box.elements), key=lambda index: boxes[index])
+    if not order or not boxes[order[0]].sizes:
+        return (order[0], order[1]) if len(order) > 1 else None
+    for place, index in enumerate(order):
+        end = boxes[index].offsets[0] + boxes[index].sizes[0]
+        for other in order[place + 1 :]:
+            if boxes[other].offsets[0] >= end:
+                break
+            if overlap(boxes[index], boxes[other]) is not None:
+                return index, other
+    return None
+
+
+def _ends(box: Box) -> tuple[int, ...]:
+    return tuple(at + size for at, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def _narrowed(box: Box, axis: int, begin: int, end: int) -> Box:
+    offsets = (*box.offsets[:axis], begin, *box.offsets[axis + 1 :])
+    return Box(offsets, (*box.sizes[:axis], end - begin, *box.sizes[axis + 1 :]))

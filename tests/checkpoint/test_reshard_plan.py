@@ -1,0 +1,152 @@
+"""Slices planned from boxes give the same bytes as gathering everything and cutting again, whatever the layouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lastwords.checkpoint.boxes import Box, is_run, slabs, span, uncovered, whole, without
+from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
+from lastwords.errors import FormatError, IncompleteError, MismatchError
+
+Shape = tuple[int, ...]
+
+
+def cut(extent: int, parts: int) -> list[tuple[int, int]]:
+    """(offset, size) of each part as torch's chunk makes them: the last ones may be smaller, or empty."""
+    size = -(-extent // parts) if extent else 0
+    bounds = [min(k * size, extent) for k in range(parts + 1)]
+    return [(low, high - low) for low, high in itertools.pairwise(bounds)]
+
+
+def uneven(extent: int, at: Sequence[int]) -> list[tuple[int, int]]:
+    bounds = [0, *sorted(min(place, extent) for place in at), extent]
+    return [(low, high - low) for low, high in itertools.pairwise(bounds)]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: Shape) -> list[Box]:
+    """Boxes of a mesh of 1..16 parts in all, even (as torch cuts) or not; strided sharding is a second cut of each."""
+    left = 16
+    axes = []
+    for extent in shape:
+        parts = draw(st.integers(1, min(left, 16)))
+        left //= parts
+        if draw(st.booleans()):
+            pieces = cut(extent, parts)
+        else:
+            pieces = uneven(extent, draw(st.lists(st.integers(0, extent), min_size=parts - 1, max_size=parts - 1)))
+        again = draw(st.integers(1, max(1, left)))
+        if again > 1 and draw(st.booleans()):  # FSDP2 x TP: each of tensor parallelism's parts is cut once more
+            left //= again
+            pieces = [(at + more, size) for at, whole in pieces for more, size in cut(whole, again)]
+        axes.append(pieces)
+    return [
+        Box(tuple(at for at, _ in corner), tuple(size for _, size in corner)) for corner in itertools.product(*axes)
+    ]
+
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+def place(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def divided(shape: Shape, boxes: Sequence[Box]) -> Divided:
+    return Divided("w", "I64", shape, tuple(Shard(f"shard {k}", box) for k, box in enumerate(boxes)))
+
+
+def reshard(shape: Shape, held: dict[Box, np.ndarray], boxes: Sequence[Box]) -> dict[Box, np.ndarray]:
+    """Each new box filled from planned slices, element by element of its memory."""
+    tensor = divided(shape, list(held))
+    check_shards(tensor)
+    check_covered([tensor])
+    result = {}
+    for box in boxes:
+        out = np.full(box.sizes, -1, np.int64)
+        for piece in slices_for(tensor, box):
+            source = held[piece.shard.box]
+            out[place(moved(piece.region, box))] = source[place(moved(piece.region, piece.shard.box))]
+        result[box] = out
+    return result
+
+
+def moved(region: Box, into: Box) -> Box:
+    return Box(tuple(a - b for a, b in zip(region.offsets, into.offsets, strict=True)), region.sizes)
+
+
+@given(st.data())
+def test_slices_equal_a_full_gather_and_a_chain_of_layouts_gives_the_first_back(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    values = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+    first, second, third = (data.draw(layouts(shape)) for _ in range(3))
+    held = {box: values[place(box)].copy() for box in first}
+    there = reshard(shape, held, second)
+    assert all(np.array_equal(there[box], values[place(box)]) for box in second)
+    back = reshard(shape, reshard(shape, there, third), first)
+    assert all(np.array_equal(back[box], held[box]) for box in first)
+
+
+@given(st.data())
+def test_a_lost_shard_is_named_with_the_region_that_is_missing(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    boxes = data.draw(layouts(shape))
+    lost = data.draw(st.sampled_from([k for k, box in enumerate(boxes) if box.elements]))
+    with pytest.raises(IncompleteError) as caught:
+        slices_for(divided(shape, boxes), whole(shape), {f"shard {lost}": "rank 3's file is missing"})
+    assert caught.value.missing == (f"w{boxes[lost]}",)
+    assert "rank 3's file is missing" in str(caught.value)
+
+
+@given(st.data())
+def test_slabs_cover_a_region_once_and_each_spans_no_more_than_it_may(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
+    outer = whole(shape)
+    region = data.draw(st.sampled_from([box for box in data.draw(layouts(shape)) if box.elements]))
+    most = data.draw(st.integers(1, 30))
+    parts = list(slabs(outer, region, most))
+    assert sum(part.elements for part in parts) == region.elements
+    assert uncovered(region, parts) == []
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    for part in parts:
+        low, high = span(outer, part)
+        assert (low, high - 1) == (numbers[place(part)].flat[0], numbers[place(part)].flat[-1])
+        assert high - low <= most or is_run(outer, part)
+        assert is_run(outer, part) == (high - low == part.elements)
+
+
+def test_what_is_left_of_a_box_is_disjoint_and_complete() -> None:
+    left = without(Box((0, 0), (4, 4)), Box((1, 1), (2, 2)))
+    assert sum(part.elements for part in left) == 12
+    assert uncovered(Box((0, 0), (4, 4)), [*left, Box((1, 1), (2, 2))]) == []
+
+
+def test_shards_that_share_elements_are_refused_with_tensor_and_region() -> None:
+    tensor = divided((4, 2), [Box((0, 0), (3, 2)), Box((2, 0), (2, 2))])
+    with pytest.raises(FormatError, match=r"w: shard 0 and shard 1 both have \[2:3, 0:2\]"):
+        check_shards(tensor)
+    check_shards(divided((4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (1, 2))]))  # the control
+
+
+def test_shards_outside_the_whole_are_refused() -> None:
+    with pytest.raises(FormatError, match=r"has \[3:5\], which is not inside its shape \(4,\)"):
+        check_shards(divided((4,), [Box((3,), (2,))]))
+
+
+def test_a_box_of_another_shape_is_another_model() -> None:
+    tensor = divided((4, 2), [whole((4, 2))])
+    for wanted in (whole((4, 3)), whole((8,)), Box((3, 0), (2, 2))):
+        with pytest.raises(MismatchError, match="another model"):
+            slices_for(tensor, wanted)
+
+
+def test_gaps_are_named_with_tensor_and_region() -> None:
+    with pytest.raises(IncompleteError, match=r"w\[2:3\] is in no file") as caught:
+        check_covered([divided((4,), [Box((0,), (2,)), Box((3,), (1,))])])
+    assert caught.value.missing == ("w[2:3]",)

@@ -1,0 +1,153 @@
+"""A strategy comes back from its file, is found in a manifest, and says which ranks a rank needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.strategy import (
+    Cut,
+    Held,
+    Strategy,
+    load_strategy,
+    merge_pipeline_strategys,
+    rank_list_for_transform,
+    save_strategy_file,
+    strategy_of,
+)
+from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError, StrategyError
+
+
+def rows(world: int, length: int = 12, copies: int = 1) -> Strategy:
+    """`model/w` cut into rows over `world` ranks, `copies` ranks to a part; `model/b` whole on all."""
+    parts = world // copies
+    size = length // parts
+    held = tuple(Held(Box((k * size, 0), (size, 2)), tuple(range(k, world, parts))) for k in range(parts))
+    everywhere = (Held(Box((0,), (3,)), tuple(range(world))),)
+    return Strategy(world, {"model/w": Cut("F32", (length, 2), held), "model/b": Cut("F32", (3,), everywhere)})
+
+
+def saved(strategy: Strategy, path: Path) -> str:
+    save_strategy_file(strategy, path)
+    return str(path)
+
+
+def test_a_strategy_comes_back_from_its_file(tmp_path: Path) -> None:
+    strategy = rows(4, copies=2)
+    strategy.check()
+    assert load_strategy(Path(saved(strategy, tmp_path / "four.json"))) == strategy
+
+
+def test_the_ranks_that_a_rank_needs_are_those_of_the_boxes_it_shares(tmp_path: Path) -> None:
+    four, three = saved(rows(4), tmp_path / "four"), saved(rows(3), tmp_path / "three")
+    assert [rank_list_for_transform(rank, four, three) for rank in range(3)] == [[0, 1], [0, 1, 2], [0, 2, 3]]
+    copies = saved(rows(4, copies=2), tmp_path / "copies")
+    assert rank_list_for_transform(0, copies, None) == [0, 1]
+    assert rank_list_for_transform(2, None, four) == [0]
+
+
+def test_boxes_that_overlap_or_leave_out_are_named() -> None:
+    held = (Held(Box((0,), (3,)), (0,)), Held(Box((2,), (2,)), (1,)))
+    with pytest.raises(FormatError, match=r"w: rank 0 and rank 1 both have \[2:3\]"):
+        Strategy(2, {"w": Cut("F32", (4,), held)}).check()
+    with pytest.raises(IncompleteError, match=r"w\[3:4\] is in no file"):
+        Strategy(2, {"w": Cut("F32", (4,), held[:1])}).check()
+
+
+@pytest.mark.parametrize("rank", ["0", 1.0, None, True])
+def test_a_rank_that_is_no_int_is_a_type_error(rank: Any) -> None:
+    with pytest.raises(TypeError, match="rank_id"):
+        rank_list_for_transform(rank)
+
+
+def test_a_rank_outside_the_destination_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ranks 0 to 3"):
+        rank_list_for_transform(4, None, saved(rows(4), tmp_path / "four"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x80nonsense"])
+def test_an_empty_or_damaged_file_is_a_value_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(ValueError, match="bad"):
+        rank_list_for_transform(0, str(tmp_path / "bad"))
+
+
+def test_a_missing_file_is_a_value_error_and_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no strategy file"):
+        load_strategy(tmp_path / "nothing")
+    path = Path(saved(rows(4), tmp_path / "four"))
+    with pytest.raises(StorageError):
+        save_strategy_file(rows(2), path)
+    assert load_strategy(path) == rows(4)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    four = saved(rows(4), tmp_path / "four")
+    with pytest.raises(MismatchError, match="another model"):
+        rank_list_for_transform(0, four, saved(rows(1, length=16), tmp_path / "longer"))
+    strange = Strategy(1, {"model/other": Cut("F32", (1,), (Held(Box((0,), (1,)), (0,)),))})
+    with pytest.raises(StrategyError, match="model/other"):
+        rank_list_for_transform(0, four, saved(strange, tmp_path / "strange"))
+
+
+def test_the_strategies_of_stages_are_joined(tmp_path: Path) -> None:
+    stages = tmp_path / "stages"
+    stages.mkdir()
+    first = Cut("F32", (2,), (Held(Box((0,), (2,)), (0, 1)),))
+    second = Cut("F32", (2,), (Held(Box((0,), (2,)), (2, 3)),))
+    save_strategy_file(Strategy(4, {"model/a": first, "model/tied": first}), stages / "0")
+    save_strategy_file(Strategy(4, {"model/b": second, "model/tied": second}), stages / "1")
+    merge_pipeline_strategys(str(stages), str(tmp_path / "all"))
+    joined = load_strategy(tmp_path / "all")
+    assert joined.tensors["model/tied"].held == (Held(Box((0,), (2,)), (0, 1, 2, 3)),)
+    assert sorted(joined.tensors) == ["model/a", "model/b", "model/tied"]
+    joined.check()
+
+
+def test_stages_that_are_not_there_are_upstreams_errors(tmp_path: Path) -> None:
+    with pytest.raises(NotADirectoryError):
+        merge_pipeline_strategys(str(tmp_path / "nothing"), str(tmp_path / "all"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is empty"):
+        merge_pipeline_strategys(str(tmp_path / "empty"), str(tmp_path / "all"))
+
+
+def test_stages_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    for name, length in (("0", 12), ("1", 16)):
+        (tmp_path / "stages").mkdir(exist_ok=True)
+        save_strategy_file(rows(2, length), tmp_path / "stages" / name)
+    with pytest.raises(StrategyError, match="model/w is F32"):
+        merge_pipeline_strategys(str(tmp_path / "stages"), str(tmp_path / "all"))
+
+
+def test_a_checkpoint_has_its_own_strategy_and_a_moment_lies_where_its_parameter_does(tmp_path: Path) -> None:
+    import numpy as np
+
+    from lastwords.checkpoint import layout
+    from lastwords.checkpoint.part import UnitState, write_part
+    from lastwords.checkpoint.publish import Incident, publish
+
+    directory = layout.tmp_dir(tmp_path, 1, 1, 1, 1)
+    for rank in range(2):
+        unit = f"rank-{rank}"
+        name = layout.unit_tensor_name
+        tensors = [
+            (TensorSpec(name(unit, "model", "w"), "F32", (2,), (4,), (2 * rank,)), np.full(2, rank, np.float32)),
+            (TensorSpec(name(unit, "optim", "w", "exp_avg"), "F32", (2,)), np.zeros(2, np.float32)),
+            (TensorSpec(name(unit, "optim", "w", "step"), "F32", ()), np.zeros((), np.float32)),
+        ]
+        write_part(directory, rank, 1, 1, 1, {unit: UnitState(tensors, {"holders": [rank]})}, {}, {}, job="job")
+    publish(tmp_path, directory, Incident("job", 1, 1, 1, 1, 2, (0, 1), "a test"))
+    path = layout.checkpoint_dir(tmp_path, 1)
+    strategy = strategy_of(open_checkpoint(path).manifest)
+    halves = (Held(Box((0,), (2,)), (0,)), Held(Box((2,), (2,)), (1,)))
+    assert strategy.tensors["model/w"].held == strategy.tensors["optim/w/exp_avg"].held == halves
+    assert strategy.tensors["optim/w/step"].held == (Held(Box((), ()), (0, 1)),)
+    strategy.check()
+    assert load_strategy(path) == strategy
+    assert rank_list_for_transform(0, str(path)) == [0, 1]
