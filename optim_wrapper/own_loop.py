@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.rank_local import RngCapture
 
 _log = logging.getLogger(__name__)
@@ -49,3 +50,10 @@ def moved_text(step: int, streams: list[str]) -> str:
         f"loop. The resume is exact only if the uninterrupted run draws the same ones after step {step}. Building a "
         "DataLoader's iterator draws too many: put the streams back after it, see 'A loop of your own' in the README"
     )
+
+
+def refuse_position(epoch: object, step: object) -> None:
+    """ConfigError for what step_end() was given, naming the argument."""
+    for name, value in (("epoch", epoch), ("step", step)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}")

@@ -327,7 +327,7 @@ class TFTRegister:
         if self._steps is not None:
             raise ConfigError("step_end() is for loops of one's own; steps() ends each step by itself")
         if type(epoch) is not int or type(step) is not int or epoch < 1 or step < 1:
-            _refuse_position(epoch, step)
+            own_loop.refuse_position(epoch, step)
         if self._world is None:
             raise ConfigError("step_end() has to be called inside `with tft:` (or after tft.start())")
         if not self._begun:
@@ -394,9 +394,3 @@ class TFTRegister:
         if not self._recorder.units.pure:
             return dict(self._facts)
         return {**self._facts, "buckets": self._buckets.record(step)}
-
-
-def _refuse_position(epoch: object, step: object) -> None:
-    for name, value in (("epoch", epoch), ("step", step)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}")
