@@ -21,7 +21,7 @@ PHASES = ("forward", "backward", "before_step", "gate_enter", "gate", "update", 
 def rows() -> list[tuple[str, ShardedKill, Layout]]:
     """Every layout x phase x survivors x victims that is possible; step, skips and all-reduce take turns."""
     found = []
-    product = itertools.product(PARAMETERS["parallel"], PHASES, PARAMETERS["survivors"], VICTIMS)
+    product = itertools.product((*PARAMETERS["parallel"], "fsdp-tp"), PHASES, PARAMETERS["survivors"], VICTIMS)
     for turn, (parallel, phase, survivors, who) in enumerate(product):
         world = parallel_layout(str(parallel))
         victims = victims_of(who, world)
