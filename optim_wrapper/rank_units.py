@@ -20,6 +20,9 @@ from lastwords.sharding.declare import Unit
 from lastwords.sharding.discover import pieces_of
 from lastwords.sharding.pieces import ANY_FORM, Piece, UnitTable
 
+LOOK_EVERY_STEPS = 32
+"""A look at all tensors takes some microseconds for each of them: spread over so many steps it is nothing."""
+
 
 class RankUnits:
     """Views of this rank's units, and the proof that its tensors are still those that were agreed.
@@ -37,6 +40,7 @@ class RankUnits:
         self._agreed = {(piece.kind, piece.name): piece for piece in pieces}
         self._parameters = {id(parameter): name for name, parameter in view.all_names().parameters.items()}
         self._counts = self._count()
+        self._steps_until_look = LOOK_EVERY_STEPS
         self.views: Mapping[str, UnitView] = dict.fromkeys(table.mine, view)
         if not table.pure:
             self.views = {unit: view.part(unit, members, table.units[unit]) for unit, members in table.mine.items()}
@@ -79,8 +83,17 @@ class RankUnits:
                 )
 
     def check_step(self) -> None:
-        """Cheap, at each step's end: ConfigError if a parameter group has come or grown that was not let in."""
-        if not self.pure and self._count() != self._counts:
+        """Cheap, at each step's end: ConfigError if a parameter group has come or grown that was not let in.
+
+        Now and then the whole layout is compared, so that a model which is changed later is not found at a death.
+        """
+        if self.pure:
+            return
+        self._steps_until_look -= 1
+        if self._steps_until_look == 0:
+            self._steps_until_look = LOOK_EVERY_STEPS
+            self.check_layout()
+        if self._count() != self._counts:
             for group in self._view.optimizer.param_groups:
                 self._refuse_strangers(group["params"])
             self.check_layout()

@@ -23,6 +23,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.buffer_capture import BufferCapture
 from lastwords.optim_wrapper.ddp_buckets import BucketOrder
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
+from lastwords.optim_wrapper.rank_units import LOOK_EVERY_STEPS
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import resume_from
 from lastwords.optim_wrapper.world import World, next_prefix
@@ -350,6 +351,24 @@ def test_a_model_that_is_sharded_again_is_refused_in_the_next_check_and_at_the_s
         for text in texts:
             assert "'blocks.0.up.weight' was float32 (5, 6) at (" in text
             assert "and is float32 (10, 6) now: the model was sharded or converted again" in text
+
+
+def test_a_model_that_is_sharded_again_later_is_found_within_the_steps_between_two_looks(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        run = Rank("ddp x tp", seed=0)
+        run.train(1, 1)
+        units = run.recorder.units
+        parameter = run.trial.model.blocks[0].up.weight  # type: ignore[index, union-attr]
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(parameter.redistribute(placements=[Replicate()])))
+        try:
+            for _ in range(LOOK_EVERY_STEPS):
+                units.check_step()
+        except ConfigError as error:
+            return f"says: {error}"
+        return "nothing"
+
+    for said in on_ranks(body, tmp_path):
+        assert "the model was sharded or converted again" in said
 
 
 def test_layouts_that_cannot_be_followed_are_refused_on_all_ranks(tmp_path: Path) -> None:
