@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lastwords.optim_wrapper.training_hooks import CUT_OFF
 from tests.integration.harness import Cluster, Port
 from tests.integration.window_training import STEPS
 
@@ -34,7 +35,7 @@ class Runs:
         checkpoints = self.directory / "checkpoints"
         plan = {
             "checkpoints": str(checkpoints), "port": port.number, "local_copy": False, "recover": False,
-            "out": str(folder), "plain": False, "kill": None, "every": 1,
+            "out": str(folder), "plain": False, "kill": None, "every": 1, "twice": 0,
         } | changes  # fmt: skip
         (folder / "plan.json").write_text(json.dumps(plan))
         job = self.cluster.start(
@@ -114,3 +115,14 @@ def test_a_run_with_two_optimizers_that_nobody_kills_computes_what_torch_alone_d
     assert set(runs.run("reference", plain=True, every=3).values()) == {0}
     assert set(runs.run("ours", every=3).values()) == {0}
     assert runs.computed("ours") == runs.computed("reference")
+
+
+def test_an_optimizer_that_comes_twice_in_a_step_ends_the_job_and_the_step_it_cut_off_is_not_exact(runs: Runs) -> None:
+    codes = runs.run("wrong", twice=4)
+    assert 1 in codes.values()
+    assert set(codes.values()) <= {1, 75}
+    assert runs.saved()[-1] == 4
+    [text] = [path.read_text() for path in (runs.directory / "checkpoints").glob("*-step_4/manifest.json")]
+    manifest = json.loads(text)
+    assert not manifest["exact"]
+    assert any(CUT_OFF in reason for reason in manifest["reasons"])

@@ -1,8 +1,8 @@
 """Two optimizers, a collective between their updates: `python -m tests.integration.window_training PLAN.json`.
 
 The plan: checkpoints, port, local_copy, recover, out (a folder for what each rank computed), plain, every (the second
-optimizer comes in every so many steps), and kill = [rank, step, place] with place "window" (before the collective
-between the updates) or "between" (after it).
+optimizer comes in every so many steps), twice (a step in which it wrongly comes twice), and kill = [rank, step, place]
+with place "window" (before the collective between the updates) or "between" (after it).
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def main(arguments: list[str]) -> None:
         for group in optimizers[1].param_groups:
             group["lr"] = 0.05 / (1.0 + share.item())
         optimizers[1].step()
+        if plan["twice"] == step:
+            optimizers[1].step()
         record(step, loss)
 
     def record(step: int, loss: torch.Tensor) -> None:
