@@ -46,10 +46,10 @@ class UpdateHooks:
             else:
                 self._gated.before_update()
                 self._protection.enter_update()
-        except ConfigError:
-            # The loop is wrong and ends here, with a step that lacks one of its updates: it may be saved, and says so.
-            if self._protection.stand.phase is Phase.UPDATED:
-                self._not_exact((CUT_OFF,))
+        except ConfigError as error:
+            # The loop is wrong and ends here. What is saved of it lacks an update, or mixes steps, and says so.
+            cut_off = self._protection.stand.phase is Phase.UPDATED
+            self._not_exact((CUT_OFF if cut_off else f"the loop went wrong: {error}",))
             raise
 
     def _leave_behind_fence(self) -> None:
