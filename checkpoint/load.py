@@ -83,6 +83,19 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
     return None
 
 
+def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
+    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
+    if os.exists(path / layout.MANIFEST_NAME) or layout.CheckpointName.parse(path.resolve().name) is not None:
+        return path
+    newest = latest(path, os=os)
+    if newest is None:
+        raise IncompleteError(
+            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
+            missing=(str(path),),
+        )
+    return newest
+
+
 def examine(path: Path, os: Os = REAL_OS) -> Found:
     """What `scan` says of one directory, whatever its name."""
     try:

@@ -148,9 +148,7 @@ class _Joining:
         """A tensor that is whole, wherever it goes; `stored`: what it is called in the unit."""
         spec = unit.place(stored or name)
         self._copied.add(name)
-        self._tensors[name] = Divided(
-            name, spec.dtype, spec.shape, (Shard(spec.name, whole(spec.shape), unit.label),)
-        )
+        self._tensors[name] = Divided(name, spec.dtype, spec.shape, (Shard(spec.name, whole(spec.shape), unit.label),))
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -200,8 +198,8 @@ class _Joining:
         parts = {(one.offsets, one.shape) for unit in having if (one := unit.specs.get(f"model/{fqn}")) is not None}
         if "placements" in node or (len(parts) > 1 and unit_bytes(having, name) > _SCALAR_BYTES_MAX):
             raise MismatchError(
-                f"{having[0].label}: the optimizer's {key!r} of {fqn!r} has a shape of its own, {tuple(node['shape'])}, "
-                "and it is not known how that is divided; only the layout that saved it can resume it",
+                f"{having[0].label}: the optimizer's {key!r} of {fqn!r} has a shape of its own, {tuple(node['shape'])}"
+                ", and it is not known how that is divided; only the layout that saved it can resume it",
                 different={f"{fqn}/{key}": "divided in a way of its own"},
             )
 

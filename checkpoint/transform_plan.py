@@ -84,9 +84,7 @@ def of_rank(saved: Saved, wanted: Strategy, rank: int) -> Holding:
     """Everything that one rank of the destination holds."""
     holding = Holding(common=True)
     holding.boxes.update({name: box for name, box, ranks in _places(saved, wanted) if rank in ranks})
-    holding.states.update(
-        fqn for fqn in saved.states if any(rank in ranks for ranks in _hosts(saved, wanted, fqn))
-    )
+    holding.states.update(fqn for fqn in saved.states if any(rank in ranks for ranks in _hosts(saved, wanted, fqn)))
     return holding
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint import layout, load
+from lastwords.checkpoint import load
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.direct_io import Buffer
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
@@ -24,6 +23,8 @@ from lastwords.optim_wrapper.tensor_tree import Tree, filled, tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _SHOWN_MAX = 8
+
+find_checkpoint = load.find_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +100,6 @@ class Catalogue:
         found = dict(self.parameters)
         found |= {name: whole for name, whole in self.buffers.items() if name not in self.not_persistent}
         return found | {alias: found[name] for alias, name in self.aliases.items() if name in found}
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
-    if (path / layout.MANIFEST_NAME).exists() or layout.CheckpointName.parse(path.resolve().name) is not None:
-        return path
-    newest = load.latest(path)
-    if newest is None:
-        raise IncompleteError(
-            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
-            missing=(str(path),),
-        )
-    return newest
 
 
 def catalogue(checkpoint: Checkpoint, units: Collection[str] = (), *, clash_by_unit: bool = False) -> Catalogue:
