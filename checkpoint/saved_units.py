@@ -78,13 +78,15 @@ def units_of(path: Path, manifest: Manifest) -> list[SavedUnit]:
     def order(item: tuple[str, UnitEntry]) -> tuple[bool, bool, str]:
         return item[0] != UNIT_REPLICATED, item[1].meta.get("step_ended", ended) != ended, item[0]
 
-    found = []
-    for unit, entry in sorted(manifest.units.items(), key=order):
-        prefix = f"unit/{unit}/"
-        specs = {spec.name.removeprefix(prefix): spec for spec in entry.tensors}
-        read = read_unit(f"{path}: unit {unit}", entry.meta, prefix, specs)
-        found.append(read if manifest.moved else _placed(read))
-    return found
+    return [unit_of(path, manifest, unit) for unit, _ in sorted(manifest.units.items(), key=order)]
+
+
+def unit_of(path: Path, manifest: Manifest, unit: str) -> SavedUnit:
+    """One unit of a checkpoint. What a transformation has written says the place of every tensor."""
+    entry, prefix = manifest.units[unit], f"unit/{unit}/"
+    specs = {spec.name.removeprefix(prefix): spec for spec in entry.tensors}
+    read = read_unit(f"{path}: unit {unit}", entry.meta, prefix, specs)
+    return read if manifest.moved else _placed(read)
 
 
 def _placed(unit: SavedUnit) -> SavedUnit:

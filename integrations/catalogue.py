@@ -14,10 +14,10 @@ from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import UnitEntry
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
+from lastwords.checkpoint.saved_units import unit_of
 from lastwords.checkpoint.slice_reader import Target
 from lastwords.errors import ConfigError, FormatError, IncompleteError
 from lastwords.optim_wrapper.state_restore import stored_shape
-from lastwords.optim_wrapper.state_view import META_VERSION
 from lastwords.optim_wrapper.tensor_bytes import dtype_of_code
 from lastwords.optim_wrapper.tensor_tree import Tree, filled, tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -158,17 +158,13 @@ class _Making:
 
     def _collect(self, unit: str, entry: UnitEntry) -> None:
         meta = entry.meta
-        if meta.get("version") != META_VERSION:
-            raise FormatError(
-                f"{self._path}: the state of unit {unit} is of version {meta.get('version')!r}, this lastwords reads "
-                f"{META_VERSION}; upgrade it"
-            )
+        saved = unit_of(self._path, self._manifest, unit)
         dtypes = {f"unit/{unit}/model/{name}": dtype for name, dtype in meta["parameters"].items()}
         dtypes |= {f"unit/{unit}/buffer/{name}": dtype for name, dtype in meta["buffers"].items()}
         for tree in (*meta["optimizer_state"].values(), *meta["groups"]):
             nodes = tensor_nodes(tree, f"{self._path}: optimizer state of unit {unit}")
             dtypes |= {name: node["dtype"] for name, node in nodes.items()}
-        for spec in entry.tensors:
+        for spec in saved.specs.values():
             if spec.name in dtypes:
                 name = self._renumbered(spec.name.removeprefix(f"unit/{unit}/"), entry)
                 self._found.setdefault(name, []).append((unit, dtypes[spec.name], spec))
@@ -227,7 +223,9 @@ class _Making:
             for unit, entry in self._units.items()
             if unit != UNIT_REPLICATED or len(self._units) == 1
             for rank in entry.meta.get("holders", range(self._manifest.world_size))
-        } or set(range(self._manifest.world_size))
+        }
+        if not ranks or self._manifest.moved:  # then the units' holders are not the ranks that saved local state
+            ranks = set(range(self._manifest.world_size))
         found: dict[str, Whole] = {}
         for rank, entry in sorted(self._manifest.locals.items()):
             prefix = f"local/{rank}/buffer/"
