@@ -212,7 +212,7 @@ class _Joining:
             for number, names, tree in unit.groups:
                 ignored = frozenset() if moment == ended else MOVED_BY_SCHEDULERS
                 place = next((k for k, one in enumerate(found) if one.number == number
-                              and _options(one.tree, ignored) == _options(tree, ignored)), None)  # fmt: skip
+                              and options_of(one.tree, ignored) == options_of(tree, ignored)), None)  # fmt: skip
                 if place is not None:
                     known = found[place]
                     joined = tuple(dict.fromkeys((*known.parameters, *names)))
@@ -257,7 +257,19 @@ def _bare(tree: Tree) -> Tree:
     return {key: value for key, value in tree.items() if key not in ("placements", "global_shape", "shape")}
 
 
-def _options(tree: Tree, ignored: frozenset[str]) -> dict[str, Any]:
+def renumbered(name: str, place: int) -> str:
+    """A group's tensor, named after another place of the group.
+
+    >>> renumbered("optim/~groups.0/lr", 2), renumbered("model/w", 2)
+    ('optim/~groups.2/lr', 'model/w')
+    """
+    if not name.startswith(GROUPS):
+        return name
+    return f"{GROUPS}{place}/" + name.removeprefix(GROUPS).partition("/")[2]
+
+
+def options_of(tree: Tree, ignored: frozenset[str]) -> dict[str, Any]:
+    """Values of a param group, tensors by their form only: equal for equal ones."""
     return {
         key: without_names(node, "a param group")
         for key, node in keys_of(tree, "a param group").items()

@@ -13,8 +13,8 @@ from typing import Any
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.reshard_plan import Slice, slices_for
-from lastwords.checkpoint.saved_state import Group, Saved
-from lastwords.checkpoint.saved_units import GROUPS, META_VERSION
+from lastwords.checkpoint.saved_state import Group, Saved, renumbered
+from lastwords.checkpoint.saved_units import META_VERSION
 from lastwords.checkpoint.state_trees import Tree, leaves, mapped, renamed
 from lastwords.checkpoint.strategy import Cut, Held, Strategy, refuse_another_model
 
@@ -94,12 +94,12 @@ def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> lis
     IncompleteError, naming tensor and region, for what no shard of the source has.
     """
     boxes = dict(holding.boxes)
-    renumbered = {}
+    numbered = {}
     for place, group in enumerate(_groups(saved, holding)):
         for leaf in leaves(group.tree, "a param group"):
             name = leaf["tensor"]
             boxes[name] = whole(saved.tensors[name].shape)
-            renumbered[name] = _renumbered(name, place)
+            numbered[name] = renumbered(name, place)
     if holding.common and saved.extras is not None:
         for tree in saved.extras["states"].values():
             for leaf in leaves(tree, "the extras"):
@@ -107,7 +107,7 @@ def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> lis
     found = []
     for name, box in boxes.items():
         tensor = saved.tensors[name]
-        spec = TensorSpec(called(renumbered.get(name, name)), tensor.dtype, box.sizes, tensor.shape, box.offsets)
+        spec = TensorSpec(called(numbered.get(name, name)), tensor.dtype, box.sizes, tensor.shape, box.offsets)
         found.append(Planned(spec, box, slices_for(tensor, box)))
     return found
 
@@ -126,7 +126,7 @@ def meta_of(saved: Saved, holding: Holding, called: Callable[[str], str]) -> dic
         "aliases": {a: name for a, name in saved.aliases.items() if name in parameters or name in buffers},
         "absent_buffers": list(saved.absent) if holding.common else [],
         "groups": [
-            renamed(group.tree, lambda name, place=place: called(_renumbered(name, place)), "a param group")  # type: ignore[misc]
+            renamed(group.tree, lambda name, place=place: called(renumbered(name, place)), "a param group")  # type: ignore[misc]
             for place, group in enumerate(groups)
         ],
         "group_parameters": [[name for name in group.parameters if name in parameters] for group in groups],
@@ -241,10 +241,3 @@ def _leaf(saved: Saved, node: Mapping[str, Any], box: Box, called: Callable[[str
     shape = list(box.sizes[: len(box.sizes) - more])
     leaf = {key: value for key, value in node.items() if key not in ("tensor", "dtype")}
     return {"tensor": called(node["tensor"]), "dtype": node["dtype"], "shape": shape, **leaf}
-
-
-def _renumbered(name: str, place: int) -> str:
-    """A group's tensor, named after the group's place in the destination."""
-    if not name.startswith(GROUPS):
-        return name
-    return f"{GROUPS}{place}/" + name.removeprefix(GROUPS).partition("/")[2]

@@ -1,4 +1,4 @@
-"""States that are cut over ranks at random, saved naively and gathered naively: what a transformation is held against."""
+"""States cut over ranks at random, saved naively and gathered naively: what a transformation is held against."""
 
 from __future__ import annotations
 
@@ -130,10 +130,12 @@ def naive_holding(job: Whole, strategy: Strategy, rank: int) -> dict[str, tuple[
         cut = strategy.tensors.get(name)
         held = None if cut is None else cut.held
         if held is None and name.startswith("optim/"):
-            fqn, _, key = name.removeprefix("optim/").rpartition("/")
+            fqn = name.removeprefix("optim/").rpartition("/")[0]
             own = strategy.tensors.get(f"optim/{fqn}", strategy.tensors[f"model/{fqn}"])
-            held = own.held if array.shape == own.shape else (
-                Held(whole(array.shape), tuple(rank for one in own.held for rank in one.ranks)),
+            held = (
+                own.held
+                if array.shape == own.shape
+                else (Held(whole(array.shape), tuple(rank for one in own.held for rank in one.ranks)),)
             )
         if held is None:
             held = (Held(whole(array.shape), tuple(range(strategy.world_size))),)
@@ -253,8 +255,6 @@ def content_of(path: Path, os: Os = REAL_OS) -> tuple[dict[str, Any], dict[str, 
     """JSON and tensors of a rank's file, in an order that does not depend on what it was made from."""
     header = read_lone_header(path, os)
     raw = path.read_bytes() if os is REAL_OS else b""
-    tensors = {
-        name: (spec.dtype, spec.shape, raw[begin:end]) for name, (spec, begin, end) in header.tensors.items()
-    }
+    tensors = {name: (spec.dtype, spec.shape, raw[begin:end]) for name, (spec, begin, end) in header.tensors.items()}
     content = json.loads(header.metadata["lastwords"])
     return content, dict(sorted(tensors.items()))
