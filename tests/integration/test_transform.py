@@ -30,7 +30,9 @@ pytestmark = pytest.mark.process
 def first_ranks(strategy: Strategy, count: int) -> Strategy:
     """The same layout with the first ranks' replicas only."""
     tensors = {
-        name: Cut(cut.dtype, cut.shape, tuple(Held(one.box, tuple(r for r in one.ranks if r < count)) for one in cut.held))
+        name: Cut(
+            cut.dtype, cut.shape, tuple(Held(one.box, tuple(r for r in one.ranks if r < count)) for one in cut.held)
+        )
         for name, cut in strategy.tensors.items()
     }
     return Strategy(count, tensors)
