@@ -88,6 +88,13 @@ def test_after_any_loss_of_power_the_same_call_goes_on() -> None:
     assert finished > 20
 
 
+def check_every_loss(made: SimulatedOs) -> None:
+    """Of what is not durable when the result has been published."""
+    for names in itertools.product((False, True), repeat=made.pending):
+        for content in Content:
+            check(made.crash([index for index, kept in enumerate(names) if kept], content), published=True)
+
+
 @pytest.mark.parametrize(
     "skip",
     [
@@ -104,9 +111,7 @@ def test_each_left_out_fsync_is_caught(skip: Callable[[Path], bool]) -> None:
     made.skip_fsync = skip
     move(ROOT, made)
     with pytest.raises(Broken):
-        for names in itertools.product((False, True), repeat=made.pending):
-            for content in Content:
-                check(made.crash([index for index, kept in enumerate(names) if kept], content), published=True)
+        check_every_loss(made)
 
 
 def test_killed_at_any_system_call_what_was_finished_is_kept() -> None:
@@ -129,6 +134,15 @@ def test_killed_at_any_system_call_what_was_finished_is_kept() -> None:
     assert kept > 10
 
 
+def refused(os: Os) -> int:
+    """The system's error number, 0 if there was none."""
+    try:
+        move(ROOT, os)
+    except StorageError as error:
+        return error.errno
+    return 0
+
+
 def test_a_disk_that_is_full_at_any_call_is_told_and_the_same_call_goes_on() -> None:
     full = OSError(errno.ENOSPC, "no space left on device")
     calls: Counter[str] = Counter()
@@ -137,11 +151,7 @@ def test_a_disk_that_is_full_at_any_call_is_told_and_the_same_call_goes_on() -> 
     for call in ("create", "mkdir", "pwrite", "fallocate", "ftruncate", "fsync", "rename"):
         for at in range(1, calls[call] + 1):
             after = DISK.copy()
-            try:
-                move(ROOT, InterposedOs(failing(full, call, at), after))
-            except StorageError as error:
-                assert error.errno == errno.ENOSPC
-                told += 1
+            told += refused(InterposedOs(failing(full, call, at), after)) == errno.ENOSPC
             check(after, published=False)
             if not load.scan(OUT, after):
                 move(ROOT, after)

@@ -1,4 +1,4 @@
-"""Random states, strategies and world sizes, moved by rank and as a whole, against a naive gather; and there and back."""
+"""Random states, strategies and world sizes, moved by rank and as a whole, against a naive gather; there and back."""
 
 from __future__ import annotations
 
