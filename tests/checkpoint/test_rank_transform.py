@@ -118,7 +118,7 @@ def test_files_of_last_words_serve_with_the_strategy_of_their_checkpoint(made: M
         out = made.move(files=files, src_strategy_file=source)
         assert made.is_right(out, columns(3), 1)
         out.unlink()
-    with pytest.raises(StrategyError, match="of a sharded job .*give its strategy"):
+    with pytest.raises(StrategyError, match=r"of a sharded job .*give its strategy"):
         made.move(files=files, src_strategy_file=None)
 
 
