@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lastwords
 from lastwords.checkpoint import load
@@ -27,11 +28,12 @@ from lastwords.errors import (
     StorageError,
     StrategyError,
 )
+from lastwords.integrations.diff import diff
 from lastwords.integrations.transform import Outcome, transform
 from lastwords.integrations.transform_files import transform_all, transform_checkpoints
 from tests.checkpoint.elastic import QUICK, content_of, gathered, save_naively
 from tests.checkpoint.test_rank_transform import W, columns, job, rows
-from tests.integrations.made import flip
+from tests.integrations.made import flip, saved, trained
 
 BITS = {name: (dtype, array.tobytes()) for name, (dtype, array) in job().arrays.items()}
 STEP = "tft_saved_checkpoints-step_7"
@@ -175,6 +177,29 @@ def test_a_rank_that_another_process_is_writing_is_left_to_it(rooms: Rooms) -> N
     finally:
         QUICK.close(fd)
     assert rooms.move().path is not None
+
+
+# ------------------------------------------------------------------ of a real model
+
+
+def test_a_model_s_state_comes_through_and_a_rank_s_file_goes_into_a_model_in_three_lines(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    model, optimizer = trained()
+    source = saved(tmp_path / "saved", model, optimizer)
+    moved = transform(source, tmp_path / "moved", None, os=QUICK).path
+    assert moved is not None
+    assert not diff(source, moved).differences
+    transform_all(str(moved), str(tmp_path / "files"), "part", os=QUICK)
+    state = safetensors.torch.load_file(tmp_path / "files/rank_0/part0.ckpt")
+    other, _ = trained(seed=5)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(state[f"model/{name}"])
+    inputs = torch.randn(2, 3)
+    assert not torch.equal(other.scale, model.scale)
+    other.scale.copy_(state["buffer/scale"])
+    assert torch.equal(other(inputs), model(inputs))
 
 
 # ------------------------------------------------------------------ refusals
