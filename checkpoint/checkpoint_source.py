@@ -30,11 +30,13 @@ class CheckpointSource:
         self.saved = join(units_of(checkpoint.path, manifest), copies=manifest.moved)
         self.saved.check()
         self._os = os
+        self._checked: Strategy | None = None
 
     def saved_for(self, wanted: Strategy | None, rank: int) -> Saved:
         """Everything, for any rank; MismatchError if the strategy is of another model."""
-        if wanted is not None:
+        if wanted is not None and wanted is not self._checked:
             check_fit(self.saved, wanted)
+            self._checked = wanted
         return self.saved
 
     def stored(self, name: str) -> StoredTensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os as posix
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,6 +220,22 @@ def test_a_flipped_byte_of_the_source_is_never_carried_over(rooms: Rooms) -> Non
     flip(file, file.stat().st_size - 1)
     with pytest.raises(FormatError, match="do not fit their checksum"):
         rooms.move()
+    assert load.scan(rooms.out) == []
+
+
+def test_a_source_that_is_replaced_while_it_is_read_is_an_error(rooms: Rooms) -> None:
+    class Replacing(type(QUICK)):  # type: ignore[misc]
+        """When rank 1 begins, the same step is saved once more: other bytes of the manifest, the same tensors."""
+
+        def create(self, path: Path, *, direct: bool) -> int:
+            if path.parent.name == "rank_1" and path.suffix == ".ckpt":
+                shutil.rmtree(rooms.source)
+                save_naively(rooms.source.parent, job(), rows(2, 2), os=QUICK)
+            fd: int = super().create(path, direct=direct)
+            return fd
+
+    with pytest.raises(FormatError, match="was replaced while it was read"):
+        transform(rooms.source, rooms.out, rooms.three, os=Replacing())
     assert load.scan(rooms.out) == []
 
 
