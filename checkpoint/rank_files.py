@@ -71,6 +71,8 @@ class RankFiles:
         self._files = dict(sorted(files.items()))
         self._os = os
         self._opened: dict[int, RankFile | None] = {}
+        self._complete_for: set[tuple[int, int]] = set()
+        self._joined: tuple[int, Saved] | None = None
         self._given = strategy
         if strategy is not None:
             strategy.check()
@@ -86,12 +88,17 @@ class RankFiles:
 
         IncompleteError names the source rank whose file is missing, after its whole group has been tried.
         """
-        for name, held in needed(self.strategy, wanted, rank):
-            self._find(name, held)
+        if (id(wanted), rank) not in self._complete_for:
+            for name, held in needed(self.strategy, wanted, rank):
+                self._find(name, held)
+            self._complete_for.add((id(wanted), rank))
         opened = [file for _, file in sorted(self._opened.items()) if file is not None]
-        self._refuse_mixed(opened)
-        units = [unit for file in opened for unit in file.units]
-        return join(sorted(units, key=lambda unit: "extras" not in unit.meta), copies=True)
+        if self._joined is None or self._joined[0] != len(opened):
+            self._refuse_mixed(opened)
+            units = [unit for file in opened for unit in file.units]
+            saved = join(sorted(units, key=lambda unit: "extras" not in unit.meta), copies=True)
+            self._joined = len(opened), saved
+        return self._joined[1]
 
     def stored(self, name: str) -> StoredTensor:
         """Where a tensor's bytes lie."""
