@@ -199,7 +199,10 @@ class Resharded:
                 "is divided; resume with the layout of the saved run",
                 different={f"{name}/{key}": "divided in a way of its own"},
             )
-        return self._whole_copy(making, first, lambda _: stored)
+        # Each shard has a copy: one beside what is read anyway, instead of a chunk of the first unit's file for each.
+        near = {piece.shard.name for piece in making.slices[unit_tensor_name(making.unit, "model", name)]}
+        copies = (node for one, node in found if unit_tensor_name(one, "model", name) in near)
+        return self._whole_copy(making, next(copies, first), lambda _: stored)
 
     def _as_parameter(self, unit: str, name: str, node: Tree, key: str) -> TensorSpec | None:
         """The state tensor as the same box of a whole that its parameter is; None if it has another shape."""

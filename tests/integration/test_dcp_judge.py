@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint is the judge: what it reshards and what we reshard are equal, bit for bit, on every rank.
+"""torch.distributed.checkpoint is the judge: what it reshards and what we reshard are equal on every rank, bit for bit.
 
 The same trained state is saved by both. Then other ranks load it three times over weights of other seeds: by torch
 alone, by torch's planner through our reader, and by a resume of ours. AdamW's state and the hyperparameters included.
