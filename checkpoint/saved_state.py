@@ -5,8 +5,8 @@ Pure, and checked as a whole before anybody reads or writes a byte.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lastwords.checkpoint.boxes import Box, whole
@@ -54,8 +54,16 @@ class Saved:
     extras: Tree | None
     copied: frozenset[str]
     more: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, Mapping[str, Shard]] = field(default_factory=dict)
+    """State tensors (`step`) that are whole beside each shard of their parameter: name -> unit's label -> the copy."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """`step_ended`, `hyperparameters` and `reasons` of the unit that has the extras."""
+
+    def near(self, name: str, places: Collection[str]) -> Divided:
+        """The tensor; of copies one in a unit that is among `places` and read anyway, if there is any."""
+        tensor = self.tensors[name]
+        found = next((shard for place, shard in self.copies.get(name, {}).items() if place in places), None)
+        return tensor if found is None else replace(tensor, shards=(found,))
 
     def check(self) -> None:
         """FormatError or IncompleteError, naming tensor and region, for shards that overlap or leave something out."""
@@ -80,6 +88,7 @@ class _Joining:
         self._tensors: dict[str, Divided] = {}
         self._copied: set[str] = set()
         self._more: dict[str, tuple[int, ...]] = {}
+        self._found_copies: dict[str, dict[str, Shard]] = {}
         metas = [unit.meta for unit in units]
         self._parameters = self._types("parameters")
         self._buffers = self._types("buffers")
@@ -109,6 +118,7 @@ class _Joining:
             extras=extras,
             copied=frozenset(self._copied),
             more=self._more,
+            copies=self._found_copies,
             about={key: about[key] for key in ("step_ended", "hyperparameters", "reasons") if key in about},
         )
 
@@ -183,14 +193,24 @@ class _Joining:
             self._add_copy(unit, name)
         elif any(name in one.own_forms for one in having):
             self._refuse_divided(name, node, fqn, key)
-            self._tensors[name] = Divided(
-                name, spec.dtype, spec.shape, (Shard(spec.name, whole(spec.shape), unit.label),)
-            )
+            self._add_copies(name, having)
         elif all(one.specs[name].shape == one.specs[name].global_shape for one in having):
-            self._tensors[name] = self._divided(name, [(unit, spec)])
+            self._add_copies(name, having)
         else:
             self._add(name)
         return _bare(node)
+
+    def _add_copies(self, name: str, having: Sequence[SavedUnit]) -> None:
+        """A state tensor that is whole in each of these units."""
+        specs = {unit.label: unit.specs[name] for unit in having}
+        shards = {label: Shard(spec.name, whole(spec.shape), label) for label, spec in specs.items()}
+        first = having[0].specs[name]
+        self._tensors[name] = Divided(name, first.dtype, first.shape, (shards[having[0].label],))
+        self._found_copies[name] = {
+            label: shards[label]
+            for label, spec in specs.items()
+            if (spec.dtype, spec.shape) == (first.dtype, first.shape)
+        }
 
     def _refuse_divided(self, name: str, node: Tree, fqn: str, key: str) -> None:
         """MismatchError if a tensor of a shape of its own may be another one in each of its parameter's shards."""

@@ -105,10 +105,17 @@ def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> lis
             for leaf in leaves(tree, "the extras"):
                 boxes[leaf["tensor"]] = whole(saved.tensors[leaf["tensor"]].shape)
     found = []
+    places: dict[str, set[str]] = {}
     for name, box in boxes.items():
-        tensor = saved.tensors[name]
+        # Parameters come before state, and a moment or a counter is best read where its parameter is.
+        kind, _, fqn = name.partition("/")
+        near = places.get(fqn.rpartition("/")[0], set()) if kind == "optim" else set()
+        tensor = saved.near(name, near)
         spec = TensorSpec(called(numbered.get(name, name)), tensor.dtype, box.sizes, tensor.shape, box.offsets)
-        found.append(Planned(spec, box, slices_for(tensor, box)))
+        slices = slices_for(tensor, box)
+        if kind == "model":
+            places[fqn] = {piece.shard.where for piece in slices}
+        found.append(Planned(spec, box, slices))
     return found
 
 

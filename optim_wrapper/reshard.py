@@ -143,7 +143,9 @@ class Resharded:
         own, more = self._saved.tensors[f"model/{name}"].shape, self._saved.more.get(divided.name, ())
         if key != "step" and divided.shape in (own, (*own, *more)):
             return self._moment(making, node, parameter, divided)
-        making.add_whole(divided)
+        # Each shard has a copy: one beside what is read anyway, instead of a chunk of the first unit's file for each.
+        near = {piece.shard.where for piece in making.slices[making.called(f"model/{name}")]}
+        making.add_whole(self._saved.near(divided.name, near))
         shape = list(divided.shape[: len(divided.shape) - len(more)])
         return {**node, "tensor": making.called(divided.name), "shape": shape}
 

@@ -241,20 +241,24 @@ def test_a_rank_reads_little_more_than_its_share(tmp_path: Path) -> None:
     """The shards of four ranks, read by two: each reads the files of two ranks, and those that all hold."""
     saved_as("fsdp", 4, tmp_path)
 
-    def body(rank: int) -> set[str]:
+    def body(rank: int) -> tuple[set[str], set[str]]:
         files: set[str] = set()
+        units: set[str] = set()
         stored = Checkpoint.stored
 
         def noting(self: Checkpoint, name: str) -> StoredTensor:
             found = stored(self, name)
             files.add(found.path.parent.name)
+            units.add(name.split("/")[1])
             return found
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Checkpoint, "stored", noting)
             made("fsdp", 1).resume(tmp_path / "ckpt")
-        return files
+        return files, units
 
-    first, second = on_ranks(body, _room(tmp_path, "reading"), 2)
+    (first, _), (second, units) = on_ranks(body, _room(tmp_path, "reading"), 2)
     assert "rank_3" not in first
     assert "rank_3" in second
+    assert {"rank-2", "rank-3"} <= units
+    assert "rank-0" not in units, "a copy of each counter is beside its shard"
