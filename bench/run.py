@@ -25,6 +25,7 @@ FULL = {
     "detection": ["--resident-gb", "0.1", "2", "8", "--repetitions", "30"],
     "incident": ["--n", "50"],
     "save_load": [],
+    "reshard": [],
 }
 QUICK = {
     "step_overhead": ["--steps", "300", "--rounds", "3"],
@@ -33,6 +34,7 @@ QUICK = {
     "detection": ["--resident-gb", "0.1", "2", "--repetitions", "5"],
     "incident": ["--n", "3"],
     "save_load": ["--mib", "128", "--repeat", "3"],
+    "reshard": ["--mib", "96", "--repeat", "1"],
 }
 
 

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lastwords.checkpoint.rank_transform import transform_checkpoint_by_rank
+    from lastwords.checkpoint.strategy import rank_list_for_transform
     from lastwords.errors import (
         CheckpointError,
         ConfigError,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     )
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
+    from lastwords.integrations.transform_files import transform_checkpoints
     from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
     from lastwords.sharding.declare import Unit, units_from_mesh
@@ -50,7 +53,10 @@ __all__ = [
     "__version__",
     "get_ckpt_path_with_strategy",
     "load_for_inference",
+    "rank_list_for_transform",
     "restore_group_info_list",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
     "units_from_mesh",
 ]
 
@@ -63,7 +69,10 @@ _WHERE = {
     "ResumePoint": "lastwords.optim_wrapper.register",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
+    "rank_list_for_transform": "lastwords.checkpoint.strategy",
     "restore_group_info_list": "lastwords.sharding.group_info",
+    "transform_checkpoint_by_rank": "lastwords.checkpoint.rank_transform",
+    "transform_checkpoints": "lastwords.integrations.transform_files",
     "units_from_mesh": "lastwords.sharding.declare",
 }
 

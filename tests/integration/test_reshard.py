@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.load import Checkpoint, latest, open_checkpoint
+from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.errors import CheckpointError, FormatError, MismatchError
 from lastwords.sharding.zero import stateful
 from tests.integration.forked import on_ranks
@@ -211,7 +212,8 @@ def test_parts_cut_by_hand_are_refused_with_both_units(tmp_path: Path) -> None:
 
 def test_stages_with_one_name_for_two_tensors_are_refused(tmp_path: Path) -> None:
     text = refusal("pipeline stages", plain, tmp_path)
-    assert "frozen: unit stage-0 and unit stage-1 both have [0:5], so these are two tensors of one name" in text
+    assert "model/blocks.0.up.weight is F32 (10, 6) in unit stage-0 and F32 " in text
+    assert "in unit stage-1: two tensors of one name cannot be moved to another layout" in text
 
 
 def test_a_damaged_slice_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -239,19 +241,24 @@ def test_a_rank_reads_little_more_than_its_share(tmp_path: Path) -> None:
     """The shards of four ranks, read by two: each reads the files of two ranks, and those that all hold."""
     saved_as("fsdp", 4, tmp_path)
 
-    def body(rank: int) -> set[str]:
+    def body(rank: int) -> tuple[set[str], set[str]]:
         files: set[str] = set()
-        read_pieces = Checkpoint.read_pieces
+        units: set[str] = set()
+        stored = Checkpoint.stored
 
-        def noting(self: Checkpoint, file: str, pieces: Any) -> int:
-            files.add(file.split("/")[0])
-            return read_pieces(self, file, pieces)
+        def noting(self: Checkpoint, name: str) -> StoredTensor:
+            found = stored(self, name)
+            files.add(found.path.parent.name)
+            units.add(name.split("/")[1])
+            return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Checkpoint, "read_pieces", noting)
+            patch.setattr(Checkpoint, "stored", noting)
             made("fsdp", 1).resume(tmp_path / "ckpt")
-        return files
+        return files, units
 
-    first, second = on_ranks(body, _room(tmp_path, "reading"), 2)
+    (first, _), (second, units) = on_ranks(body, _room(tmp_path, "reading"), 2)
     assert "rank_3" not in first
     assert "rank_3" in second
+    assert {"rank-2", "rank-3"} <= units
+    assert "rank-0" not in units, "a copy of each counter is beside its shard"
