@@ -8,8 +8,8 @@ rows are no longer than a page (4 KiB) are read with what lies between them.
 
 Times are of N ranks that load weights and AdamW's two moments together, page cache empty, until the last is done; every
 repetition runs each way once, in an order that changes, and figures are medians. "Plain" reads as many bytes straight
-into the same tensors. "Added memory" is the most that any rank's resident peak rose above its state, each time in a
-new process.
+into the same tensors. "Added memory" is the most that any rank's resident peak rose above its state, in processes that
+have done nothing else.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -284,21 +285,33 @@ WAYS: dict[str, Callable[[Layer, Path], Callable[[], int]]] = {
 }
 
 
-def load(root: Path, sizes: Shapes, axis: int, way: str) -> Callable[[int], Any]:
-    """For each rank: (seconds, MiB added, bytes of the shard, bytes read)."""
+def load(root: Path, sizes: Shapes, axis: int, ways: Sequence[str], turns: int) -> Callable[[int], Any]:
+    """For each rank: bytes of its shard, and of each way the seconds of each turn, MiB added at most, bytes read."""
 
-    def body(rank: int) -> tuple[float, float, int, int]:
+    def body(rank: int) -> tuple[int, dict[str, tuple[list[float], float, int]]]:
         layer = Layer(sizes, axis, seed=1)
-        run = WAYS[way](layer, root)
-        gc.collect()
-        dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak until here
-        before = high_water_mib()
-        start = time.perf_counter()
-        done = run()
-        seconds = time.perf_counter() - start
-        added = high_water_mib() - before
-        return seconds, added, sum(map(len, layer.memories())), done
+        runs = {way: WAYS[way](layer, root) for way in ways}
+        found: dict[str, tuple[list[float], float, int]] = {way: ([], 0.0, 0) for way in ways}
+        contents = set()
+        for turn in range(turns):
+            for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
+                for memory in layer.memories():
+                    memory[:] = bytes(len(memory))
+                dist.barrier()
+                if rank == 0:
+                    drop_cache(root)
+                gc.collect()
+                dist.barrier()
+                Path("/proc/self/clear_refs").write_text("5")  # forget the peak until here
+                before = high_water_mib()
+                start = time.perf_counter()
+                read = runs[way]()
+                seconds = time.perf_counter() - start
+                found[way] = ([*found[way][0], seconds], max(found[way][1], high_water_mib() - before), read)
+                if turn == 0 and way != next(iter(WAYS)):
+                    contents.add(tuple(xxhash.xxh3_64_hexdigest(memory) for memory in layer.memories()))
+        assert len(contents) < 2, "two ways have loaded different states"
+        return sum(map(len, layer.memories())), found
 
     return body
 
@@ -356,26 +369,28 @@ CASES = ((0, 0, 8, 4), (0, 0, 6, 4), (0, 0, 8, 3), (0, 0, 4, 1), (1, 1, 8, 4), (
 
 
 def times_table(root: Path, mib: int, repeat: int) -> list[dict[str, Any]]:
-    """For each case the samples of each way: [seconds of the slowest rank, most MiB added, bytes read for a byte]."""
+    """For each case and way: seconds of the slowest rank in each turn, and MiB added in new processes."""
     lines = []
     sizes = shapes(mib // 3)
     for saved, axis, m, n in CASES:
         folder = root / f"{saved} {axis} {m} {n}"
         folder.mkdir()
         on_ranks(save_both(folder, sizes, saved), m)
-        samples: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-        state_bytes = 0
-        for turn in range(repeat):
-            names = list(WAYS)
-            for way in names[turn % len(names) :] + names[: turn % len(names)]:
-                sys.stderr.write(f"\r{m} to {n}, {turn + 1} of {repeat}: {way:<40}")
-                drop_cache(folder)
-                answers = on_ranks(load(folder, sizes, axis, way), n)
-                state_bytes = sum(answer[2] for answer in answers)
-                read = sum(answer[3] for answer in answers) / state_bytes
-                samples[way].append([max(a[0] for a in answers), max(a[1] for a in answers), read])
+        added: dict[str, float] = {}
+        for way in WAYS:
+            sys.stderr.write(f"\r{m} to {n}, memory: {way:<50}")
+            added[way] = max(answer[1][way][1] for answer in on_ranks(load(folder, sizes, axis, [way], 1), n))
+        sys.stderr.write(f"\r{m} to {n}, {repeat} times all ways{' ' * 40}")
+        answers = on_ranks(load(folder, sizes, axis, list(WAYS), repeat), n)
+        seconds = {
+            way: [max(turn) for turn in zip(*(answer[1][way][0] for answer in answers), strict=True)] for way in WAYS
+        }
+        state_bytes = sum(answer[0] for answer in answers)
+        read = sum(answer[1]["ours: resume, checked"][2] for answer in answers) / state_bytes
         cut = " → ".join(dict.fromkeys("columns" if one else "rows" for one in (saved, axis)))
-        lines.append({"cut": cut, "ranks": [m, n], "bytes": state_bytes, "samples": samples})
+        lines.append(
+            {"cut": cut, "ranks": [m, n], "bytes": state_bytes, "seconds": seconds, "added_mib": added, "resume": read}
+        )
         remove(folder)
     sys.stderr.write("\r" + " " * 70 + "\r")
     return lines
@@ -399,22 +414,22 @@ def print_times(lines: Sequence[dict[str, Any]], repeat: int) -> None:
     print("| cut, ranks | way | median s | slowest s | MB/s | time / plain | time / DCP | added memory |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     for line in lines:
-        median = {way: statistics.median(one[0] for one in found) for way, found in line["samples"].items()}
+        median = {way: statistics.median(found) for way, found in line["seconds"].items()}
         first, *_, last = median
         m, n = line["ranks"]
-        for way, found in line["samples"].items():
+        for way, found in line["seconds"].items():
             rate = line["bytes"] / median[way] / 1e6
-            added = max(one[1] for one in found)
             print(
-                f"| {line['cut']}, {m} → {n} | {way} | {median[way]:.3f} | {max(one[0] for one in found):.3f} | "
-                f"{rate:.0f} | {median[way] / median[first]:.2f} | {median[way] / median[last]:.2f} | {added:.0f} MiB |"
+                f"| {line['cut']}, {m} → {n} | {way} | {median[way]:.3f} | {max(found):.3f} | {rate:.0f} | "
+                f"{median[way] / median[first]:.2f} | {median[way] / median[last]:.2f} | "
+                f"{line['added_mib'][way]:.0f} MiB |"
             )
     print()
     print("Bytes read for each byte of this state by a resume (weights and moments are tensors of their own):")
     for line in lines:
         m, n = line["ranks"]
-        figure = line["samples"]["ours: resume, checked"][0][2]
-        print(f"{'kept  ' if figure <= BYTES_BUDGET else 'MISSED'}  {line['cut']}, {m} → {n}: {figure:.3f}")
+        word = "kept  " if line["resume"] <= BYTES_BUDGET else "MISSED"
+        print(f"{word}  {line['cut']}, {m} → {n}: {line['resume']:.3f}")
 
 
 def main() -> None:
