@@ -144,8 +144,9 @@ class ParallelTrainer(Trainer):
 
     def write_whole(self, moment: str) -> None:
         """Everything as it would be on one rank, gathered by torch, and the model's answer; on rank 0 of the job."""
-        whole = {name: gathered(tensor) for name, tensor in self.net.named_parameters()}
-        for name, parameter in self.net.named_parameters():
+        net = getattr(self.net, "module", self.net)  # what DDP is around
+        whole = {name: gathered(tensor) for name, tensor in net.named_parameters()}
+        for name, parameter in net.named_parameters():
             for key, value in self.inner.state.get(parameter, {}).items():
                 whole[f"{name}/{key}"] = gathered(value)
         self.net.eval()
