@@ -168,7 +168,7 @@ def _restore(
         local, owner, reasons = taken.regions, taken.source, [reason_of(manifest, world.size), *taken.reasons]
     else:
         local, owner, reasons = _local(checkpoint, world.rank)
-    reasons += [str(reason) for reason in manifest.reasons]
+    reasons += _reasons_of(manifest)
     reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 
     if not elsewhere:
@@ -207,6 +207,16 @@ def _restore(
         epoch_start=epoch_start,
         reasons=list(dict.fromkeys(reasons)),
     )
+
+
+def _reasons_of(manifest: Manifest) -> list[str]:
+    """Why the saved run was not exact. What every rank has said is said once, or each resume would multiply it."""
+    by_rank = [entry.reasons for entry in manifest.locals.values()]
+    by_all = (
+        [reason for reason in dict.fromkeys(by_rank[0]) if all(reason in said for said in by_rank)] if by_rank else []
+    )
+    lines = {f"rank {rank}: {reason}" for rank in manifest.locals for reason in by_all}
+    return [*by_all, *(str(reason) for reason in manifest.reasons if reason not in lines)]
 
 
 def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
