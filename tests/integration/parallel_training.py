@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from demo.transformer.gradients import clip, copies_of
 from demo.transformer.layouts import (
@@ -29,7 +29,7 @@ from demo.transformer.layouts import (
     loss_and_gradients,
 )
 from demo.transformer.model import Block, Shape, Transformer
-from demo.transformer.text import Text
+from demo.transformer.text import Numbered, Text
 from tests.integration import sabotage, training
 from tests.integration.network import StartSampler
 from tests.integration.plan import Layout
@@ -62,19 +62,12 @@ def sharded_tp(task: Task) -> Parallel:
     return Parallel(model, optimizer, backward, norm, replicas.get_local_rank(), replicas.size())
 
 
-class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """Text whose windows say which they are. augment: some bytes are replaced at random."""
-
-    def __init__(self, text: Text, augment: bool) -> None:
-        self._text, self._augment = text, augment
-
-    def __len__(self) -> int:
-        return len(self._text)
+class Augmented(Numbered):
+    """Some bytes of a window are replaced at random."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        inputs, targets = self._text[index]
-        if self._augment:
-            inputs = torch.where(torch.rand(inputs.shape) < 0.1, torch.randint(0, 256, inputs.shape), inputs)
+        inputs, targets, _ = super().__getitem__(index)
+        inputs = torch.where(torch.rand(inputs.shape) < 0.1, torch.randint(0, 256, inputs.shape), inputs)
         return inputs, targets, index
 
 
@@ -100,7 +93,8 @@ class ParallelTrainer(Trainer):
         self.inner = parallel.optimizer
         getattr(self.inner, "optim", self.inner).faults = self.faults
         self.replica = parallel.replica
-        text = Numbered(Text(CONTEXT, layout.steps_per_epoch * sequences - layout.left_over), layout.augment)
+        windows = Text(CONTEXT, layout.steps_per_epoch * sequences - layout.left_over)
+        text = Augmented(windows) if layout.augment else Numbered(windows)
         sampler: DistributedSampler[Any] = DistributedSampler(
             text, parallel.replicas, parallel.replica, seed=layout.seed, drop_last=layout.even
         )

@@ -13,11 +13,13 @@ pytestmark = pytest.mark.process
 
 TP4 = {"parts": 4, "layers": 2}
 TWELVE = {"sequences": 12}
+SHARDED = elastic("sharded-tp", 8, **TP4)
+FSDP4 = elastic("hsdp", 4, parts=4, **TWELVE)
 STEP = 3
 
 
 def ended_by_kill(rig: Rig, layout: Layout) -> Launch:
-    """kill -9 of one rank in the gate of a step : some may have updated (a rank of DDP, at its end)."""
+    """kill -9 of one rank in the gate of a step: some may have updated (a rank of DDP, at its end)."""
     kill = ShardedKill("end" if layout.parallel == "ddp" else "gate", STEP, (layout.world_size - 2,), "free")
     launch, step = rig.die(layout, kill)
     assert step in (STEP - 1, STEP)
@@ -46,15 +48,12 @@ def ended_by_error(rig: Rig, layout: Layout) -> Launch:
     ("before", "ending", "after"),
     [
         pytest.param(elastic("tp", 8, **TP4), ended_by_kill, elastic("tp", 4, **TP4), id="tp4xdp2-killed-tp4"),
-        pytest.param(elastic("sharded-tp", 8, **TP4), ended_by_signal, elastic("tp", 4, **TP4), id="sharded-sigterm-tp4"),
-        pytest.param(elastic("sharded-tp", 8, **TP4), ended_by_error, elastic("sharded-tp", 4), id="sharded-error-sharded"),
+        pytest.param(SHARDED, ended_by_signal, elastic("tp", 4, **TP4), id="sharded-sigterm-tp4"),
+        pytest.param(SHARDED, ended_by_error, elastic("sharded-tp", 4), id="sharded-error-sharded"),
         pytest.param(elastic("fsdp-tp", 8), ended_by_kill, elastic("tp", 4, **TP4), id="fsdp2xtp2xdp2-killed-tp4"),
         pytest.param(elastic("pp-tp", 8), ended_by_kill, elastic("tp", 4), id="pp2xtp2xdp2-killed-tp2xdp2"),
         pytest.param(elastic("ddp", 3, **TWELVE), ended_by_kill, elastic("ddp", 4, **TWELVE), id="ddp3-killed-ddp4"),
-        pytest.param(
-            elastic("hsdp", 4, parts=4, **TWELVE), ended_by_signal, elastic("hsdp", 3, parts=3, **TWELVE),
-            id="fsdp4-sigterm-fsdp3"
-        ),
+        pytest.param(FSDP4, ended_by_signal, elastic("hsdp", 3, parts=3, **TWELVE), id="fsdp4-sigterm-fsdp3"),
     ],
 )  # fmt: skip
 def test_other_ranks_go_on_in_another_layout_and_then_one_process_answers(
