@@ -13,7 +13,8 @@ streams are equal when resume() is called and the rule would part them, they all
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,7 @@ from lastwords.sharding.pieces import Members
 
 STORE_WAIT_S = 300.0
 _SHOWN_MAX = 8
+_ACCELERATOR = re.compile(r"rng/[a-z]+:\d+")
 
 
 def reason_of(manifest: Manifest, world_size: int) -> str:
@@ -172,12 +174,28 @@ def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> T
     if source < 0:
         reason = f"rank {rank}: no rank's own state was saved; it starts with new random number streams"
         return TakenOver({}, -1, [reason])
-    regions = regions_of(checkpoint, source)
+    regions = on_this_device(regions_of(checkpoint, source), recorder.rng.snapshot().keys())
     reason = f"rank {rank}: the own state of saved rank {own} was lost; it starts with the buffers of rank {source}"
     if source != rank:
         step_regions = {name: copy for name, copy in regions.items() if not name.startswith(EPOCH_PREFIX)}
         regions = streams_of(step_regions, manifest, source, rank, recorder)
     return TakenOver(regions, source, [] if source == own else [reason])
+
+
+def on_this_device(regions: Mapping[str, RegionCopy], here: Collection[str]) -> dict[str, RegionCopy]:
+    """The regions with an accelerator's stream under the name of the device that this rank has: ranks move over cards.
+
+    here: names of this rank's streams. Nothing is renamed where one of the two has several accelerators.
+
+    >>> sorted(on_this_device({"rng/cuda:0": 0, "epoch/rng/cuda:0": 0, "rng/torch": 0}, ["rng/cuda:3", "rng/torch"]))
+    ['epoch/rng/cuda:3', 'rng/cuda:3', 'rng/torch']
+    """
+    saved = [name for name in regions if _ACCELERATOR.fullmatch(name)]
+    live = [name for name in here if _ACCELERATOR.fullmatch(name)]
+    if len(saved) != 1 or len(live) != 1 or saved[0].split(":")[0] != live[0].split(":")[0]:
+        return dict(regions)
+    names = {saved[0]: live[0], EPOCH_PREFIX + saved[0]: EPOCH_PREFIX + live[0]}
+    return {names.get(name, name): copy for name, copy in regions.items()}
 
 
 def streams_of(

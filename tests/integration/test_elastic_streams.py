@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.integration.moving import check_moved, elastic, move, reason_line
@@ -66,7 +68,7 @@ def test_new_ranks_that_share_a_replica_s_work_share_a_stream(rig: Rig) -> None:
     assert first != third
 
 
-@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_that_share_more_work_than_before_share_a_stream_too(rig: Rig, ranks: int) -> None:
     """Two replicas of two ranks become one of all: what was drawn twice in different ways is drawn once."""
     launch = ended(rig, elastic("tp", 4, dropout=True))
@@ -75,6 +77,23 @@ def test_ranks_that_share_more_work_than_before_share_a_stream_too(rig: Rig, ran
     check_moved(moved, path)
     assert len(set(first_streams(moved))) == 1
     assert len({str(streams) for streams in streams_of(moved)}) == 1
+
+
+def test_a_rank_whose_own_streams_were_lost_still_draws_what_its_partner_draws(rig: Rig) -> None:
+    layout = elastic("tp", 4, dropout=True)
+    faults = ShardedKill("gate", STEP + 1, (1,), "behind").faults(layout)
+    lost = [
+        dataclasses.replace(fault, actions=(*fault.actions[:-1], "lose_box", "kill")) if fault.rank == 1 else fault
+        for fault in faults
+    ]
+    launch = rig.launch(layout, faults=lost)
+    launch.finish()
+    assert launch.saved_step == STEP
+    moved = move(rig, launch, elastic("tp", 2, dropout=True))
+    [path] = launch.checkpoints
+    reasons = check_moved(moved, path)
+    assert [reason.split(" at ")[0] for reason in reasons[1:]] == ["rank 1: no black box"]
+    assert len(set(first_streams(moved))) == 1
 
 
 def test_without_sharing_ranks_of_one_replica_would_draw_different_numbers(rig: Rig) -> None:
