@@ -60,9 +60,11 @@ class CommonStep:
         """From now on each optimizer's step is reported to `protection`."""
         self._protection = protection
         if self.gate is not None:
-            self._gated = GatedStep(self.gate, protection.agent, self._recorder.tentative)
+            self._gated = GatedStep(
+                self.gate, protection.agent, self._recorder.tentative, lambda: self._recorder.position_under_way
+            )
         fence = device_fence([wrapper.inner for wrapper in self._optimizers])
-        hooks: StepHooks = UpdateHooks(protection, ensure_loop, fence, self._gated)
+        hooks: StepHooks = UpdateHooks(protection, ensure_loop, fence, self._gated, self._recorder.not_exact)
         if len(self._optimizers) > 1:
             self._several = SeveralOptimizers(hooks, len(self._optimizers))
         for number, wrapper in enumerate(self._optimizers):

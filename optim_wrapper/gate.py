@@ -23,11 +23,17 @@ from lastwords.errors import ConfigError, LastWordsError
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.agent import Agent
 from lastwords.processor.interfaces import GateFailedError
+from lastwords.processor.saver import Position
 
 _log = logging.getLogger(__name__)
 
+START = Position(1, 0)
+
 _LOOKS_BETWEEN_CLOCKS = 64
 """The clock is read once in so many looks at a gate that is not passed yet."""
+
+_PLACES = 1 << 20
+"""Epoch and step go through the gate as one number below this, so that its square times any number of ranks fits."""
 
 ROLL_CALL_RANKS_MAX = 8
 """So many ranks, the lowest ones, look for who is missing; the others would find the same."""
@@ -51,9 +57,10 @@ class Gate:
         self._notice_s = notice_s
         self._clock = clock
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._values = torch.zeros(2, dtype=torch.int64)
+        self._values = torch.zeros(4, dtype=torch.int64)
         self._work: Any = None
         self._step = 0
+        self._position = START
         self._looks = 0
         self._since_mono_s = 0.0
         self._noticed = False
@@ -64,17 +71,23 @@ class Gate:
         """The gate's own gloo group, with every rank in it; free for others while no gate is under way."""
         return self._group
 
-    def enter(self, step: int) -> None:
-        """This rank's gradients of `step` are final, or there is no update in it. Returns at once."""
-        self._step = step
+    def enter(self, step: int, position: Position = START) -> None:
+        """This rank's gradients of `step` are final, or there is no update in it. Returns at once.
+
+        position: what the loop calls the step, or, if it says that at the step's end, what it called the last one.
+        """
+        self._step, self._position = step, position
+        place = _place(position)
         self._values[0] = step
         self._values[1] = step * step
+        self._values[2] = place
+        self._values[3] = place * place
         self._looks = 0
         self._noticed = False
         self._work = dist.all_reduce(self._values, group=self._group, async_op=True)
 
     def passed(self) -> bool:
-        """Whether all ranks have entered. GateFailedError if a peer is gone, ConfigError if one is in another step."""
+        """Whether all ranks have entered. GateFailedError if a peer is gone, ConfigError if one is somewhere else."""
         work = self._work
         if not work.is_completed():
             self._looks += 1
@@ -88,9 +101,9 @@ class Gate:
             self.give_up()
             raise GateFailedError(self._failure_text(error)) from error
         self._work = None
-        size, step = self._world.size, self._step
-        # Equal steps are the only ones whose sum and sum of squares are both those of `size` equal steps.
-        if self._values[0].item() != size * step or self._values[1].item() != size * step * step:
+        size, step, place = self._world.size, self._step, _place(self._position)
+        # Equal numbers are the only ones whose sum and sum of squares are both those of `size` equal numbers.
+        if self._values.tolist() != [size * step, size * step * step, size * place, size * place * place]:
             raise ConfigError(self._disagreement())
         return True
 
@@ -102,13 +115,23 @@ class Gate:
     # ------------------------------------------------------------------ words
 
     def _disagreement(self) -> str:
-        steps: list[Any] = [None] * self._world.size
-        dist.all_gather_object(steps, self._step, group=self._group)
-        common = max(set(steps), key=lambda step: (steps.count(step), -step))
-        astray = [f"rank {rank} in step {step}" for rank, step in enumerate(steps) if step != common]
+        every: list[Any] = [None] * self._world.size
+        dist.all_gather_object(every, (self._step, *self._position), group=self._group)
+        steps = [step for step, _, _ in every]
+        common = max(set(every), key=lambda one: (every.count(one), *(-number for number in one)))
+        if len(set(steps)) > 1:
+            astray = [f"rank {rank} in step {step}" for rank, step in enumerate(steps) if step != common[0]]
+            return (
+                f"the ranks are not in one step: {', '.join(astray[:8])}, the others in step {common[0]}; every rank "
+                "has to end each step exactly once (step_end, or steps() with the same accumulate on all ranks)"
+            )
+        places = [f"epoch {epoch}, step {step}" for _, epoch, step in every]
+        astray = [f"rank {rank} at {place}" for rank, place in enumerate(places) if every[rank] != common]
         return (
-            f"the ranks are not in one step: {', '.join(astray[:8])}, the others in step {common}; every rank has to "
-            "end each step exactly once (step_end, or steps() with the same accumulate on all ranks)"
+            f"the ranks have ended equally many steps, but not the same ones: {', '.join(astray[:8])}, the others at "
+            f"epoch {common[1]}, step {common[2]}; a rank has left out a step, step_end() included, and what the ranks "
+            "exchanged since then was of different steps: call step_end() for every batch on every rank, and go back "
+            "to an older checkpoint"
         )
 
     def _failure_text(self, error: BaseException) -> str:
@@ -147,6 +170,10 @@ class Gate:
             _log.info("cannot tell who is missing at the gate: %s", error)
 
 
+def _place(position: Position) -> int:
+    return (position.epoch * 1_000_003 + position.step) % _PLACES
+
+
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
@@ -157,13 +184,16 @@ class GatedStep:
     """Takes this rank through the gate of each step. Training thread only.
 
     tentative: takes the tentative copy. No peer updates before this rank has entered the gate, so right before that is
-    the latest moment for it.
+    the latest moment for it. position: see `Gate.enter`.
     """
 
-    def __init__(self, gate: Gate, agent: Agent, tentative: Callable[[], None]) -> None:
+    def __init__(
+        self, gate: Gate, agent: Agent, tentative: Callable[[], None], position: Callable[[], Position]
+    ) -> None:
         self._gate = gate
         self._agent = agent
         self._tentative = tentative
+        self._position = position
 
     def before_update(self) -> None:
         """The gradients are final: READY, and through the gate. May park; the update has not been entered yet."""
@@ -179,5 +209,5 @@ class GatedStep:
 
     def _pass(self) -> None:
         agent, gate = self._agent, self._gate
-        gate.enter(agent.stand.step)
+        gate.enter(agent.stand.step, self._position())
         agent.pass_gate(gate)

@@ -29,7 +29,7 @@ from lastwords.optim_wrapper.resume import Resumed, resume_from
 from lastwords.optim_wrapper.source import TrainerSource
 from lastwords.optim_wrapper.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.training_hooks import LoopEvents
-from lastwords.optim_wrapper.world import World, next_prefix, restart_count
+from lastwords.optim_wrapper.world import World, next_prefix, restart_count, tells_the_others
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.core import ProcessorOptions
@@ -78,6 +78,7 @@ class TFTRegister:
     `steps`, `step_end` and `resume` work.
     """
 
+    @tells_the_others
     def __init__(
         self,
         ctrl_rank_id: int,

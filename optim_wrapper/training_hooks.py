@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.gate import GatedStep
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.processor.saver import Position
+from lastwords.vocabulary import Phase
+
+CUT_OFF = "optimizer.step() was called again before the step had ended, so what was saved of it lacks that update"
 
 
 class UpdateHooks:
@@ -19,8 +23,10 @@ class UpdateHooks:
         ensure_loop: Callable[[], None],
         fence: Callable[[], None] | None,
         gated: GatedStep | None,
+        not_exact: Callable[[Iterable[str]], None],
     ) -> None:
         self._protection = protection
+        self._not_exact = not_exact
         self._begin_update = protection.begin_update
         self._ensure_loop = ensure_loop
         self._fence = fence
@@ -34,11 +40,17 @@ class UpdateHooks:
         self._ensure_loop()
         if self._fence is not None:
             self._fence()
-        if self._gated is None:
-            self._begin_update()
-        else:
-            self._gated.before_update()
-            self._protection.enter_update()
+        try:
+            if self._gated is None:
+                self._begin_update()
+            else:
+                self._gated.before_update()
+                self._protection.enter_update()
+        except ConfigError as error:
+            # The loop is wrong and ends here. What is saved of it lacks an update, or mixes steps, and says so.
+            cut_off = self._protection.stand.phase is Phase.UPDATED
+            self._not_exact((CUT_OFF if cut_off else f"the loop went wrong: {error}",))
+            raise
 
     def _leave_behind_fence(self) -> None:
         assert self._fence is not None

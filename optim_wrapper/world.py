@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lastwords.errors import ConfigError, UnavailableError
+from lastwords.clock import mono_s
+from lastwords.errors import ConfigError, LastWordsError, UnavailableError
 from lastwords.liveness.process_id import host_id, start_ticks
+
+_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
+
+_LOOK_S = 1.0
+"""So often a rank that waits for another's word looks whether it is told that there will be none."""
+
+_REFUSED = "/refused"
 
 _agreements = 0
 
@@ -43,7 +54,7 @@ class World:
         """The value under `key`, waiting for it. Raises UnavailableError naming `what` after `timeout_s`."""
         assert self.store is not None
         try:
-            self.store.wait([key], timedelta(seconds=timeout_s))
+            self._wait(key, timeout_s)
             value = json.loads(self.store.get(key))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
             raise UnavailableError(
@@ -66,7 +77,7 @@ class World:
                 self.store.set(f"{key}/problem", f"rank {self.rank}: {problem}")
             if self.store.add(f"{key}/count", 1) == self.size:
                 self.store.set(f"{key}/all", "here")
-            self.store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
+            self._wait(f"{key}/all", timeout_s)
             if self.store.check([f"{key}/problem"]):
                 return self.store.get(f"{key}/problem").decode(errors="replace")
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
@@ -76,6 +87,42 @@ class World:
             ) from error
         return None
 
+    def _wait(self, key: str, timeout_s: float) -> None:
+        """For `key`, but no longer than until another rank says that it never comes: ConfigError then."""
+        assert self.store is not None
+        refused = "/".join(key.split("/")[:3]) + _REFUSED
+        end_s = mono_s() + timeout_s
+        while True:
+            since_s = mono_s()
+            slice_s = max(min(_LOOK_S, end_s - since_s), 0.001)
+            try:
+                self.store.wait([key], timedelta(seconds=slice_s))
+                return
+            except (dist.DistStoreError, RuntimeError):
+                # Sooner than asked, it is no time-out but a store that is gone.
+                if mono_s() >= end_s or mono_s() - since_s < slice_s / 2:
+                    raise
+            if self.store.check([refused]):
+                text = self.store.get(refused).decode(errors="replace")
+                raise ConfigError(f"another rank cannot start: {text}")
+
+
+def tells_the_others(constructor: _Constructor) -> _Constructor:
+    """A constructor whose LastWordsError is heard by ranks that got further and wait for this one's word."""
+
+    @functools.wraps(constructor)
+    def telling(*args: Any, **kwargs: Any) -> None:
+        try:
+            constructor(*args, **kwargs)
+        except LastWordsError as error:
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                # The others take the next prefix; a store that is gone has nobody to tell.
+                with contextlib.suppress(RuntimeError, LastWordsError):
+                    _default_store().set(f"{_prefix(_agreements + 1)}{_REFUSED}", f"rank {dist.get_rank()}: {error}")
+            raise
+
+    return cast(_Constructor, telling)
+
 
 def next_prefix() -> str:
     """Store prefix of this process's next registration: every rank counts alike.
@@ -84,7 +131,11 @@ def next_prefix() -> str:
     """
     global _agreements
     _agreements += 1
-    return f"lastwords/{restart_count()}/{_agreements}"
+    return _prefix(_agreements)
+
+
+def _prefix(number: int) -> str:
+    return f"lastwords/{restart_count()}/{number}"
 
 
 def job_name(environ: dict[str, str] | None = None) -> str | None:

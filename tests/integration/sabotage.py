@@ -82,9 +82,9 @@ def watch_gate(faults: Faults) -> None:
 
     enter, passed = Gate.enter, Gate.passed
 
-    def watched_enter(self: Gate, step: int) -> None:
+    def watched_enter(self: Gate, *place: Any) -> None:
         faults.at("gate_enter")
-        enter(self, step)
+        enter(self, *place)
         faults.at("gate")
 
     def watched_passed(self: Gate) -> bool:

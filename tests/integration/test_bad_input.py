@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import lastwords
+from tests.integration.forked import on_ranks
 from tests.integration.harness import Port
 from tests.integration.kills import Kill
 from tests.integration.plan import Layout
@@ -245,3 +248,20 @@ def flip(path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
+
+
+def test_an_error_in_one_rank_s_constructor_is_told_to_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        model = torch.nn.Linear(2, 2)
+        optimizer = lastwords.OptTFTWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            tft = lastwords.TFTRegister(0, "127.0.0.1", 1, str(tmp_path / "ckpt"), model=model, optimizer=optimizer,
+                                        verify_every=-rank)  # fmt: skip
+            tft.start()
+        except lastwords.ConfigError as error:
+            return str(error)
+        return "started"
+
+    waiting, wrong = on_ranks(body, tmp_path, 2)
+    assert wrong.startswith("verify_every must be a number of steps")
+    assert waiting == f"another rank cannot start: rank 1: {wrong}"

@@ -15,6 +15,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.gate import Gate
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.interfaces import GateFailedError
+from lastwords.processor.saver import Position
 from tests.integration.forked import on_ranks
 
 pytestmark = pytest.mark.process
@@ -64,6 +65,21 @@ def test_a_rank_in_another_step_is_named_on_every_rank(tmp_path: Path) -> None:
 
     for said in on_ranks(body, tmp_path):
         assert "rank 2 in step 8, the others in step 7" in said
+
+
+def test_a_rank_that_calls_the_same_step_by_another_name_is_named_on_every_rank(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        gate = _gate()
+        for step in (1, 2):
+            gate.enter(step, Position(1, step))
+            assert _passed(gate), "the control: the same names pass"
+        gate.enter(3, Position(2 if rank == 1 else 1, 3))
+        with pytest.raises(ConfigError) as caught:
+            _passed(gate)
+        return f"says: {caught.value}"
+
+    for said in on_ranks(body, tmp_path):
+        assert "not the same ones: rank 1 at epoch 2, step 3, the others at epoch 1, step 3" in said
 
 
 @pytest.mark.parametrize("steps", [(3, 5, 4), (1, 2, 3)], ids=str)

@@ -1,4 +1,4 @@
-"""Launches of the toy training script in a directory of the test's own."""
+"""Launches of a toy training script in a directory of the test's own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ LIMIT_S = 90.0
 
 
 class Toy:
-    """Runs jobs of four ranks, and reads what they computed, said and saved."""
+    """Runs jobs of `ranks` ranks, and reads what they computed, said and saved.
 
-    def __init__(self, cluster: Cluster, directory: Path) -> None:
+    module: a script whose one argument is a plan (JSON) with at least "checkpoints", "port" and "out".
+    """
+
+    def __init__(self, cluster: Cluster, directory: Path, module: str = MODULE, ranks: int = RANKS) -> None:
         self.cluster = cluster
         self.directory = directory
+        self.module = module
+        self.ranks = ranks
         self.checkpoints = directory / "checkpoints"
         self.jobs: list[Any] = []
 
@@ -32,9 +37,9 @@ class Toy:
         (folder / "plan.json").write_text(json.dumps(plan))
         job = self.cluster.start(
             folder,
-            module=MODULE,
+            module=self.module,
             arguments=[str(folder / "plan.json")],
-            world_size=RANKS,
+            world_size=self.ranks,
             launcher="fork",
             watched=[self.checkpoints],
             ports=[port],
@@ -57,7 +62,7 @@ class Toy:
     def computed(self, *names: str) -> list[dict[int, tuple[str, str]]]:
         """Loss and state of each rank after each step, over these launches; a later launch wins."""
         found: list[dict[int, tuple[str, str]]] = []
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             steps: dict[int, tuple[str, str]] = {}
             for name in names:
                 path = self.directory / name / f"rank_{rank}.jsonl"

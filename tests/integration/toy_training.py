@@ -37,6 +37,7 @@ PLAN: dict[str, Any] = {
     "raises": None,  # [rank, step]: an exception in the forward pass
     "flip": None,  # [rank, step]: one bit of one weight flips at the end of this step
     "late": None,  # [rank, step, seconds]: this rank sleeps before its update
+    "leaves_out": None,  # [rank, step]: an own loop goes on to the next batch, and says nothing of this one
     "skip_gate": None,  # [rank, step]: this rank updates behind lastwords' back, and never ends its step
 }
 
@@ -153,8 +154,9 @@ class Job:
                 done = point.global_step
             if plan["own_loop"]:
                 for step in range(done + 1, plan["steps"] + 1):
-                    self.record(step, self.train(step))
-                    tft.step_end(1, step)
+                    if not self.at("leaves_out", step):
+                        self.record(step, self.train(step))
+                        tft.step_end(1, step)
             else:
                 for _, step, _ in tft.steps(list(range(plan["steps"])), epochs=1):
                     self.record(step, self.train(step))

@@ -1,8 +1,9 @@
 """Two optimizers, a collective between their updates: `python -m tests.integration.window_training PLAN.json`.
 
 The plan: checkpoints, port, local_copy, recover, out (a folder for what each rank computed), plain, every (the second
-optimizer comes in every so many steps), and kill = [rank, step, place] with place "window" (before the collective
-between the updates) or "between" (after it).
+optimizer comes in every so many steps), twice (a step in which it wrongly comes twice), and kill = [rank, step, place]
+with place "window" (before the collective between the updates) or "between" (after it); together: the killed rank waits
+until all others have come to that place.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,10 @@ def main(arguments: list[str]) -> None:
     torch.manual_seed(100 + rank)
 
     def come_by(step: int, place: str) -> None:
+        (Path(plan["out"]) / f"{place}_{step}_{rank}").touch()
         if plan["kill"] == [rank, step, place]:
+            while plan["together"] and len(list(Path(plan["out"]).glob(f"{place}_{step}_*"))) < dist.get_world_size():
+                time.sleep(0.001)  # a rank that had not begun its update could still save the step before
             os.kill(os.getpid(), signal.SIGKILL)
 
     def train(step: int) -> None:
@@ -85,6 +90,8 @@ def main(arguments: list[str]) -> None:
         for group in optimizers[1].param_groups:
             group["lr"] = 0.05 / (1.0 + share.item())
         optimizers[1].step()
+        if plan["twice"] == step:
+            optimizers[1].step()
         record(step, loss)
 
     def record(step: int, loss: torch.Tensor) -> None:
