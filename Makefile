@@ -1,7 +1,8 @@
 # Two commands are all that a new user needs: `make demo` and `make test`. Both create .venv by themselves.
 #
 #   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
-#   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp
+#   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp, pp-tp
+#   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
 #   make test      all tests that fit into minutes
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
@@ -18,7 +19,7 @@ N ?= 20
 SEED ?= 1
 LAYOUT ?= tp
 
-.PHONY: install venv demo demo-parallel test check matrix chaos bench proto clean
+.PHONY: install venv demo demo-parallel demo-elastic test check matrix chaos bench proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -35,6 +36,9 @@ demo: $(READY)
 
 demo-parallel: $(READY)
 	$(BIN)/python -m demo.transformer.run --layout $(LAYOUT) $(ARGS)
+
+demo-elastic: $(READY)
+	$(BIN)/python -m demo.transformer.elastic $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 class RankLog:
     """One rank's file, read back.
 
-    `losses` and `states` map a global step to its loss and to a checksum of the rank's state (where that was logged),
-    `sums` the name of a tensor to its checksum after the last step.
+    `losses`, `states` and `samples` map a global step to its loss, to a checksum of the rank's state and to the samples
+    of its batch (where those were logged), `sums` the name of a tensor to its checksum after the last step. `resumed`
+    is the checksum of the state that the rank began with, if it did not begin at the beginning.
     """
 
     pid: int = 0
@@ -23,6 +25,8 @@ class RankLog:
     mono_s: Mapping[int, float] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
     states: Mapping[int, str] = field(default_factory=dict)
+    samples: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    resumed: str = ""
 
     def bits(self, step: int) -> str:
         """All bits of what a step led to, so that two NaNs are equal and 0.0 and -0.0 are not; "missing" without it."""
@@ -43,6 +47,8 @@ def _read_log(path: Path) -> RankLog:
     mono_s: dict[int, float] = {}
     sums: dict[str, str] = {}
     states: dict[int, str] = {}
+    samples: dict[int, tuple[int, ...]] = {}
+    resumed = ""
     text = path.read_text(encoding="utf-8")
     for line in text[: text.rfind("\n") + 1].splitlines():
         record = json.loads(line)
@@ -51,11 +57,15 @@ def _read_log(path: Path) -> RankLog:
             mono_s[record["global_step"]] = record["mono_s"]
             if "state" in record:
                 states[record["global_step"]] = record["state"]
+            if "samples" in record:
+                samples[record["global_step"]] = tuple(record["samples"])
+        elif "resumed_state" in record:
+            resumed = record["resumed_state"]
         elif "tensor" in record:
             sums[record["tensor"]] = record["xxh3"]
         else:
             first = record
-    return RankLog(first.get("pid", 0), first.get("steps", 0), losses, mono_s, sums, states)
+    return RankLog(first.get("pid", 0), first.get("steps", 0), losses, mono_s, sums, states, samples, resumed)
 
 
 def first_difference(
@@ -76,6 +86,35 @@ def first_difference(
     found = _first_loss("the killed run", uninterrupted, killed, range(1, last + 1), all_of_them=False)
     found = found or _first_loss("the resumed run", uninterrupted, resumed, range(step + 1, last + 1), all_of_them=True)
     return found or _first_tensor(uninterrupted, resumed)
+
+
+def first_difference_before(uninterrupted: Mapping[int, RankLog], killed: Mapping[int, RankLog]) -> str | None:
+    """None if the killed run is the uninterrupted one, bit for bit, wherever it got to."""
+    last = uninterrupted[min(uninterrupted)].steps
+    return _first_loss("the killed run", uninterrupted, killed, range(1, last + 1), all_of_them=False)
+
+
+def other_states(uninterrupted: Mapping[int, RankLog], resumed: Mapping[int, RankLog], *, step: int) -> list[int]:
+    """Ranks of the resumed run that have not begun with the state of that rank of the uninterrupted run at `step`.
+
+    Both runs have to cut tensors alike; the resumed run may have fewer ranks.
+    """
+    return [rank for rank, log in sorted(resumed.items()) if log.resumed != uninterrupted[rank].states.get(step)]
+
+
+def mean_losses(logs: Mapping[int, RankLog]) -> dict[int, float]:
+    """Mean of the ranks' losses by step, for the steps that every rank has logged."""
+    steps = sorted(set.intersection(*(set(log.losses) for log in logs.values())))
+    return {step: sum(log.losses[step] for log in logs.values()) / len(logs) for step in steps}
+
+
+def seen(logs: Mapping[int, RankLog], steps: Sequence[int]) -> Counter[int]:
+    """How often each sample was in a batch of `steps`. Ranks that share a replica's work have one batch together."""
+    found: Counter[int] = Counter()
+    for step in steps:
+        for batch in {log.samples[step] for log in logs.values() if step in log.samples}:
+            found.update(batch)
+    return found
 
 
 def _first_loss(

@@ -16,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from demo.compare import RankLog
+from demo.compare import RankLog, mean_losses
 from demo.incident import Incident
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -37,9 +37,10 @@ def draw(
     resumed: Mapping[int, RankLog],
     incident: Incident,
     *,
-    identical: bool,
+    title: str,
+    resumed_as: str = "resumed",
 ) -> None:
-    """Writes a PNG to `path`; `identical` is what its title says of the runs."""
+    """Writes a PNG to `path`; `title` says how the runs compare, `resumed_as` what the last one is called."""
     style: dict[Any, Any] = {
         "font.size": 10,
         "text.color": INK,
@@ -50,8 +51,7 @@ def draw(
     with mpl.rc_context({**style, "axes.edgecolor": GRID, "font.family": "DejaVu Sans"}):
         layout = ConstrainedLayoutEngine(h_pad=0.14, w_pad=0.12, hspace=0.06)
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 8.6), height_ratios=(1.15, 1), layout=layout)
-        _curves(top, uninterrupted, killed, resumed, incident)
-        title = "The resumed run is the uninterrupted run, bit for bit" if identical else "The runs differ"
+        _curves(top, uninterrupted, killed, resumed, incident, resumed_as)
         top.set_title(title, loc="left", fontweight="bold", fontsize=13)
         _timeline(bottom, incident)
         figure.savefig(path, dpi=150, facecolor="white")
@@ -59,9 +59,8 @@ def draw(
 
 
 def _mean(logs: Mapping[int, RankLog]) -> tuple[list[int], list[float]]:
-    """Steps that every rank has logged, and the mean of the ranks' losses."""
-    steps = sorted(set.intersection(*(set(log.losses) for log in logs.values())))
-    return steps, [sum(log.losses[step] for log in logs.values()) / len(logs) for step in steps]
+    means = mean_losses(logs)
+    return list(means), list(means.values())
 
 
 def _curves(
@@ -70,12 +69,14 @@ def _curves(
     killed: Mapping[int, RankLog],
     resumed: Mapping[int, RankLog],
     incident: Incident,
+    resumed_as: str,
 ) -> None:
     axes.plot(*_mean(uninterrupted), color=UNINTERRUPTED, linewidth=7, solid_capstyle="round", label="never killed")
     steps, losses = _mean(killed)
     axes.plot(steps, losses, color=KILLED, linewidth=1.6, label=f"until the kill (steps 1 to {incident.step})")
     steps, losses = _mean(resumed)
-    axes.plot(steps, losses, color=RESUMED, linewidth=1.6, label=f"resumed (steps {incident.step + 1} to {steps[-1]})")
+    label = f"{resumed_as} (steps {incident.step + 1} to {steps[-1]})"
+    axes.plot(steps, losses, color=RESUMED, linewidth=1.6, label=label)
     axes.axvline(incident.step + 0.5, color=INK, linewidth=1, linestyle=(0, (2, 3)))
     dead = " and ".join(f"rank {rank}" for rank in incident.dead_ranks)
     top = axes.get_ylim()[1]
@@ -127,7 +128,7 @@ def _timeline(axes: Axes, incident: Incident) -> None:
     )
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.set(xlabel="milliseconds after the kill", xlim=(begin_ms, end_ms), ylim=(-0.6, len(rows) - 0.05))
-    axes.set_title("The incident", loc="left", fontweight="bold", fontsize=13)
+    axes.set_title("The incident", loc="left", fontweight="bold", fontsize=13, pad=18)  # above the moments' words
     shown = {bar.what for bar in incident.bars}
     handles: list[Patch | Line2D] = [
         Patch(color=colour, label=text) for what, (colour, text) in BARS.items() if what in shown

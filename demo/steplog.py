@@ -3,7 +3,8 @@
 This is how the demos compare two runs; training does not need it. Of a sharded tensor the rank's own part counts.
 
 {"rank": 2, "pid": 4711, "steps": 140}
-{"epoch": 1, "step": 1, "global_step": 1, "loss": 2.3065004348754883, "mono_s": 8123.25, "state": "08d2..."}
+{"resumed_after": 12, "resumed_state": "77c0..."}
+{"epoch": 1, "step": 13, "global_step": 13, "loss": 2.3065, "mono_s": 8123.25, "state": "08d2...", "samples": [5, 2]}
 {"tensor": "optim/0.weight/exp_avg", "xxh3": "6a1c..."}
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class StepLog:
 
     def __init__(self, folder: str, rank: int, steps: int) -> None:
         self._file = None
+        self._rank, self._folder = rank, Path(folder)
         if folder:
             path = Path(folder) / f"rank_{rank}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +43,11 @@ class StepLog:
         loss: float,
         net: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        samples: Sequence[int] = (),
     ) -> None:
         """Give net and optimizer where not only the losses of the step are to be compared, but a checksum of them too.
+
+        samples: numbers of those in the batch.
 
         JSON prints a float with as many digits as it takes to read the very same bits back.
         """
@@ -52,7 +57,18 @@ class StepLog:
         record |= {"loss": loss, "mono_s": time.monotonic()}
         if net is not None and optimizer is not None:
             record["state"] = checksum(checksums(net, optimizer))
+        if samples:
+            record["samples"] = list(samples)
         self._write(record)
+
+    def write_resumed(self, global_step: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """The state that a resumed run begins with."""
+        self._write({"resumed_after": global_step, "resumed_state": checksum(checksums(net, optimizer))})
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes a tensor beside the log, on rank 0."""
+        if self._file is not None and self._rank == 0:
+            torch.save(tensor, self._folder / f"{name}.pt")
 
     def write_final(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         """Writes one line per tensor; returns a checksum of this rank's weights and optimizer state."""

@@ -7,7 +7,7 @@ import itertools
 import random
 import shutil
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,14 +51,14 @@ def drawn(seed: int | None) -> int:
     return random.SystemRandom().randrange(10**6) if seed is None else seed
 
 
-def tell(demo: Demo) -> int:
-    """Live through the demo and print it; returns the exit code."""
+def tell(demo: Demo, live: Callable[[Console, Demo], int] | None = None) -> int:
+    """Live through the demo (by default: kill, resume, compare) and print it; returns the exit code."""
     console = Console(highlight=False)
     console.print(demo.title)
     shutil.rmtree(demo.out, ignore_errors=True)
     try:
         with no_process_left_behind():
-            return _story(console, demo)
+            return (live or _story)(console, demo)
     except (OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
         console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         return EXIT_FAILED
@@ -66,8 +66,7 @@ def tell(demo: Demo) -> int:
 
 def _story(console: Console, demo: Demo) -> int:
     draws = random.Random(demo.seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with bars(console) as progress:
         stages = [Stage(progress, demo, name) for name in ("never killed", "killed", "resumed")]
 
         uninterrupted = stages[0].run(*demo.never_killed)
@@ -84,13 +83,13 @@ def _story(console: Console, demo: Demo) -> int:
 
         resumed = stages[2].run("--is_recover", "1", ckpt_path=training.ckpt_path, from_step=incident.step)
 
-    survivors = [log for rank, log in killed.items() if rank not in incident.dead_ranks]
-    lost = max(0, max(max(log.losses, default=0) for log in survivors) - incident.step)
+    lost = steps_lost(killed, incident)
     difference = first_difference(uninterrupted, killed, resumed, step=incident.step)
     if difference is None and lost:
         difference = f"{lost} steps were trained but are not in the checkpoint"
     picture = demo.out / "last-words.png"
-    draw(picture, uninterrupted, killed, resumed, incident, identical=difference is None)
+    same = "The resumed run is the uninterrupted run, bit for bit"
+    draw(picture, uninterrupted, killed, resumed, incident, title=same if difference is None else "The runs differ")
     console.print(table(incident, lost))
     console.print(f"picture: {picture}\ncheckpoint: {incident.path}\n", soft_wrap=True)
     if difference is not None:
@@ -98,6 +97,12 @@ def _story(console: Console, demo: Demo) -> int:
         return EXIT_DIFFERENT
     console.print(f"[bold green]{IDENTICAL}[/]")
     return 0
+
+
+def bars(console: Console) -> Progress:
+    """Where the stages of a demo show how far they are."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
 class Stage:
@@ -140,6 +145,12 @@ class Stage:
 def median_step_s(log: RankLog) -> float:
     moments = [log.mono_s[step] for step in sorted(log.mono_s)]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(moments))
+
+
+def steps_lost(killed: Mapping[int, RankLog], incident: Incident) -> int:
+    """Steps that a survivor has logged and the checkpoint does not have."""
+    survivors = [log for rank, log in killed.items() if rank not in incident.dead_ranks]
+    return max(0, max(max(log.losses, default=0) for log in survivors) - incident.step)
 
 
 def table(incident: Incident, lost: int) -> Table:

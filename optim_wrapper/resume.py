@@ -27,8 +27,7 @@ from lastwords.optim_wrapper.resume_elsewhere import (
     reason_of,
     refuse_left_overs,
     regions_of,
-    source_rank,
-    streams_of,
+    take_over,
 )
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
@@ -136,7 +135,7 @@ def resume_from(
         if elsewhere:
             nothing_left_over = refuse_left_overs(world, key, checkpoint.manifest, recorder)
             nothing_left_over()
-        resumed = _restore(checkpoint, world, recorder, facts_here, elsewhere=elsewhere)
+        resumed = _restore(checkpoint, world, recorder, facts_here, key=key, elsewhere=elsewhere)
     except LastWordsError as error:
         own = error
     _all_or_none(world, f"{key}/restored", own)
@@ -158,15 +157,18 @@ def _restore(
     recorder: StepRecorder,
     facts_here: Mapping[str, Any],
     *,
+    key: str,
     elsewhere: bool,
 ) -> Resumed:
     """elsewhere: some rank's units are not those of the saved run, so the state is put together from slices."""
     manifest, path = checkpoint.manifest, checkpoint.path
     moved = elsewhere or manifest.world_size != world.size
-    local, owner, reasons = (_local_elsewhere if moved else _local)(checkpoint, world.rank)
     if moved:
-        reasons.insert(0, reason_of(manifest, world.size))
-    reasons += [str(reason) for reason in manifest.reasons]
+        taken = take_over(checkpoint, world, key, recorder)
+        local, owner, reasons = taken.regions, taken.source, [reason_of(manifest, world.size), *taken.reasons]
+    else:
+        local, owner, reasons = _local(checkpoint, world.rank)
+    reasons += _reasons_of(manifest)
     reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 
     if not elsewhere:
@@ -185,9 +187,6 @@ def _restore(
         name.removeprefix(EPOCH_PREFIX): copy for name, copy in local.items() if name.startswith(EPOCH_PREFIX)
     }
     reasons += recorder.buffers.restore(step_regions)
-    if moved and owner >= 0:
-        step_regions = streams_of(step_regions, manifest, owner, world.rank, recorder)
-        epoch_start = epoch_start if owner == world.rank else {}
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(step_regions)
         local_history = None
@@ -208,6 +207,16 @@ def _restore(
         epoch_start=epoch_start,
         reasons=list(dict.fromkeys(reasons)),
     )
+
+
+def _reasons_of(manifest: Manifest) -> list[str]:
+    """Why the saved run was not exact. What every rank has said is said once, or each resume would multiply it."""
+    by_rank = [entry.reasons for entry in manifest.locals.values()]
+    by_all = (
+        [reason for reason in dict.fromkeys(by_rank[0]) if all(reason in said for said in by_rank)] if by_rank else []
+    )
+    lines = {f"rank {rank}: {reason}" for rank in manifest.locals for reason in by_all}
+    return [*by_all, *(str(reason) for reason in manifest.reasons if reason not in lines)]
 
 
 def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
@@ -284,19 +293,6 @@ def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy
             copies = regions_of(checkpoint, other)
             return {name: copy for name, copy in copies.items() if name.startswith("buffer/")}, other, [reason]
     return {}, -1, [f"rank {rank}: its own state was lost; it starts with new random number streams"]
-
-
-def _local_elsewhere(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[str]]:
-    """Rank-local regions of the saved rank that this one takes over (`source_rank`); a lost one is told."""
-    manifest = checkpoint.manifest
-    source = source_rank(manifest, rank)
-    if source < 0:
-        return {}, -1, [f"rank {rank}: no rank's own state was saved; it starts with new random number streams"]
-    if source == rank % manifest.world_size:
-        return regions_of(checkpoint, source), source, []
-    lost = rank % manifest.world_size
-    reason = f"rank {rank}: the own state of saved rank {lost} was lost; it starts with the buffers of rank {source}"
-    return regions_of(checkpoint, source), source, [reason]
 
 
 class _ExtraTensors:

@@ -3,13 +3,19 @@
 Rank-local state follows one rule. Rank r goes on with the state of saved rank r mod M, M being the saved world's size;
 if that was lost, with that of the lowest rank whose state is there. Its random streams are those of that rank where
 both are r; else they are seeded anew from those streams and r div M, so that a resume can be repeated, and ranks whose
-streams were equal (those of one tensor-parallel group) have equal streams again.
+streams were equal have equal streams again.
+
+Ranks that share one replica's work (a tensor-parallel group) must draw the same numbers, and may have belonged to
+several replicas before. Which ranks these are is nowhere written down, but the job has seeded them alike: where torch's
+streams are equal when resume() is called and the rule would part them, they all do as the lowest of them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +28,7 @@ from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.reshard import Resharded, VirtualUnit, saved_names
+from lastwords.optim_wrapper.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.box_reader import RegionCopy
@@ -29,6 +36,7 @@ from lastwords.sharding.pieces import Members
 
 STORE_WAIT_S = 300.0
 _SHOWN_MAX = 8
+_ACCELERATOR = re.compile(r"rng/[a-z]+:\d+")
 
 
 def reason_of(manifest: Manifest, world_size: int) -> str:
@@ -125,15 +133,80 @@ def source_rank(manifest: Manifest, rank: int) -> int:
     return own if own in known else next(iter(known), -1)
 
 
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Rank-local regions that this rank goes on with, of which saved rank they are (-1: of none), and what is amiss."""
+
+    regions: dict[str, RegionCopy]
+    source: int
+    reasons: list[str]
+
+
+def take_over(checkpoint: Checkpoint, world: World, key: str, recorder: StepRecorder) -> TakenOver:
+    """Rank-local regions by the rule above. Every rank calls this, whatever happens to it afterwards."""
+    if recorder.units.pure:
+        return _by_the_rule(checkpoint, world.rank, recorder)
+    word = {"here": _torch_streams(recorder.rng.snapshot(), recorder), "then": ""}
+    try:
+        own = _by_the_rule(checkpoint, world.rank, recorder)
+        word["then"] = _torch_streams(own.regions, recorder)
+    finally:
+        world.publish(f"{key}/streams/{world.rank}", word)
+    words = {world.rank: word}
+    for rank in range(world.size):
+        if rank != world.rank:
+            words[rank] = world.read(f"{key}/streams/{rank}", STORE_WAIT_S, f"rank {rank} to resume")
+    alike = [rank for rank in range(world.size) if words[rank]["here"] == word["here"]]
+    if len({words[rank]["then"] for rank in alike}) == 1 or alike[0] == world.rank:
+        return own
+    return _by_the_rule(checkpoint, alike[0], recorder)
+
+
+def _torch_streams(regions: Mapping[str, RegionCopy], recorder: StepRecorder) -> str:
+    """A checksum of the streams that models draw from: torch's own, of the CPU and of this rank's accelerator."""
+    digest = xxhash.xxh3_64()
+    for name in sorted(recorder.rng.snapshot().keys() - {"rng/python", "rng/numpy"}):
+        digest.update(bytes(regions[name].data) if name in regions else b"")
+    return digest.hexdigest()
+
+
+def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> TakenOver:
+    manifest = checkpoint.manifest
+    source, own = source_rank(manifest, rank), rank % manifest.world_size
+    if source < 0:
+        reason = f"rank {rank}: no rank's own state was saved; it starts with new random number streams"
+        return TakenOver({}, -1, [reason])
+    regions = on_this_device(regions_of(checkpoint, source), recorder.rng.snapshot().keys())
+    reason = f"rank {rank}: the own state of saved rank {own} was lost; it starts with the buffers of rank {source}"
+    if source != rank:
+        step_regions = {name: copy for name, copy in regions.items() if not name.startswith(EPOCH_PREFIX)}
+        regions = streams_of(step_regions, manifest, source, rank, recorder)
+    return TakenOver(regions, source, [] if source == own else [reason])
+
+
+def on_this_device(regions: Mapping[str, RegionCopy], here: Collection[str]) -> dict[str, RegionCopy]:
+    """The regions with an accelerator's stream under the name of the device that this rank has: ranks move over cards.
+
+    here: names of this rank's streams. Nothing is renamed where one of the two has several accelerators.
+
+    >>> sorted(on_this_device({"rng/cuda:0": 0, "epoch/rng/cuda:0": 0, "rng/torch": 0}, ["rng/cuda:3", "rng/torch"]))
+    ['epoch/rng/cuda:3', 'rng/cuda:3', 'rng/torch']
+    """
+    saved = [name for name in regions if _ACCELERATOR.fullmatch(name)]
+    live = [name for name in here if _ACCELERATOR.fullmatch(name)]
+    if len(saved) != 1 or len(live) != 1 or saved[0].split(":")[0] != live[0].split(":")[0]:
+        return dict(regions)
+    names = {saved[0]: live[0], EPOCH_PREFIX + saved[0]: EPOCH_PREFIX + live[0]}
+    return {names.get(name, name): copy for name, copy in regions.items()}
+
+
 def streams_of(
     regions: dict[str, RegionCopy], manifest: Manifest, source: int, rank: int, recorder: StepRecorder
 ) -> dict[str, RegionCopy]:
-    """Rank-local regions for `rank`: the source's own, or with default streams that are seeded anew from them.
+    """The source's rank-local regions, with default streams that are seeded anew from them for another `rank`.
 
     The process's streams are left as they were.
     """
-    if source == rank:
-        return regions
     digest = xxhash.xxh3_64()
     for name in sorted(regions):
         if name.startswith("rng/"):

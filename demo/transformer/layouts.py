@@ -97,7 +97,7 @@ def zero1(task: Task) -> Parallel:
 
 def hsdp(task: Task) -> Parallel:
     """Weights and optimizer are sharded over `parts` ranks; each shard has as many holders as there are replicas."""
-    model = _fully_shard(Transformer(task.shape), task.mesh("replicate", "shard"))
+    model = fully_sharded(Transformer(task.shape), task.mesh("replicate", "shard"))
     return _averaged_by_torch(model, task.optimizer(model.parameters()))
 
 
@@ -108,7 +108,8 @@ def _averaged_by_torch(model: nn.Module, optimizer: Optimizer) -> Parallel:
     return Parallel(model, optimizer, backward, norm, dist.get_rank(), dist.get_world_size())
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 on each block, and on what is left."""
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -146,7 +147,7 @@ def fsdp_tp(task: Task) -> Parallel:
     """Each part of a projection is sharded once more, and the replicas hold copies: three axes."""
     mesh = task.mesh("replicate", "shard", "tp")
     model = parallelize_module(Transformer(task.shape), mesh["tp"], TENSOR_PARALLEL)
-    _fully_shard(model, mesh["replicate", "shard"])
+    fully_sharded(model, mesh["replicate", "shard"])
     norm = partial(clip, list(model.parameters()), copies_of, MAX_NORM)
     backward = partial(loss_and_gradients, model)
     return Parallel(
@@ -161,10 +162,20 @@ def fsdp_tp(task: Task) -> Parallel:
 
 def pp(task: Task) -> Parallel:
     """A pipeline of `parts` stages, GPipe; each stage is held by as many ranks as there are replicas."""
-    mesh = task.mesh("stage", "replicate")
+    return _pipeline(task, task.mesh("stage", "replicate"))
+
+
+def pp_tp(task: Task) -> Parallel:
+    """The same, and the neighbours in a stage share its projections: three axes."""
+    return _pipeline(task, task.mesh("stage", "replicate", "tp"))
+
+
+def _pipeline(task: Task, mesh: DeviceMesh) -> Parallel:
     stage, last, replicas, shape = mesh["stage"].get_local_rank(), task.parts - 1, mesh["replicate"], task.shape
     each = shape.layers // task.parts
-    model = Transformer(shape, layers=range(stage * each, stage * each + each))
+    model: nn.Module = Transformer(shape, layers=range(stage * each, stage * each + each))
+    if "tp" in (mesh.mesh_dim_names or ()):
+        model = parallelize_module(model, mesh["tp"], TENSOR_PARALLEL)
     parameters = list(model.parameters())
 
     chunks = 2
@@ -192,7 +203,7 @@ def pp(task: Task) -> Parallel:
         dist.broadcast(loss, group=group, group_src=last)
         return loss
 
-    norm = partial(clip, parameters, lambda _: replicas.size(), MAX_NORM)
+    norm = partial(clip, parameters, lambda parameter: copies_of(parameter) // task.parts, MAX_NORM)
     return Parallel(model, task.optimizer(parameters), backward, norm, replicas.get_local_rank(), replicas.size())
 
 
@@ -224,5 +235,5 @@ def moe(task: Task) -> Parallel:
 
 
 LAYOUTS: dict[str, Callable[[Task], Parallel]] = {
-    "tp": tp, "hsdp": hsdp, "pp": pp, "zero1": zero1, "moe": moe, "ddp": ddp, "fsdp-tp": fsdp_tp
+    "tp": tp, "hsdp": hsdp, "pp": pp, "zero1": zero1, "moe": moe, "ddp": ddp, "fsdp-tp": fsdp_tp, "pp-tp": pp_tp
 }  # fmt: skip

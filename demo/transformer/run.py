@@ -1,6 +1,6 @@
 """The demo in a parallel layout: train, `kill -9` one worker, resume, and compare with a run that was never killed.
 
-python -m demo.transformer.run --layout hsdp      or tp, pp, zero1, moe, ddp (4 ranks), fsdp-tp (8 ranks)
+python -m demo.transformer.run --layout hsdp      or tp, pp, zero1, moe, ddp (4 ranks), fsdp-tp, pp-tp (8 ranks)
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ WORDS = {
     "moe": "4 replicas, their experts spread over pairs",
     "ddp": "4 replicas",
     "fsdp-tp": "2 replicas x 2 shards (FSDP2) x 2 ranks that share each layer",
+    "pp-tp": "a pipeline of 2 stages x 2 replicas x 2 ranks that share each layer",
 }
-RANKS = {"fsdp-tp": 8}
+RANKS = {"fsdp-tp": 8, "pp-tp": 8}
 
 
 def main() -> int:

@@ -29,3 +29,16 @@ class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         begin = index * self._context
         window = self._bytes[begin : begin + self._context + 1].long()
         return window[:-1], window[1:]
+
+
+class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    """The same windows, each with its number, so that a log can say which ones were seen."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return (*self._text[index], index)

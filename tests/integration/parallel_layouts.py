@@ -6,12 +6,13 @@ import dataclasses
 
 from tests.integration.plan import Layout
 
+RANKS = {"fsdp-tp": 8, "pp-tp": 8, "sharded-tp": 8}
 SMALL = Layout(epochs=2, steps_per_epoch=3)
 
 
 def parallel_layout(parallel: str, **more: object) -> Layout:
-    """A layout of the demo on its number of ranks: 8 for fsdp-tp, 4 for the others."""
-    settings = {"parallel": parallel, "world_size": 8 if parallel == "fsdp-tp" else 4, **more}
+    """A layout of the demo on its number of ranks: 8 for those with three axes, 4 for the others."""
+    settings = {"parallel": parallel, "world_size": RANKS.get(parallel, 4), **more}
     return dataclasses.replace(SMALL, **settings)  # type: ignore[arg-type]
 
 
@@ -23,6 +24,12 @@ def groups(layout: Layout) -> list[tuple[int, ...]]:
     if layout.parallel == "pp":
         each = layout.world_size // parts
         return [tuple(world[stage * each : stage * each + each]) for stage in range(parts)]
+    if layout.parallel == "pp-tp":
+        each = layout.world_size // parts
+        stages = [world[stage * each : stage * each + each] for stage in range(parts)]
+        return [tuple(stage[part::parts]) for stage in stages for part in range(parts)]
+    if layout.parallel == "sharded-tp":
+        return [(rank,) for rank in world]
     if layout.parallel == "fsdp-tp":
         parts = parts * parts
     return [tuple(world[part::parts]) for part in range(parts)]

@@ -37,6 +37,7 @@ class Layout:
 
     world_size: int = 4
     parallel: str = ""  # a layout of demo/transformer/layouts.py; "": DDP with the models of network.py
+    layers: int = 2  # of a parallel layout
     parts: int = 2  # of a parallel layout: ranks that share what is cut into pieces
     model: str = "small"  # "small" < 1 MB, "medium" < 25 MB, "large" > 25 MB of parameters
     batch_norm: bool = True
@@ -47,6 +48,10 @@ class Layout:
     accumulate: int = 1
     no_sync: bool = False  # skip the all-reduce of all but the last batch of a step
     loader: str = "distributed"  # or "plain": every rank shuffles the whole dataset with its own random numbers
+    own_sampler: bool = True  # of a parallel layout; False: torch's DistributedSampler with nothing around it
+    sequences: int = 0  # of a step, those of all ranks together, in a parallel layout; 0: two for each rank
+    left_over: int = 0  # that many sequences less in an epoch: its last step has fewer
+    even: bool = False  # drop what does not make equally many whole batches for each rank
     augment: bool = False  # the dataset draws torch, numpy and python random numbers
     workers: int = 0
     persistent_workers: bool = False
@@ -106,6 +111,7 @@ class Plan:
     recover: bool = False
     missing_ok: bool = False
     data: str = "refetch"
+    whole: bool = False  # gather the state, and what the model answers, after a resume and at the end
     faults: tuple[Fault, ...] = ()
     sabotage: tuple[str, ...] = ()
     bad_extra: bool = False  # register something that cannot be stored

@@ -6,6 +6,8 @@ no_random_numbers:2       rank 2 does not restore its random streams
 no_local_buffers          no rank restores its own buffers
 no_proceed                a rank that is told to proceed stays where it is
 no_one_moment             hyperparameters stay as the writer of each unit had them
+no_carrying               a run on other ranks finds its place in the data by the number of steps
+no_shared_streams         ranks that share a replica's work go on with streams of several replicas
 no_epoch_start            the random streams at the start of the epoch are not restored
 dies_while_writing:0      rank 0 is killed when its part of a checkpoint is written but for the end
 hangs_while_writing:0     rank 0 makes no progress in the middle of its part
@@ -116,6 +118,18 @@ def _no_random_numbers(_: str) -> None:
     RngCapture.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
 
 
+def _no_carrying(_: str) -> None:
+    from lastwords.optim_wrapper import register
+
+    register.carry = lambda *_args, **_more: (None, "")  # type: ignore[attr-defined]
+
+
+def _no_shared_streams(_: str) -> None:
+    from lastwords.optim_wrapper import resume_elsewhere
+
+    resume_elsewhere._torch_streams = lambda *_: ""
+
+
 def _no_local_buffers(_: str) -> None:
     from lastwords.optim_wrapper.rank_local import BufferCapture
 
@@ -205,6 +219,8 @@ _SABOTAGE: dict[str, Callable[[str], None]] = {
     "no_bucket_replay": _no_bucket_replay,
     "no_controller": _no_controller,
     "no_epoch_start": _no_epoch_start,
+    "no_carrying": _no_carrying,
+    "no_shared_streams": _no_shared_streams,
     "no_local_buffers": _no_local_buffers,
     "no_one_moment": _no_one_moment,
     "no_proceed": _no_proceed,

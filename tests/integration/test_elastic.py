@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,9 +14,9 @@ import lastwords
 from demo.transformer.layouts import LAYOUTS, Task
 from demo.transformer.model import Shape, Transformer
 from demo.transformer.text import Text
-from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.load import open_checkpoint
 from tests.integration.forked import on_ranks
+from tests.integration.moving import naive_gather
 from tests.integration.parallel_kills import ShardedKill
 from tests.integration.parallel_layouts import parallel_layout
 from tests.integration.rig import Rig
@@ -39,24 +38,6 @@ class Counter:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
-
-
-def naive_gather(path: Path) -> dict[str, bytes]:
-    """Every tensor of a checkpoint as a whole: read, and put where its offsets say."""
-    checkpoint = open_checkpoint(path)
-    whole: dict[str, np.ndarray[Any, Any]] = {}
-    for unit in checkpoint.manifest.units:
-        for name, (spec, data) in checkpoint.read_unit(unit).items():
-            parsed = parse_tensor_name(name)
-            assert isinstance(parsed, UnitTensorName)
-            if parsed.kind == "extra" or parsed.fqn.startswith("~"):
-                continue
-            key = parsed.fqn + (f"/{parsed.key}" if parsed.key else "")
-            assert spec.dtype == "F32"
-            into = whole.setdefault(key, np.full(spec.global_shape, np.nan, np.float32))
-            place = tuple(slice(at, at + size) for at, size in zip(spec.offsets, spec.shape, strict=True))
-            into[place] = np.frombuffer(data, np.float32).reshape(spec.shape)
-    return {name: value.tobytes() for name, value in whole.items()}
 
 
 def live(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:

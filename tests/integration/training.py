@@ -29,12 +29,12 @@ from tests.integration import sabotage
 from tests.integration.faults import Faults, restart_count
 from tests.integration.network import Net, make_loader
 from tests.integration.plan import Plan
-from tests.integration.recording import Recording, digest, floats
+from tests.integration.recording import Recording, digest, floats, random_streams
 
 GROUP_TIMEOUT_S = 120
 LEARNING_RATE = 3e-3
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, ...]
 
 
 class PhasedAdamW(torch.optim.AdamW):
@@ -245,6 +245,10 @@ class Trainer:
         """What else TFTRegister is told."""
         return {}
 
+    def write_whole(self, moment: str) -> None:
+        """The plan's `whole`: of parallel layouts only."""
+        raise NotImplementedError
+
     def run_registered(self, tft: Any) -> None:
         """What stands inside `with tft:`."""
         maps = Path("/proc/self/maps").read_text().splitlines()
@@ -260,7 +264,9 @@ class Trainer:
         if point is not None:
             where: dict[str, Any] = {"epoch": point.epoch, "step_in_epoch": point.step, "step": point.global_step}
             where |= {"exact": point.exact, "reasons": point.reasons}
-            self.recording.write("resumed", **where, values=self.recording.state())
+            self.recording.write("resumed", **where, values=self.recording.state(), streams=random_streams())
+            if self.plan.whole:
+                self.write_whole("resumed")
         if self.plan.api == "steps":
             for epoch, step, batch in tft.steps(
                 self.loader, epochs=self.layout.epochs, accumulate=self.layout.accumulate
@@ -269,6 +275,8 @@ class Trainer:
                     break
         else:
             self.train_own_loop(tft, point)
+        if self.plan.whole:
+            self.write_whole("end")
         self.faults.is_last_micro = True
         self.faults.at("left")
 
