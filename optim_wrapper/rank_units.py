@@ -17,7 +17,7 @@ from lastwords.optim_wrapper.state_view import Names, UnitView
 from lastwords.sharding import zero
 from lastwords.sharding.agree import World, agree_units
 from lastwords.sharding.declare import Unit
-from lastwords.sharding.discover import pieces_of
+from lastwords.sharding.discover import cut_by_hand, pieces_of
 from lastwords.sharding.pieces import ANY_FORM, Piece, UnitTable
 
 LOOK_EVERY_STEPS = 32
@@ -41,6 +41,7 @@ class RankUnits:
         self._parameters = {id(parameter): name for name, parameter in view.all_names().parameters.items()}
         self._counts = self._count()
         self._steps_until_look = LOOK_EVERY_STEPS
+        view.cut_by_hand = cut_by_hand(pieces, declared)
         self.views: Mapping[str, UnitView] = dict.fromkeys(table.mine, view)
         if not table.pure:
             self.views = {unit: view.part(unit, members, table.units[unit]) for unit, members in table.mine.items()}

@@ -26,7 +26,6 @@ from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.hyperparameters import MOVED_BY_SCHEDULERS
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
-from lastwords.optim_wrapper.tensor_bytes import spec_of
 from lastwords.optim_wrapper.tensor_tree import Tree
 from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -69,8 +68,9 @@ def fits_as_it_is(manifest: Manifest, units: Mapping[str, tuple[int, ...]], rank
             return False
         prefix = f"unit/{unit}/model/"
         for spec in entry.tensors if rank in units[unit] else ():
-            live = every.get(spec.name.removeprefix(prefix)) if spec.name.startswith(prefix) else None
-            if live is not None and spec != spec_of(spec.name, live):
+            name = spec.name.removeprefix(prefix)
+            live = every.get(name) if spec.name.startswith(prefix) else None
+            if live is not None and not view.same_part(spec, name, live):
                 return False
     return True
 
@@ -110,16 +110,16 @@ class Resharded:
         parameters = {}
         for name, parameter in names.parameters.items():
             if name in self._homes["parameters"]:
-                parameters[name] = self._tensor(making, "parameters", "model", name, parameter)
+                parameters[name] = self._tensor(making, view, "parameters", "model", name, parameter)
         buffers = {}
         for name in names.owners:
             if name in self._homes["buffers"]:
                 volatile = name in names.volatile_buffers
-                buffers[name] = self._tensor(making, "buffers", "buffer", name, names.buffers.get(name), volatile)
+                buffers[name] = self._tensor(making, view, "buffers", "buffer", name, names.buffers.get(name), volatile)
         state = {
             name: tree
             for name, parameter in names.parameters.items()
-            if name in making.alike and (tree := self._state(making, name, parameter)) is not None
+            if name in making.alike and (tree := self._state(making, view, name, parameter)) is not None
         }
         metas = [entry.meta for entry in self._units.values()]
         known = {*names.parameters, *names.buffers, *names.owners}
@@ -140,7 +140,14 @@ class Resharded:
     # ------------------------------------------------------------------ inside
 
     def _tensor(
-        self, making: _Making, kind: str, stored_kind: str, name: str, here: torch.Tensor | None, volatile: bool = False
+        self,
+        making: _Making,
+        view: UnitView,
+        kind: str,
+        stored_kind: str,
+        name: str,
+        here: torch.Tensor | None,
+        volatile: bool = False,
     ) -> str:
         homes = self._homes[kind][name]
         dtypes = {entry.meta[kind][name] for _, entry in homes}
@@ -150,7 +157,7 @@ class Resharded:
         divided = _divided(name, shards[:1] if volatile else shards)
         check_shards(divided)
         stored = unit_tensor_name(making.unit, stored_kind, name)
-        live = None if here is None else spec_of(stored, here)
+        live = None if here is None else view.spec_of(stored, name, here)
         if live is not None and (live.dtype, live.global_shape) == (divided.dtype, divided.shape):
             making.alike.add(name)
             making.add(live, Box(live.offsets, live.shape), divided)
@@ -159,7 +166,7 @@ class Resharded:
                        divided)  # fmt: skip
         return str(dtypes.pop())
 
-    def _state(self, making: _Making, name: str, parameter: torch.Tensor) -> Tree | None:
+    def _state(self, making: _Making, view: UnitView, name: str, parameter: torch.Tensor) -> Tree | None:
         having = [
             (unit, entry) for unit, entry in self._homes["parameters"][name] if name in entry.meta["optimizer_state"]
         ]
@@ -172,11 +179,17 @@ class Resharded:
         nodes = [dict(entry.meta["optimizer_state"][name]["dict"]) for _, entry in having]
         for key in keys[0]:
             found = [(unit, node[key]) for (unit, _), node in zip(having, nodes, strict=True)]
-            pairs.append([key, self._state_node(making, name, parameter, key, found)])
+            pairs.append([key, self._state_node(making, view, name, parameter, key, found)])
         return {"dict": pairs}
 
     def _state_node(
-        self, making: _Making, name: str, parameter: torch.Tensor, key: str, found: list[tuple[str, Tree]]
+        self,
+        making: _Making,
+        view: UnitView,
+        name: str,
+        parameter: torch.Tensor,
+        key: str,
+        found: list[tuple[str, Tree]],
     ) -> Tree:
         unit, first = found[0]
         stored = unit_tensor_name(making.unit, "optim", name, key)
@@ -190,7 +203,7 @@ class Resharded:
             shards = [(one, spec) for (one, _), spec in zip(found, moments, strict=True) if spec is not None]
             divided = _divided(f"{name}/{key}", shards)
             check_shards(divided)
-            return self._moment(making, stored, first, parameter, divided)
+            return self._moment(making, view.spec_of(stored, name, parameter), first, parameter, divided)
         if any("placements" in node for _, node in found) or (
             len(found) > 1 and any(self._spec(node["tensor"]).nbytes > 16 for _, node in found)
         ):
@@ -218,8 +231,9 @@ class Resharded:
             offsets=(*own.offsets, *(0 for _ in more)),
         )  # fmt: skip
 
-    def _moment(self, making: _Making, stored: str, leaf: Tree, parameter: torch.Tensor, divided: Divided) -> Tree:
-        own = spec_of(stored, parameter)
+    def _moment(self, making: _Making, own: TensorSpec, leaf: Tree, parameter: torch.Tensor, divided: Divided) -> Tree:
+        """own: how the parameter here would be stored under the moment's name."""
+        stored = own.name
         more = divided.shape[len(own.global_shape) :]
         box = Box((*own.offsets, *(0 for _ in more)), (*own.shape, *more))
         node = {key: value for key, value in leaf.items() if key not in ("placements", "global_shape")}

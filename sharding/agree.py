@@ -132,7 +132,17 @@ def _refuse_equal_keys(pieces: Sequence[Piece]) -> None:
 
 
 def _digest(declared: Sequence[Unit]) -> str:
-    text = json.dumps([[unit.name, sorted(unit.holders), list(unit.tensors)] for unit in declared])
+    text = json.dumps(
+        [
+            [
+                unit.name,
+                sorted(unit.holders),
+                list(unit.tensors),
+                [[one, repr(part)] for one, part in unit.cuts.items()],
+            ]
+            for unit in declared
+        ]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
