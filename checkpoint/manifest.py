@@ -64,6 +64,21 @@ class Manifest:
         """Bytes of all .ckpt files."""
         return sum(entry.bytes for entry in self.files)
 
+    @property
+    def holders_world_size(self) -> int:
+        """Ranks among which the holders of units are numbered: `world_size`, unless a transformation moved the units.
+
+        Then rank-local state is still that of the ranks that saved it.
+        """
+        moved = self.facts.get("moved")
+        size = moved.get("world_size") if isinstance(moved, dict) else None
+        return size if type(size) is int and size > 0 else self.world_size
+
+    @property
+    def moved(self) -> bool:
+        """True for a checkpoint whose units were transformed into another layout (`lastwords transform`)."""
+        return isinstance(self.facts.get("moved"), dict)
+
     def file(self, path: str) -> FileEntry:
         """Entry of the file with this relative path."""
         return next(entry for entry in self.files if entry.path == path)

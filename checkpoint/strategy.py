@@ -2,7 +2,8 @@
 
 Every published manifest has its own. A file of it alone is for a job that is still to come, or for stages that were
 described one by one. Names are those of the checkpoint without the unit: `model/fc.weight`, `buffer/mean`,
-`optim/fc.weight/exp_avg`.
+`optim/fc.weight/exp_avg`. An entry `optim/fc.weight`, without a key and without a type, says who holds the optimizer's
+state of that parameter, whatever it will consist of: a job that has not taken a step can be described too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors
-from lastwords.errors import ConfigError, FormatError, NoStrategiesError, NotARankError, StrategyError
+from lastwords.errors import ConfigError, FormatError, MismatchError, NoStrategiesError, NotARankError, StrategyError
 
 STRATEGY_FORMAT = 1
 """Newest `format_version` that this code reads, and the one it writes."""
+
+_SHOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one tensor is divided. dtype: safetensors code; shape: of the whole, in elements."""
+    """How one tensor is divided. dtype: safetensors code; shape: of the whole, in elements.
+
+    dtype "": an entry `optim/FQN` for all state of a parameter; shape and boxes are then in the parameter's elements.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,9 +63,44 @@ class Strategy:
 
     def check(self) -> None:
         """FormatError or IncompleteError, naming tensor and region, for boxes that overlap or leave something out."""
-        for name in self.tensors:
+        for name, cut in self.tensors.items():
+            ranks = [rank for held in cut.held for rank in held.ranks]
+            if any(not 0 <= rank < self.world_size for rank in ranks):
+                raise StrategyError(f"{name} is held by rank {max(ranks)}, but there are only {self.world_size} ranks")
+            if len(set(ranks)) != len(ranks):
+                twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+                raise StrategyError(f"{name}: rank {twice} holds two parts of it; of each tensor a rank holds one part")
+            parameter = self.tensors.get(f"model/{name.removeprefix('optim/')}")
+            if not cut.dtype and parameter is not None and parameter.shape != cut.shape:
+                raise StrategyError(f"{name} has the shape {cut.shape}, but its parameter has {parameter.shape}")
             check_shards(self.divided(name))
         check_covered([self.divided(name) for name in self.tensors])
+
+    def state_of(self, fqn: str) -> Cut | None:
+        """Who holds the optimizer's state of a parameter as far as nothing is said of a single key: `optim/FQN`, else
+        as its parameter lies. None for a parameter that is not listed."""
+        listed = self.tensors.get(f"optim/{fqn}")
+        return listed if listed is not None and not listed.dtype else self.tensors.get(f"model/{fqn}")
+
+    def state_held(self, fqn: str, key: str, shape: tuple[int, ...], more: tuple[int, ...] = ()) -> tuple[Held, ...]:
+        """Who holds which box of the state tensor `key` of a parameter; () if neither is listed.
+
+        shape: of the whole; more: its last sizes, where these are the bytes of an element that safetensors has no code
+        for. What `optim/FQN/KEY` says goes first. Else a tensor of the parameter's shape is cut as `state_of` says, and
+        any other (`step`) is whole on every rank that has a part.
+        """
+        listed = self.tensors.get(f"optim/{fqn}/{key}")
+        if listed is not None and listed.dtype:
+            return listed.held
+        cut = self.state_of(fqn)
+        if cut is None or shape == cut.shape:
+            return () if cut is None else cut.held
+        if more and shape == (*cut.shape, *more):
+            zeros = (0,) * len(more)
+            return tuple(
+                Held(Box((*held.box.offsets, *zeros), (*held.box.sizes, *more)), held.ranks) for held in cut.held
+            )
+        return (Held(whole(shape), tuple(sorted({rank for held in cut.held for rank in held.ranks}))),)
 
     def encode(self) -> bytes:
         """Bytes of a strategy file."""
@@ -106,7 +147,7 @@ def strategy_of(manifest: Manifest) -> Strategy:
     """The strategy that a checkpoint was written under. FormatError where units contradict each other."""
     cuts: dict[str, tuple[TensorSpec, dict[Box, set[int]]]] = {}
     for unit, entry in manifest.units.items():
-        holders = tuple(entry.meta.get("holders", range(manifest.world_size)))
+        holders = tuple(entry.meta.get("holders", range(manifest.holders_world_size)))
         own = {spec.name: spec for spec in entry.tensors}
         for spec in entry.tensors:
             parsed = parse_tensor_name(spec.name)
@@ -132,7 +173,7 @@ def strategy_of(manifest: Manifest) -> Strategy:
         )
         for name, (spec, boxes) in cuts.items()
     }
-    return Strategy(manifest.world_size, tensors)
+    return Strategy(manifest.holders_world_size, tensors)
 
 
 def save_strategy_file(strategy: Strategy, path: Path, os: Os = REAL_OS) -> None:
@@ -201,25 +242,74 @@ def rank_list_for_transform(
         raise ConfigError(f"rank_id is {rank_id}; the destination has the ranks 0 to {world_size - 1}")
     if source is None:
         return [0]
-    return sorted({rank for name, box in _wanted(source, wanted, rank_id) for rank in _sources(source, name, box)})
+    return sorted({rank for held in needed(source, wanted, rank_id) for rank in held.ranks[:1]})
 
 
-def _wanted(source: Strategy, wanted: Strategy | None, rank: int) -> list[tuple[str, Box]]:
-    """Names and boxes that the destination rank holds."""
+def needed(source: Strategy, wanted: Strategy | None, rank: int) -> list[Held]:
+    """The source's shards that have something of what destination rank `rank` holds (`wanted` None: everything).
+
+    Of state of the optimizer that only `optim/FQN` or `model/FQN` speaks of, a shard stands for all keys.
+    Raises MismatchError for two different models, IncompleteError for what no shard of the source has.
+    """
+    found: list[Held] = []
+    if wanted is not None:
+        refuse_another_model(source, wanted)
+    for name, cut in source.tensors.items():
+        for box in _boxes_of(name, cut, source, wanted, rank):
+            if box.sizes:
+                slices_for(source.divided(name), box)  # inside and covered, or an error that names the region
+                found += [held for held in cut.held if overlap(held.box, box) is not None]
+            else:
+                found.append(cut.held[0])
+    return found
+
+
+def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
+    """MismatchError, naming tensors, where one has parameters that the other lacks, or of another type or shape."""
+    one, other = (
+        {name: cut for name, cut in strategy.tensors.items() if name.startswith("model/")}
+        for strategy in (source, wanted)
+    )
+    missing, extra = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
+    different = {
+        name: f"{cut.dtype} {cut.shape} in the source, {wanted.tensors[name].dtype} {wanted.tensors[name].shape} in the "
+        "destination"
+        for name, cut in source.tensors.items()
+        if name in wanted.tensors
+        and (cut.dtype, cut.shape) != (wanted.tensors[name].dtype, wanted.tensors[name].shape)
+    }
+    if not (missing or extra or different):
+        return
+    parts = [f"only the source has {_some(missing)}"] if missing else []
+    parts += [f"only the destination has {_some(extra)}"] if extra else []
+    parts += [f"{name} is {what}" for name, what in sorted(different.items())[:_SHOWN_MAX]]
+    raise MismatchError(
+        f"the strategies are of two models: {'; '.join(parts)}. Take the strategy of a job with the same model",
+        missing=extra,
+        extra=missing,
+        different=different,
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
+    return ", ".join(names[:_SHOWN_MAX]) + more
+
+
+def _boxes_of(name: str, cut: Cut, source: Strategy, wanted: Strategy | None, rank: int) -> list[Box]:
+    """Boxes that the destination rank has of a tensor that the source lists."""
     if wanted is None:
-        return [(name, whole(cut.shape)) for name, cut in source.tensors.items()]
-    boxes = [(name, held.box) for name, cut in wanted.tensors.items() for held in cut.held if rank in held.ranks]
-    unknown = sorted({name for name, _ in boxes} - source.tensors.keys())
-    if unknown:
-        raise StrategyError(
-            f"the destination's strategy has tensors that the source's lacks, first {unknown[0]!r}: two models"
-        )
-    return boxes
-
-
-def _sources(source: Strategy, name: str, box: Box) -> set[int]:
-    cut = source.tensors[name]
-    if not box.sizes:
-        return {cut.held[0].ranks[0]}
-    slices_for(source.divided(name), box)  # inside and covered, or an error that names the region
-    return {held.ranks[0] for held in cut.held if overlap(held.box, box) is not None}
+        return [whole(cut.shape)]
+    if not name.startswith("optim/"):
+        there = wanted.tensors.get(name)
+        # A buffer that the destination does not list is whole on every rank; a parameter is told as a mismatch.
+        held = (Held(whole(cut.shape), (rank,)),) if there is None else there.held
+    elif cut.dtype:
+        fqn, _, key = name.removeprefix("optim/").rpartition("/")
+        held = wanted.state_held(fqn, key, cut.shape)
+    else:
+        state = wanted.state_of(name.removeprefix("optim/"))
+        held = () if state is None else state.held
+        keys = [listed for listed in wanted.tensors if listed.startswith(f"{name}/") and listed not in source.tensors]
+        held += tuple(one for key in keys if wanted.tensors[key].shape == cut.shape for one in wanted.tensors[key].held)
+    return [one.box for one in held if rank in one.ranks]

@@ -88,11 +88,66 @@ def test_a_missing_file_is_a_value_error_and_a_file_that_exists_is_not_replaced(
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     four = saved(rows(4), tmp_path / "four")
-    with pytest.raises(MismatchError, match="another model"):
+    with pytest.raises(MismatchError, match="of two models: model/w is F32"):
         rank_list_for_transform(0, four, saved(rows(1, length=16), tmp_path / "longer"))
     strange = Strategy(1, {"model/other": Cut("F32", (1,), (Held(Box((0,), (1,)), (0,)),))})
-    with pytest.raises(StrategyError, match="model/other"):
+    with pytest.raises(MismatchError, match="only the destination has model/other"):
         rank_list_for_transform(0, four, saved(strange, tmp_path / "strange"))
+
+
+def before_the_first_step(world: int, owners: bool = False) -> Strategy:
+    """`model/w` cut into rows over `world` ranks; its state likewise, or whole on the last rank that does all updates.
+
+    No state tensor is listed: there is none yet.
+    """
+    cut = rows(world).tensors["model/w"]
+    if not owners:
+        return Strategy(world, {"model/w": cut})
+    whole_cut = Cut("F32", (12, 2), (Held(Box((0, 0), (12, 2)), tuple(range(world))),))
+    state = Cut("", (12, 2), (Held(Box((0, 0), (12, 2)), (world - 1,)),))
+    return Strategy(world, {"model/w": whole_cut, "optim/w": state})
+
+
+def test_where_state_goes_that_is_not_listed_follows_from_its_parameter() -> None:
+    four = before_the_first_step(4)
+    assert four.state_held("w", "exp_avg", (12, 2)) == four.tensors["model/w"].held
+    assert four.state_held("w", "step", ()) == (Held(Box((), ()), (0, 1, 2, 3)),)
+    assert four.state_held("other", "step", ()) == ()
+    of_bytes = four.state_held("w", "c128", (12, 2, 16), (16,))
+    assert [held.box for held in of_bytes] == [Box((3 * k, 0, 0), (3, 2, 16)) for k in range(4)]
+
+
+def test_an_entry_without_a_key_says_who_holds_the_state_and_one_with_a_key_goes_before_it(tmp_path: Path) -> None:
+    owned = before_the_first_step(3, owners=True)
+    owned.check()
+    assert load_strategy(Path(saved(owned, tmp_path / "owned"))) == owned
+    assert owned.state_held("w", "exp_avg", (12, 2)) == (Held(Box((0, 0), (12, 2)), (2,)),)
+    assert owned.state_held("w", "step", ()) == (Held(Box((), ()), (2,)),)
+    listed = Cut("F32", (), (Held(Box((), ()), (0, 1, 2)),))
+    both = Strategy(3, {**owned.tensors, "optim/w/step": listed})
+    assert both.state_held("w", "step", ()) == listed.held
+
+
+def test_the_ranks_for_state_that_is_not_listed_yet(tmp_path: Path) -> None:
+    owned, four = (
+        saved(strategy, tmp_path / name)
+        for name, strategy in (("owned", before_the_first_step(3, owners=True)), ("four", before_the_first_step(4)))
+    )
+    assert rank_list_for_transform(1, owned, four) == [0, 2], "the parameter from rank 0, its state from the owner"
+    assert [rank_list_for_transform(rank, four, owned) for rank in range(3)] == [[0, 1, 2, 3]] * 3
+    assert rank_list_for_transform(0, owned, None) == [0, 2]
+
+
+def test_a_state_of_another_shape_than_its_parameter_or_a_rank_outside_the_world_is_refused() -> None:
+    owned = before_the_first_step(2, owners=True)
+    wrong = Cut("", (6, 2), (Held(Box((0, 0), (6, 2)), (0,)),))
+    with pytest.raises(StrategyError, match=r"optim/w has the shape \(6, 2\), but its parameter has \(12, 2\)"):
+        Strategy(2, {**owned.tensors, "optim/w": wrong}).check()
+    with pytest.raises(StrategyError, match="held by rank 1, but there are only 1 ranks"):
+        Strategy(1, owned.tensors).check()
+    twice = Cut("F32", (2,), (Held(Box((0,), (1,)), (0,)), Held(Box((1,), (1,)), (0,))))
+    with pytest.raises(StrategyError, match="model/v: rank 0 holds two parts"):
+        Strategy(1, {"model/v": twice}).check()
 
 
 def test_the_strategies_of_stages_are_joined(tmp_path: Path) -> None:
