@@ -24,7 +24,15 @@ from lastwords.optim_wrapper.tensor_bytes import Source, dtype_name, refuse_unsu
 from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
-from lastwords.sharding.dtensor import Box, box_of, is_dtensor, is_shard, managed_by_fsdp1, managed_by_fsdp2
+from lastwords.sharding.dtensor import (
+    Box,
+    box_of,
+    is_dtensor,
+    is_shard,
+    managed_by_fsdp1,
+    managed_by_fsdp2,
+    taken_out_by_ddp,
+)
 from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -68,7 +76,8 @@ class UnitView:
     """State of `model` and `optimizer` as unit `unit`, or what `members` names of it.
 
     exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit. members: None for
-    everything. holders: the ranks that hold the unit, where it is a part; stored with it.
+    everything. holders: the ranks that hold the unit, where it is a part; stored with it. forms_only: nothing will be
+    stored, so the model may be on the meta device.
     The constructor looks at names only and raises ConfigError for what cannot be stored or does not fit together;
     `check` looks at everything that is there by then (optimizer state appears with the first step).
     Methods may be called from any thread while the weights do not change.
@@ -83,6 +92,7 @@ class UnitView:
         exclude_buffers: Collection[str] = (),
         members: Members | None = None,
         holders: tuple[int, ...] = (),
+        forms_only: bool = False,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
@@ -109,19 +119,22 @@ class UnitView:
         self.exclude_buffers = frozenset(exclude_buffers)
         self.members = members
         self.holders = holders
+        self._forms_only = forms_only
         self.cut_by_hand: Mapping[str, Box] = {}
         """Plain parameters and buffers that are declared to be parts, by name: which ones."""
         # While FSDP2 computes, the model's own names lead to whole parameters that are no state of anything; and where
         # DDP trains on local tensors of a parallelized model, the names are gone after the first forward pass.
         fsdp2 = managed_by_fsdp2(self.model)
-        self._lasting = {
+        self._lasting: dict[str, torch.Tensor] = {
             raw: parameter
             for raw, parameter in self.model.named_parameters(remove_duplicate=False)
             if (is_dtensor(parameter) and fsdp2) or (is_shard(parameter) and not is_dtensor(parameter))
         }
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._lasting |= taken_out_by_ddp(self.model, trained)
         self.names()
-        in_model = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(p) in in_model for group in self.optimizer.param_groups for p in group["params"]):
+        in_model = {id(parameter) for parameter in (*self.model.parameters(), *self._lasting.values())}
+        if not any(id(parameter) in in_model for parameter in trained):
             raise ConfigError(
                 f"model ({type(self.model).__name__}) and optimizer ({type(self.optimizer).__name__}) share no "
                 "parameters; pass the model whose parameters() this optimizer was made from"
@@ -168,7 +181,7 @@ class UnitView:
                 if first[id(parameter)] != name:
                     aliases[name] = first[id(parameter)]
                 continue
-            refuse_unsupported(parameter, f"parameter {name!r}", sharded=True)
+            refuse_unsupported(parameter, f"parameter {name!r}", sharded=True, meta=self._forms_only)
             first[id(parameter)] = name
             parameters[name] = parameter
         groups = []
@@ -177,7 +190,8 @@ class UnitView:
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in first:
                     name = f"~group{g}.{i}"
-                    refuse_unsupported(parameter, f"optimizer.param_groups[{g}]['params'][{i}]", sharded=True)
+                    where = f"optimizer.param_groups[{g}]['params'][{i}]"
+                    refuse_unsupported(parameter, where, sharded=True, meta=self._forms_only)
                     first[id(parameter)] = name
                     parameters[name] = parameter
                 group_names.append(first[id(parameter)])
@@ -199,7 +213,7 @@ class UnitView:
                 elif id(buffer) in first:
                     aliases[name] = first[id(buffer)]
                 else:
-                    refuse_unsupported(buffer, f"buffer {name!r}", sharded=True)
+                    refuse_unsupported(buffer, f"buffer {name!r}", sharded=True, meta=self._forms_only)
                     first[id(buffer)] = name
                     buffers[name] = buffer
         numbers = tuple(range(len(groups)))

@@ -28,10 +28,10 @@ Source = Bytes | Callable[[], Bytes]
 """A tensor's bytes, or a function that makes them when their turn to be written has come."""
 
 
-def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False) -> None:
+def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False, meta: bool = False) -> None:
     """ConfigError with `path` for a tensor whose bytes are not simply its elements.
 
-    sharded: a DTensor is welcome, if its part on this rank is one box of the whole.
+    sharded: a DTensor is welcome, if its part on this rank is one box of the whole. meta: so is one without content.
     """
     if sharded and is_dtensor(tensor):
         box_of(tensor, path)
@@ -43,7 +43,7 @@ def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False
         what = f"has the layout {tensor.layout}; only strided (dense) tensors can be stored"
     elif tensor.is_quantized:
         what = "is quantized; store its int_repr() and scales instead"
-    elif tensor.device.type == "meta":
+    elif tensor.device.type == "meta" and not meta:
         what = "is on the meta device and has no content; materialise the model first"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lastwords.checkpoint.strategy import merge_pipeline_strategys, rank_list_for_transform
     from lastwords.errors import (
         CheckpointError,
         ConfigError,
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     )
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
+    from lastwords.optim_wrapper.live_strategy import save_strategy
     from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
     from lastwords.sharding.declare import Unit, units_from_mesh
     from lastwords.sharding.group_info import get_ckpt_path_with_strategy, restore_group_info_list
+    from lastwords.sharding.parts import Part
 
 __version__ = "0.1.0"
 
@@ -41,6 +44,7 @@ __all__ = [
     "LoadedWeights",
     "MismatchError",
     "OptTFTWrapper",
+    "Part",
     "ProtocolError",
     "ResumePoint",
     "StorageError",
@@ -50,7 +54,10 @@ __all__ = [
     "__version__",
     "get_ckpt_path_with_strategy",
     "load_for_inference",
+    "merge_pipeline_strategys",
+    "rank_list_for_transform",
     "restore_group_info_list",
+    "save_strategy",
     "units_from_mesh",
 ]
 
@@ -61,9 +68,13 @@ _WHERE = {
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "TFTRegister": "lastwords.optim_wrapper.register",
     "ResumePoint": "lastwords.optim_wrapper.register",
+    "Part": "lastwords.sharding.parts",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
+    "merge_pipeline_strategys": "lastwords.checkpoint.strategy",
+    "rank_list_for_transform": "lastwords.checkpoint.strategy",
     "restore_group_info_list": "lastwords.sharding.group_info",
+    "save_strategy": "lastwords.optim_wrapper.live_strategy",
     "units_from_mesh": "lastwords.sharding.declare",
 }
 
