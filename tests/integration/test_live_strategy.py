@@ -6,60 +6,149 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import lastwords
 from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.strategy import Strategy, load_strategy, strategy_of
+from lastwords.errors import ConfigError, LastWordsError, StorageError
+from lastwords.sharding.declare import Unit
 from tests.integration.forked import on_ranks
-from tests.integration.test_layouts import SAVED
-from tests.integration.test_reshard import made
+from tests.integration.layouts import LAYOUTS, Net, build
+from tests.integration.test_hand_cut import MADE
+from tests.integration.test_layouts import SAVED, Rank
 
 pytestmark = pytest.mark.process
 
-SAME = ["ddp", "hsdp", "fsdp x tp", "ddp over tp", "fsdp, two optimizers", "zero1 halves beside another optimizer"]
+SAME = {
+    "ddp": 1,
+    "hsdp": 2,
+    "fsdp x tp": 4,
+    "ddp over tp": 2,
+    "fsdp, two optimizers": 4,
+    "zero1 halves beside another optimizer": 1,
+    "2 x 2": 2,
+}
+"""Layout, and into how many parts its most divided tensor is cut."""
 
 
-def trained_and_saved(name: str, tmp_path: Path, ranks: int = 4) -> tuple[Strategy, Strategy, Strategy]:
-    """Strategies of a job before its first step, after some, and of its checkpoint."""
+def saved(path: Path, trial: Any, **options: Any) -> None:
+    lastwords.save_strategy(trial.model, trial.optimizers, path, units=trial.units, **options)
 
+
+def test_the_file_says_what_a_checkpoint_of_the_job_says_before_its_first_step_too(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        run = made(name, 0)
-        arguments: Any = (run.trial.model, run.trial.optimizers)
-        lastwords.save_strategy(*arguments, tmp_path / "before", units=run.trial.units)
-        run.train(1, SAVED)
-        lastwords.save_strategy(*arguments, tmp_path / "after", units=run.trial.units)
-        run.save(tmp_path / "ckpt", SAVED)
+        LAYOUTS.update(MADE)
+        for number, name in enumerate(SAME):
+            run = Rank(name, 0)
+            saved(tmp_path / f"before-{number}", run.trial)
+            run.train(1, SAVED)
+            saved(tmp_path / f"after-{number}", run.trial)
+            run.save(tmp_path / f"ckpt-{number}", SAVED)
 
-    on_ranks(body, tmp_path, ranks)
-    path = latest(tmp_path / "ckpt")
-    assert path is not None
-    return (
-        load_strategy(tmp_path / "before"),
-        load_strategy(tmp_path / "after"),
-        strategy_of(open_checkpoint(path).manifest),
-    )
+    on_ranks(body, tmp_path, 4)
+    for number, (name, parts) in enumerate(SAME.items()):
+        path = latest(tmp_path / f"ckpt-{number}")
+        assert path is not None
+        published = strategy_of(open_checkpoint(path).manifest)
+        before = load_strategy(tmp_path / f"before-{number}")
+        assert before == load_strategy(tmp_path / f"after-{number}"), "a step changes nothing about who holds what"
+        assert max(len(cut.held) for cut in before.tensors.values()) == parts, name
+        before.check()
+        _same(name, before, published)
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_the_file_says_what_a_checkpoint_of_the_job_says(name: str, tmp_path: Path) -> None:
-    before, after, published = trained_and_saved(name, tmp_path)
-    assert before == after, "a step changes nothing about who holds what"
-    assert before.world_size == published.world_size == 4
-    before.check()
-    sharded = any(len(cut.held) > 1 for cut in before.tensors.values())
-    assert sharded == (name not in ("ddp", "zero1 halves beside another optimizer"))
+def _same(name: str, found: Strategy, published: Strategy) -> None:
+    assert found.world_size == published.world_size == 4
     for tensor, cut in published.tensors.items():
         kind, _, rest = tensor.partition("/")
-        if kind != "optim":
-            found = before.tensors[tensor]
-            if "zero1" in name and f"optim/{rest}" in before.tensors:
-                assert found.held[0].ranks == (0, 1, 2, 3), "weights are on all ranks, their state on the owners"
-                found = before.tensors[f"optim/{rest}"]
-            assert found.held == cut.held, tensor
-            assert before.tensors[tensor].shape == cut.shape
-            assert before.tensors[tensor].dtype == cut.dtype
-        else:
+        if kind == "optim":
             fqn, _, key = rest.rpartition("/")
-            assert before.state_held(fqn, key, cut.shape) == cut.held, tensor
-    names = {tensor for tensor in before.tensors if not tensor.startswith("optim/")}
-    assert names == {tensor for tensor in published.tensors if not tensor.startswith("optim/")}
+            assert found.state_held(fqn, key, cut.shape) == cut.held, (name, tensor)
+            continue
+        listed = found.tensors[tensor]
+        assert (listed.dtype, listed.shape) == (cut.dtype, cut.shape)
+        if "zero1" in name and f"optim/{rest}" in found.tensors:
+            # Weights are on all ranks and their state on the owners; a checkpoint has both where the owners are.
+            assert listed.held[0].ranks == (0, 1, 2, 3)
+            listed = found.tensors[f"optim/{rest}"]
+        assert listed.held == cut.held, (name, tensor)
+    of_model = [{one for one in strategy.tensors if one[:5] != "optim"} for strategy in (found, published)]
+    assert of_model[0] == of_model[1], name
+
+
+def stage_of(rank: int) -> nn.Module:
+    """Two stages of two replicas each, with names of their own, and one weight that both have."""
+    stage = rank // 2
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(stage): nn.Linear(4, 4 + stage)})
+    model.tied = nn.Parameter(torch.ones(3))
+    return model
+
+
+def test_each_stage_writes_its_own_file_and_they_are_joined(tmp_path: Path) -> None:
+    (tmp_path / "stages").mkdir()
+
+    def body(rank: int) -> None:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = stage_of(rank)
+        optimizer = torch.optim.AdamW(model.parameters())
+        stage = rank // 2
+        lastwords.save_strategy(model, optimizer, tmp_path / "stages" / f"stage-{stage}", group=groups[stage])
+        if stage == 1:  # not every stage has to call it as often as the others
+            lastwords.save_strategy(model, optimizer, tmp_path / "once more", group=groups[stage])
+        lastwords.save_strategy(model, optimizer, tmp_path / "whole job")
+
+    on_ranks(body, tmp_path, 4)
+    lastwords.merge_pipeline_strategys(str(tmp_path / "stages"), str(tmp_path / "joined"))
+    joined = load_strategy(tmp_path / "joined")
+    assert joined == load_strategy(tmp_path / "whole job")
+    assert joined.world_size == 4
+    assert joined.tensors["optim/layers.1.weight"].held[0].ranks == (2, 3)
+    assert joined.tensors["model/tied"].held[0].ranks == (0, 1, 2, 3)
+    assert load_strategy(tmp_path / "once more") == load_strategy(tmp_path / "stages" / "stage-1")
+    assert lastwords.rank_list_for_transform(0, str(tmp_path / "joined")) == [0, 2]
+
+
+def test_what_has_no_strategy_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("older")
+
+    def body(rank: int) -> list[str]:
+        texts: list[str] = []
+
+        def refused(kind: type[LastWordsError], *arguments: Any, **options: Any) -> None:
+            with pytest.raises(LastWordsError) as caught:
+                lastwords.save_strategy(*arguments, **options)
+            assert type(caught.value) is kind
+            texts.append(str(caught.value))
+
+        for name in ("tp by hand", "pipeline stages"):
+            trial = build(name, 0)
+            refused(ConfigError, trial.model, trial.optimizers, tmp_path / "none", units=trial.units)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        refused(StorageError, net, optimizer, tmp_path / "there")
+        refused(ConfigError, net, "sgd" if rank == 2 else optimizer, tmp_path / "none")
+        refused(ConfigError, net, optimizer, None if rank == 0 else tmp_path / "none")
+        refused(ConfigError, net, optimizer, tmp_path / "none", units=(Unit("a", (rank,)),))
+        refused(ConfigError, net, optimizer, tmp_path / "none", units=7 if rank == 1 else ())
+        refused(StorageError, net, optimizer, tmp_path / "no such directory" / "file")
+        lastwords.save_strategy(net, optimizer, tmp_path / "good")  # nobody has lost count
+        return texts
+
+    for texts in on_ranks(body, tmp_path, 4):
+        by_hand, stages, there, no_optimizer, no_path, units, no_units, nowhere = texts
+        assert "parameter 'up', a whole of (4, 6): the declared unit 'tp-0' and the declared unit 'tp-1'" in by_hand
+        assert "both hold [0:4, 0:6] of it, as two tensors; if these are parts of one tensor, say which with" in by_hand
+        assert "give them names of their own" in stages
+        assert "exists already, and a strategy is never overwritten" in there
+        assert "optimizer must be a torch.optim.Optimizer" in no_optimizer
+        assert "path is None" in no_path
+        assert "rank 1 was given other units= than rank 0" in units
+        assert "units must be a list of lastwords.Unit" in no_units
+        assert "No such file or directory" in nowhere
+    assert (tmp_path / "there").read_text() == "older"
+    assert not (tmp_path / "none").exists()
+    assert not list(tmp_path.glob(".tmp-*"))
