@@ -124,7 +124,7 @@ class _LivePieces:
             if piece.kind == "model":
                 found.append(replace(piece, scope=""))
                 if piece.held and piece.name in in_groups:
-                    found.append(replace(piece, kind="optim", dtype="", scope=""))
+                    found.append(replace(piece, kind="optim", scope=""))
                     found += self._state_elsewhere(piece)
             elif piece.name in self._names.volatile_buffers and piece.name in self._names.buffers:
                 buffer = self._names.buffers[piece.name]
@@ -144,7 +144,7 @@ class _LivePieces:
                 box = box_of(value, f"the optimizer's {key!r} of {piece.name!r}")
                 like_parameter = (piece.shape, piece.global_shape, piece.offsets)
                 if tuple(box) != like_parameter and box.shape != box.global_shape:
-                    found.append(Piece(f"{piece.name}/{key}", "optim", dtype_name(value.dtype), *box, unit=piece.unit))
+                    found.append(Piece(f"{piece.name}/{key}", "state", dtype_name(value.dtype), *box, unit=piece.unit))
         return found
 
 

@@ -1,7 +1,7 @@
 """From every rank's pieces to the strategy of the job: a pure function, called by one rank for all.
 
-Beside parameters ("model") and buffers the lists have pieces of kind "optim": `FQN` where a rank has, or will have, the
-optimizer's state of a parameter, and `FQN/KEY` for state that does not lie as its parameter does.
+Beside parameters ("model") and buffers the lists have pieces of kind "optim" where a rank has, or will have, the
+optimizer's state of a parameter, and of kind "state", called FQN/KEY, for state that lies elsewhere than its parameter.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ def strategy_from(lists: Sequence[Alike], declared: Sequence[Unit], world_size: 
         first = next(iter(pieces))
         if first.scope == VOLATILE and len({(piece.dtype, piece.global_shape) for piece in pieces}) > 1:
             continue
-        _check_whole(kind, name, list(pieces))
-        dtype, more = stored(first.dtype) if first.dtype else ("", ())
+        _check_whole(kind, list(pieces))
+        dtype, more = stored(first.dtype)
         boxes: dict[Box, set[int]] = {}
         for piece, at in pieces.items():
             box = Box((*piece.offsets, *(0 for _ in more)), (*piece.shape, *more))
             boxes.setdefault(box, set()).update(at)
         held = tuple(Held(box, tuple(sorted(at))) for box, at in sorted(boxes.items()))
-        tensors[f"{kind}/{name}"] = Cut(dtype, (*first.global_shape, *more), held)
+        shape = (*first.global_shape, *more)
+        tensors[f"{'optim' if kind == 'state' else kind}/{name}"] = Cut("" if kind == "optim" else dtype, shape, held)
     return Strategy(world_size, tensors)
 
 
-def _check_whole(kind: str, name: str, pieces: Sequence[Piece]) -> None:
+def _check_whole(kind: str, pieces: Sequence[Piece]) -> None:
     # Ranks that only read what ZeRO's owner holds have the same box, perhaps under another declared unit.
     held = [piece for piece in pieces if piece.held] or pieces
-    if kind == "optim" and "/" in name:
+    if kind == "state":
         # Whole beside each shard of its parameter, such as a counter: copies, whatever the unit.
         held = list({(piece.offsets, piece.shape): piece for piece in held}.values())
     refuse_no_whole(held, _REMEDY)
@@ -77,7 +78,7 @@ def _refuse_missing_holders(
     """What takes a tensor on one of a declared unit's ranks has to be there on all of them."""
     expected = {unit.name: ranks.intersection(unit.holders) for unit in declared}
     for (kind, name), pieces in holders.items():
-        if kind != "optim":
+        if kind in ("model", "buffer"):
             for piece, those in pieces.items():
                 missing = expected.get(piece.unit, those) - {rank for one in pieces for rank in pieces[one]}
                 if missing:
