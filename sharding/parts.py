@@ -113,8 +113,8 @@ def check_cuts(lists: Iterable[tuple[Sequence[Piece], Sequence[int]]], declared:
         if unused:
             raise ConfigError(
                 f"cuts of the declared unit {unit.name!r}: {unused[0]!r} matches no parameter or persistent buffer "
-                "that the unit takes (small buffers belong to single ranks and have no cuts; tied weights count under their "
-                "first name); correct it, or leave it out"
+                "that the unit takes; correct it, or leave it out (tied weights count under their first name; small "
+                "buffers belong to single ranks, so they have no cuts)"
             )
     for key in cut:
         refuse_no_whole(of_name[key], "correct cuts=")
