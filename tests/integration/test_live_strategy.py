@@ -14,6 +14,7 @@ import lastwords
 from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.strategy import Strategy, load_strategy, strategy_of
 from lastwords.errors import ConfigError, LastWordsError, StorageError
+from lastwords.integrations.catalogue import catalogue
 from lastwords.sharding.declare import Unit
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import LAYOUTS, Net, build
@@ -58,6 +59,16 @@ def test_the_file_says_what_a_checkpoint_of_the_job_says_before_its_first_step_t
         assert max(len(cut.held) for cut in before.tensors.values()) == parts, name
         before.check()
         _same(name, before, published)
+        whole = catalogue(open_checkpoint(path))
+        moments = [
+            (fqn, value)
+            for fqn, state in whole.state.items()
+            for key, value in state.items()
+            if key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        ]
+        assert len(moments) > 2
+        for fqn, moment in moments:
+            assert moment.shape == whole.parameters[fqn].shape, f"{name}: a moment of {fqn} is not seen whole"
 
 
 def _same(name: str, found: Strategy, published: Strategy) -> None:
