@@ -126,25 +126,48 @@ def span(outer: Box, region: Box) -> tuple[int, int]:
     return first, last + 1
 
 
-def slabs(outer: Box, region: Box, elements_max: int) -> Iterator[Box]:
-    """`region` cut into boxes in C order, each of which spans at most `elements_max` elements of `outer`, or is a run.
+def between(outer: Box, region: Box, first: int, last: int) -> list[Box]:
+    """The parts of `region` whose elements lie at [first, last) in the memory of `outer`, in C order.
 
-    >>> [str(slab) for slab in slabs(Box((0, 0), (4, 4)), Box((0, 1), (4, 2)), 6)]
-    ['[0:1, 1:3]', '[1:2, 1:3]', '[2:3, 1:3]', '[3:4, 1:3]']
+    >>> [str(part) for part in between(Box((0, 0), (4, 4)), Box((0, 1), (4, 2)), 2, 10)]
+    ['[0:1, 2:3]', '[1:2, 1:3]', '[2:3, 1:2]']
     """
-    begin, end = span(outer, region)
-    if end - begin <= elements_max or is_run(outer, region):
-        yield region
-        return
+    low, high = span(outer, region)
+    if first <= low and high <= last:
+        return [region]
+    if high <= first or last <= low:
+        return []
     axis = next(axis for axis, size in enumerate(region.sizes) if size > 1)
-    stride = math.prod(outer.sizes[axis + 1 :])
-    rows = max(1, elements_max // stride)
-    for at in range(region.offsets[axis], region.offsets[axis] + region.sizes[axis], rows):
-        part = _narrowed(region, axis, at, min(at + rows, region.offsets[axis] + region.sizes[axis]))
-        if rows > 1:
-            yield part
-        else:
-            yield from slabs(outer, part, elements_max)
+    at, count, stride = region.offsets[axis], region.sizes[axis], math.prod(outer.sizes[axis + 1 :])
+    width = high - low - (count - 1) * stride
+    # Of those with one index on this axis, [begin, end) lie inside; the one before and the one after may in part.
+    begin = min(max(-(-(first - low) // stride), 0), count)
+    end = min(max((last - low - width) // stride + 1, 0), count)
+    found: list[Box] = []
+    if begin > 0:
+        found += between(outer, _narrowed(region, axis, at + begin - 1, at + begin), first, last)
+    if begin < end:
+        found.append(_narrowed(region, axis, at + begin, at + end))
+    if begin <= end < count:
+        found += between(outer, _narrowed(region, axis, at + end, at + end + 1), first, last)
+    return found
+
+
+def slabs(box: Box, elements_max: int) -> Iterator[Box]:
+    """`box` cut into boxes of at most `elements_max` elements (but one, at least), in C order.
+
+    >>> [str(slab) for slab in slabs(Box((0, 0), (3, 4)), 9)], [str(slab) for slab in slabs(Box((2, 0), (1, 4)), 3)]
+    (['[0:2, 0:4]', '[2:3, 0:4]'], ['[2:3, 0:3]', '[2:3, 3:4]'])
+    """
+    if box.elements <= max(elements_max, 1):
+        if box.elements:
+            yield box
+        return
+    axis = next(axis for axis, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, elements_max // math.prod(box.sizes[axis + 1 :]))
+    end = box.offsets[axis] + box.sizes[axis]
+    for at in range(box.offsets[axis], end, rows):
+        yield from slabs(_narrowed(box, axis, at, min(at + rows, end)), elements_max)
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:

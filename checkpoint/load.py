@@ -18,6 +18,7 @@ from lastwords.checkpoint.format import Header, TensorSpec
 from lastwords.checkpoint.manifest import Manifest, claimed_published_ns, read_manifest
 from lastwords.checkpoint.part import FileEntry
 from lastwords.checkpoint.partfile import check_header
+from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.system import REAL_OS, Os, storage_error
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 
@@ -80,6 +81,19 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
         if found.status is not Status.COMPLETE and (found.manifest is None or job in (None, found.manifest.job)):
             logger.warning("%s is skipped: %s", path, found.why)
     return None
+
+
+def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
+    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
+    if os.exists(path / layout.MANIFEST_NAME) or layout.CheckpointName.parse(path.resolve().name) is not None:
+        return path
+    newest = latest(path, os=os)
+    if newest is None:
+        raise IncompleteError(
+            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
+            missing=(str(path),),
+        )
+    return newest
 
 
 def examine(path: Path, os: Os = REAL_OS) -> Found:
@@ -152,6 +166,7 @@ class Checkpoint:
         self.manifest = manifest
         self._headers = headers
         self._os = os
+        self._entries = {entry.path: entry for entry in manifest.files}
         self._where = {
             name: (file, spec, header.tensors[name][1], header.tensors[name][2])
             for file, header in headers.items()
@@ -167,10 +182,10 @@ class Checkpoint:
         """Spec of a tensor, global shape and offsets included; IncompleteError if there is none of that name."""
         return self._find(name)[1]
 
-    def file_range(self, name: str) -> tuple[FileEntry, int, int]:
-        """The file that holds a tensor, and where: [begin, end) in bytes from the file's start."""
-        file, _, begin, end = self._find(name)
-        return self.manifest.file(file), begin, end
+    def stored(self, name: str) -> StoredTensor:
+        """Where a tensor lies; IncompleteError if there is none of that name."""
+        file, spec, begin, _ = self._find(name)
+        return StoredTensor(self.path / file, begin, spec, self._entries[file])
 
     def read_tensors(
         self,
@@ -195,19 +210,7 @@ class Checkpoint:
         before = 0
         for file in sorted(by_file):
             pieces = sorted(by_file[file], key=lambda piece: piece.begin)
-            before += read_file(self.path, self.manifest.file(file), pieces, self._os, _after(before, progress))
-
-    def place(self, name: str) -> tuple[str, int]:
-        """File that holds a tensor, and its first byte there."""
-        file, _, begin, _ = self._find(name)
-        return file, begin
-
-    def read_pieces(self, file: str, pieces: Sequence[Piece]) -> int:
-        """Byte ranges of one file (sorted, without overlap) into memory; returns how many bytes were read.
-
-        FormatError if a checksum is wrong; the targets then hold rubbish.
-        """
-        return read_file(self.path, self.manifest.file(file), pieces, self._os, None)
+            before += read_file(self.path / file, self._entries[file], pieces, self._os, _after(before, progress))
 
     def read_unit(self, unit: str) -> Tensors:
         """All tensors of a unit. Its JSON is `manifest.units[unit].meta`."""
@@ -268,7 +271,7 @@ def verify(
         try:
             _check_file(path, manifest, entry, os)
             if deep:
-                read_file(path, entry, None, os, _after(before, progress))
+                read_file(path / entry.path, entry, None, os, _after(before, progress))
         except CheckpointError as error:
             problems.append(Problem(entry.path, str(error)))
         before += entry.bytes

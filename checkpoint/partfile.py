@@ -15,9 +15,8 @@ from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, stora
 from lastwords.errors import FormatError, IncompleteError
 
 
-def open_part_file(directory: Path, entry: FileEntry, os: Os) -> int:
+def open_part_file(path: Path, entry: FileEntry, os: Os) -> int:
     """Descriptor of the file, whose size is right. IncompleteError if it is missing, FormatError if truncated."""
-    path = directory / entry.path
     try:
         fd = os.open_read(path)
     except FileNotFoundError as error:
@@ -98,7 +97,7 @@ def check_header(
     os: Os = REAL_OS,
 ) -> Header:
     """Opens the file and checks size and header; the data are not read."""
-    fd = open_part_file(directory, entry, os)
+    fd = open_part_file(directory / entry.path, entry, os)
     try:
         return read_header(fd, directory, entry, specs, rank=rank, global_step=global_step, os=os)
     finally:
@@ -108,7 +107,7 @@ def check_header(
 def check_unchanged(directory: Path, entry: FileEntry, os: Os = REAL_OS) -> None:
     """Size and header's checksum once more, cheaply, for a file that `check_header` has seen before."""
     path = directory / entry.path
-    fd = open_part_file(directory, entry, os)
+    fd = open_part_file(directory / entry.path, entry, os)
     try:
         raw = read_exactly(fd, min(entry.header_bytes, entry.bytes), 0, path, os)
     finally:

@@ -19,7 +19,7 @@ from lastwords.checkpoint.part import LocalEntry, Part, UnitEntry, read_part, wr
 from lastwords.checkpoint.partfile import check_header, check_unchanged
 from lastwords.checkpoint.stale import discard, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_errors, sync_directory
-from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
+from lastwords.errors import CheckpointError, ConfigError, FormatError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,51 @@ def publish(
     return final
 
 
+def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS) -> Path:
+    """As `publish`, for a directory that may have been left half-way through this by a process that died.
+
+    Nothing is replaced: ConfigError if there is a checkpoint of this step, and everything stays as it is. `tmp_dir` is
+    left to the caller if anything fails; with the same call again it goes on.
+    """
+    final = layout.checkpoint_dir(root, incident.global_step)
+    if os.exists(final):
+        raise ConfigError(f"{final} exists already and is left as it is; remove it first, or give another directory")
+    try:
+        manifest = read_manifest(tmp_dir, os)
+    except IncompleteError:
+        manifest = _describe(root, tmp_dir, incident, os)
+    except FormatError:  # the machine went down before it was durable: no part.json has been removed yet
+        with storage_errors("removing", tmp_dir / layout.MANIFEST_NAME):
+            os.unlink(tmp_dir / layout.MANIFEST_NAME)
+        manifest = _describe(root, tmp_dir, incident, os)
+    # Durable before the first part.json goes: whoever goes on from here finds the one or the other.
+    sync_directory(tmp_dir, os)
+    writers = [layout.PartPath.parse(entry.path, where=str(tmp_dir)).rank for entry in manifest.files]
+    for rank in writers:
+        rank_dir = tmp_dir / layout.rank_dir_name(rank)
+        with storage_errors("removing", rank_dir / layout.PART_NAME):
+            if os.exists(rank_dir / layout.PART_NAME):
+                os.unlink(rank_dir / layout.PART_NAME)
+        sync_directory(rank_dir, os)
+    _remove_foreign(tmp_dir, writers, os, keep=(layout.MANIFEST_NAME,))
+    sync_directory(tmp_dir, os)
+    with storage_errors("publishing", final):
+        os.rename(tmp_dir, final)
+    _sync_published(root, final, os)
+    return final
+
+
+def _describe(root: Path, tmp_dir: Path, incident: Incident, os: Os) -> Manifest:
+    """Writes the manifest of finished parts."""
+    parts = [_read_part_of(tmp_dir, rank, incident.global_step, os) for rank in sorted(incident.writers)]
+    for part in parts:
+        check_unchanged(tmp_dir, part.file, os)
+    stamp = later_than_all(root, clock.wall_ns(), os)
+    manifest = build_manifest(incident, parts, published_unix_ns=stamp)
+    write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os, durable=True)
+    return manifest
+
+
 def build_manifest(incident: Incident, parts: list[Part], *, published_unix_ns: int) -> Manifest:
     """Manifest of verified parts. AssertionError if they contradict each other, since they were verified."""
     units = {unit: entry for part in parts for unit, entry in part.units.items()}
@@ -229,11 +274,11 @@ def later_than_all(root: Path, now_ns: int, os: Os = REAL_OS) -> int:
     return now_ns
 
 
-def _remove_foreign(tmp_dir: Path, writers: Collection[int], os: Os) -> None:
+def _remove_foreign(tmp_dir: Path, writers: Collection[int], os: Os, keep: Collection[str] = ()) -> None:
     """Removes what ranks left that were excluded after they had begun to write."""
     with storage_errors("listing", tmp_dir):
         names = os.listdir(tmp_dir)
-    keep = {layout.rank_dir_name(rank) for rank in writers}
+    keep = {layout.rank_dir_name(rank) for rank in writers} | {*keep}
     for name in names:
         if name in keep:
             continue

@@ -53,7 +53,7 @@ def check_shards(tensor: Divided) -> None:
         raise FormatError(
             f"{tensor.name}: {_called(one)} and {_called(other)} both have {overlap(one.box, other.box)}, so these are "
             "two tensors of one name (stages of a pipeline, parts that were cut by hand); only the layout of the saved "
-            "run can tell them apart: resume with that"
+            "run can tell them apart: resume with that, or choose some of the units where that can be done"
         )
 
 

@@ -1,103 +1,248 @@
-"""Reading slices of stored tensors into memory of another layout; every byte is checked on the way.
+"""Reading slices of stored tensors into memory of another layout: the one reader of resume, conversion and comparison.
 
-What lies side by side both in the file and in the target goes straight there. All else is read in slabs of a few MiB
-and copied, so no tensor is ever whole in memory beside its target. Checksums cover chunks of 4 MiB, so at either end of
-a slice up to a chunk more is read than is kept; a slice of columns reads what lies between them too.
+What lies side by side both in the file and in the target goes straight there. All else passes through one chunk of
+4 MiB for each of two threads, so no tensor is ever whole in memory beside its target. Of one `read` everything that
+lies in a chunk is served by reading it once, the columns of a tensor for several targets included.
+
+checked=True: whole chunks are read and held against their checksums, so that every byte that is used was checked; at
+either end of a slice up to a chunk more is read than is kept, and of columns what lies between them.
+checked=False: only what is wanted is read, up to `EXCESS_MAX` times its bytes; chunks that are read whole are checked.
+Rows no longer than a page are the exception: what lies between their wanted columns is read too, since the file system
+would fetch the page anyway, and a call for each run of a few hundred bytes took three to six times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from lastwords.checkpoint.boxes import Box, is_run, slabs, span
-from lastwords.checkpoint.chunk_reader import Piece
-from lastwords.checkpoint.format import DTYPE_BITS
-from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.boxes import Box, between, is_run, span
+from lastwords.checkpoint.chunk_reader import EXCESS_MAX, OnBytes, Part, Piece, Runs, read_parts
+from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, Bytes, as_bytes
+from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
+from lastwords.checkpoint.part import FileEntry
+from lastwords.checkpoint.partfile import open_part_file
 from lastwords.checkpoint.reshard_plan import Slice
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
+from lastwords.errors import ConfigError, IncompleteError
 
-SLAB_BYTES = 32 << 20
-"""Eight chunks: what is read twice at the ends of a slab is then an eighth at most."""
+PAGE_BYTES = 4096
+
+_FILES_MAX = 64
+"""Files that are kept open from one `read` to the next: a job of a thousand ranks has more than `ulimit -n` allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor's bytes lie. begin: of the first one in the file. entry: None if no checksums are known."""
+
+    path: Path
+    begin: int
+    spec: TensorSpec
+    entry: FileEntry | None
+
+
+class Stored(Protocol):
+    """What slices are read from: a `Checkpoint`, or files without a manifest."""
+
+    def stored(self, name: str) -> StoredTensor:
+        """Where the tensor of this name is; IncompleteError if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Memory for `box` of a tensor, in C order, and the slices that fill it."""
+    """Memory for `box` of a tensor, in C order, and the slices that fill it (of `reshard_plan.slices_for`)."""
 
     box: Box
-    memory: memoryview
+    memory: Buffer
     slices: Sequence[Slice]
 
 
-def read_slices(checkpoint: Checkpoint, targets: Iterable[Target]) -> int:
-    """Fills all targets; returns the bytes that were read. FormatError if a checksum is wrong: they hold rubbish then.
+class SliceReader:
+    """Reads from the files of one source. For one thread; `close` when done, or use it in a `with` statement.
 
-    The caller has planned the slices with `reshard_plan`, so that each target's box is covered.
+    bytes_read: what was asked of the file system so far. bytes_checked: what was held against a checksum.
     """
-    straight: dict[str, list[Piece]] = {}
-    staged: list[tuple[Target, Slice]] = []
-    for target in targets:
-        for piece in target.slices:
-            if is_run(piece.shard.box, piece.region) and is_run(target.box, piece.region):
-                file, begin, size = _place(checkpoint, piece)
-                low, high = (at * size for at in span(piece.shard.box, piece.region))
-                to_low, to_high = (at * size for at in span(target.box, piece.region))
-                straight.setdefault(file, []).append(Piece(begin + low, begin + high, target.memory[to_low:to_high]))
-            else:
-                staged.append((target, piece))
-    done = 0
-    for file in sorted(straight):
-        for disjoint in _passes(straight[file]):
-            done += checkpoint.read_pieces(file, disjoint)
-    for target, piece in staged:
-        done += _read_staged(checkpoint, target, piece)
-    return done
+
+    def __init__(self, source: Stored, *, checked: bool, os: Os = REAL_OS) -> None:
+        self.bytes_read = 0
+        self.bytes_checked = 0
+        self._source = source
+        self._checked = checked
+        self._os = os
+        self._files: dict[Path, int] = {}
+
+    def __enter__(self) -> SliceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files; the reader may be used again and opens them anew."""
+        while self._files:
+            path, fd = self._files.popitem()
+            close(fd, path, self._os)
+
+    def read(self, targets: Iterable[Target], progress: OnBytes | None = None) -> None:
+        """Fills all targets, file after file, each from front to back. `progress` hears of this call's bytes so far.
+
+        FormatError if a checksum is wrong or a file is not as long as it was, IncompleteError if one is missing,
+        StorageError; the targets hold rubbish then. ConfigError if what is to be checked has no checksums.
+        """
+        entries: dict[Path, FileEntry | None] = {}
+        parts: dict[Path, list[Part]] = {}
+        for target in targets:
+            for piece in target.slices:
+                stored = self._source.stored(piece.shard.name)
+                if self._checked and stored.entry is None:
+                    raise ConfigError(f"no checksums are known of {stored.path}; read it with checked=False")
+                entries[stored.path] = stored.entry
+                parts.setdefault(stored.path, []).append(_part(stored, piece, target))
+        before = 0
+        for path in sorted(parts):
+            started = before
+
+            def tell(done: int, started: int = started) -> None:
+                if progress is not None:
+                    progress(started + done)
+
+            count = read_parts(
+                self._open(path, entries[path]), path, entries[path], parts[path],
+                checked=self._checked, os=self._os, on_bytes=tell,
+            )  # fmt: skip
+            before += count.read
+            self.bytes_read += count.read
+            self.bytes_checked += count.checked
+
+    def _open(self, path: Path, entry: FileEntry | None) -> int:
+        fd = self._files.get(path)
+        if fd is not None:
+            return fd
+        while len(self._files) >= _FILES_MAX:
+            oldest = next(iter(self._files))
+            close(self._files.pop(oldest), oldest, self._os)
+        fd = _open_alone(path, self._os) if entry is None else open_part_file(path, entry, self._os)
+        self._files[path] = fd
+        if self._checked:
+            with storage_errors("reading", path):
+                self._os.advise_sequential(fd)
+        return fd
 
 
-def _read_staged(checkpoint: Checkpoint, target: Target, piece: Slice) -> int:
-    source = piece.shard.box
-    file, begin, size = _place(checkpoint, piece)
-    into = np.frombuffer(target.memory, np.uint8).reshape(*target.box.sizes, size)
-    done = 0
-    for region in slabs(source, piece.region, SLAB_BYTES // size):
-        low, high = span(source, region)
-        buffer = np.empty((high - low) * size, np.uint8)
-        done += checkpoint.read_pieces(file, [Piece(begin + low * size, begin + high * size, buffer.data)])
-        into[_within(target.box, region)] = _strided(buffer, source, region, size)
-    return done
+def _open_alone(path: Path, os: Os) -> int:
+    try:
+        return os.open_read(path)
+    except FileNotFoundError as error:
+        raise IncompleteError(f"{path} is missing; restore it", missing=(str(path),)) from error
+    except OSError as error:
+        raise storage_error("opening", path, error) from error
 
 
-def _strided(buffer: Any, source: Box, region: Box, size: int) -> Any:
-    """`buffer` begins with the region's first element and is laid out like `source`."""
-    strides = [size]
-    for width in reversed(source.sizes[1:]):
-        strides.insert(0, strides[0] * width)
-    if not source.sizes:
-        strides = []
-    return np.lib.stride_tricks.as_strided(buffer, (*region.sizes, size), (*strides, 1), writeable=False)
+def _part(stored: StoredTensor, piece: Slice, target: Target) -> Part:
+    size = DTYPE_BITS[stored.spec.dtype] // 8
+    source, box, region = (_in_bytes(one, size) for one in (piece.shard.box, target.box, piece.region))
+    memory = as_bytes(target.memory)
+    if memory.size != box.elements:
+        raise ValueError(f"{memory.size} bytes of memory for {target.box} of {stored.spec.name}, {box.elements} bytes")
+    if is_run(source, region) and is_run(box, region):
+        low, high = (stored.begin + at for at in span(source, region))
+        to_low, to_high = span(box, region)
+        return Piece(low, high, memory[to_low:to_high].data)
+    return _Strided(stored.begin, source, region, box, memory.reshape(box.sizes))
+
+
+def _in_bytes(box: Box, size: int) -> Box:
+    """The same box with the bytes of an element as a last axis."""
+    return Box((*box.offsets, 0), (*box.sizes, size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """A part that lies in several runs in the file or in the target. Boxes are in bytes; begin: of `source`."""
+
+    begin: int
+    source: Box
+    region: Box
+    box: Box
+    target: Bytes
+
+    def chunks(self) -> Iterable[int]:
+        # In a gap that is shorter than a chunk there is no whole chunk, so all of those around it are wanted.
+        begins, length = _runs(self.source, self.region, _Row.shares_chunks)
+        found: dict[int, None] = {}
+        for begin in (begins + self.begin).tolist():
+            found.update(dict.fromkeys(range(begin // CHUNK_BYTES, -(-(begin + length) // CHUNK_BYTES))))
+        return found
+
+    def runs(self, low: int, high: int) -> list[Runs]:
+        found: list[Runs] = []
+        for part in between(self.source, self.region, low - self.begin, high - self.begin):
+            begins, length = _runs(self.source, part, _Row.is_cheap)
+            found.append((begins + self.begin, length))
+        return found
+
+    def copy(self, low: int, content: Bytes) -> None:
+        strides = _strides(self.source)
+        for part in between(self.source, self.region, low - self.begin, low + len(content) - self.begin):
+            first = self.begin + span(self.source, part)[0] - low
+            self.target[_within(self.box, part)] = np.ndarray(part.sizes, np.uint8, content, first, strides)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """`count` runs of `length` bytes, each `stride` bytes behind the one before. wanted: how many bytes in all."""
+
+    count: int
+    length: int
+    stride: int
+    wanted: int
+
+    @property
+    def joined(self) -> int:
+        """Bytes from the first to the last."""
+        return (self.count - 1) * self.stride + self.length
+
+    def is_cheap(self) -> bool:
+        """Whether to read the gaps costs nothing: there is next to nothing in them, or the pages are wanted anyway."""
+        return self.joined <= self.wanted * EXCESS_MAX or self.stride <= PAGE_BYTES
+
+    def shares_chunks(self) -> bool:
+        """Whether a chunk in between always has something wanted: no gap has room for a whole one."""
+        return self.stride - self.length < CHUNK_BYTES
+
+
+def _runs(outer: Box, region: Box, join: Callable[[_Row], bool]) -> Runs:
+    """Runs of `region` in the memory of `outer`, from its start; those for which `join` is true are one."""
+    begins = np.zeros(1, np.int64)
+    length = wanted = 1
+    joining = True
+    for stride, at, base, count in zip(
+        reversed(_strides(outer)),
+        reversed(region.offsets),
+        reversed(outer.offsets),
+        reversed(region.sizes),
+        strict=True,
+    ):
+        row = _Row(count, length, stride, wanted * count)
+        joining = joining and (count == 1 or stride == length or join(row))
+        if joining:
+            length, wanted = row.joined, row.wanted
+        elif count > 1:
+            begins = (np.arange(count)[:, None] * stride + begins).ravel()
+        begins = begins + (at - base) * stride
+    return begins, length
+
+
+def _strides(box: Box) -> tuple[int, ...]:
+    return tuple(math.prod(box.sizes[axis + 1 :]) for axis in range(len(box.sizes)))
 
 
 def _within(box: Box, region: Box) -> tuple[slice, ...]:
     starts = [at - base for at, base in zip(region.offsets, box.offsets, strict=True)]
     return tuple(slice(at, at + size) for at, size in zip(starts, region.sizes, strict=True))
-
-
-def _place(checkpoint: Checkpoint, piece: Slice) -> tuple[str, int, int]:
-    """File, first byte of the shard in it, bytes of an element."""
-    file, begin = checkpoint.place(piece.shard.name)
-    return file, begin, DTYPE_BITS[checkpoint.spec(piece.shard.name).dtype] // 8
-
-
-def _passes(pieces: list[Piece]) -> list[list[Piece]]:
-    """Lists of pieces without overlap: two targets may want the same bytes."""
-    passes: list[list[Piece]] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.begin, piece.end)):
-        room = next((one for one in passes if one[-1].end <= piece.begin), None)
-        if room is None:
-            passes.append([piece])
-        else:
-            room.append(piece)
-    return passes

@@ -8,6 +8,7 @@ state of that parameter, whatever it will consist of: a job that has not taken a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Cut:
     held: tuple[Held, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Strategy:
     """How every tensor of a job is divided over its ranks."""
 
@@ -90,6 +91,18 @@ class Strategy:
                 raise StrategyError(f"{name} has the shape {cut.shape}, but its parameter has {parameter.shape}")
             check_shards(self.divided(name))
         check_covered([self.divided(name) for name in self.tensors])
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, cut in self.tensors.items():
+            if name.startswith("optim/") and cut.dtype:
+                found.setdefault(name.removeprefix("optim/").rpartition("/")[0], []).append(name)
+        return found
+
+    def keys_of(self, fqn: str) -> Sequence[str]:
+        """The entries `optim/FQN/KEY` of a parameter."""
+        return self._keys.get(fqn, ())
 
     def state_of(self, fqn: str) -> Cut | None:
         """Who holds the optimizer's state of a parameter as far as nothing is said of a single key: `optim/FQN`, else
@@ -282,25 +295,28 @@ def rank_list_for_transform(
         raise ConfigError(f"rank_id is {rank_id}; the destination has the ranks 0 to {world_size - 1}")
     if source is None:
         return [0]
-    return sorted({rank for held in needed(source, wanted, rank_id) for rank in held.ranks[:1]})
+    return sorted({held.ranks[0] for _, held in needed(source, wanted, rank_id)})
 
 
-def needed(source: Strategy, wanted: Strategy | None, rank: int) -> list[Held]:
+def needed(source: Strategy, wanted: Strategy | None, rank: int) -> list[tuple[str, Held]]:
     """The source's shards that have something of what destination rank `rank` holds (`wanted` None: everything).
 
     Of state of the optimizer that only `optim/FQN` or `model/FQN` speaks of, a shard stands for all keys.
     Raises MismatchError for two different models, IncompleteError for what no shard of the source has.
     """
-    found: list[Held] = []
     if wanted is not None:
         refuse_another_model(source, wanted)
+    with_state = {_parameter_of(name, cut) for name, cut in source.tensors.items() if name.startswith("optim/")}
+    found: list[tuple[str, Held]] = []
     for name, cut in source.tensors.items():
-        for box in _boxes_of(name, cut, source, wanted, rank):
-            if box.sizes:
-                slices_for(source.divided(name), box)  # inside and covered, or an error that names the region
-                found += [held for held in cut.held if overlap(held.box, box) is not None]
-            else:
-                found.append(cut.held[0])
+        boxes = _boxes_of(name, cut, source, wanted, rank)
+        if wanted is not None and name.startswith("model/") and name.removeprefix("model/") not in with_state:
+            boxes += _boxes_of(f"optim/{name.removeprefix('model/')}", Cut("", cut.shape, ()), source, wanted, rank)
+        for held in cut.held:
+            if any(not box.sizes or overlap(held.box, box) is not None for box in boxes):
+                found.append((name, held))
+        for box in boxes:
+            slices_for(source.divided(name), box)  # inside and covered, or an error that names the region
     return found
 
 
@@ -312,7 +328,7 @@ def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
     )
     missing, extra = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
     different = {
-        name: f"{cut.dtype} {cut.shape} in the source, {wanted.tensors[name].dtype} {wanted.tensors[name].shape} in "
+        name: f"{cut.dtype} {cut.shape} in the source and {wanted.tensors[name].dtype} {wanted.tensors[name].shape} in "
         "the destination"
         for name, cut in source.tensors.items()
         if name in wanted.tensors and (cut.dtype, cut.shape) != (wanted.tensors[name].dtype, wanted.tensors[name].shape)
@@ -328,6 +344,12 @@ def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
         extra=missing,
         different=different,
     )
+
+
+def _parameter_of(name: str, cut: Cut) -> str:
+    """FQN of a state entry, with or without a key."""
+    rest = name.removeprefix("optim/")
+    return rest.rpartition("/")[0] if cut.dtype else rest
 
 
 def _some(names: Sequence[str]) -> str:
@@ -349,6 +371,6 @@ def _boxes_of(name: str, cut: Cut, source: Strategy, wanted: Strategy | None, ra
     else:
         state = wanted.state_of(name.removeprefix("optim/"))
         held = () if state is None else state.held
-        keys = [listed for listed in wanted.tensors if listed.startswith(f"{name}/") and listed not in source.tensors]
+        keys = [key for key in wanted.keys_of(name.removeprefix("optim/")) if key not in source.tensors]
         held += tuple(one for key in keys if wanted.tensors[key].shape == cut.shape for one in wanted.tensors[key].held)
     return [one.box for one in held if rank in one.ranks]

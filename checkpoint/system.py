@@ -80,6 +80,11 @@ class Os:
     def size(self, fd: int) -> int:
         return posix.fstat(fd).st_size
 
+    def stamp(self, fd: int) -> tuple[int, ...]:
+        """Differs when the file was replaced, or written again (as far as its times tell)."""
+        facts = posix.fstat(fd)
+        return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
     def fallocate(self, fd: int, size: int) -> None:
         """Reserves `size` bytes, so that a full disk is known before the first byte is written.
 

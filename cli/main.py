@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lastwords import __version__
 from lastwords.cli import checkpoint_commands as commands
-from lastwords.cli import interop_commands
+from lastwords.cli import interop_commands, transform_command
 from lastwords.errors import ConfigError, FormatError, IncompleteError, LastWordsError, StorageError, UnavailableError
 
 
@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     status.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     interop_commands.add_parsers(bare)
+    transform_command.add_parser(bare)
     return parser
 
 
@@ -100,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.command in interop_commands.COMMANDS:
         return ExitCode(interop_commands.run(arguments))
+    if arguments.command == "transform":
+        return ExitCode(transform_command.run(arguments))
     if arguments.command == "status":
         from lastwords.cli.status_command import status  # brings gRPC, which the other commands do without
 

@@ -5,22 +5,64 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint import layout, load
+from lastwords.checkpoint import load
+from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.direct_io import Buffer
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import UnitEntry
+from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
+from lastwords.checkpoint.saved_units import unit_of
+from lastwords.checkpoint.slice_reader import Target
 from lastwords.errors import ConfigError, FormatError, IncompleteError
-from lastwords.integrations.slices import Piece, Sizes, Whole, overlap
 from lastwords.optim_wrapper.state_restore import stored_shape
-from lastwords.optim_wrapper.state_view import META_VERSION
 from lastwords.optim_wrapper.tensor_bytes import dtype_of_code
 from lastwords.optim_wrapper.tensor_tree import Tree, filled, tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _SHOWN_MAX = 8
+
+find_checkpoint = load.find_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor as the training knows it, and the stored shards that make it up.
+
+    name: "model/FQN", "buffer/FQN" or "optim/FQN/KEY". dtype: torch's name, such as "float32". shape: in elements of
+    that type; `divided` is in stored elements, which have one more axis where safetensors lacks the type.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    divided: Divided
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.divided.shape) * DTYPE_BITS[self.divided.dtype] // 8
+
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return whole(self.shape)
+
+    def narrowed(self, box: Box) -> Box:
+        """A box of stored elements as one of elements."""
+        return Box(box.offsets[: len(self.shape)], box.sizes[: len(self.shape)])
+
+    def stored(self, box: Box) -> Box:
+        """A box of elements as one of stored elements."""
+        more = self.divided.shape[len(self.shape) :]
+        return Box((*box.offsets, *(0 for _ in more)), (*box.sizes, *more))
+
+    def target(self, box: Box, memory: Buffer) -> Target:
+        """For a `SliceReader`: `box` of it goes into `memory`, contiguous and of exactly its size."""
+        stored = self.stored(box)
+        return Target(stored, memory, slices_for(self.divided, stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +100,6 @@ class Catalogue:
         found = dict(self.parameters)
         found |= {name: whole for name, whole in self.buffers.items() if name not in self.not_persistent}
         return found | {alias: found[name] for alias, name in self.aliases.items() if name in found}
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
-    if (path / layout.MANIFEST_NAME).exists() or layout.CheckpointName.parse(path.resolve().name) is not None:
-        return path
-    newest = load.latest(path)
-    if newest is None:
-        raise IncompleteError(
-            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
-            missing=(str(path),),
-        )
-    return newest
 
 
 def catalogue(checkpoint: Checkpoint, units: Collection[str] = (), *, clash_by_unit: bool = False) -> Catalogue:
@@ -129,17 +158,13 @@ class _Making:
 
     def _collect(self, unit: str, entry: UnitEntry) -> None:
         meta = entry.meta
-        if meta.get("version") != META_VERSION:
-            raise FormatError(
-                f"{self._path}: the state of unit {unit} is of version {meta.get('version')!r}, this lastwords reads "
-                f"{META_VERSION}; upgrade it"
-            )
+        saved = unit_of(self._path, self._manifest, unit)
         dtypes = {f"unit/{unit}/model/{name}": dtype for name, dtype in meta["parameters"].items()}
         dtypes |= {f"unit/{unit}/buffer/{name}": dtype for name, dtype in meta["buffers"].items()}
         for tree in (*meta["optimizer_state"].values(), *meta["groups"]):
             nodes = tensor_nodes(tree, f"{self._path}: optimizer state of unit {unit}")
             dtypes |= {name: node["dtype"] for name, node in nodes.items()}
-        for spec in entry.tensors:
+        for spec in saved.specs.values():
             if spec.name in dtypes:
                 name = self._renumbered(spec.name.removeprefix(f"unit/{unit}/"), entry)
                 self._found.setdefault(name, []).append((unit, dtypes[spec.name], spec))
@@ -155,39 +180,38 @@ class _Making:
     def _join(self, name: str, found: Sequence[tuple[str, str, TensorSpec]]) -> None:
         _, _, spec = found[0]
         shapes = {(dtype, stored_whole(one, dtype)) for _, dtype, one in found}
-        whole = [one for one in found if one[2].shape == one[2].global_shape]
+        undivided = [one for one in found if one[2].shape == one[2].global_shape]
         parts = [one for one in found if one[2].shape != one[2].global_shape and 0 not in one[2].shape]
         # A counter such as Adam's "step" is whole beside each shard of its parameter: all of them are the same.
         copies = 0 in spec.global_shape or (name.startswith("optim/") and self._owner_of(name) not in self._clashes)
-        if len(shapes) > 1 or (whole and parts) or (len(whole) > 1 and not copies):
+        if len(shapes) > 1 or (undivided and parts) or (len(undivided) > 1 and not copies):
             self._clashes[name] = [one[0] for one in found]
             if self._clash_by_unit:
                 for other in found:
                     self._wholes[f"{name}@{other[0]}"] = self._whole(f"{name}@{other[0]}", [other])
             return
-        self._wholes[name] = self._whole(name, whole[:1] or found)
+        self._wholes[name] = self._whole(name, undivided[:1] or found)
 
     def _owner_of(self, name: str) -> str:
         return "model/" + name.removeprefix("optim/").rpartition("/")[0]
 
     def _whole(self, name: str, found: Sequence[tuple[str, str, TensorSpec]]) -> Whole:
         _, dtype, first = found[0]
-        shape = stored_whole(first, dtype)
-        ndim = len(shape)
-        element_bytes = DTYPE_BITS[first.dtype] // 8 * math.prod(first.shape[ndim:])
-        pieces = tuple(
-            Piece(spec.name, spec.offsets[:ndim], spec.shape[:ndim])
-            for _, _, spec in sorted(found, key=lambda one: one[2].offsets)
+        shards = tuple(
+            Shard(spec.name, Box(spec.offsets, spec.shape), f"unit {unit}")
+            for unit, _, spec in sorted(found, key=lambda one: one[2].offsets)
             if 0 not in spec.shape
         )
-        problem = uncovered(shape, pieces)
-        if problem is not None:
-            raise IncompleteError(
-                f"{self._path}: of {name}, which is {shape}, {problem}; use another checkpoint"
-                + ("" if len(self._units) == len(self._manifest.units) else ", or choose more units"),
-                missing=(name,),
-            )
-        return Whole(name, dtype, shape, element_bytes, pieces)
+        divided = Divided(name, first.dtype, first.global_shape, shards)
+        try:
+            check_shards(divided)
+            check_covered([divided])
+        except FormatError as error:
+            raise FormatError(f"{self._path}: {error}") from error
+        except IncompleteError as error:
+            more = "" if len(self._units) == len(self._manifest.units) else ", or choose more units"
+            raise IncompleteError(f"{self._path}: {error}{more}", missing=error.missing) from error
+        return Whole(name, dtype, stored_whole(first, dtype), divided)
 
     def _of_kind(self, prefix: str) -> dict[str, Whole]:
         return {name.removeprefix(prefix): whole for name, whole in self._wholes.items() if name.startswith(prefix)}
@@ -199,7 +223,9 @@ class _Making:
             for unit, entry in self._units.items()
             if unit != UNIT_REPLICATED or len(self._units) == 1
             for rank in entry.meta.get("holders", range(self._manifest.world_size))
-        } or set(range(self._manifest.world_size))
+        }
+        if not ranks or self._manifest.moved:  # then the units' holders are not the ranks that saved local state
+            ranks = set(range(self._manifest.world_size))
         found: dict[str, Whole] = {}
         for rank, entry in sorted(self._manifest.locals.items()):
             prefix = f"local/{rank}/buffer/"
@@ -258,29 +284,9 @@ def _numbers(entry: UnitEntry) -> list[int]:
     return numbers
 
 
-def stored_whole(spec: TensorSpec, dtype: str) -> Sizes:
+def stored_whole(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
     """Global shape of a stored tensor in elements of its own type."""
     return spec.global_shape[: len(stored_shape(spec, dtype))]
-
-
-def uncovered(shape: Sizes, pieces: Sequence[Piece]) -> str | None:
-    """What is wrong with pieces (sorted by offsets) that should cover `shape` exactly once; None if they do.
-
-    >>> uncovered((4,), [Piece("a", (0,), (2,)), Piece("b", (2,), (2,))]) is None
-    True
-    >>> uncovered((4,), [Piece("a", (0,), (2,))])
-    '2 of 4 elements are in no file'
-    """
-    open_pieces: list[Piece] = []
-    for piece in pieces:
-        if shape:
-            open_pieces = [other for other in open_pieces if other.offsets[0] + other.shape[0] > piece.offsets[0]]
-        for other in open_pieces:
-            if overlap(piece.offsets, piece.shape, other.offsets, other.shape) is not None:
-                return f"{other.stored} and {piece.stored} overlap"
-        open_pieces.append(piece)
-    total, there = math.prod(shape), sum(math.prod(piece.shape) for piece in pieces)
-    return None if there == total else f"{total - there} of {total} elements are in no file"
 
 
 def wholes_in(value: Any) -> Iterator[Whole]:

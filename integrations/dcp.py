@@ -3,7 +3,6 @@
 state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 torch.distributed.checkpoint.load(state, storage_reader=LastWordsReader(path))
 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-
 """
 
 from __future__ import annotations
@@ -28,11 +27,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.load import Checkpoint, open_checkpoint
+from lastwords.checkpoint.reshard_plan import Slice
+from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import IncompleteError
-from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
-from lastwords.integrations.slices import Piece, SliceReader, Whole
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
 
 MODEL = "model"
@@ -47,7 +48,7 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
 
     model, optimizer: what the caller's state dict calls the two; "" where the model's names stand at its top.
     units: only these units, for pipeline stages and other layouts whose ranks use one name for different tensors.
-    Only the wanted slices are read; a 4 MiB chunk that is read as a whole is held against its checksum.
+    Only the wanted slices are read; a 4 MiB chunk that is read whole is held against its checksum.
     """
 
     def __init__(
@@ -99,38 +100,37 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
         """Reads everything of the plan before it returns."""
         if self._checkpoint is None:
             raise IncompleteError(f"{self.path} was not opened: read_metadata() comes before read_data()")
-        wanted: list[tuple[str, int, ReadItem, Whole, Piece]] = []
+        straight: list[tuple[ReadItem, torch.Tensor]] = []
+        targets: list[Target] = []
+        others: list[tuple[ReadItem, torch.Tensor, torch.dtype, Slice]] = []
         for item in plan.items:
             found = self._items[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _saved(found))
                 continue
-            piece = _piece_at(found, item.storage_index.offset)
-            entry, begin, _ = self._checkpoint.file_range(piece.stored)
-            wanted.append((entry.path, begin, item, found, piece))
-        with SliceReader(self._checkpoint) as reader:
-            for _, _, item, whole, piece in sorted(wanted, key=lambda each: each[:2]):
-                target = planner.resolve_tensor(item).detach()
-                read_into(reader, whole, piece, tuple(item.storage_offsets), target)
-                planner.commit_tensor(item, target)
+            piece = _slice_of(found, item)
+            tensor = planner.resolve_tensor(item).detach()
+            dtype = dtype_named(found.dtype)
+            view = bytes_of(tensor) if tensor.dtype == dtype else None
+            if view is None:
+                others.append((item, tensor, dtype, piece))
+            else:
+                straight.append((item, tensor))
+                targets.append(Target(piece.region, view, [piece]))
+        with SliceReader(self._checkpoint, checked=False) as reader:
+            reader.read(targets)
+            for item, tensor in straight:
+                planner.commit_tensor(item, tensor)
+            for item, tensor, dtype, piece in others:  # one at a time: each needs memory beside its tensor
+                staged = torch.empty(tensor.shape, dtype=dtype)
+                memory = bytes_of(staged)
+                assert memory is not None
+                reader.read([Target(piece.region, memory, [piece])])
+                tensor.copy_(staged)
+                planner.commit_tensor(item, tensor)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-def read_into(reader: SliceReader, whole: Whole, piece: Piece, inside: tuple[int, ...], target: torch.Tensor) -> None:
-    """Reads the box of `target`'s shape at `inside` of a piece; straight into its memory where that is contiguous."""
-    dtype = dtype_named(whole.dtype)
-    into = target
-    view = bytes_of(into) if into.dtype == dtype else None
-    if view is None:
-        into = torch.empty(target.shape, dtype=dtype)
-        view = bytes_of(into)
-        assert view is not None
-    offsets = [at + begin for at, begin in zip(piece.offsets, inside, strict=True)]
-    reader.read(whole, offsets, tuple(target.shape), view)
-    if into is not target:
-        target.copy_(into)
 
 
 def flat_items(found: Catalogue, model: str, optimizer: str) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
@@ -184,12 +184,21 @@ def _metadata_of(item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_named(item.dtype)),
         size=torch.Size(item.shape),
-        chunks=[ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in item.pieces],
+        chunks=[
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in (item.narrowed(shard.box) for shard in item.divided.shards)
+        ],
     )
 
 
-def _piece_at(whole: Whole, offsets: torch.Size | None) -> Piece:
-    return next(piece for piece in whole.pieces if offsets is None or piece.offsets == tuple(offsets))
+def _slice_of(found: Whole, item: ReadItem) -> Slice:
+    """What the planner asks for, of the shard that it has chosen."""
+    chosen = item.storage_index.offset
+    shard = next(
+        shard for shard in found.divided.shards if chosen is None or found.narrowed(shard.box).offsets == tuple(chosen)
+    )
+    begin = (at + inside for at, inside in zip(shard.box.offsets, item.storage_offsets, strict=False))
+    return Slice(shard, found.stored(Box(tuple(begin), tuple(item.lengths))))
 
 
 def _saved(value: Any) -> io.BytesIO:

@@ -16,13 +16,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lastwords.checkpoint.boxes import whole
 from lastwords.checkpoint.load import Checkpoint, open_checkpoint
+from lastwords.checkpoint.reshard_plan import Divided, Shard
+from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import CheckpointError, LastWordsError, StorageError
-from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
 from lastwords.integrations.destination import building, check_same, check_source
-from lastwords.integrations.slices import Piece, SliceReader, Whole
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, dtype_of_code
 from lastwords.optim_wrapper.tensor_tree import tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -45,7 +47,7 @@ def to_dcp(
     check_source(checkpoint)
     standing: Standing = {}
     nested = nested_state(found, model, optimizer) | {EXTENSION: _extension(checkpoint, found)}
-    with building(out) as directory, SliceReader(checkpoint) as reader:
+    with building(out) as directory, SliceReader(checkpoint, checked=False) as reader:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -74,11 +76,11 @@ class _ReadingPlanner(DefaultSavePlanner):
         if not isinstance(found, torch.Tensor):
             plain: torch.Tensor | io.BytesIO = self.transform_object(write_item, found)
             return plain
-        whole = self._standing[id(found)][1]
-        tensor = torch.empty(whole.shape, dtype=dtype_named(whole.dtype))
+        stored = self._standing[id(found)][1]
+        tensor = torch.empty(stored.shape, dtype=dtype_named(stored.dtype))
         view = bytes_of(tensor)
         assert view is not None
-        self._reader.read(whole, (0,) * len(whole.shape), whole.shape, view)
+        self._reader.read([stored.target(stored.box, view)])
         return tensor
 
 
@@ -98,9 +100,8 @@ def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
         for spec in entry.tensors:
             if spec.name in dtypes:
                 shape = spec.shape if dtype_of_code(spec.dtype) == dtypes[spec.name] else spec.shape[:-1]
-                size = torch.empty((), dtype=dtype_named(dtypes[spec.name])).element_size()
-                pieces = (Piece(spec.name, (0,) * len(shape), shape),)
-                tensors[spec.name] = Whole(spec.name, dtypes[spec.name], shape, size, pieces)
+                divided = Divided(spec.name, spec.dtype, spec.shape, (Shard(spec.name, whole(spec.shape)),))
+                tensors[spec.name] = Whole(spec.name, dtypes[spec.name], shape, divided)
     content = {
         "version": 1,
         "job": manifest.job,
@@ -116,7 +117,7 @@ def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
         "extras": meta.get("extras"),
     }
     # Buffers that state_dict() leaves out have no key of the model's.
-    hidden = {name: whole for name, whole in found.buffers.items() if name in found.not_persistent}
+    hidden = {name: tensor for name, tensor in found.buffers.items() if name in found.not_persistent}
     return {"about": json.dumps(pack(content, EXTENSION)), "extra": tensors, "buffer": hidden}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from lastwords.checkpoint.boxes import Box, slabs
 from lastwords.checkpoint.load import open_checkpoint
-from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
-from lastwords.integrations.slices import SliceReader, Whole
+from lastwords.checkpoint.slice_reader import SliceReader
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
 
 _BLOCK_BYTES = 16 << 20
@@ -53,10 +54,11 @@ def diff(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
     Names that stand for different tensors in several units are compared unit by unit. FormatError, IncompleteError or
     StorageError if one of the two cannot be read.
     """
+    checkpoints = [open_checkpoint(find_checkpoint(path)) for path in (a, b)]
     with ExitStack() as stack:
-        readers = [stack.enter_context(SliceReader(open_checkpoint(find_checkpoint(path)))) for path in (a, b)]
+        readers = [stack.enter_context(SliceReader(checkpoint, checked=False)) for checkpoint in checkpoints]
         one, other = (
-            _items(catalogue(reader.checkpoint, clash_by_unit=True), weights_only=weights_only) for reader in readers
+            _items(catalogue(checkpoint, clash_by_unit=True), weights_only=weights_only) for checkpoint in checkpoints
         )
         same = 0
         differences: list[Difference] = []
@@ -66,8 +68,8 @@ def diff(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
                 same += 1
             else:
                 differences.append(found)
-        paths = [reader.checkpoint.path for reader in readers]
-        steps = [reader.checkpoint.manifest.global_step for reader in readers]
+    paths = [checkpoint.path for checkpoint in checkpoints]
+    steps = [checkpoint.manifest.global_step for checkpoint in checkpoints]
     return Comparison(paths[0], paths[1], (steps[0], steps[1]), same, tuple(differences))
 
 
@@ -125,9 +127,9 @@ def _compare(
 def _values(mine: Whole, theirs: Whole, reader: SliceReader, reader_b: SliceReader) -> tuple[int, float | None]:
     elements, largest = 0, 0.0
     exact = True
-    for offsets, sizes in blocks(mine.shape, mine.element_bytes):
-        a, b = (_read(side, whole, offsets, sizes) for side, whole in ((reader, mine), (reader_b, theirs)))
-        width = mine.element_bytes
+    width = dtype_named(mine.dtype).itemsize
+    for box in slabs(mine.box, _BLOCK_BYTES // width):
+        a, b = (_read(side, whole, box) for side, whole in ((reader, mine), (reader_b, theirs)))
         changed = (_raw(a).view(-1, width) != _raw(b).view(-1, width)).any(dim=1)
         count = int(changed.sum())
         if count:
@@ -140,27 +142,11 @@ def _values(mine: Whole, theirs: Whole, reader: SliceReader, reader_b: SliceRead
     return elements, largest if exact else None
 
 
-def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes of neighbouring rows that cover `shape`, each of about 16 MiB or one row.
-
-    >>> list(blocks((3, 2), 8 << 20))
-    [((0, 0), (1, 2)), ((1, 0), (1, 2)), ((2, 0), (1, 2))]
-    """
-    if not shape or 0 in shape:
-        if not shape:
-            yield (), ()
-        return
-    rest = (0,) * (len(shape) - 1)
-    rows = max(1, _BLOCK_BYTES // (math.prod(shape[1:]) * element_bytes))
-    for first in range(0, shape[0], rows):
-        yield (first, *rest), (min(rows, shape[0] - first), *shape[1:])
-
-
-def _read(reader: SliceReader, whole: Whole, offsets: Collection[int], sizes: Collection[int]) -> torch.Tensor:
-    tensor = torch.empty(tuple(sizes), dtype=dtype_named(whole.dtype))
+def _read(reader: SliceReader, whole: Whole, box: Box) -> torch.Tensor:
+    tensor = torch.empty(box.sizes, dtype=dtype_named(whole.dtype))
     view = bytes_of(tensor)
     assert view is not None
-    reader.read(whole, tuple(offsets), tuple(sizes), view)
+    reader.read([whole.target(box, view)])
     return tensor
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from lastwords.checkpoint.format import TensorSpec, encode_header, file_order
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.part import write_document
+from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
 from lastwords.errors import ConfigError
-from lastwords.integrations.catalogue import catalogue, find_checkpoint
+from lastwords.integrations.catalogue import Whole, catalogue, find_checkpoint
 from lastwords.integrations.destination import building, check_same, check_source
-from lastwords.integrations.slices import SliceReader, Whole
 from lastwords.optim_wrapper.tensor_bytes import code_of_dtype
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -54,7 +54,7 @@ def export_safetensors(
     shards = split([(name, whole.nbytes) for name, whole in wholes.items()], shard_bytes_max)
     files = {f"model-{at:05}-of-{len(shards):05}.safetensors": names for at, names in enumerate(shards, 1)}
     done = 0
-    with building(out, os) as directory, SliceReader(checkpoint, os) as reader:
+    with building(out, os) as directory, SliceReader(checkpoint, checked=False, os=os) as reader:
         for file, names in files.items():
             metadata = {"format": "pt"} | {alias: name for alias, name in found.aliases.items() if name in names}
             ordered = [names[index] for index in file_order(specs[name] for name in names)]
@@ -64,7 +64,7 @@ def export_safetensors(
                 for name in ordered:
                     memory = np.empty(wholes[name].nbytes, np.uint8)
                     whole = wholes[name]
-                    reader.read(whole, (0,) * len(whole.shape), whole.shape, memory.data)
+                    reader.read([whole.target(whole.box, memory)])
                     stream.write(memory.data)
                     done += whole.nbytes
                     if progress is not None:

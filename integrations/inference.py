@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.integrations.catalogue import Catalogue, catalogue, find_checkpoint
-from lastwords.integrations.slices import SliceReader, Whole
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
 from lastwords.optim_wrapper.state_view import unwrap
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, overwrite
 from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, local_of, placements_to_json
@@ -62,10 +63,11 @@ def load_for_inference(
     inner = unwrap(model)
     places = list(_places(inner))
     _match(inner, places, found, str(checkpoint.path), strict)
-    with SliceReader(checkpoint) as reader:
-        for place in sorted(places, key=lambda place: _order(reader, place.whole)):
-            if place.whole is not None:
-                _fill(reader, place, device)
+    for place in places:
+        if place.whole is not None:
+            _materialise(place, device)
+    with SliceReader(checkpoint, checked=False) as reader:
+        _fill(reader, places)
     loaded = sum(place.whole is not None for place in places)
     return LoadedWeights(checkpoint.path, checkpoint.manifest.global_step, loaded, reader.bytes_read)
 
@@ -124,33 +126,33 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
-def _order(reader: SliceReader, whole: Whole | None) -> tuple[str, int]:
-    """Files one after another, from front to back: then chunks are read, and checked, as wholes."""
-    if whole is None or not whole.pieces:
-        return "", 0
-    entry, begin, _ = reader.checkpoint.file_range(whole.pieces[0].stored)
-    return entry.path, begin
-
-
-def _fill(reader: SliceReader, place: _Place, device: torch.device | str | None) -> None:
-    whole = place.whole
-    assert whole is not None
-    tensor = place.tensor
-    if local_of(tensor).is_meta:
-        tensor = _materialised(tensor, device)
+def _materialise(place: _Place, device: torch.device | str | None) -> None:
+    if local_of(place.tensor).is_meta:
+        place.tensor = _materialised(place.tensor, device)
         for slots, key in place.slots:
-            slots[key] = tensor
-    box = box_of(tensor, place.name)
-    dtype = dtype_named(whole.dtype)
-    view = bytes_of(tensor) if tensor.dtype == dtype else None
-    if view is not None:
-        reader.read(whole, box.offsets, box.shape, view)
-        return
-    staged = torch.empty(box.shape, dtype=dtype)
-    memory = bytes_of(staged)
-    assert memory is not None
-    reader.read(whole, box.offsets, box.shape, memory)
-    overwrite(tensor, staged)
+            slots[key] = place.tensor
+
+
+def _fill(reader: SliceReader, places: list[_Place]) -> None:
+    straight: list[Target] = []
+    others: list[tuple[_Place, Whole, Box]] = []
+    for place in places:
+        if place.whole is None:
+            continue
+        shape, _, offsets = box_of(place.tensor, place.name)
+        box = Box(offsets, shape)
+        view = bytes_of(place.tensor) if place.tensor.dtype == dtype_named(place.whole.dtype) else None
+        if view is None:
+            others.append((place, place.whole, box))
+        else:
+            straight.append(place.whole.target(box, view))
+    reader.read(straight)
+    for place, whole, box in others:  # one at a time: each needs memory beside its tensor
+        staged = torch.empty(box.sizes, dtype=dtype_named(whole.dtype))
+        memory = bytes_of(staged)
+        assert memory is not None
+        reader.read([whole.target(box, memory)])
+        overwrite(place.tensor, staged)
 
 
 def _materialised(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:

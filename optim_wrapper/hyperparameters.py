@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.part import UnitEntry
+from lastwords.checkpoint.saved_state import MOVED_BY_SCHEDULERS
 from lastwords.optim_wrapper.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
-
-MOVED_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
-"""What torch's schedulers change in a group. Where anything else differs, two ranks have different groups."""
 
 
 def moment(groups: list[dict[str, Any]], *, unit: str, ended: bool) -> dict[str, Any]:

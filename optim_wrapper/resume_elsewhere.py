@@ -17,7 +17,7 @@ import xxhash
 
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.slice_reader import Target, read_slices
+from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.recorder import StepRecorder
@@ -72,7 +72,9 @@ class Resharding:
                     targets.append(Target(virtual.boxes[name], plan.into(specs[name]), virtual.slices[name]))
                 else:
                     plan.into(specs[name])
-        return read_slices(self._checkpoint, targets)
+        with SliceReader(self._checkpoint, checked=True) as reader:
+            reader.read(targets)
+            return reader.bytes_read
 
     def commit(self) -> None:
         """After everything has been read."""

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from lastwords.checkpoint import saved_units
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.part import UnitState
@@ -36,7 +37,7 @@ from lastwords.sharding.dtensor import (
 from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
-META_VERSION = 1
+META_VERSION = saved_units.META_VERSION
 _COMPILED = "_orig_mod."
 _PLAIN = frozenset({type(None), bool, int, float, str, tuple, list})
 

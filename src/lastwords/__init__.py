@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lastwords.checkpoint.rank_transform import transform_checkpoint_by_rank
     from lastwords.checkpoint.strategy import merge_pipeline_strategys, rank_list_for_transform
     from lastwords.errors import (
         CheckpointError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     )
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
+    from lastwords.integrations.transform_files import transform_checkpoints
     from lastwords.optim_wrapper.live_strategy import save_strategy
     from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -58,6 +60,8 @@ __all__ = [
     "rank_list_for_transform",
     "restore_group_info_list",
     "save_strategy",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
     "units_from_mesh",
 ]
 
@@ -75,6 +79,8 @@ _WHERE = {
     "rank_list_for_transform": "lastwords.checkpoint.strategy",
     "restore_group_info_list": "lastwords.sharding.group_info",
     "save_strategy": "lastwords.optim_wrapper.live_strategy",
+    "transform_checkpoint_by_rank": "lastwords.checkpoint.rank_transform",
+    "transform_checkpoints": "lastwords.integrations.transform_files",
     "units_from_mesh": "lastwords.sharding.declare",
 }
 

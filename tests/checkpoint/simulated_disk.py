@@ -271,6 +271,10 @@ class SimulatedOs(Os):
         with self._lock:
             return len(self._file(fd).now)
 
+    def stamp(self, fd: int) -> tuple[int, ...]:
+        with self._lock:
+            return self._fds[fd], len(self._file(fd).now)
+
     def fallocate(self, fd: int, size: int) -> None:
         with self._lock:
             self._grow(self._file(fd), size)

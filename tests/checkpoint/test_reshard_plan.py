@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastwords.checkpoint.boxes import Box, is_run, slabs, span, uncovered, whole, without
+from lastwords.checkpoint.boxes import Box, between, is_run, slabs, span, uncovered, whole, without
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
 from lastwords.errors import FormatError, IncompleteError, MismatchError
 
@@ -105,20 +105,30 @@ def test_a_lost_shard_is_named_with_the_region_that_is_missing(data: st.DataObje
 
 
 @given(st.data())
-def test_slabs_cover_a_region_once_and_each_spans_no_more_than_it_may(data: st.DataObject) -> None:
-    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
+def test_what_lies_between_two_places_of_memory_is_found_once_and_in_order(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple))
     outer = whole(shape)
     region = data.draw(st.sampled_from([box for box in data.draw(layouts(shape)) if box.elements]))
-    most = data.draw(st.integers(1, 30))
-    parts = list(slabs(outer, region, most))
-    assert sum(part.elements for part in parts) == region.elements
-    assert uncovered(region, parts) == []
-    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, outer.elements + 2)] * 2)))
+    numbers = np.arange(outer.elements).reshape(shape)
+    parts = between(outer, region, first, last)
+    found = [number for part in parts for number in numbers[place(part)].ravel()]
+    assert found == [number for number in numbers[place(region)].ravel() if first <= number < last]
     for part in parts:
         low, high = span(outer, part)
         assert (low, high - 1) == (numbers[place(part)].flat[0], numbers[place(part)].flat[-1])
-        assert high - low <= most or is_run(outer, part)
         assert is_run(outer, part) == (high - low == part.elements)
+
+
+@given(st.data())
+def test_slabs_cover_a_box_once_in_order_and_none_is_larger_than_it_may_be(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    box = data.draw(st.sampled_from(data.draw(layouts(shape))))
+    most = data.draw(st.integers(1, 30))
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    parts = list(slabs(box, most))
+    assert [number for part in parts for number in numbers[place(part)].ravel()] == list(numbers[place(box)].ravel())
+    assert all(0 < part.elements <= most for part in parts)
 
 
 def test_what_is_left_of_a_box_is_disjoint_and_complete() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.load import Checkpoint, latest, open_checkpoint
+from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.errors import CheckpointError, FormatError, MismatchError
 from lastwords.sharding.zero import stateful
 from tests.integration.forked import on_ranks
@@ -241,14 +242,15 @@ def test_a_rank_reads_little_more_than_its_share(tmp_path: Path) -> None:
 
     def body(rank: int) -> set[str]:
         files: set[str] = set()
-        read_pieces = Checkpoint.read_pieces
+        stored = Checkpoint.stored
 
-        def noting(self: Checkpoint, file: str, pieces: Any) -> int:
-            files.add(file.split("/")[0])
-            return read_pieces(self, file, pieces)
+        def noting(self: Checkpoint, name: str) -> StoredTensor:
+            found = stored(self, name)
+            files.add(found.path.parent.name)
+            return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Checkpoint, "read_pieces", noting)
+            patch.setattr(Checkpoint, "stored", noting)
             made("fsdp", 1).resume(tmp_path / "ckpt")
         return files
 

@@ -1,4 +1,4 @@
-"""Boxes come out as a naive slice of the whole gives them, little more is read, and what is whole is checked."""
+"""Tensors are put together from units, whatever the cuts; what is missing, twice or of two minds is named."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lastwords.checkpoint.direct_io import CHUNK_BYTES
+from lastwords.checkpoint import boxes as cut
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.part import UnitState
+from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.errors import ConfigError, FormatError, IncompleteError
-from lastwords.integrations.catalogue import catalogue
-from lastwords.integrations.slices import SliceReader
+from lastwords.integrations.catalogue import Whole, catalogue
 from lastwords.optim_wrapper.tensor_bytes import bytes_of
-from tests.integrations.made import Box, flip, published, unit
+from tests.integrations.made import Box, published, unit
 
 
 def cuts(size: int, count: int, rng: random.Random) -> list[int]:
@@ -36,12 +36,11 @@ def grid(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
     return boxes
 
 
-def read(reader: SliceReader, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    whole = catalogue(reader.checkpoint).parameters[name]
+def read(reader: SliceReader, whole: Whole, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
     target = torch.empty(sizes, dtype=getattr(torch, whole.dtype))
     view = bytes_of(target)
     assert view is not None
-    reader.read(whole, offsets, sizes, view)
+    reader.read([whole.target(cut.Box(offsets, sizes), view)])
     return target
 
 
@@ -58,44 +57,15 @@ def test_any_box_of_any_cut_is_what_a_slice_of_the_whole_is(seed: int, tmp_path:
         for rank, box in enumerate(boxes)
         for name in ["replicated" if len(boxes) == 1 else f"rank-{rank}"]
     }
-    with SliceReader(open_checkpoint(published(tmp_path, states))) as reader:
+    checkpoint = open_checkpoint(published(tmp_path, states))
+    found = catalogue(checkpoint).parameters["w"]
+    assert (found.shape, found.nbytes) == (shape, whole.nbytes)
+    with SliceReader(checkpoint, checked=bool(seed % 2)) as reader:
         for _ in range(10):
             begins = tuple(rng.randint(0, size - 1) for size in shape)
             sizes = tuple(rng.randint(1, size - begin) for begin, size in zip(begins, shape, strict=True))
             place = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
-            assert torch.equal(read(reader, "w", begins, sizes), whole[place])
-
-
-WIDE = torch.arange(3 * CHUNK_BYTES // 4, dtype=torch.float32).reshape(-1, 16384)
-
-
-@pytest.fixture
-def wide(tmp_path: Path) -> Path:
-    """Twelve MiB: rows of 64 KiB."""
-    return published(tmp_path, {0: {"replicated": unit("replicated", [("w", WIDE, None)])}})
-
-
-def test_a_column_slice_reads_no_more_than_it_wants(wide: Path) -> None:
-    with SliceReader(open_checkpoint(wide)) as reader:
-        assert torch.equal(read(reader, "w", (0, 4096), (192, 4096)), WIDE[:, 4096:8192])
-        assert reader.bytes_read == 192 * 4096 * 4
-        assert reader.bytes_checked == 0
-
-
-def test_narrow_gaps_are_read_over_in_long_runs(wide: Path) -> None:
-    with SliceReader(open_checkpoint(wide)) as reader:
-        assert torch.equal(read(reader, "w", (3, 512), (100, 15872)), WIDE[3:103, 512:])
-        assert reader.bytes_read <= 1.05 * 100 * 15872 * 4
-
-
-def test_a_flipped_byte_in_a_chunk_that_is_read_whole_is_refused(wide: Path) -> None:
-    (file,) = wide.rglob("*.ckpt")
-    with SliceReader(open_checkpoint(wide)) as reader:
-        read(reader, "w", (0, 0), (192, 16384))
-        assert reader.bytes_checked >= 2 * CHUNK_BYTES, "the control: the sound file passes, and was checked"
-    flip(file, CHUNK_BYTES + 5)
-    with SliceReader(open_checkpoint(wide)) as reader, pytest.raises(FormatError, match="do not fit their checksum"):
-        read(reader, "w", (0, 0), (192, 16384))
+            assert torch.equal(read(reader, found, begins, sizes), whole[place])
 
 
 def test_a_missing_file_of_a_unit_is_named(tmp_path: Path) -> None:
@@ -114,15 +84,21 @@ def test_a_missing_file_of_a_unit_is_named(tmp_path: Path) -> None:
 def test_a_region_that_no_unit_holds_and_one_that_two_hold_are_named(tmp_path: Path) -> None:
     whole = torch.randn(6, 2)
     boxes = {"hole": (((0, 0), (2, 2)), ((4, 0), (2, 2))), "twice": (((0, 0), (4, 2)), ((2, 0), (4, 2)))}
-    texts = {"hole": "4 of 12 elements are in no file", "twice": "overlap"}
+    errors = {
+        "hole": (IncompleteError, r"model/w\[2:4, 0:2\] is in no file"),
+        "twice": (FormatError, r"model/w: unit rank-0 and unit rank-1 both have \[2:4, 0:2\]"),
+    }
     for step, (name, pair) in enumerate(boxes.items(), 1):
         states = {
             rank: {f"rank-{rank}": unit(f"rank-{rank}", [("w", whole, box)], (rank,))} for rank, box in enumerate(pair)
         }
         checkpoint = open_checkpoint(published(tmp_path, states, step=step))
-        with pytest.raises(IncompleteError, match=texts[name]) as caught:
+        kind, text = errors[name]
+        with pytest.raises(kind, match=text) as caught:
             catalogue(checkpoint)
-        assert caught.value.missing == ("model/w",)
+        assert str(checkpoint.path) in str(caught.value)
+    with pytest.raises(IncompleteError, match=r"or choose more units$"):
+        catalogue(checkpoint, ["rank-0"])
 
 
 def test_one_name_for_different_tensors_is_refused_until_units_are_chosen(tmp_path: Path) -> None:
