@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords.checkpoint.strategy import save_strategy_file
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.buffer_capture import BufferCapture
+from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.job_shape import declared_units
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.rank_units import without_buffers
@@ -41,14 +42,15 @@ def save_strategy(
     path: str | os.PathLike[str],
     *,
     units: Sequence[Unit] = (),
+    names: Naming | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes to `path` how parameters, buffers and the optimizer's state are divided over the ranks of this job.
 
     Every rank of the job calls it, at any time between two steps, the first one included; the lowest writes, and the
     path is that rank's. model: as the loop calls it; it may be on the meta device. optimizer: with or without
-    OptTFTWrapper, or several. units: as for TFTRegister. group: only its ranks call it, and the file says only what
-    they hold, as one stage of a pipeline; `merge_pipeline_strategys` joins such files.
+    OptTFTWrapper, or several. units, names: as for TFTRegister. group: only its ranks call it, and the file says only
+    what they hold, as one stage of a pipeline; `merge_pipeline_strategys` joins such files.
 
     Every rank returns when the file is there, or gets an error: ConfigError for tensors that have no strategy, named
     with what to do, StorageError if the file exists or cannot be written, UnavailableError if another rank does not
@@ -70,7 +72,7 @@ def save_strategy(
     def find() -> list[Piece]:
         if problem is not None:
             raise problem
-        return _LivePieces(model, optimizer, declared, world.rank).pieces()
+        return _LivePieces(model, optimizer, declared, names, world.rank).pieces()
 
     def write(lists: Sequence[Alike]) -> None:
         strategy = strategy_from(lists, declared, world.size, _stored)
@@ -106,12 +108,14 @@ def _stored(dtype: str) -> tuple[str, tuple[int, ...]]:
 class _LivePieces:
     """What this rank holds of model and optimizer, in the words that ranks exchange."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, declared: Sequence[Unit], rank: int) -> None:
-        self._view = UnitView(model, _joined(optimizer), forms_only=True)
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, declared: Sequence[Unit], names: Naming | None, rank: int
+    ) -> None:
+        self._view = UnitView(model, _joined(optimizer), forms_only=True, names=names)
         self._declared = declared
         self._rank = rank
         # What is saved for each rank apart belongs to no strategy.
-        rank_local = BufferCapture(self._view.model).captured
+        rank_local = BufferCapture(self._view.model, called=self._view.called).captured
         self._names: Names = without_buffers(self._view.all_names(), rank_local)
 
     def pieces(self) -> list[Piece]:

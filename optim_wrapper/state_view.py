@@ -20,6 +20,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.part import UnitState
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.tensor_bytes import Source, dtype_name, refuse_unsupported, source_of, spec_of
 from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, take_apart
@@ -78,7 +79,7 @@ class UnitView:
 
     exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit. members: None for
     everything. holders: the ranks that hold the unit, where it is a part; stored with it. forms_only: nothing will be
-    stored, so the model may be on the meta device.
+    stored, so the model may be on the meta device. names: see `GlobalNames`; all names here are those of the job.
     The constructor looks at names only and raises ConfigError for what cannot be stored or does not fit together;
     `check` looks at everything that is there by then (optimizer state appears with the first step).
     Methods may be called from any thread while the weights do not change.
@@ -94,6 +95,7 @@ class UnitView:
         members: Members | None = None,
         holders: tuple[int, ...] = (),
         forms_only: bool = False,
+        names: Naming | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
@@ -116,6 +118,7 @@ class UnitView:
                 "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
         zero.refuse_unusable(self.optimizer)
+        self.called = GlobalNames(names)
         self.unit = unit
         self.exclude_buffers = frozenset(exclude_buffers)
         self.members = members
@@ -177,7 +180,7 @@ class UnitView:
         first: dict[int, str] = {}
         live = dict(self.model.named_parameters(remove_duplicate=False))
         for raw, parameter in {**live, **self._lasting}.items():
-            name = raw.replace(_COMPILED, "")
+            name = self.called(raw.replace(_COMPILED, ""))
             if id(parameter) in first:
                 if first[id(parameter)] != name:
                     aliases[name] = first[id(parameter)]
@@ -203,7 +206,7 @@ class UnitView:
         owners: dict[str, tuple[torch.nn.Module, str]] = {}
         for prefix, module in self.model.named_modules(remove_duplicate=True):
             for key, buffer in module._buffers.items():
-                name = f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key
+                name = self.called(f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key)
                 if name in self.exclude_buffers:
                     continue
                 owners[name] = (module, key)
