@@ -176,7 +176,7 @@ class RankFiles:
         for name, spec in placed.items():
             if self._given is not None and name in self._given.tensors:
                 self._compare(path, rank, name, Box(spec.offsets, spec.shape), spec.dtype)
-        return read_unit(str(path), unpack(content["meta"], str(path)), "", placed)
+        return read_unit(str(path), str(path), unpack(content["meta"], str(path)), "", placed)
 
     def _of_unit(
         self, rank: int, path: Path, unit: str, meta: Mapping[str, Any], specs: Mapping[str, TensorSpec]
@@ -189,7 +189,7 @@ class RankFiles:
             )
         prefix = f"unit/{unit}/"
         own = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
-        plain = read_unit(f"{path}: unit {unit}", meta, prefix, own)
+        plain = read_unit(str(path), f"unit {unit} of {path}", meta, prefix, own)
         placed: dict[str, TensorSpec] = {}
         for name, spec in own.items():
             kind, _, fqn = name.partition("/")

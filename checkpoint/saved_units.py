@@ -48,24 +48,26 @@ class SavedUnit:
             raise FormatError(f"{self.label}: its JSON names the tensor {name!r}, but it is not there") from None
 
 
-def read_unit(label: str, meta: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]) -> SavedUnit:
+def read_unit(
+    where: str, label: str, meta: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]
+) -> SavedUnit:
     """A unit whose tensors begin with `prefix` in the source. `specs`: by their names without it."""
     if meta.get("version") != META_VERSION:
         raise FormatError(
-            f"{label}: its state is of version {meta.get('version')!r}, this lastwords reads {META_VERSION}; upgrade it"
+            f"{where}: its state is of version {meta.get('version')!r}, this lastwords reads {META_VERSION}; upgrade it"
         )
     states = {
         fqn: {
-            key: renamed(node, lambda name: name.removeprefix(prefix), label)
-            for key, node in keys_of(tree, label).items()
+            key: renamed(node, lambda name: name.removeprefix(prefix), where)
+            for key, node in keys_of(tree, where).items()
         }
         for fqn, tree in meta["optimizer_state"].items()
     }
     numbers = meta.get("group_numbers", range(len(meta["groups"])))
     if not len(numbers) == len(meta["groups"]) == len(meta["group_parameters"]):
-        raise FormatError(f"{label}: {len(meta['groups'])} param groups and {len(numbers)} numbers")
+        raise FormatError(f"{where}: {len(meta['groups'])} param groups and {len(numbers)} numbers")
     groups = tuple(
-        (number, tuple(names), renamed(tree, lambda name: name.removeprefix(prefix), label))
+        (number, tuple(names), renamed(tree, lambda name: name.removeprefix(prefix), where))
         for number, names, tree in zip(numbers, meta["group_parameters"], meta["groups"], strict=True)
     )
     return SavedUnit(label, meta, specs, states, groups)
@@ -85,7 +87,7 @@ def unit_of(path: Path, manifest: Manifest, unit: str) -> SavedUnit:
     """One unit of a checkpoint. What a transformation has written says the place of every tensor."""
     entry, prefix = manifest.units[unit], f"unit/{unit}/"
     specs = {spec.name.removeprefix(prefix): spec for spec in entry.tensors}
-    read = read_unit(f"{path}: unit {unit}", entry.meta, prefix, specs)
+    read = read_unit(f"{path}: unit {unit}", f"unit {unit}", entry.meta, prefix, specs)
     return read if manifest.moved else _placed(read)
 
 

@@ -192,7 +192,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         ("because", manifest.reason),
         ("caused by ranks", tables.numbers(manifest.cause_ranks)),
         ("job", f"{manifest.job}{parent}: {fence}"),
-        ("world size", manifest.world_size),
+        ("world size", _world(manifest)),
         ("size", f"{tables.size(manifest.total_bytes)} in {len(manifest.files)} file(s)"),
         ("exact resume", _exact(manifest, everything=everything)),
     ]
@@ -293,6 +293,7 @@ def _summary_json(manifest: Manifest) -> dict[str, Any]:
         "job": manifest.job,
         "generation": manifest.generation,
         "world_size": manifest.world_size,
+        "holders_world_size": manifest.holders_world_size,
         "published_unix_ns": manifest.published_unix_ns,
         "bytes": manifest.total_bytes,
         "reason": manifest.reason,
@@ -300,6 +301,12 @@ def _summary_json(manifest: Manifest) -> dict[str, Any]:
         "exact": manifest.exact,
         "reasons": list(manifest.reasons),
     }
+
+
+def _world(manifest: Manifest) -> str:
+    if not manifest.moved:
+        return str(manifest.world_size)
+    return f"{manifest.world_size}; its units were moved to {manifest.holders_world_size} (lastwords transform)"
 
 
 def _found_json(found: load.Found) -> dict[str, Any]:

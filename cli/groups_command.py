@@ -175,10 +175,10 @@ def _of_checkpoint(found: load.Found, *, as_json: bool) -> Verdict:
         _Row(unit, recorded[unit], entry.writer, entry.file)
         for unit, entry in sorted(manifest.units.items(), key=lambda item: (-len(recorded[item[0]] or ()), item[0]))
     )
-    notes = _unprotected(rows, manifest.world_size)
+    notes = _unprotected(rows, manifest.holders_world_size)
     if None in recorded.values():
         notes = (*notes, "this checkpoint does not say which ranks held its units")
-    _show(_Groups("manifest", found.path, manifest.world_size, rows, notes), as_json=as_json)
+    _show(_Groups("manifest", found.path, manifest.holders_world_size, rows, notes), as_json=as_json)
     return verdict
 
 
@@ -186,10 +186,10 @@ def _holders(manifest: Manifest, unit: str) -> tuple[int, ...] | None:
     """Ranks that held a unit, as far as the manifest tells and makes sense."""
     ranks = manifest.units[unit].meta.get("holders")
     if ranks is None and unit == UNIT_REPLICATED:
-        return tuple(range(manifest.world_size))  # what every rank holds, by its name
+        return tuple(range(manifest.holders_world_size))  # what every rank holds, by its name
     if not isinstance(ranks, list | tuple) or not ranks:
         return None
-    if not all(type(rank) is int and 0 <= rank < manifest.world_size for rank in ranks):
+    if not all(type(rank) is int and 0 <= rank < manifest.holders_world_size for rank in ranks):
         return None
     return tuple(sorted(set(ranks)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,7 @@ class _Transformation:
             make_directory(hidden, os)
         self._claim()
         written: list[int] = []
-        already = [rank for rank in self._writers if self._is_done(rank)]
+        already = self._done(self._writers)
         todo = [rank for rank in self._writers if rank in chosen and rank not in already]
         for rank in self._write_all(todo, jobs, progress):
             written.append(rank)
@@ -171,7 +171,9 @@ class _Transformation:
             return Outcome(
                 self._final, self._manifest.global_step, self._wanted.world_size, tuple(written), tuple(already), ()
             )
-        missing = tuple(rank for rank in self._writers if not self._is_done(rank))
+        left = [rank for rank in self._writers if rank not in already and rank not in written]
+        there = self._done(left)  # what other processes have finished meanwhile
+        missing = tuple(rank for rank in left if rank not in there)
         path = None if missing else self._publish()
         return Outcome(
             path, self._manifest.global_step, self._wanted.world_size, tuple(sorted(written)), tuple(already), missing
@@ -212,13 +214,17 @@ class _Transformation:
         fields = Fields(decode_document(raw, where=path, version_max=IDENTITY_FORMAT), path)
         return {key: fields.raw(key) for key in fields.keys()}  # noqa: SIM118
 
+    def _done(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose parts are there."""
+        if ranks and self._os.exists(self._hidden / layout.MANIFEST_NAME):
+            with contextlib.suppress(FormatError):  # it was being written when the machine went down
+                read_manifest(self._hidden, self._os)
+                return list(ranks)
+        return [rank for rank in ranks if self._is_done(rank)]
+
     def _is_done(self, rank: int) -> bool:
-        """Whether the rank's part is there, durable and whole: part.json is written after that."""
+        """Whether the rank's part is durable and whole: part.json is written after that."""
         os, rank_dir = self._os, self._hidden / layout.rank_dir_name(rank)
-        if os.exists(self._hidden / layout.MANIFEST_NAME):
-            with contextlib.suppress(FormatError):
-                read_manifest(self._hidden, os)
-                return True
         try:
             part = read_part(rank_dir, os)
             owners: list[UnitEntry | LocalEntry] = [*part.units.values(), *part.locals.values()]

@@ -28,6 +28,19 @@ TYPES = {"F32": (np.float32, "float32"), "BF16": (np.uint16, "bfloat16"), "I64":
          "U8": (np.uint8, "uint8"), "F64": (np.float64, "float64")}  # fmt: skip
 
 
+class Unsynced(Os):
+    """What a process sees depends neither on fsync nor on O_DIRECT, which take most of the time of small saves."""
+
+    def fsync(self, fd: int) -> None:
+        pass
+
+    def create(self, path: Path, *, direct: bool) -> int:
+        return super().create(path, direct=False)
+
+
+QUICK = Unsynced()
+
+
 @dataclass
 class Whole:
     """A job's state by the names of a strategy, undivided. parameters: in the model's order."""

@@ -212,7 +212,8 @@ def test_parts_cut_by_hand_are_refused_with_both_units(tmp_path: Path) -> None:
 
 def test_stages_with_one_name_for_two_tensors_are_refused(tmp_path: Path) -> None:
     text = refusal("pipeline stages", plain, tmp_path)
-    assert "frozen: unit stage-0 and unit stage-1 both have [0:5], so these are two tensors of one name" in text
+    assert "model/blocks.0.up.weight is F32 (10, 6) in unit stage-0 and F32 " in text
+    assert "in unit stage-1: two tensors of one name cannot be moved to another layout" in text
 
 
 def test_a_damaged_slice_is_an_error_on_every_rank(tmp_path: Path) -> None:

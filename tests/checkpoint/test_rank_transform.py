@@ -1,0 +1,416 @@
+"""`transform_checkpoint_by_rank`: which files are needed, what it refuses, and what a full disk leaves."""
+
+from __future__ import annotations
+
+import errno
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import lastwords
+from lastwords.checkpoint import rank_transform, streamed
+from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.checkpoint_source import CheckpointSource
+from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.rank_files import RankFiles
+from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file
+from lastwords.checkpoint.system import Os
+from lastwords.errors import FormatError, IncompleteError, MismatchError, StorageError, StrategyError
+from lastwords.integrations.transform_files import transform_all
+from tests.checkpoint.elastic import QUICK, Whole, content_of, naive_holding, save_naively
+from tests.checkpoint.interposed import InterposedOs, counting, failing
+
+W = (8, 6)
+
+
+def job() -> Whole:
+    """One parameter with a moment and a step, and a buffer."""
+    made = Whole(parameters=["w"], trained=["w"])
+    rng = np.random.default_rng(5)
+    made.add("model/w", "F32", W, rng)
+    made.add("optim/w/step", "F32", (), rng)
+    made.add("optim/w/exp_avg", "F32", W, rng)
+    made.add("buffer/mean", "F64", (3,), rng)
+    return made
+
+
+def rows(parts: int, copies: int = 1) -> Strategy:
+    """`w` in rows; part k is held by the ranks k, k + parts, ..."""
+    size = W[0] // parts
+    held = tuple(Held(Box((size * k, 0), (size, W[1])), tuple(range(k, parts * copies, parts))) for k in range(parts))
+    return Strategy(parts * copies, {"model/w": Cut("F32", W, held)})
+
+
+def columns(parts: int) -> Strategy:
+    size = W[1] // parts
+    held = tuple(Held(Box((0, size * k), (W[0], size)), (k,)) for k in range(parts))
+    return Strategy(parts, {"model/w": Cut("F32", W, held)})
+
+
+class Made:
+    """Files of four ranks, rows in halves, each half twice; strategies to move them to."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        self.job = job()
+        self.source = rows(2, 2)
+        for name, strategy in (("four", self.source), ("columns", columns(3)), ("halves", rows(2))):
+            save_strategy_file(strategy, tmp / name, QUICK)
+        self.checkpoint = save_naively(tmp / "saved", self.job, self.source, os=QUICK)
+        self.four, self.columns = str(tmp / "four"), str(tmp / "columns")
+        transform_all(str(self.checkpoint), str(tmp / "files"), "p", None, self.four, os=QUICK)
+        self.files = {rank: str(tmp / f"files/rank_{rank}/p{rank}.ckpt") for rank in range(4)}
+
+    def move(self, rank: Any = 1, *, files: Any = None, to: str | None = "", out: Any = None, **more: Any) -> Path:
+        path = self.tmp / "out.ckpt" if out is None else out
+        more = {"src_strategy_file": self.four, "dst_strategy_file": self.columns if to == "" else to, **more}
+        lastwords.transform_checkpoint_by_rank(rank, self.files if files is None else files, path, **more)
+        return Path(path)
+
+    def is_right(self, path: Path, strategy: Strategy, rank: int) -> bool:
+        naive = {name: (dtype, raw) for name, (dtype, _, raw) in naive_holding(self.job, strategy, rank).items()}
+        found = {name: (dtype, raw) for name, (dtype, _, raw) in content_of(path)[1].items()}
+        return {name: value for name, value in found.items() if name in naive} == naive
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path)
+
+
+# ------------------------------------------------------------------ what is needed
+
+
+def test_any_rank_of_a_group_will_do(made: Made) -> None:
+    for place, ranks in enumerate(((0, 1), (0, 3), (1, 2), (2, 3))):
+        out = made.move(files={rank: made.files[rank] for rank in ranks}, out=str(made.tmp / f"{place}.ckpt"))
+        assert made.is_right(out, columns(3), 1)
+
+
+def test_a_missing_rank_is_named_after_its_group_was_tried(made: Made) -> None:
+    with pytest.raises(IncompleteError, match=r"model/w\[4:8, 0:6\] is held by source rank\(s\) 1, 3; source rank 1 is "
+                       r"missing: no file was given.*No other rank of its group") as caught:  # fmt: skip
+        made.move(files={0: made.files[0], 2: made.files[2]})
+    assert caught.value.missing == ("rank 1", "rank 3")
+    with pytest.raises(IncompleteError, match=r"source rank 1 is missing: its file .*gone.ckpt does not exist"):
+        made.move(files={0: made.files[0], 1: str(made.tmp / "gone.ckpt")})
+    assert not (made.tmp / "out.ckpt").exists()
+
+
+def test_files_that_are_not_needed_are_not_opened(made: Made) -> None:
+    Path(made.files[1]).write_bytes(b"rubbish")
+    Path(made.files[3]).write_bytes(b"rubbish")
+    assert lastwords.rank_list_for_transform(0, made.four, str(made.tmp / "halves")) == [0]
+    out = made.move(0, to=str(made.tmp / "halves"))
+    assert made.is_right(out, rows(2), 0)
+
+
+def test_files_of_last_words_serve_with_the_strategy_of_their_checkpoint(made: Made) -> None:
+    files = {int(path.parent.name[5:]): str(path) for path in made.checkpoint.glob("rank_*/*.ckpt")}
+    assert files.keys() == {2, 3}, "one of each group has written, and one wrote what all have"
+    for source in (made.four, str(made.checkpoint)):
+        out = made.move(files=files, src_strategy_file=source)
+        assert made.is_right(out, columns(3), 1)
+        out.unlink()
+    with pytest.raises(StrategyError, match=r"of a sharded job .*give its strategy"):
+        made.move(files=files, src_strategy_file=None)
+
+
+def test_without_strategies_everything_is_whole_in_any_one_file(made: Made) -> None:
+    one = Strategy(1, {"model/w": Cut("F32", W, (Held(Box((0, 0), W), (0,)),))})
+    whole = made.move(0, to=None)
+    assert made.is_right(whole, one, 0)
+    again = made.move(0, files={5: str(whole)}, to=None, src_strategy_file=None, out=str(made.tmp / "again.ckpt"))
+    assert content_of(again) == content_of(whole)
+    with pytest.raises(ValueError, match=r"holds only parts of tensors, such as .* give the strategy"):
+        made.move(0, to=None, src_strategy_file=None, out=str(made.tmp / "third.ckpt"))
+
+
+def test_plain_safetensors_reads_it_and_the_names_are_plain(made: Made) -> None:
+    found = load_file(made.move(2))
+    assert {"model/w", "optim/w/exp_avg", "optim/w/step", "buffer/mean"} <= found.keys()
+    assert np.array_equal(found["model/w"], made.job.arrays["model/w"][1][:, 4:6])
+    content, _ = content_of(made.tmp / "out.ckpt")
+    assert (content["rank"], content["world_size"], content["global_step"], content["job"]) == (2, 3, 7, "job")
+    assert content["boxes"]["optim/w/exp_avg"] == [[0, 4], [8, 6]]
+
+
+# ------------------------------------------------------------------ upstream's errors
+
+
+@pytest.mark.parametrize("rank", ["0", 1.0, None, True])
+def test_a_rank_that_is_no_int_is_a_type_error(made: Made, rank: Any) -> None:
+    with pytest.raises(TypeError, match="rank_id"):
+        made.move(rank)
+    with pytest.raises(TypeError, match="a source rank has to be an int"):
+        made.move(files={"0": made.files[0]})
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors", "out.ckpt.tmp"])
+def test_a_name_that_does_not_end_in_ckpt_is_a_value_error(made: Made, name: str) -> None:
+    with pytest.raises(ValueError, match=r"has to end in \.ckpt"):
+        made.move(out=str(made.tmp / name))
+
+
+def test_arguments_of_another_type_are_type_errors(made: Made) -> None:
+    for wrong in ({"out": 3}, {"files": [made.files[0]]}, {"files": {0: 7}}, {"src_strategy_file": 1}, {"to": 1}):
+        with pytest.raises(TypeError):
+            made.move(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_rank_outside_the_destination_an_empty_strategy_and_none_at_all_are_value_errors(made: Made) -> None:
+    with pytest.raises(ValueError, match="the destination has the ranks 0 to 2"):
+        made.move(3)
+    (made.tmp / "empty").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        made.move(to=str(made.tmp / "empty"))
+    with pytest.raises(ValueError, match="no strategy file"):
+        made.move(src_strategy_file=str(made.tmp / "nothing"))
+
+
+def test_an_existing_file_is_left_as_it_is(made: Made) -> None:
+    (made.tmp / "out.ckpt").write_text("mine")
+    with pytest.raises(ValueError, match="exists already and is left as it is"):
+        made.move()
+    assert (made.tmp / "out.ckpt").read_text() == "mine"
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def refused(made: Made, kind: type[Exception], match: str, source: Strategy | None = None, to: Strategy | None = None,
+            **more: Any) -> None:  # fmt: skip
+    if source is not None:
+        save_strategy_file(source, made.tmp / "other source", QUICK)
+        more["src_strategy_file"] = str(made.tmp / "other source")
+    if to is not None:
+        save_strategy_file(to, made.tmp / "other", QUICK)
+        more["to"] = str(made.tmp / "other")
+    with pytest.raises(kind, match=match):
+        made.move(**more)
+    assert not list(made.tmp.glob("*out.ckpt*"))
+
+
+def changed(strategy: Strategy, change: Callable[[Cut], Cut]) -> Strategy:
+    return Strategy(strategy.world_size, {name: change(cut) for name, cut in strategy.tensors.items()})
+
+
+def test_strategies_of_two_models_are_refused_by_tensor(made: Made) -> None:
+    other = Strategy(3, {"model/v": columns(3).tensors["model/w"]})
+    refused(made, MismatchError, "only the source has model/w; only the destination has model/v", to=other)
+
+
+def test_another_shape_is_refused_by_tensor(made: Made) -> None:
+    longer = Strategy(1, {"model/w": Cut("F32", (9, 6), (Held(Box((0, 0), (9, 6)), (0,)),))})
+    refused(made, MismatchError, r"model/w is F32 \(8, 6\) in the source and F32 \(9, 6\)", to=longer, rank=0)
+
+
+def test_another_type_is_refused_by_tensor(made: Made) -> None:
+    other = changed(columns(3), lambda cut: replace(cut, dtype="BF16"))
+    refused(made, MismatchError, r"model/w is F32 \(8, 6\) in the source and BF16", to=other)
+
+
+def test_overlapping_boxes_are_refused_by_tensor_and_region(made: Made) -> None:
+    wide = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 3), (8, 3)), (1,)))
+    refused(made, FormatError, r"model/w: rank 0 and rank 1 both have \[0:8, 3:4\]",
+            to=Strategy(2, {"model/w": Cut("F32", W, wide)}))  # fmt: skip
+
+
+def test_what_no_rank_has_is_refused_by_tensor_and_region(made: Made) -> None:
+    gap = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 5), (8, 1)), (1,)))
+    for which in ("to", "source"):
+        refused(made, IncompleteError, r"model/w\[0:8, 4:5\] is in no file",
+                **{which: Strategy(2, {"model/w": Cut("F32", W, gap)})})  # fmt: skip
+        (made.tmp / "other").unlink(missing_ok=True)
+
+
+def test_a_box_outside_of_its_tensor_is_refused(made: Made) -> None:
+    out = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 4), (8, 3)), (1,)))
+    refused(made, FormatError, r"rank 1 has \[0:8, 4:7\], which is not inside its shape \(8, 6\)",
+            to=Strategy(2, {"model/w": Cut("F32", W, out)}))  # fmt: skip
+
+
+def test_files_of_two_steps_are_refused_naming_both(made: Made) -> None:
+    later = save_naively(made.tmp / "later", made.job, made.source, step=8, os=QUICK)
+    transform_all(str(later), str(made.tmp / "later files"), "p", None, made.four, os=QUICK)
+    files = {**made.files, 1: str(made.tmp / "later files/rank_1/p1.ckpt")}
+    refused(made, MismatchError, "p0.ckpt is of global step 7 and .*p1.ckpt of step 8", files=files)
+
+
+def test_a_file_of_another_part_than_the_strategy_says_is_refused(made: Made) -> None:
+    refused(made, MismatchError, r"model/w is F32 \[0:4, 0:6\] there; the source's strategy gives rank 1 \[4:8, 0:6\]",
+            files={**made.files, 1: made.files[0]})  # fmt: skip
+    quarters = rows(4)
+    refused(made, MismatchError, r"gives rank 0 \[0:2, 0:6\]", source=quarters)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "less than the smallest header"),
+        (b"\x10" + bytes(30), "damaged"),
+        (b"\x02\0\0\0\0\0\0\0{}", "not written by lastwords"),
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_refused(made: Made, content: bytes, match: str) -> None:
+    Path(made.files[0]).write_bytes(content)
+    refused(made, FormatError, match)
+
+
+def test_a_file_of_a_newer_format_asks_for_an_upgrade(made: Made) -> None:
+    raw = Path(made.files[0]).read_bytes()
+    newer = raw.replace(b'{\\"format\\":1,', b'{\\"format\\":9,')
+    assert newer != raw
+    Path(made.files[0]).write_bytes(newer)
+    refused(made, FormatError, "newer lastwords, format 9")
+
+
+def test_state_with_a_shape_of_its_own_cannot_be_moved(made: Made) -> None:
+    made.job.arrays["optim/w/exp_avg"] = "F32", np.zeros((5,), np.float32)
+    made.job.arrays["optim/w/step"] = "F32", np.zeros((), np.float32)
+    directory = made.tmp / "factored"
+    original = Box((0, 0), W)
+    strategy = Strategy(1, {"model/w": Cut("F32", W, (Held(original, (0,)),))})
+
+    saved = _factored(directory, made.job, strategy, made.source)
+    with pytest.raises(MismatchError, match=r"'row' of 'w' has a shape of its own, \(5,\)"):
+        CheckpointSource(open_checkpoint(saved))
+
+
+def _factored(root: Path, whole: Whole, one: Strategy, two: Strategy) -> Path:
+    """A checkpoint whose state has rows of its own in each shard."""
+    from lastwords.checkpoint import layout
+    from lastwords.checkpoint.format import TensorSpec
+    from lastwords.checkpoint.part import UnitState, write_part
+    from lastwords.checkpoint.publish import Incident, publish
+
+    directory = root / layout.tmp_dir_name(7, 1, 1, 1)
+    for rank in range(2):
+        unit = "replicated" if rank == 0 else "rank-1"
+        name = layout.unit_tensor_name
+        tensors = [
+            (TensorSpec(name(unit, "model", "w"), "F32", (4, 6), W, (4 * rank, 0)), np.zeros((4, 6), np.float32)),
+            (TensorSpec(name(unit, "optim", "w", "row"), "F32", (5,)), np.full(5, rank, np.float32)),
+        ]
+        node = {"tensor": name(unit, "optim", "w", "row"), "dtype": "float32", "shape": [5]}
+        meta = {"version": 1, "optimizer": "Adafactor", "parameters": {"w": "float32"}, "buffers": {}, "aliases": {},
+                "absent_buffers": [], "groups": [], "group_parameters": [], "group_numbers": [],
+                "optimizer_state": {"w": {"dict": [["row", node]]}}, "holders": [rank]}  # fmt: skip
+        write_part(directory, rank, 1, 7, 7, {unit: UnitState(tensors, meta)}, {}, {}, job="job", os=QUICK)
+    return publish(root, directory, Incident("job", 1, 1, 1, 7, 2, (0, 1), "a test"), QUICK)
+
+
+# ------------------------------------------------------------------ while it runs
+
+
+def moved_on(os: Os, made: Made, target: Path) -> None:
+    files = RankFiles({rank: Path(path) for rank, path in made.files.items()}, made.source, os)
+    rank_transform.transform_rank(files, columns(3), 1, target, os=os)
+
+
+def test_a_source_that_is_replaced_while_it_is_read_is_an_error(made: Made) -> None:
+    class Replacing(Os):
+        """The first write to the destination is the moment."""
+
+        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+            raw = Path(made.files[1]).read_bytes()
+            Path(made.files[1]).unlink()
+            Path(made.files[1]).write_bytes(raw)
+            return super().pwrite(fd, data, offset)
+
+    with pytest.raises(FormatError, match=r"p1.ckpt was changed while it was read"):
+        moved_on(Replacing(), made, made.tmp / "out.ckpt")
+    assert not list(made.tmp.glob("*out.ckpt*"))
+
+
+def test_a_disk_that_is_full_at_any_call_leaves_nothing_under_the_final_name(made: Made) -> None:
+    full = OSError(errno.ENOSPC, "no space left on device")
+    target = made.tmp / "out.ckpt"
+    counted = InterposedOs(counting(), QUICK)
+    moved_on(counted, made, target)
+    assert counted.count > 20
+    target.unlink()
+    failures = 0
+    for call in ("create", "pwrite", "fallocate", "ftruncate", "fsync", "rename", "close"):
+        for at in range(1, 8):
+            os = InterposedOs(failing(full, call, at), QUICK)
+            error = number_of(lambda os=os: moved_on(os, made, target))  # type: ignore[misc]
+            os.close_leaked()
+            assert error in (0, errno.ENOSPC), call
+            failures += error != 0
+            # Of the directory's entry the very last fsync and close are: then the file is there, and whole.
+            assert not target.exists() or made.is_right(target, columns(3), 1), call
+            assert error == 0 or not target.exists() or call in ("fsync", "close"), call
+            assert not (made.tmp / ".tmp-out.ckpt").exists(), call
+            target.unlink(missing_ok=True)
+    assert failures > 6
+
+
+def number_of(call: Callable[[], None]) -> int:
+    """The system's error number of a StorageError, 0 if there was none."""
+    try:
+        call()
+    except StorageError as error:
+        return error.errno
+    return 0
+
+
+def test_what_a_killed_process_left_is_no_obstacle_and_a_living_one_is(made: Made) -> None:
+    hidden = made.tmp / ".tmp-out.ckpt"
+    hidden.write_bytes(b"half")
+    assert made.is_right(made.move(), columns(3), 1)
+    (made.tmp / "out.ckpt").unlink()
+    hidden.write_bytes(b"half")
+    os = Os()
+    fd = os.open_read(hidden)
+    assert os.try_lock(fd)
+    try:
+        with pytest.raises(ValueError, match="being written by another process"):
+            made.move()
+    finally:
+        os.close(fd)
+    assert hidden.read_bytes() == b"half"
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, rows_each = 12, 512
+    big = Whole()
+    rng = np.random.default_rng(1)
+    for number in range(tensors):
+        big.parameters.append(f"w{number}")
+        big.add(f"model/w{number}", "F32", (rows_each, 1024), rng)
+    big.add("buffer/mean", "F64", (3,), rng)
+    held = tuple(Held(Box((rows_each // 4 * k, 0), (rows_each // 4, 1024)), (k,)) for k in range(4))
+    source = Strategy(4, {name: Cut("F32", (rows_each, 1024), held) for name in big.arrays if name != "buffer/mean"})
+    saved = save_naively(tmp_path / "saved", big, source, os=QUICK)
+    del big
+    monkeypatch.setattr(streamed, "BATCH_BYTES", 1 << 20)
+    tensor_bytes = rows_each * 1024 * 4
+    found = CheckpointSource(open_checkpoint(saved))
+    tracemalloc.start()
+    try:
+        rank_transform.transform_rank(found, None, 0, tmp_path / "whole.ckpt", os=QUICK)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "whole.ckpt").stat().st_size > tensors * tensor_bytes
+    assert peak < tensor_bytes + 2 * (4 << 20) + (2 << 20), "a tensor, two chunks, and the JSON"
+
+
+def test_the_json_of_a_file_of_ours_is_as_documented(made: Made) -> None:
+    content, _ = content_of(made.move())
+    assert content.keys() == {"format", "rank", "world_size", "global_step", "epoch", "step", "job", "boxes", "meta"}
+    assert content["meta"].keys() >= {
+        "parameters",
+        "optimizer_state",
+        "groups",
+        "group_parameters",
+        "aliases",
+        "extras",
+    }

@@ -1,0 +1,337 @@
+"""A whole checkpoint in another layout: shared by processes, killed and gone on with, refused; and all ranks' files."""
+
+from __future__ import annotations
+
+import json
+import os as posix
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lastwords
+from lastwords.checkpoint import load
+from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file, strategy_of
+from lastwords.cli.main import main
+from lastwords.cli.transform_command import ranks_of
+from lastwords.errors import (
+    ConfigError,
+    FormatError,
+    IncompleteError,
+    MismatchError,
+    StorageError,
+    StrategyError,
+)
+from lastwords.integrations.transform import Outcome, transform
+from lastwords.integrations.transform_files import transform_all, transform_checkpoints
+from tests.checkpoint.elastic import QUICK, content_of, gathered, save_naively
+from tests.checkpoint.test_rank_transform import W, columns, job, rows
+from tests.integrations.made import flip
+
+BITS = {name: (dtype, array.tobytes()) for name, (dtype, array) in job().arrays.items()}
+STEP = "tft_saved_checkpoints-step_7"
+
+
+class Rooms:
+    """A checkpoint of four ranks, and strategies of three and two."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        self.source = save_naively(tmp / "saved", job(), rows(2, 2), os=QUICK)
+        self.out = tmp / "out"
+        self.three, self.two = tmp / "three", tmp / "two"
+        save_strategy_file(columns(3), self.three, QUICK)
+        save_strategy_file(rows(2), self.two, QUICK)
+
+    def move(self, to: Path | None = None, **more: Any) -> Outcome:
+        return transform(more.pop("source", self.source), more.pop("out", self.out), to or self.three, os=QUICK, **more)
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Rooms:
+    return Rooms(tmp_path)
+
+
+# ------------------------------------------------------------------ what comes out
+
+
+def test_units_are_those_of_a_job_with_that_layout_each_written_by_its_lowest_holder(rooms: Rooms) -> None:
+    done = rooms.move()
+    assert done.path == rooms.out / STEP
+    assert (done.world_size, done.written, done.missing) == (3, (0, 1, 2), ())
+    manifest = open_checkpoint(done.path).manifest
+    assert {unit: entry.writer for unit, entry in manifest.units.items()} == {
+        "replicated": 0, "rank-0": 0, "rank-1": 1, "rank-2": 2,
+    }  # fmt: skip
+    assert manifest.units["rank-1"].meta["optimizer_state"]["w"]["dict"][2][1]["shape"] == [8, 2]
+    assert "placements" not in json.dumps(manifest.units["rank-1"].meta)
+    assert strategy_of(manifest).tensors["model/w"] == columns(3).tensors["model/w"]
+    assert load.latest(rooms.out) == done.path
+    assert sorted(path.name for path in rooms.out.iterdir()) == [STEP]
+    assert sorted(path.name for path in done.path.iterdir()) == ["manifest.json", "rank_0", "rank_1", "rank_2"]
+
+
+def test_state_of_single_ranks_goes_along_and_what_was_lost_is_still_said(rooms: Rooms) -> None:
+    old = open_checkpoint(rooms.source).manifest
+    new = open_checkpoint(rooms.move(rooms.two).path or Path()).manifest
+    assert new.world_size == old.world_size == 4
+    assert {rank: entry.writer for rank, entry in new.locals.items()} == {rank: rank % 2 for rank in old.locals}
+    assert new.reasons == old.reasons
+    assert any("is lost" in reason for reason in new.reasons)
+    assert (new.job, new.cause_ranks, new.facts["torch"]) == (old.job, old.cause_ranks, "2.13")
+    assert new.published_unix_ns > old.published_unix_ns
+
+
+def test_a_checkpoint_s_layout_can_be_meant_and_the_newest_in_a_directory_is_taken(rooms: Rooms) -> None:
+    first = rooms.move()
+    assert first.path is not None
+    back = transform(rooms.out, rooms.tmp / "back", rooms.source.parent, jobs=3, os=QUICK)
+    assert back.path is not None
+    old, new = (open_checkpoint(path).manifest for path in (rooms.source, back.path))
+    assert strategy_of(old) == strategy_of(new)
+    assert {unit: entry.meta["holders"] for unit, entry in old.units.items()} == {
+        unit: entry.meta["holders"] for unit, entry in new.units.items()
+    }
+    assert gathered(back.path) == BITS
+
+
+def test_whole_is_one_unit_of_one_rank(rooms: Rooms) -> None:
+    done = transform(rooms.source, rooms.out, None, os=QUICK)
+    assert done.path is not None
+    manifest = open_checkpoint(done.path).manifest
+    assert list(manifest.units) == ["replicated"]
+    assert manifest.holders_world_size == 1
+    assert gathered(done.path) == BITS
+
+
+# ------------------------------------------------------------------ shared, killed, gone on with
+
+
+def test_several_hosts_share_the_ranks_and_the_last_one_publishes(rooms: Rooms) -> None:
+    first = rooms.move(ranks=[0])
+    assert (first.path, first.written, first.missing) == (None, (0,), (1, 2))
+    assert load.scan(rooms.out) == []
+    second = rooms.move(ranks=[2, 0])
+    assert (second.path, second.written, second.already, second.missing) == (None, (2,), (0,), (1,))
+    third = rooms.move(ranks=[1])
+    assert (third.written, third.already) == ((1,), (0, 2))
+    assert third.path is not None
+    assert gathered(third.path) == BITS
+
+
+def test_another_source_or_strategy_for_the_same_step_is_refused_with_what_to_do(rooms: Rooms) -> None:
+    rooms.move(ranks=[0])
+    with pytest.raises(ConfigError, match=r"unfinished transformation of another strategy .*or remove the directory"):
+        rooms.move(rooms.two)
+    other = save_naively(rooms.tmp / "other", job(), rows(4), os=QUICK)
+    with pytest.raises(ConfigError, match="unfinished transformation of another checkpoint"):
+        rooms.move(source=other)
+    assert rooms.move().path is not None
+
+
+def test_a_finished_part_that_was_damaged_since_is_written_again(rooms: Rooms) -> None:
+    rooms.move(ranks=[0, 1])
+    [file] = (rooms.out / f".transform-{STEP}" / "rank_1").glob("*.ckpt")
+    flip(file, 20)
+    done = rooms.move()
+    assert (done.already, done.written) == ((0,), (1, 2))
+    assert done.path is not None
+    assert not load.verify(done.path)
+
+
+def test_killed_half_way_the_same_command_goes_on(rooms: Rooms) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from lastwords.integrations.transform import transform\n"
+        "def tell(rank, done, total):\n"
+        "    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "transform(*map(Path, sys.argv[1:4]), progress=tell)\n"
+    )
+    places = [str(path) for path in (rooms.source, rooms.out, rooms.three)]
+    killed = subprocess.run([sys.executable, "-c", script, *places], timeout=60, env={**posix.environ})
+    assert killed.returncode == -signal.SIGKILL
+    assert load.scan(rooms.out) == []
+    assert (rooms.out / f".transform-{STEP}" / "rank_1").exists()
+    done = rooms.move()
+    assert (done.already, done.written) == ((0,), (1, 2))
+    assert done.path is not None
+    assert gathered(done.path) == BITS
+
+
+def test_a_rank_that_another_process_is_writing_is_left_to_it(rooms: Rooms) -> None:
+    rooms.move(ranks=[0])
+    lock = rooms.out / f".transform-{STEP}" / "rank_1.lock"
+    lock.touch()
+    fd = QUICK.open_read(lock)
+    assert QUICK.try_lock(fd)
+    try:
+        done = rooms.move()
+        assert (done.path, done.written, done.missing) == (None, (2,), (1,))
+    finally:
+        QUICK.close(fd)
+    assert rooms.move().path is not None
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_a_checkpoint_of_the_same_step_in_the_destination_is_refused_at_the_start(rooms: Rooms) -> None:
+    first = rooms.move()
+    with pytest.raises(ConfigError, match=f"{STEP} exists already and is left as it is"):
+        rooms.move(rooms.two)
+    with pytest.raises(ConfigError, match="exists already"):
+        rooms.move(out=rooms.source.parent)
+    assert load.latest(rooms.out) == first.path
+
+
+def test_a_flipped_byte_of_the_source_is_never_carried_over(rooms: Rooms) -> None:
+    [file] = rooms.source.glob("rank_2/*.ckpt")
+    flip(file, file.stat().st_size - 1)
+    with pytest.raises(FormatError, match="do not fit their checksum"):
+        rooms.move()
+    assert load.scan(rooms.out) == []
+
+
+def test_strategies_that_do_not_fit_are_refused_before_anything_is_written(rooms: Rooms) -> None:
+    (rooms.tmp / "empty").touch()
+    gap = Strategy(1, {"model/w": Cut("F32", W, (Held(Box((0, 0), (7, 6)), (0,)),))})
+    save_strategy_file(gap, rooms.tmp / "gap", QUICK)
+    other = Strategy(1, {"model/v": Cut("F32", W, (Held(Box((0, 0), W), (0,)),))})
+    save_strategy_file(other, rooms.tmp / "other model", QUICK)
+    twice = Strategy(1, {**columns(1).tensors, "optim/w": Cut("", W, (Held(Box((0, 0), W), (1,)),))})
+    save_strategy_file(twice, rooms.tmp / "rank 1 of 1", QUICK)
+    kinds: dict[str, Any] = {
+        "empty": (StrategyError, "is empty"),
+        "nothing": (StrategyError, "no strategy file"),
+        "gap": (IncompleteError, r"model/w\[7:8, 0:6\] is in no file"),
+        "other model": (MismatchError, "only the source has model/w; only the destination has model/v"),
+        "rank 1 of 1": (StrategyError, "held by rank 1, but there are only 1 ranks"),
+    }
+    for name, (kind, match) in kinds.items():
+        with pytest.raises(kind, match=match):
+            rooms.move(rooms.tmp / name)
+    assert not rooms.out.exists()
+
+
+def test_ranks_and_jobs_that_make_no_sense_are_refused(rooms: Rooms) -> None:
+    for ranks in ([], [3], [-1]):
+        with pytest.raises(ConfigError, match="the destination has 0 to 2"):
+            rooms.move(ranks=ranks)
+    with pytest.raises(ConfigError, match="give 1 or more"):
+        rooms.move(jobs=0)
+
+
+def test_a_rank_that_fails_among_several_at_once_is_an_error_and_the_others_are_kept(rooms: Rooms) -> None:
+    class Full(type(QUICK)):  # type: ignore[misc]
+        def create(self, path: Path, *, direct: bool) -> int:
+            if path.suffix == ".ckpt" and path.parent.name == "rank_2":
+                raise OSError(28, "no space left on device")
+            fd: int = super().create(path, direct=direct)
+            return fd
+
+    with pytest.raises(StorageError, match="no space left"):
+        transform(rooms.source, rooms.out, rooms.three, jobs=3, os=Full())
+    assert rooms.move().path is not None
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_the_command_prints_the_path_and_diff_says_the_same(rooms: Rooms, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = str(rooms.source.parent), str(rooms.out)
+    assert main(["transform", source, out, "--to", str(rooms.three), "--ranks", "0,2"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "the parts of 1 of 3 ranks are missing (1)" in printed.err
+    assert main(["transform", source, out, "--to", str(rooms.three), "--jobs", "2"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{rooms.out / STEP}\n"
+    assert "2 rank(s) had been written before" in printed.err
+    assert main(["diff", source, out]) == 0
+    assert main(["verify", out]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(rooms.out / STEP)]) == 0
+    assert "4; its units were moved to 3" in capsys.readouterr().out
+    assert main(["groups", out]) == 0
+    assert "3 rank(s)" in capsys.readouterr().out
+
+
+def test_the_command_says_by_its_exit_code_what_is_wrong(rooms: Rooms, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = str(rooms.source), str(rooms.out)
+    assert main(["transform", source, out, "--to", "whole", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(rooms.out / STEP)
+    assert main(["transform", source, out, "--to", "whole"]) == 2
+    assert main(["transform", str(rooms.tmp / "nothing"), out, "--to", "whole"]) == 3
+    assert main(["transform", source, str(rooms.tmp / "new"), "--to", str(rooms.tmp / "nothing")]) == 3
+    assert main(["transform", source, str(rooms.tmp / "new"), "--to", "whole", "--ranks", "7-3"]) == 2
+    assert "write the smaller one first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,,2", "1-", "-1", "3-1", "1-99999999999"])
+def test_a_list_of_ranks_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        ranks_of(text)
+
+
+# ------------------------------------------------------------------ all ranks' files
+
+
+def test_all_files_appear_at_once_under_upstream_s_names(rooms: Rooms) -> None:
+    transform_checkpoints(str(rooms.source), str(rooms.out), "ms-", None, str(rooms.three))
+    assert sorted(str(path.relative_to(rooms.out)) for path in rooms.out.rglob("*.ckpt")) == [
+        f"rank_{rank}/ms-{rank}.ckpt" for rank in range(3)
+    ]
+    with pytest.raises(ValueError, match="exists already"):
+        transform_checkpoints(str(rooms.source), str(rooms.out), "ms-", None, str(rooms.three))
+
+
+def test_the_newest_file_of_each_rank_is_taken_by_the_step_that_stands_in_it(rooms: Rooms) -> None:
+    later = save_naively(rooms.tmp / "later", job(), rows(2, 2), step=12, os=QUICK)
+    files = rooms.tmp / "files"
+    transform_all(str(rooms.source), str(files), "a", None, str(rooms.two), os=QUICK)
+    transform_all(str(later), str(rooms.tmp / "new"), "b", None, str(rooms.two), os=QUICK)
+    newer = (rooms.tmp / "new/rank_0/b0.ckpt").rename(files / "rank_0/b0.ckpt")
+    posix.utime(newer, (1, 1))  # old by its time
+    with pytest.raises(MismatchError, match=r"rank 0 is of global step 12 .*rank 1 of step 7"):
+        transform_all(str(files), str(rooms.out), "c", str(rooms.two), str(rooms.three), os=QUICK)
+    (rooms.tmp / "new/rank_1/b1.ckpt").rename(files / "rank_1/b1.ckpt")
+    (files / "rank_1/.tmp-c.ckpt").write_bytes(b"half")
+    transform_all(str(files), str(rooms.out), "c", str(rooms.two), str(rooms.three), os=QUICK)
+    assert content_of(rooms.out / "rank_2/c2.ckpt")[0]["global_step"] == 12
+
+
+def test_a_missing_rank_of_a_directory_is_named_and_nothing_appears(rooms: Rooms) -> None:
+    files = rooms.tmp / "files"
+    transform_all(str(rooms.source), str(files), "a", None, str(rooms.two), os=QUICK)
+    (files / "rank_1/a1.ckpt").unlink()
+    with pytest.raises(IncompleteError, match=r"model/w\[4:8, 0:6\] .*source rank 1 is missing"):
+        transform_checkpoints(str(files), str(rooms.out), "c", str(rooms.two), str(rooms.three))
+    assert not rooms.out.exists()
+    for source in (rooms.tmp / "nothing", rooms.tmp / "three"):
+        with pytest.raises(IncompleteError, match="there is no directory"):
+            transform_checkpoints(str(source), str(rooms.out), "c")
+    (rooms.tmp / "hollow/rank_0").mkdir(parents=True)
+    with pytest.raises(IncompleteError, match=r"has no rank_N/\*\.ckpt"):
+        transform_checkpoints(str(rooms.tmp / "hollow"), str(rooms.out), "c")
+
+
+def test_a_strategy_that_is_not_the_checkpoint_s_own_is_refused(rooms: Rooms) -> None:
+    other = Strategy(1, {"model/w": Cut("BF16", W, (Held(Box((0, 0), W), (0,)),))})
+    save_strategy_file(other, rooms.tmp / "other", QUICK)
+    with pytest.raises(ValueError, match="the checkpoint knows its own strategy"):
+        transform_checkpoints(str(rooms.source), str(rooms.out), "c", str(rooms.tmp / "other"), None)
+    with pytest.raises(TypeError):
+        transform_checkpoints(3, str(rooms.out), "c")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="without any '/'"):
+        transform_checkpoints(str(rooms.source), str(rooms.out), "../c")
+
+
+def test_the_calls_are_where_users_look_for_them() -> None:
+    assert lastwords.transform_checkpoints is transform_checkpoints
+    assert lastwords.rank_list_for_transform(0) == [0]
+    assert callable(lastwords.transform_checkpoint_by_rank)
