@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lastwords
 from lastwords.checkpoint.load import latest
@@ -66,13 +67,30 @@ def rows(starts: list[int], holders: list[tuple[int, ...]], of: int = 8) -> list
     ]
 
 
+def with_zero() -> Trial:
+    """The same 2 x 2, its optimizer's state dealt out along dp."""
+    trial = by_hand(2, 2, units_from_mesh(dp=2, tp=2, replicated=("norm.*",), cut=CUT))()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    parameters = list(trial.model.parameters())
+    trial.optimizers = [ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, groups[dist.get_rank() % 2], lr=1e-2)]
+    return trial
+
+
+def one_group() -> Trial:
+    trial = by_hand(1, 1, ())()
+    trial.optimizers = [torch.optim.AdamW(trial.model.parameters(), lr=1e-2)]
+    return trial
+
+
 CUT = {"up": 0}
 MADE = {
     "2 x 2": by_hand(2, 2, units_from_mesh(dp=2, tp=2, replicated=("norm.*",), cut=CUT)),
     "2 x 2, undeclared": by_hand(2, 2, units_from_mesh(dp=2, tp=2, replicated=("norm.*",))),
     "4 parts": by_hand(1, 4, units_from_mesh(tp=4, replicated=("norm.*",), cut=CUT)),
     "3 uneven parts": by_hand(1, 3, rows([0, 3, 6], [(0,), (1,), (2,)])),
+    "2 x 2, zero": with_zero,
     "whole": by_hand(1, 1, ()),
+    "one group": one_group,
     "fsdp": fsdp,
 }
 
@@ -144,6 +162,12 @@ def test_parts_of_two_are_one_whole_four_parts_three_uneven_ones_and_a_dtensor_b
     assert {"up/exp_avg", "up/step", "norm.weight/exp_avg_sq"} < state.keys()
     for name, ranks in (("whole", 1), ("4 parts", 4), ("3 uneven parts", 3), ("fsdp", 2)):
         assert resumed_as(name, ranks, tmp_path) == state, name
+
+
+def test_what_is_cut_by_hand_and_has_its_optimizer_dealt_out_is_whole_again(tmp_path: Path) -> None:
+    state = saved_as("2 x 2, zero", tmp_path)
+    assert {"up/exp_avg", "norm.weight/exp_avg_sq"} < state.keys()
+    assert resumed_as("one group", 1, tmp_path) == state
 
 
 def test_models_that_only_compute_and_comparisons_see_the_whole(tmp_path: Path) -> None:
