@@ -57,8 +57,8 @@ def _read_log(path: Path) -> RankLog:
             mono_s[record["global_step"]] = record["mono_s"]
             if "state" in record:
                 states[record["global_step"]] = record["state"]
-            if "samples" in record:
-                samples[record["global_step"]] = tuple(record["samples"])
+        elif "batch_of" in record:
+            samples[record["batch_of"]] = tuple(record["samples"])
         elif "resumed_state" in record:
             resumed = record["resumed_state"]
         elif "tensor" in record:

@@ -4,7 +4,8 @@ This is how the demos compare two runs; training does not need it. Of a sharded 
 
 {"rank": 2, "pid": 4711, "steps": 140}
 {"resumed_after": 12, "resumed_state": "77c0..."}
-{"epoch": 1, "step": 13, "global_step": 13, "loss": 2.3065, "mono_s": 8123.25, "state": "08d2...", "samples": [5, 2]}
+{"batch_of": 13, "samples": [5, 2]}
+{"epoch": 1, "step": 13, "global_step": 13, "loss": 2.3065, "mono_s": 8123.25, "state": "08d2..."}
 {"tensor": "optim/0.weight/exp_avg", "xxh3": "6a1c..."}
 """
 
@@ -43,11 +44,8 @@ class StepLog:
         loss: float,
         net: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        samples: Sequence[int] = (),
     ) -> None:
         """Give net and optimizer where not only the losses of the step are to be compared, but a checksum of them too.
-
-        samples: numbers of those in the batch.
 
         JSON prints a float with as many digits as it takes to read the very same bits back.
         """
@@ -57,9 +55,11 @@ class StepLog:
         record |= {"loss": loss, "mono_s": time.monotonic()}
         if net is not None and optimizer is not None:
             record["state"] = checksum(checksums(net, optimizer))
-        if samples:
-            record["samples"] = list(samples)
         self._write(record)
+
+    def write_batch(self, global_step: int, samples: Sequence[int]) -> None:
+        """Which samples the step has; before its backward, as a rank may be parked before it gets to `write_step`."""
+        self._write({"batch_of": global_step, "samples": list(samples)})
 
     def write_resumed(self, global_step: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The state that a resumed run begins with."""

@@ -86,13 +86,14 @@ def main() -> None:
             if point is not None:
                 log.write_resumed(point.global_step, parallel.model, optimizer)
         for epoch, step, (inputs, targets, numbers) in tft.steps(loader, epochs=args.epochs):
+            done = (epoch - 1) * len(loader) + step
+            log.write_batch(done, numbers.tolist())
             optimizer.zero_grad()
             loss = parallel.backward(inputs, targets)
             parallel.clip()
             optimizer.step()
             scheduler.step()
-            done = (epoch - 1) * len(loader) + step
-            log.write_step(epoch, step, done, loss.item(), parallel.model, optimizer, numbers.tolist())
+            log.write_step(epoch, step, done, loss.item(), parallel.model, optimizer)
             if done == args.sigterm_after:
                 taken_away(log, parallel.model)
 

@@ -150,17 +150,17 @@ def samples_seen(parts: Sequence[tuple[Track, range]], epoch: int) -> Counter[in
     """How often each sample of `epoch` was seen, in the given steps of each track; a replica's ranks count once."""
     seen: Counter[int] = Counter()
     for track, steps in parts:
+        by_rank: list[dict[int, list[int]]] = []
+        for records in track.records:
+            batches: dict[int, list[int]] = {}
+            for one in records:
+                if one["kind"] == "batch" and one["epoch"] == epoch and one["step"] in steps:
+                    batches.setdefault(one["step"], []).extend(one["samples"])
+            by_rank.append(batches)
         for step in steps:
-            dealt: set[str] = set()
-            for rank in range(track.world_size):
-                record = next(
-                    (one for one in track.records[rank] if one.get("step") == step and one["kind"] == "step"), None
-                )
-                if record is not None and record["epoch"] == epoch:
-                    # Ranks that share a replica's work see the same batches; no two replicas do.
-                    dealt.add("/".join(value for name, value in record["values"].items() if name.startswith("samples")))
-            for batches in dealt:
-                seen.update(int(number) for number in batches.replace("/", " ").split())
+            # Ranks that share a replica's work see the same batches; no two replicas do.
+            for dealt in {tuple(batches[step]) for batches in by_rank if step in batches}:
+                seen.update(dealt)
     return seen
 
 

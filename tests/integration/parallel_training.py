@@ -119,7 +119,8 @@ class ParallelTrainer(Trainer):
         """The loss; the gradients are there and averaged when it returns."""
         self._visits.clear()
         inputs, targets, numbers = batch
-        self.values[f"samples{self.micro}"] = " ".join(map(str, numbers.tolist()))
+        # Before anything can stop this rank: it may be parked in this step, and the step be saved all the same.
+        self.recording.write("batch", step=self.faults.step, epoch=self.epoch, samples=numbers.tolist())
         if not self.layout.own_sampler:
             self.values[f"streams{self.micro}"] = text_digest(sorted(random_streams().items()))
         return self.parallel.backward(inputs, targets)
