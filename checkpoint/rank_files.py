@@ -91,6 +91,7 @@ class RankFiles:
         if (id(wanted), rank) not in self._complete_for:
             for name, held in needed(self.strategy, wanted, rank):
                 self._find(name, held)
+            self._find_common()
             self._complete_for.add((id(wanted), rank))
         opened = [file for _, file in sorted(self._opened.items()) if file is not None]
         if self._joined is None or self._joined[0] != len(opened):
@@ -143,6 +144,13 @@ class RankFiles:
             + "Give the file of one of them, or use another checkpoint",
             missing=missing,
         )
+
+    def _find_common(self) -> None:
+        """What belongs to all ranks (extras, buffers that no strategy lists) is in one file of last words only."""
+        for rank in (*self._opened, *self._files):
+            file = self._open(rank)
+            if file is not None and any("extras" in unit.meta for unit in file.units):
+                return
 
     def _open(self, rank: int) -> RankFile | None:
         if rank not in self._opened:

@@ -88,10 +88,10 @@ def unit_of(path: Path, manifest: Manifest, unit: str) -> SavedUnit:
     entry, prefix = manifest.units[unit], f"unit/{unit}/"
     specs = {spec.name.removeprefix(prefix): spec for spec in entry.tensors}
     read = read_unit(f"{path}: unit {unit}", f"unit {unit}", entry.meta, prefix, specs)
-    return read if manifest.moved else _placed(read)
+    return read if manifest.moved else placed(read)
 
 
-def _placed(unit: SavedUnit) -> SavedUnit:
+def placed(unit: SavedUnit) -> SavedUnit:
     """State tensors of their parameter's shape get their parameter's place; of all others that is noted."""
     specs, own_forms = dict(unit.specs), set()
     for fqn, keys in unit.states.items():

@@ -122,6 +122,15 @@ def test_files_of_last_words_serve_with_the_strategy_of_their_checkpoint(made: M
         made.move(files=files, src_strategy_file=None)
 
 
+def test_what_all_ranks_have_is_found_in_whatever_file_it_is(made: Made) -> None:
+    files = {int(path.parent.name[5:]): str(path) for path in made.checkpoint.glob("rank_*/*.ckpt")}
+    halves = str(made.tmp / "halves")
+    assert lastwords.rank_list_for_transform(0, made.four, halves) == [0]
+    content, tensors = content_of(made.move(0, files=files, to=halves))
+    assert "extras" in content["meta"], "written by rank 3, of which nothing else is needed"
+    assert {"buffer/mean", "extra/ema.w"} <= tensors.keys()
+
+
 def test_without_strategies_everything_is_whole_in_any_one_file(made: Made) -> None:
     one = Strategy(1, {"model/w": Cut("F32", W, (Held(Box((0, 0), W), (0,)),))})
     whole = made.move(0, to=None)
