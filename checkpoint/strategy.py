@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from errno import EEXIST
+from os import getpid
 from pathlib import Path
 
 from lastwords.checkpoint.boxes import Box, overlap, whole
@@ -20,13 +23,25 @@ from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
-from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors
-from lastwords.errors import ConfigError, FormatError, MismatchError, NoStrategiesError, NotARankError, StrategyError
+from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors, sync_directory
+from lastwords.errors import (
+    ConfigError,
+    FormatError,
+    IncompleteError,
+    MismatchError,
+    NoStrategiesError,
+    NotARankError,
+    StorageError,
+    StrategyError,
+)
 
 STRATEGY_FORMAT = 1
 """Newest `format_version` that this code reads, and the one it writes."""
 
 _SHOWN_MAX = 8
+
+_TEMPORARY = ".tmp-"
+"""What the name of a file begins with that is still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +205,22 @@ def strategy_of(manifest: Manifest) -> Strategy:
 
 
 def save_strategy_file(strategy: Strategy, path: Path, os: Os = REAL_OS) -> None:
-    """Writes a new strategy file. StorageError where it exists already, or cannot be written."""
-    write_document(path, strategy.encode(), os, durable=True)
+    """Writes a new strategy file, whole or not at all. StorageError where it exists already, or cannot be written."""
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{getpid()}")
+    try:
+        write_document(temporary, strategy.encode(), os, durable=True)
+        with storage_errors("giving its name to", path):
+            os.rename(temporary, path)
+    except StorageError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        if error.errno == EEXIST:
+            raise StorageError(
+                f"{path} exists already, and a strategy is never overwritten; give another path, or remove it first",
+                errno=EEXIST,
+            ) from error
+        raise
+    sync_directory(path.absolute().parent, os)
 
 
 def load_strategy(path: Path, os: Os = REAL_OS) -> Strategy:
@@ -207,27 +236,38 @@ def load_strategy(path: Path, os: Os = REAL_OS) -> Strategy:
 def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os: Os = REAL_OS) -> None:
     """Joins the strategy files of a directory, one of each stage, into one file.
 
-    Stages are in one world and number its ranks alike. Raises NoStrategiesError (a NotADirectoryError) if it is no
-    directory, StrategyError (a ValueError) if it is empty or two stages contradict each other.
+    Stages are in one world and number its ranks alike, as `save_strategy(group=...)` does. A tensor of one name and
+    form in several stages is taken for one that they share (tied weights). Raises NoStrategiesError (a
+    NotADirectoryError) if it is no directory, StrategyError (a ValueError) if it is empty or two stages contradict each
+    other.
     """
     source = Path(src_strategy_dirs)
-    if not os.is_directory(source):
+    if not os.is_directory(source.resolve()):
         raise NoStrategiesError(f"{source} is not a directory; give the one that holds the stages' strategy files")
     with storage_errors("listing", source):
-        names = os.listdir(source)
+        names = [name for name in os.listdir(source) if not name.startswith(_TEMPORARY)]
     if not names:
         raise StrategyError(f"{source} is empty; it should hold a strategy file of each stage")
     stages = [(name, load_strategy(source / name, os)) for name in names]
     tensors: dict[str, Cut] = {}
     for name, stage in stages:
+        if stage.world_size != stages[0][1].world_size:
+            raise StrategyError(
+                f"{source / name} is of a world of {stage.world_size} ranks and {source / names[0]} of one of "
+                f"{stages[0][1].world_size}: not stages of one job; remove what does not belong there"
+            )
         for tensor, cut in stage.tensors.items():
             known = tensors.get(tensor)
             if known is not None and (known.dtype, known.shape) != (cut.dtype, cut.shape):
                 raise StrategyError(f"{source / name}: {tensor} is {cut.dtype} {cut.shape} there, and {known.dtype} "
                                     f"{known.shape} in another stage")  # fmt: skip
             tensors[tensor] = cut if known is None else Cut(cut.dtype, cut.shape, _together(known.held, cut.held))
-    world_size = max(stage.world_size for _, stage in stages)
-    save_strategy_file(Strategy(world_size, tensors), Path(dst_strategy_file), os)
+    joined = Strategy(stages[0][1].world_size, tensors)
+    try:
+        joined.check()
+    except (FormatError, IncompleteError) as error:
+        raise StrategyError(f"the strategies in {source} do not fit together: {error}") from error
+    save_strategy_file(joined, Path(dst_strategy_file), os)
 
 
 def _together(one: Sequence[Held], other: Sequence[Held]) -> tuple[Held, ...]:

@@ -30,13 +30,19 @@ _DTYPE_CODES: dict[torch.dtype, str] = {
 class BufferCapture:
     """Buffers of a model: of BatchNorm-like modules and small ones always, larger ones once they have changed.
 
-    model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, a tied buffer under its
-    first name; of a DTensor the part on this rank. A larger buffer counts as changed when it is another tensor or its
-    `_version` has moved; what changes the memory of a larger buffer without either is not seen (kernels that do so
-    belong to `_NormBase`).
+    model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, or as `called` makes them of
+    those, a tied buffer under its first name; of a DTensor the part on this rank. A larger buffer counts as changed
+    when it is another tensor or its `_version` has moved; what changes the memory of a larger buffer without either is
+    not seen (kernels that do so belong to `_NormBase`).
     """
 
-    def __init__(self, model: torch.nn.Module, *, small_bytes_max: int = SMALL_BUFFER_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        small_bytes_max: int = SMALL_BUFFER_BYTES_MAX,
+        called: Callable[[str], str] = str,
+    ) -> None:
         self._model = model
         self._eager: dict[str, _Buffer] = {}
         self._lazy: dict[str, _Buffer] = {}
@@ -55,7 +61,7 @@ class BufferCapture:
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                name = f"{prefix}.{key}" if prefix else key
+                name = called(f"{prefix}.{key}" if prefix else key)
                 problem = _unstorable(tensor)
                 if problem:
                     self._reasons.append(f"the buffer {name!r} {problem}")

@@ -16,7 +16,7 @@ from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.state_restore import Reading, fill_group, mismatch_text, saved_and_here, stored_shape
 from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.tensor_bytes import dtype_name, dtype_named, spec_of
+from lastwords.optim_wrapper.tensor_bytes import dtype_name, dtype_named
 from lastwords.optim_wrapper.tensor_tree import Tree, tensor_nodes
 
 
@@ -38,8 +38,9 @@ class ForeignWeights(Reading):
             stored = unit_tensor_name(unit, "model", name)
             if stored not in saved:
                 missing.append(name)
-            elif saved[stored] != spec_of(stored, here[name]):
-                different[name] = saved_and_here(saved[stored], dtype_name(here[name].dtype), here[name])
+            elif not view.same_part(saved[stored], name, here[name]):
+                live = view.spec_of(stored, name, here[name])
+                different[name] = saved_and_here(saved[stored], dtype_name(here[name].dtype), live, here[name])
             else:
                 self._targets[stored] = here[name]
         if missing or different:

@@ -17,7 +17,7 @@ from lastwords.optim_wrapper.state_view import Names, UnitView
 from lastwords.sharding import zero
 from lastwords.sharding.agree import World, agree_units
 from lastwords.sharding.declare import Unit
-from lastwords.sharding.discover import pieces_of
+from lastwords.sharding.discover import cut_by_hand, pieces_of
 from lastwords.sharding.pieces import ANY_FORM, Piece, UnitTable
 
 LOOK_EVERY_STEPS = 32
@@ -41,6 +41,7 @@ class RankUnits:
         self._parameters = {id(parameter): name for name, parameter in view.all_names().parameters.items()}
         self._counts = self._count()
         self._steps_until_look = LOOK_EVERY_STEPS
+        view.cut_by_hand = cut_by_hand(pieces, declared)
         self.views: Mapping[str, UnitView] = dict.fromkeys(table.mine, view)
         if not table.pure:
             self.views = {unit: view.part(unit, members, table.units[unit]) for unit, members in table.mine.items()}
@@ -67,7 +68,7 @@ class RankUnits:
         """ConfigError for a tensor that has no unit, or is another part of the whole than was agreed."""
         if self.pure:
             return
-        pieces = pieces_of(_without(self._view.all_names(), self._view.exclude_buffers), self._view.optimizer,
+        pieces = pieces_of(without_buffers(self._view.all_names(), self._view.exclude_buffers), self._view.optimizer,
                            self._declared, self._rank)  # fmt: skip
         for piece in pieces:
             agreed = self._agreed.get((piece.kind, piece.name))
@@ -135,7 +136,7 @@ def agree(
     pieces: list[Piece] = []
 
     def find() -> list[Piece]:
-        names = _without(view.all_names(), rank_local_buffers)
+        names = without_buffers(view.all_names(), rank_local_buffers)
         pieces.extend(pieces_of(names, view.optimizer, declared, world.rank))
         return pieces
 
@@ -143,8 +144,8 @@ def agree(
     return RankUnits(view, table, pieces, declared, world.rank)
 
 
-def _without(names: Names, buffers: Collection[str]) -> Names:
-    """Rank-local buffers are in no unit."""
+def without_buffers(names: Names, buffers: Collection[str]) -> Names:
+    """`names` without some buffers: those of single ranks are in no unit."""
     return replace(
         names,
         buffers={name: buffer for name, buffer in names.buffers.items() if name not in buffers},

@@ -15,6 +15,7 @@ from lastwords.checkpoint.storable import pack
 from lastwords.optim_wrapper import rank_units
 from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline
+from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
@@ -42,13 +43,14 @@ class StepRecorder:
         optimizers: Sequence[OptTFTWrapper],
         extras: Mapping[str, Any] | None,
         local_extras: Mapping[str, Any] | None,
+        names: Naming | None = None,
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
-        self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner))
+        self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner), names=names)
         self.extras = Extras(extras)
         self.local_extras = Extras(local_extras, "local_extras")
-        self.buffers = BufferCapture(self.view.model)
+        self.buffers = BufferCapture(self.view.model, called=self.view.called)
         self.rng = RngCapture()
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None

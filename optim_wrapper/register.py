@@ -18,6 +18,7 @@ from lastwords.optim_wrapper import ddp_buckets, own_loop, switch
 from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
+from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.global_samples import carry
 from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.host_copy import HostCopy
@@ -69,7 +70,7 @@ class TFTRegister:
     where the dataset draws random numbers); "skip" skips them by index.
     units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
     experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts (FSDP2,
-    HSDP, parallelize_module) and ZeroRedundancyOptimizer need none.
+    HSDP, parallelize_module) and ZeroRedundancyOptimizer need none. names: see `GlobalNames`, for stages and experts.
     gate, verify_every, local_copy: see `Options`; they matter where not every rank holds everything, or where there are
     several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 
@@ -92,6 +93,7 @@ class TFTRegister:
         fallback_path: str | os.PathLike[str] | None = None,
         data: DataMode = "refetch",
         units: Sequence[Unit] = (),
+        names: Naming | None = None,
         gate: GateMode = "auto",
         verify_every: int = 0,
         local_copy: bool = False,
@@ -110,7 +112,7 @@ class TFTRegister:
         self._model = model
         self._optimizers = wrappers_of(optimizer)
         self._declared = declared_units(units)
-        self._recorder = StepRecorder(model, self._optimizers, extras, local_extras)
+        self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names)
         self._buckets = ddp_buckets.BucketOrder.observe(model)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None

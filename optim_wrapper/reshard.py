@@ -26,7 +26,6 @@ from lastwords.checkpoint.state_trees import leaves, renamed
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
-from lastwords.optim_wrapper.tensor_bytes import spec_of
 from lastwords.optim_wrapper.tensor_tree import Tree
 from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -71,8 +70,9 @@ def fits_as_it_is(manifest: Manifest, units: Mapping[str, tuple[int, ...]], rank
             return False
         prefix = f"unit/{unit}/model/"
         for spec in entry.tensors if rank in units[unit] else ():
-            live = every.get(spec.name.removeprefix(prefix)) if spec.name.startswith(prefix) else None
-            if live is not None and spec != spec_of(spec.name, live):
+            name = spec.name.removeprefix(prefix)
+            live = every.get(name) if spec.name.startswith(prefix) else None
+            if live is not None and not view.same_part(spec, name, live):
                 return False
     return True
 
@@ -90,7 +90,7 @@ class Resharded:
 
     def unit(self, view: UnitView, unit: str, names: Names) -> VirtualUnit:
         """What `unit` would be in this layout; `names` are its members, as `view.names()` gives them."""
-        making = _Making(unit, self._saved)
+        making = _Making(unit, self._saved, view)
         saved = self._saved
         parameters = {}
         for name, parameter in names.parameters.items():
@@ -128,7 +128,7 @@ class Resharded:
         divided = self._saved.tensors[f"{kind}/{name}"]
         check_shards(divided)
         stored = making.called(divided.name)
-        live = None if here is None else spec_of(stored, here)
+        live = None if here is None else making.view.spec_of(stored, name, here)
         if live is not None and (live.dtype, live.global_shape) == (divided.dtype, divided.shape):
             making.alike.add(name)
             making.add(live, Box(live.offsets, live.shape), divided)
@@ -142,16 +142,16 @@ class Resharded:
         check_shards(divided)
         own, more = self._saved.tensors[f"model/{name}"].shape, self._saved.more.get(divided.name, ())
         if key != "step" and divided.shape in (own, (*own, *more)):
-            return self._moment(making, node, parameter, divided)
+            return self._moment(making, node, name, parameter, divided)
         # Each shard has a copy: one beside what is read anyway, instead of a chunk of the first unit's file for each.
         near = {piece.shard.where for piece in making.slices[making.called(f"model/{name}")]}
         making.add_whole(self._saved.near(divided.name, near))
         shape = list(divided.shape[: len(divided.shape) - len(more)])
         return {**node, "tensor": making.called(divided.name), "shape": shape}
 
-    def _moment(self, making: _Making, leaf: Tree, parameter: torch.Tensor, divided: Divided) -> Tree:
+    def _moment(self, making: _Making, leaf: Tree, name: str, parameter: torch.Tensor, divided: Divided) -> Tree:
         stored = making.called(divided.name)
-        own = spec_of(stored, parameter)
+        own = making.view.spec_of(stored, name, parameter)
         more = divided.shape[len(own.global_shape) :]
         box = Box((*own.offsets, *(0 for _ in more)), (*own.shape, *more))
         node = {**leaf, "tensor": stored, "shape": list(local_of(parameter).shape)}
@@ -198,7 +198,8 @@ class Resharded:
 class _Making:
     """A virtual unit while it is put together."""
 
-    def __init__(self, unit: str, saved: Saved) -> None:
+    def __init__(self, unit: str, saved: Saved, view: UnitView) -> None:
+        self.view = view
         self._unit = unit
         self._saved = saved
         self.alike: set[str] = set()

@@ -18,7 +18,7 @@ from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_name, dtype_named, overwrite, spec_of, tensor_over
 from lastwords.optim_wrapper.tensor_tree import Tree, put_together, tensor_nodes
-from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, is_shard, local_of, placements_to_json
+from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
 
 _SHOWN_MAX = 8
 
@@ -128,12 +128,12 @@ class RestorePlan(Reading):
                 # Tied in the checkpoint only: told below. A non-persistent buffer may simply not have been made yet.
                 if name not in meta["aliases"] and not (free or (kind == "buffer" and name in meta["absent_buffers"])):
                     missing.append(name)
-            elif spec == spec_of(stored, tensor) and saved[name] == dtype_name(tensor.dtype):
+            elif self._view.same_part(spec, name, tensor) and saved[name] == dtype_name(tensor.dtype):
                 self._targets[stored] = tensor
             elif free:
                 self._make_buffer(name, stored, saved[name], spec, tensor.device)
             else:
-                different[name] = saved_and_here(spec, saved[name], tensor)
+                different[name] = saved_and_here(spec, saved[name], self._view.spec_of(stored, name, tensor), tensor)
         for name, dtype in saved.items():
             if name in here or name in names.aliases or name in excluded:
                 continue
@@ -268,12 +268,11 @@ def stored_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
     return spec.shape if probe.shape == () else spec.shape[:-1]
 
 
-def saved_and_here(spec: TensorSpec, dtype: str, tensor: torch.Tensor) -> str:
-    """How a stored tensor and the live one differ in form."""
+def saved_and_here(spec: TensorSpec, dtype: str, here: TensorSpec, tensor: torch.Tensor) -> str:
+    """How a stored tensor and the live one, which would be stored as `here`, differ in form."""
     was, now = stored_shape(spec, dtype), tuple(local_of(tensor).shape)
     text = f"saved {dtype} {was}, here {dtype_name(tensor.dtype)} {now}"
-    if is_shard(tensor) or spec.shape != spec.global_shape:
-        here = box_of(tensor)
+    if is_shard(tensor) or here.shape != here.global_shape or spec.shape != spec.global_shape:
         text = (
             f"saved {dtype} {was} at {spec.offsets} of {spec.global_shape}, "
             f"here {dtype_name(tensor.dtype)} {now} at {here.offsets} of {here.global_shape}"

@@ -7,8 +7,8 @@ their memory is handed to the writer as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,21 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.part import UnitState
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.tensor_bytes import Source, dtype_name, refuse_unsupported, source_of, spec_of
 from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
-from lastwords.sharding.dtensor import is_dtensor, is_shard, managed_by_fsdp1, managed_by_fsdp2
+from lastwords.sharding.dtensor import (
+    Box,
+    box_of,
+    is_dtensor,
+    is_shard,
+    managed_by_fsdp1,
+    managed_by_fsdp2,
+    taken_out_by_ddp,
+)
 from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -69,7 +78,8 @@ class UnitView:
     """State of `model` and `optimizer` as unit `unit`, or what `members` names of it.
 
     exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit. members: None for
-    everything. holders: the ranks that hold the unit, where it is a part; stored with it.
+    everything. holders: the ranks that hold the unit, where it is a part; stored with it. forms_only: nothing will be
+    stored, so the model may be on the meta device. names: see `GlobalNames`; all names here are those of the job.
     The constructor looks at names only and raises ConfigError for what cannot be stored or does not fit together;
     `check` looks at everything that is there by then (optimizer state appears with the first step).
     Methods may be called from any thread while the weights do not change.
@@ -84,6 +94,8 @@ class UnitView:
         exclude_buffers: Collection[str] = (),
         members: Members | None = None,
         holders: tuple[int, ...] = (),
+        forms_only: bool = False,
+        names: Naming | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
@@ -106,21 +118,27 @@ class UnitView:
                 "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
         zero.refuse_unusable(self.optimizer)
+        self.called = GlobalNames(names)
         self.unit = unit
         self.exclude_buffers = frozenset(exclude_buffers)
         self.members = members
         self.holders = holders
+        self._forms_only = forms_only
+        self.cut_by_hand: Mapping[str, Box] = {}
+        """Plain parameters and buffers that are declared to be parts, by name: which ones."""
         # While FSDP2 computes, the model's own names lead to whole parameters that are no state of anything; and where
         # DDP trains on local tensors of a parallelized model, the names are gone after the first forward pass.
         fsdp2 = managed_by_fsdp2(self.model)
-        self._lasting = {
+        self._lasting: dict[str, torch.Tensor] = {
             raw: parameter
             for raw, parameter in self.model.named_parameters(remove_duplicate=False)
             if (is_dtensor(parameter) and fsdp2) or (is_shard(parameter) and not is_dtensor(parameter))
         }
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._lasting |= taken_out_by_ddp(self.model, trained)
         self.names()
-        in_model = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(p) in in_model for group in self.optimizer.param_groups for p in group["params"]):
+        in_model = {id(parameter) for parameter in (*self.model.parameters(), *self._lasting.values())}
+        if not any(id(parameter) in in_model for parameter in trained):
             raise ConfigError(
                 f"model ({type(self.model).__name__}) and optimizer ({type(self.optimizer).__name__}) share no "
                 "parameters; pass the model whose parameters() this optimizer was made from"
@@ -137,6 +155,19 @@ class UnitView:
         view.__dict__.update(self.__dict__, unit=unit, members=members, holders=holders)
         return view
 
+    def spec_of(self, stored: str, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """How the parameter or buffer `name` is written down as `stored`: which part of which whole it is."""
+        return spec_of(stored, tensor, self.cut_by_hand.get(name))
+
+    def same_part(self, saved: TensorSpec, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the saved tensor is what the parameter or buffer `name` is here.
+
+        What is cut by hand may have been saved before anybody had declared it: then only its own shape is known.
+        """
+        here = self.spec_of(saved.name, name, tensor)
+        undeclared = name in self.cut_by_hand and saved.shape == saved.global_shape
+        return saved == (spec_of(saved.name, tensor) if undeclared else here)
+
     def names(self) -> Names:
         """Enumerate again; the tensors are the live ones."""
         every = self.all_names()
@@ -149,12 +180,12 @@ class UnitView:
         first: dict[int, str] = {}
         live = dict(self.model.named_parameters(remove_duplicate=False))
         for raw, parameter in {**live, **self._lasting}.items():
-            name = raw.replace(_COMPILED, "")
+            name = self.called(raw.replace(_COMPILED, ""))
             if id(parameter) in first:
                 if first[id(parameter)] != name:
                     aliases[name] = first[id(parameter)]
                 continue
-            refuse_unsupported(parameter, f"parameter {name!r}", sharded=True)
+            refuse_unsupported(parameter, f"parameter {name!r}", sharded=True, meta=self._forms_only)
             first[id(parameter)] = name
             parameters[name] = parameter
         groups = []
@@ -163,7 +194,8 @@ class UnitView:
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in first:
                     name = f"~group{g}.{i}"
-                    refuse_unsupported(parameter, f"optimizer.param_groups[{g}]['params'][{i}]", sharded=True)
+                    where = f"optimizer.param_groups[{g}]['params'][{i}]"
+                    refuse_unsupported(parameter, where, sharded=True, meta=self._forms_only)
                     first[id(parameter)] = name
                     parameters[name] = parameter
                 group_names.append(first[id(parameter)])
@@ -174,7 +206,7 @@ class UnitView:
         owners: dict[str, tuple[torch.nn.Module, str]] = {}
         for prefix, module in self.model.named_modules(remove_duplicate=True):
             for key, buffer in module._buffers.items():
-                name = f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key
+                name = self.called(f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key)
                 if name in self.exclude_buffers:
                     continue
                 owners[name] = (module, key)
@@ -185,7 +217,7 @@ class UnitView:
                 elif id(buffer) in first:
                     aliases[name] = first[id(buffer)]
                 else:
-                    refuse_unsupported(buffer, f"buffer {name!r}", sharded=True)
+                    refuse_unsupported(buffer, f"buffer {name!r}", sharded=True, meta=self._forms_only)
                     first[id(buffer)] = name
                     buffers[name] = buffer
         numbers = tuple(range(len(groups)))
@@ -204,20 +236,24 @@ class UnitView:
         tensors: list[tuple[TensorSpec, Source]] = []
         taken: dict[str, str] = {}
 
-        def add(name: str, tensor: torch.Tensor, path: str) -> None:
-            if name in taken:
-                raise ConfigError(f"{path} and {taken[name]} would both be stored as {name!r}; rename one of them")
-            taken[name] = path
-            tensors.append((spec_of(name, tensor), source_of(tensor)))
+        def add(spec: TensorSpec, tensor: torch.Tensor, path: str) -> None:
+            if spec.name in taken:
+                raise ConfigError(
+                    f"{path} and {taken[spec.name]} would both be stored as {spec.name!r}; rename one of them"
+                )
+            taken[spec.name] = path
+            tensors.append((spec, source_of(tensor)))
 
         for name, parameter in names.parameters.items():
-            add(unit_tensor_name(self.unit, "model", name), parameter, f"parameter {name!r}")
+            stored = unit_tensor_name(self.unit, "model", name)
+            add(self.spec_of(stored, name, parameter), parameter, f"parameter {name!r}")
         for name, buffer in names.buffers.items():
-            add(unit_tensor_name(self.unit, "buffer", name), buffer, f"buffer {name!r}")
+            stored = unit_tensor_name(self.unit, "buffer", name)
+            add(self.spec_of(stored, name, buffer), buffer, f"buffer {name!r}")
         optimizer_state, found = self._optimizer_state(names)
         group_trees, found_in_groups = self._group_trees(names, groups)
         for item in (*found, *found_in_groups):
-            add(item.name, item.tensor, item.path)
+            add(spec_of(item.name, item.tensor, item.box), item.tensor, item.path)
         meta = {
             "version": META_VERSION,
             "optimizer": optimizer_kind(self.optimizer),
@@ -251,8 +287,18 @@ class UnitView:
                     f"{path} belongs to no parameter, so in a sharded job nobody knows which ranks hold it; "
                     "keep it under a parameter, or in extras="
                 )
-            trees[name] = self._dict_tree(value, name, path, key if isinstance(key, torch.Tensor) else None, found)
+            parameter = key if isinstance(key, torch.Tensor) else None
+            of_parameter: list[NamedTensor] = []
+            trees[name] = self._dict_tree(value, name, path, parameter, of_parameter)
+            box = None if parameter is None else self._plain_part(name, parameter)
+            found += of_parameter if box is None else [_placed(item, value, box) for item in of_parameter]
         return trees, found
+
+    def _plain_part(self, name: str, parameter: torch.Tensor) -> Box | None:
+        """Which part of a whole a parameter is although it is a plain tensor; None for all others."""
+        if is_shard(parameter) and not is_dtensor(parameter):
+            return box_of(parameter, f"parameter {name!r}")
+        return self.cut_by_hand.get(name)
 
     def _group_trees(self, names: Names, groups: list[dict[str, Any]] | None) -> tuple[list[Tree], list[NamedTensor]]:
         found: list[NamedTensor] = []
@@ -279,6 +325,13 @@ class UnitView:
             pairs.append([key, node])
             found += more
         return {"dict": pairs}
+
+
+def _placed(item: NamedTensor, state: dict[str, Any], box: Box) -> NamedTensor:
+    """A moment, which has its parameter's shape, is the part that its parameter is; a counter is no part."""
+    moment = tuple(item.tensor.shape) == box.shape
+    moment = moment and any(value is item.tensor and key != "step" for key, value in state.items())
+    return replace(item, box=box) if moment else item
 
 
 def _refuse_other_mesh(parameter: Any, found: list[NamedTensor]) -> None:

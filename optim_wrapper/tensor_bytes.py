@@ -11,7 +11,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.errors import ConfigError
-from lastwords.sharding.dtensor import box_of, is_dtensor, is_shard, local_of
+from lastwords.sharding.dtensor import Box, box_of, is_dtensor, is_shard, local_of
 
 _CODE_NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -28,10 +28,10 @@ Source = Bytes | Callable[[], Bytes]
 """A tensor's bytes, or a function that makes them when their turn to be written has come."""
 
 
-def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False) -> None:
+def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False, meta: bool = False) -> None:
     """ConfigError with `path` for a tensor whose bytes are not simply its elements.
 
-    sharded: a DTensor is welcome, if its part on this rank is one box of the whole.
+    sharded: a DTensor is welcome, if its part on this rank is one box of the whole. meta: so is one without content.
     """
     if sharded and is_dtensor(tensor):
         box_of(tensor, path)
@@ -43,7 +43,7 @@ def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False
         what = f"has the layout {tensor.layout}; only strided (dense) tensors can be stored"
     elif tensor.is_quantized:
         what = "is quantized; store its int_repr() and scales instead"
-    elif tensor.device.type == "meta":
+    elif tensor.device.type == "meta" and not meta:
         what = "is on the meta device and has no content; materialise the model first"
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
@@ -57,15 +57,19 @@ def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False
         raise ConfigError(f"{path} {what}")
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+def spec_of(name: str, tensor: torch.Tensor, box: Box | None = None) -> TensorSpec:
     """How `tensor` is written down. A type that safetensors lacks (complex128) becomes bytes in one more dimension.
+
+    box: which part of a whole a plain tensor is, where that was declared.
 
     >>> spec_of("local/0/x", torch.zeros(2, dtype=torch.complex128))
     TensorSpec(name='local/0/x', dtype='U8', shape=(2, 16), global_shape=(2, 16), offsets=(0, 0))
     """
     code = _CODES.get(tensor.dtype)
-    if is_shard(tensor):
+    if box is not None or is_shard(tensor):
         shape, whole, offsets = box_of(tensor, name)
+        if box is not None:
+            whole, offsets = box.global_shape, box.offsets
         if code is None:
             size = tensor.element_size()
             return TensorSpec(name, "U8", (*shape, size), (*whole, size), (*offsets, 0))

@@ -22,7 +22,7 @@ import torch
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, FormatError
 from lastwords.optim_wrapper.tensor_bytes import dtype_name, refuse_unsupported
-from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
+from lastwords.sharding.dtensor import Box, is_dtensor, local_of, placements_to_json
 
 Tree = dict[str, Any]
 
@@ -37,6 +37,8 @@ class NamedTensor:
     name: str
     path: str
     tensor: torch.Tensor
+    box: Box | None = None
+    """Which part of a whole a plain tensor is, where that is known: a moment is the part that its parameter is."""
 
 
 def take_apart(

@@ -30,7 +30,7 @@ class World:
         if size != 1:
             raise ConfigError(
                 f"WORLD_SIZE is {size}, but torch.distributed is not initialised; "
-                "call torch.distributed.init_process_group() before entering TFTRegister"
+                "call torch.distributed.init_process_group() first"
             )
         self.rank, self.size, self.store, self.backend = 0, 1, None, "none"
 

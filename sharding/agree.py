@@ -10,10 +10,10 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from lastwords.errors import ConfigError, LastWordsError
+from lastwords.errors import ConfigError, LastWordsError, StorageError
 from lastwords.sharding.declare import Unit, check_units
 from lastwords.sharding.grouping import Alike, Division, divide
 from lastwords.sharding.pieces import Members, Piece, UnitTable
@@ -43,75 +43,156 @@ def agree_units(
     prefix: a place of its own in the store. pieces_of: makes this rank's list; its LastWordsError ends all ranks.
     Raises ConfigError on every rank where one of them contradicts another or the declarations.
     """
-    pieces: Sequence[Piece] = ()
-    own: LastWordsError | None = None
-    try:
-        check_units(declared, world.size)
-        pieces = pieces_of()
-        _refuse_equal_keys(pieces)
-    except LastWordsError as error:
-        own = error
-    except BaseException as error:
-        # Of torch, say. The others must not wait for a list that never comes.
-        world.publish(f"{prefix}/pieces/{world.rank}", {"error": f"{type(error).__name__}: {error}"})
-        raise
+    ranks = range(world.size)
+    own = _Own(world, prefix, ranks, pieces_of, declared)
     if world.size == 1:
-        if own is not None:
-            raise own
-        division = divide([(pieces, (0,))], declared, 1)
-        return _table(division, pieces, division.of_list[0])
-    text = json.dumps([piece.to_json() for piece in pieces], separators=(",", ":")).encode()
-    digest = hashlib.sha256(text).hexdigest()[:32]
-    if own is not None:
-        world.publish(f"{prefix}/pieces/{world.rank}", {"error": str(own)})
-    else:
-        # First the list, then the word that it is there.
-        world.publish(f"{prefix}/list/{digest}", {"zlib": base64.b85encode(zlib.compress(text)).decode()})
-        world.publish(f"{prefix}/pieces/{world.rank}", {"list": digest, "declared": _digest(declared)})
-    if world.rank == 0:
-        _divide_for_all(world, prefix, declared)
-    word = world.read(f"{prefix}/table", STORE_WAIT_S, "rank 0 to divide the state into units")
-    if own is not None:
-        raise own
-    if "error" in word:
-        raise ConfigError(word["error"])
-    row = world.read(f"{prefix}/row/{digest}", STORE_WAIT_S, "rank 0 to divide the state into units")
-    units = {name: tuple(ranks) for name, ranks in word["units"].items()}
-    division = Division(units, word["nbytes"], word["tensors"], (), tuple(word["notes"]))
-    return _table(division, pieces, [list(units)[index] for index in row["units"]])
+        own.raise_error()
+        division = divide([(own.pieces, (0,))], declared, 1)
+        return _table(division, own.pieces, division.of_list[0])
 
-
-def _divide_for_all(world: World, prefix: str, declared: Sequence[Unit]) -> None:
-    try:
-        lists = _read_all(world, prefix, _digest(declared))
+    def units(lists: Mapping[str, Alike]) -> dict[str, Any]:
         division = divide(list(lists.values()), declared, world.size)
-    except LastWordsError as error:
-        world.publish(f"{prefix}/table", {"error": str(error)})
-        return
-    index = {unit: number for number, unit in enumerate(division.units)}
-    for digest, row in zip(lists, division.of_list, strict=True):
-        world.publish(f"{prefix}/row/{digest}", {"units": [index[unit] for unit in row]})
-    world.publish(
-        f"{prefix}/table",
-        {
+        index = {unit: number for number, unit in enumerate(division.units)}
+        for digest, row in zip(lists, division.of_list, strict=True):
+            world.publish(f"{prefix}/row/{digest}", {"units": [index[unit] for unit in row]})
+        return {
             "units": {unit: list(ranks) for unit, ranks in division.units.items()},
             "nbytes": dict(division.nbytes),
             "tensors": dict(division.tensors),
             "notes": list(division.notes),
-        },
+        }
+
+    word = _from_lowest(world, prefix, ranks, own, units, "cannot start", "divide the state into units")
+    row = world.read(f"{prefix}/row/{own.digest}", STORE_WAIT_S, "rank 0 to divide the state into units")
+    division = Division(
+        {name: tuple(ranks) for name, ranks in word["units"].items()},
+        word["nbytes"],
+        word["tensors"],
+        (),
+        tuple(word["notes"]),
     )
+    return _table(division, own.pieces, [list(division.units)[index] for index in row["units"]])
 
 
-def _read_all(world: World, prefix: str, declared: str) -> dict[str, Alike]:
+def use_all_lists(
+    world: World,
+    prefix: str,
+    ranks: Sequence[int],
+    pieces_of: Callable[[], Sequence[Piece]],
+    declared: Sequence[Unit],
+    use: Callable[[Sequence[Alike]], None],
+) -> None:
+    """The lowest of `ranks` (sorted) calls `use` with everybody's pieces; equal lists come as one, with their ranks.
+
+    To be called by all of `ranks`, which are global ones, with the same `prefix` and `declared`. Returns when `use` has
+    returned. An error of one rank's `pieces_of`, or of `use`, is an error on all.
+    """
+    own = _Own(world, prefix, ranks, pieces_of, declared)
+    if len(ranks) == 1:
+        own.raise_error()
+        use([(own.pieces, tuple(ranks))])
+        return
+
+    def used(lists: Mapping[str, Alike]) -> dict[str, Any]:
+        use(list(lists.values()))
+        return {}
+
+    _from_lowest(world, prefix, ranks, own, used, "cannot say what it holds", "join what all hold")
+
+
+class _Own:
+    """This rank's pieces, or its error; the others can read either of them from here on."""
+
+    def __init__(
+        self,
+        world: World,
+        prefix: str,
+        ranks: Sequence[int],
+        pieces_of: Callable[[], Sequence[Piece]],
+        declared: Sequence[Unit],
+    ) -> None:
+        self.pieces: Sequence[Piece] = ()
+        self.digest = self.declared = ""
+        self._error: LastWordsError | None = None
+        text = b""
+        try:
+            check_units(declared, world.size)
+            self.pieces = pieces_of()
+            _refuse_equal_keys(self.pieces)
+            text = json.dumps([piece.to_json() for piece in self.pieces], separators=(",", ":")).encode()
+            self.digest = hashlib.sha256(text).hexdigest()[:32]
+            self.declared = _digest(declared)
+        except LastWordsError as error:
+            self._error = error
+        except BaseException as error:
+            # Of torch, say. The others must not wait for a list that never comes.
+            world.publish(f"{prefix}/pieces/{world.rank}", {"error": f"{type(error).__name__}: {error}"})
+            raise
+        if len(ranks) == 1:
+            return
+        if self._error is not None:
+            world.publish(f"{prefix}/pieces/{world.rank}", {"error": str(self._error)})
+        else:
+            # First the list, then the word that it is there.
+            world.publish(f"{prefix}/list/{self.digest}", {"zlib": base64.b85encode(zlib.compress(text)).decode()})
+            world.publish(f"{prefix}/pieces/{world.rank}", {"list": self.digest, "declared": self.declared})
+
+    def raise_error(self) -> None:
+        """The error, if there is one: it says more than what the others have heard of it."""
+        if self._error is not None:
+            raise self._error
+
+
+def _from_lowest(
+    world: World,
+    prefix: str,
+    ranks: Sequence[int],
+    own: _Own,
+    make: Callable[[Mapping[str, Alike]], dict[str, Any]],
+    fails: str,
+    doing: str,
+) -> dict[str, Any]:
+    """What the lowest rank makes of everybody's lists, on every rank; an error there is one on every rank."""
+    key = f"{prefix}/table"
+    raised: LastWordsError | None = None
+    if world.rank == ranks[0]:
+        try:
+            word = _made(world, key, make, _read_all(world, prefix, ranks, own.declared, fails))
+        except LastWordsError as error:
+            raised, word = error, {"error": str(error), "storage": isinstance(error, StorageError)}
+        world.publish(key, word)
+    else:
+        word = world.read(key, STORE_WAIT_S, f"rank {ranks[0]} to {doing}")
+    own.raise_error()
+    if raised is not None:
+        raise raised
+    if "error" in word:
+        raise (StorageError if word.get("storage") else ConfigError)(word["error"])
+    return word
+
+
+def _made(
+    world: World, key: str, make: Callable[[Mapping[str, Alike]], dict[str, Any]], lists: Mapping[str, Alike]
+) -> dict[str, Any]:
+    try:
+        return make(lists)
+    except LastWordsError:
+        raise
+    except BaseException as error:
+        world.publish(key, {"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def _read_all(world: World, prefix: str, ranks: Sequence[int], declared: str, fails: str) -> dict[str, Alike]:
     """Every rank's list, equal ones once. ConfigError with the lowest rank's problem, after all have come by."""
     lists: dict[str, tuple[list[Piece], list[int]]] = {}
     problem = ""
-    for rank in range(world.size):
+    for rank in ranks:
         word = world.read(f"{prefix}/pieces/{rank}", STORE_WAIT_S, f"rank {rank} to say what it holds")
         if "error" in word:
-            problem = problem or f"rank {rank} cannot start: {word['error']}"
+            problem = problem or f"rank {rank} {fails}: {word['error']}"
         elif word["declared"] != declared:
-            problem = problem or f"rank {rank} was given other units= than rank 0; give every rank the same ones"
+            problem = problem or f"rank {rank} was given other units= than rank {ranks[0]}; give every rank the same"
         elif word["list"] in lists:
             lists[word["list"]][1].append(rank)
         else:
@@ -132,7 +213,17 @@ def _refuse_equal_keys(pieces: Sequence[Piece]) -> None:
 
 
 def _digest(declared: Sequence[Unit]) -> str:
-    text = json.dumps([[unit.name, sorted(unit.holders), list(unit.tensors)] for unit in declared])
+    text = json.dumps(
+        [
+            [
+                unit.name,
+                sorted(unit.holders),
+                list(unit.tensors),
+                [[one, repr(part)] for one, part in unit.cuts.items()],
+            ]
+            for unit in declared
+        ]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 from lastwords.checkpoint.layout import check_unit_name
 from lastwords.errors import ConfigError
+from lastwords.sharding.parts import Part, pattern_dims
 from lastwords.vocabulary import UNIT_REPLICATED
 
 AXES = ("pp", "dp", "tp")
@@ -26,13 +27,23 @@ class Unit:
 
     tensors: patterns (fnmatch, case matters) over the names of parameters and buffers. The first declared unit that a
     rank holds and whose patterns match takes the tensor; what no declared unit takes finds its unit by itself.
+    cuts: pattern -> `Part`, for tensors that were cut by hand: which part of the whole the holders have. The first
+    pattern that matches counts, what none matches is whole. Without it such a tensor can only be resumed in this very
+    layout, because nobody knows how its parts belong together.
     """
 
     name: str
     holders: tuple[int, ...]
     tensors: tuple[str, ...] = (_EVERYTHING,)
-    mesh_ranks: int = field(default=0, repr=False, compare=False)
+    cuts: Mapping[str, Part] = field(default_factory=dict, hash=False)
+    mesh_ranks: int = field(default=0, repr=False, compare=False, kw_only=True)
     """How many ranks the mesh has that this unit came from; 0 for one that was declared by itself."""
+
+    def __post_init__(self) -> None:
+        for name in ("holders", "tensors"):
+            value = getattr(self, name)
+            if isinstance(value, list | range):
+                object.__setattr__(self, name, tuple(value))
 
     def takes(self, tensor: str) -> bool:
         """Whether one of the patterns matches the name.
@@ -41,6 +52,10 @@ class Unit:
         True
         """
         return any(fnmatchcase(tensor, pattern) for pattern in self.tensors)
+
+    def cut_pattern(self, tensor: str) -> str | None:
+        """The pattern of `cuts` that decides over the name; None if none matches."""
+        return next((pattern for pattern in self.cuts if fnmatchcase(tensor, pattern)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,7 @@ def units_from_mesh(
     order: str = "pp-dp-tp",
     replicated: Sequence[str] = (),
     experts: Sequence[str] = ("*expert*",),
+    cut: Mapping[str, int] | None = None,
     world_size: int | None = None,
 ) -> tuple[Unit, ...]:
     """Units of a job whose ranks form a mesh of `pp` stages, `dp` replicas and `tp` tensor-parallel parts.
@@ -74,7 +90,9 @@ def units_from_mesh(
     index along dp is equal modulo this number; an optimizer shard then lies within those ranks, and if they are fewer
     than optimizer_shard_size, all of them share one.
     replicated: patterns of tensors that tensor parallelism leaves whole (LayerNorm, some biases): along tp they are
-    copies too. world_size: compared with the mesh, where it is known.
+    copies too. cut: pattern -> the dimension along which tensor parallelism has cut such tensors by hand into `tp`
+    equal parts, in the order of the tp index, such as {"*.up.weight": 0, "*.down.weight": 1}; then they can be resumed
+    in another layout. world_size: compared with the mesh, where it is known.
 
     A unit of all ranks is called "replicated", others after their coordinates. Raises ConfigError.
 
@@ -86,7 +104,10 @@ def units_from_mesh(
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"units_from_mesh: {name} is {value!r}; it has to be a whole number of at least 1")
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise ConfigError(f"units_from_mesh: world_size is {world_size!r}; it has to be a whole number of at least 1")
     _check_mesh(sizes, world_size)
+    dims = pattern_dims("units_from_mesh: cut", {} if cut is None else cut)
     for name in ("optimizer_shard_size", "expert_parallel"):
         if dp % numbers[name]:
             raise ConfigError(
@@ -107,13 +128,17 @@ def units_from_mesh(
     units: list[Unit] = []
 
     def divide(patterns: Sequence[str], coordinates_of: Mapping[_Place, tuple[tuple[str, int], ...]]) -> None:
-        """One unit for each different set of coordinates; they also give its name."""
+        """One unit for each different set of coordinates; they also give its name, and its part of what tp has cut."""
         ranks: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for place, coordinates in coordinates_of.items():
             ranks.setdefault(coordinates, []).append(place.rank)
         for coordinates, holders in sorted(ranks.items()):
             name = "-".join(f"{axis}{index}" if index >= 0 else axis for axis, index in coordinates)
-            units.append(Unit(name or UNIT_REPLICATED, tuple(sorted(holders)), tuple(patterns), dp * tp * pp))
+            index = dict(coordinates).get("tp")
+            cuts = {} if index is None else {one: Part(dim=dim, index=index, of=tp) for one, dim in dims.items()}
+            units.append(
+                Unit(name or UNIT_REPLICATED, tuple(sorted(holders)), tuple(patterns), cuts, mesh_ranks=dp * tp * pp)
+            )
 
     # Experts come before what is replicated: a norm inside an expert is held by the expert's ranks, not by all.
     if expert_parallel > 1:
@@ -170,6 +195,7 @@ def check_units(units: Sequence[Unit], world_size: int) -> None:
         by_name[unit.name] = unit
         _check_holders(called, unit, world_size)
         _check_patterns(f"{called}: tensors", unit.tensors)
+        _check_cuts(called, unit.cuts)
         for rank in unit.holders:
             if rank in everything:
                 raise ConfigError(
@@ -210,6 +236,23 @@ def _check_patterns(called: str, patterns: object, *, may_be_empty: bool = False
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(f"{called} has the pattern {pattern!r}, which matches no name")
+
+
+def _check_cuts(called: str, cuts: object) -> None:
+    if not isinstance(cuts, Mapping):
+        raise ConfigError(
+            f'{called}: cuts is {cuts!r}; it has to be a dict of patterns and parts, such as {{"*.up.weight": '
+            "lastwords.Part(dim=0, index=1, of=4)}"
+        )
+    for pattern, part in cuts.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(f"{called}: cuts has the pattern {pattern!r}, which matches no name")
+        if not isinstance(part, Part):
+            raise ConfigError(
+                f"{called}: cuts has {part!r} for {pattern!r}, which is no lastwords.Part; write Part(dim=0, index=1, "
+                "of=4)"
+            )
+        part.check(f"{called}: the part {pattern!r}")
 
 
 def _check_mesh(sizes: Mapping[str, int], world_size: int | None) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from lastwords.errors import ConfigError
 from lastwords.sharding import zero
 from lastwords.sharding.declare import Unit
-from lastwords.sharding.dtensor import box_of, local_of
+from lastwords.sharding.dtensor import Box, box_of, is_shard, local_of
 from lastwords.sharding.pieces import ANY_FORM, Piece
 
 
@@ -35,7 +35,8 @@ def pieces_of(names: NamedTensors, optimizer: Optimizer, declared: Sequence[Unit
     owners = zero.owners(optimizer)
     pieces = []
     for name, parameter in names.parameters.items():
-        box = box_of(parameter, f"parameter {name!r}")
+        unit = _unit_of(mine, name)
+        box = _box(parameter, f"parameter {name!r}", unit, name)
         place, owner = owners.get(id(parameter), (-1, rank))
         pieces.append(
             Piece(
@@ -44,28 +45,49 @@ def pieces_of(names: NamedTensors, optimizer: Optimizer, declared: Sequence[Unit
                 _dtype(parameter),
                 *box,
                 scope="" if place < 0 else f"zero-{place}",
-                unit=_declared_unit(mine, name),
+                unit="" if unit is None else unit.name,
                 nbytes=local_of(parameter).nbytes,
                 owner=-1 if owner == rank else owner,
             )
         )
     for name, buffer in names.buffers.items():
-        unit = _declared_unit(mine, name)
+        unit = _unit_of(mine, name)
+        called, nbytes = "" if unit is None else unit.name, local_of(buffer).nbytes
         if name in names.volatile_buffers:
-            pieces.append(Piece(name, "buffer", ANY_FORM, (), (), (), unit=unit, nbytes=local_of(buffer).nbytes))
+            pieces.append(Piece(name, "buffer", ANY_FORM, (), (), (), unit=called, nbytes=nbytes))
         else:
-            box = box_of(buffer, f"buffer {name!r}")
-            pieces.append(Piece(name, "buffer", _dtype(buffer), *box, unit=unit, nbytes=local_of(buffer).nbytes))
+            box = _box(buffer, f"buffer {name!r}", unit, name)
+            pieces.append(Piece(name, "buffer", _dtype(buffer), *box, unit=called, nbytes=nbytes))
     for name in names.absent_buffers:
-        pieces.append(Piece(name, "buffer", ANY_FORM, (), (), (), unit=_declared_unit(mine, name)))
+        unit = _unit_of(mine, name)
+        pieces.append(Piece(name, "buffer", ANY_FORM, (), (), (), unit="" if unit is None else unit.name))
     return pieces
 
 
-def _declared_unit(mine: Sequence[Unit], name: str) -> str:
-    for unit in mine:
-        if any(fnmatchcase(name, pattern) for pattern in unit.tensors):
-            return unit.name
-    return ""
+def cut_by_hand(pieces: Sequence[Piece], declared: Sequence[Unit]) -> dict[str, Box]:
+    """Which parts those of `pieces` are that are declared to be parts, by name."""
+    units = {unit.name: unit for unit in declared if unit.cuts}
+    return {
+        piece.name: Box(piece.shape, piece.global_shape, piece.offsets)
+        for piece in pieces
+        if piece.unit in units and piece.dtype != ANY_FORM and units[piece.unit].cut_pattern(piece.name) is not None
+    }
+
+
+def _unit_of(mine: Sequence[Unit], name: str) -> Unit | None:
+    return next((unit for unit in mine if unit.takes(name)), None)
+
+
+def _box(tensor: torch.Tensor, called: str, unit: Unit | None, name: str) -> Box:
+    """Where this rank's part lies in the whole: found in the tensor, or declared."""
+    box = box_of(tensor, called)
+    pattern = None if unit is None else unit.cut_pattern(name)
+    if unit is None or pattern is None:
+        return box
+    called = f"{called} of the declared unit {unit.name!r}"
+    if is_shard(tensor):
+        raise ConfigError(f"{called} is a DTensor, which says by itself which part it is; leave it out of cuts=")
+    return Box(box.shape, *unit.cuts[pattern].place(box.shape, called))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

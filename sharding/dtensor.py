@@ -7,7 +7,7 @@ the layout on them, in `_st_info`, so that those are shards too, although they a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -135,6 +135,23 @@ def empty_shard(
             local, mesh, made, run_check=False, shape=torch.Size(global_shape), stride=tuple(stride)
         )
     return result
+
+
+def taken_out_by_ddp(model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters that a DDP model over DTensors no longer names: name -> the tensor in `trained`, else the DTensor.
+
+    Since its first forward pass a DTensor stands in the place of each, as a plain attribute over the same memory.
+    """
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    if not any(getattr(hook, "__name__", "") == "_reconstruct_dtensor" for hook in hooks):
+        return {}
+    by_memory = {local.data_ptr(): local for local in trained if hasattr(local, "_st_info") and local.numel()}
+    return {
+        f"{prefix}.{key}" if prefix else key: by_memory.get(local_of(value).data_ptr(), value)
+        for prefix, module in model.named_modules()
+        for key, value in vars(module).items()
+        if is_dtensor(value)
+    }
 
 
 def managed_by_fsdp2(model: torch.nn.Module) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lastwords.checkpoint.layout import check_unit_name
 from lastwords.errors import ConfigError
 from lastwords.sharding.declare import Unit
+from lastwords.sharding.parts import check_cuts
 from lastwords.sharding.pieces import Piece
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -66,7 +67,8 @@ def divide(lists: Sequence[Alike], declared: Sequence[Unit], world_size: int) ->
             "that name belongs to what all ranks hold: choose another one"
         )
     holders = _holders(lists)
-    _refuse_different_forms(lists)
+    refuse_different_forms(lists)
+    check_cuts(lists, declared)
     names: dict[tuple[int, ...], str] = {everyone: UNIT_REPLICATED}
 
     def auto_name(ranks: tuple[int, ...]) -> str:
@@ -184,7 +186,8 @@ def _declared_unit(piece: Piece, ranks: tuple[int, ...], declared: tuple[int, ..
     )
 
 
-def _refuse_different_forms(lists: Sequence[Alike]) -> None:
+def refuse_different_forms(lists: Sequence[Alike]) -> None:
+    """ConfigError for two tensors of one name that nobody has declared to be parts, or different tensors."""
     seen: dict[tuple[str, str, str], tuple[Piece, int]] = {}
     for alike, ranks in lists:
         for piece in alike:
@@ -202,7 +205,8 @@ def _refuse_different_forms(lists: Sequence[Alike]) -> None:
             if piece.unit and (first.shape != piece.shape or first.offsets != piece.offsets):
                 raise ConfigError(
                     f"{_called(piece)} of the declared unit {piece.unit!r} is another part of the whole on rank {rank} "
-                    f"than on rank {ranks[0]}; DTensors find their units by themselves: leave them out of units="
+                    f"than on rank {ranks[0]}: all holders of a unit have the same part. Declare a unit for each part; "
+                    "DTensors find their units by themselves: leave them out of units="
                 )
 
 

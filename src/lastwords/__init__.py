@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lastwords.checkpoint.rank_transform import transform_checkpoint_by_rank
-    from lastwords.checkpoint.strategy import rank_list_for_transform
+    from lastwords.checkpoint.strategy import merge_pipeline_strategys, rank_list_for_transform
     from lastwords.errors import (
         CheckpointError,
         ConfigError,
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.integrations.transform_files import transform_checkpoints
+    from lastwords.optim_wrapper.live_strategy import save_strategy
     from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
     from lastwords.sharding.declare import Unit, units_from_mesh
     from lastwords.sharding.group_info import get_ckpt_path_with_strategy, restore_group_info_list
+    from lastwords.sharding.parts import Part
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,7 @@ __all__ = [
     "LoadedWeights",
     "MismatchError",
     "OptTFTWrapper",
+    "Part",
     "ProtocolError",
     "ResumePoint",
     "StorageError",
@@ -53,8 +56,10 @@ __all__ = [
     "__version__",
     "get_ckpt_path_with_strategy",
     "load_for_inference",
+    "merge_pipeline_strategys",
     "rank_list_for_transform",
     "restore_group_info_list",
+    "save_strategy",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
     "units_from_mesh",
@@ -67,10 +72,13 @@ _WHERE = {
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "TFTRegister": "lastwords.optim_wrapper.register",
     "ResumePoint": "lastwords.optim_wrapper.register",
+    "Part": "lastwords.sharding.parts",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
+    "merge_pipeline_strategys": "lastwords.checkpoint.strategy",
     "rank_list_for_transform": "lastwords.checkpoint.strategy",
     "restore_group_info_list": "lastwords.sharding.group_info",
+    "save_strategy": "lastwords.optim_wrapper.live_strategy",
     "transform_checkpoint_by_rank": "lastwords.checkpoint.rank_transform",
     "transform_checkpoints": "lastwords.integrations.transform_files",
     "units_from_mesh": "lastwords.sharding.declare",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from lastwords.checkpoint.strategy import (
     strategy_of,
 )
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError, StrategyError
+from tests.checkpoint.interposed import InterposedOs, counting
+from tests.checkpoint.simulated_disk import SimulatedOs
 
 
 def rows(world: int, length: int = 12, copies: int = 1) -> Strategy:
@@ -206,3 +209,53 @@ def test_a_checkpoint_has_its_own_strategy_and_a_moment_lies_where_its_parameter
     strategy.check()
     assert load_strategy(path) == strategy
     assert rank_list_for_transform(0, str(path)) == [0, 1]
+
+
+def test_stages_of_different_worlds_and_files_that_overlap_are_refused_by_name(tmp_path: Path) -> None:
+    for name in ("worlds", "overlap"):
+        (tmp_path / name).mkdir()
+    save_strategy_file(rows(2), tmp_path / "worlds" / "0")
+    save_strategy_file(rows(4), tmp_path / "worlds" / "1")
+    with pytest.raises(StrategyError, match=r"worlds/1 is of a world of 4 ranks and .*worlds/0 of one of 2"):
+        merge_pipeline_strategys(str(tmp_path / "worlds"), str(tmp_path / "all"))
+    save_strategy_file(rows(4), tmp_path / "overlap" / "0")
+    save_strategy_file(rows(4, copies=2), tmp_path / "overlap" / "1")
+    with pytest.raises(StrategyError, match=r"overlap do not fit together: model/w"):
+        merge_pipeline_strategys(str(tmp_path / "overlap"), str(tmp_path / "all"))
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_file_that_is_no_strategy_is_named_and_one_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    source = tmp_path / "stages"
+    source.mkdir()
+    save_strategy_file(rows(4), source / "0")
+    (source / ".tmp-1-77").write_bytes(b"half")
+    merge_pipeline_strategys(str(source), str(tmp_path / "all"))
+    assert load_strategy(tmp_path / "all") == rows(4)
+    (source / "notes.txt").write_text("stage 0 is the large one")
+    with pytest.raises(StrategyError, match=r"notes\.txt"):
+        merge_pipeline_strategys(str(source), str(tmp_path / "more"))
+
+
+def test_a_strategy_file_is_whole_or_not_there_whichever_system_call_fails() -> None:
+    def disk() -> SimulatedOs:
+        made = SimulatedOs()
+        made.mkdir(Path("/d"))
+        return made
+
+    path = Path("/d/strategy")
+    counted = InterposedOs(counting(), disk())
+    save_strategy_file(rows(4), path, counted)
+    assert counted.count > 5
+    for at in range(1, counted.count + 1):
+        under = disk()
+
+        def before(number: int, name: str, args: tuple[Any, ...], at: int = at) -> None:
+            if number == at:
+                raise OSError(errno.EIO, "Input/output error")
+
+        with pytest.raises(StorageError, match=r"/d"):
+            save_strategy_file(rows(4), path, InterposedOs(before, under))
+        if under.exists(path):
+            assert load_strategy(path, under) == rows(4)
+        assert [name for name in under.listdir(Path("/d")) if name != "strategy"] == [], f"call {at} leaves something"

@@ -64,6 +64,7 @@ class Trial:
     replica: int
     reduce: Callable[[], None] = lambda: None
     units: Sequence[Unit] = ()
+    names: Callable[[str], str] | None = None
 
     def step(self, number: int) -> float:
         """One step on the data of this step and replica; returns the loss."""

@@ -12,6 +12,7 @@ from lastwords.errors import ConfigError, LastWordsError
 from lastwords.sharding.agree import agree_units
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.grouping import unit_name
+from lastwords.sharding.parts import Part
 from lastwords.sharding.pieces import ANY_FORM, Members, Piece
 from tests.sharding.stores import MemoryWorld, agreed, piece, tables
 
@@ -301,3 +302,17 @@ def test_names_of_units_can_stand_in_files_and_tell_all_holders_apart() -> None:
     assert len(unit_name(range(0, 16_384, 3))) < 64
     irregular = tuple(rank for rank in range(16_384) if rank % 7 in (0, 3))
     assert len(check_unit_name(unit_name(irregular))) < 64
+
+
+def test_a_malformed_declaration_is_an_error_in_words_on_every_rank_the_first_one_included() -> None:
+    """Rank 0 hashes and divides by the declarations as well; none of that may come before they are checked."""
+    for wrong in (Unit("a", 3), Unit(["a"], (0,)), Unit("a", (0,), cuts=[1])):  # type: ignore[arg-type]
+        for outcome in agreed([[piece("w", 2)]] * 2, (wrong,)):
+            assert isinstance(outcome, ConfigError)
+            assert "has to be" in str(outcome)
+
+
+def test_ranks_that_were_given_different_cuts_are_refused() -> None:
+    units = [(Unit("a", (0, 1), cuts={"w": Part(dim=0, index=0, of=of)}),) for of in (1, 2)]
+    for outcome in agreed([[piece("w", 2, unit="a")]] * 2, units):
+        assert "rank 1 was given other units=" in str(outcome)

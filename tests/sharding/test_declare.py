@@ -12,6 +12,7 @@ import pytest
 from lastwords.errors import ConfigError
 from lastwords.sharding import declare
 from lastwords.sharding.declare import Unit, check_units, units_from_mesh
+from lastwords.sharding.parts import Part
 from lastwords.vocabulary import UNIT_REPLICATED
 
 
@@ -287,3 +288,74 @@ def test_a_mesh_of_another_size_than_the_job_is_refused_although_nobody_gave_wor
 def test_a_name_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="has to be text"):
         check_units([Unit(None, (0,))], 1)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- what was cut by hand
+
+
+def test_a_mesh_says_which_part_each_tensor_parallel_unit_has_and_nothing_else_is_cut() -> None:
+    units = units_from_mesh(dp=2, tp=2, pp=2, replicated=("*norm*",), cut={"*.up.weight": 0, "*.down.weight": 1})
+    cuts = {unit.name: dict(unit.cuts) for unit in units}
+    assert cuts["pp1-tp1"] == {
+        "*.up.weight": Part(dim=0, index=1, of=2),
+        "*.down.weight": Part(dim=1, index=1, of=2),
+    }
+    assert cuts["pp0-tp0"]["*.up.weight"].index == 0
+    assert cuts["pp0-replicated"] == {}
+    check_units(units, 8)
+
+
+def test_a_mesh_without_tensor_parallelism_cuts_nothing() -> None:
+    assert units_from_mesh(dp=2, cut={"*.up.weight": 0}) == units_from_mesh(dp=2)
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (("*.up", 0), r"cut is \('\*.up', 0\); it has to be a dict"),
+        ({"*.up": "0"}, r"cut has '\*.up': '0'; write a pattern and a dimension"),
+        ({"*.up": True}, "cut has"),
+        ({"": 0}, "cut has ''"),
+        ({3: 0}, "cut has 3"),
+    ],
+)
+def test_a_cut_that_is_no_pattern_and_dimension_is_refused(cut: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        units_from_mesh(tp=2, cut=cut)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        ([Part(dim=0, index=0, of=2)], r"'a': cuts is \[Part.*it has to be a dict of patterns and parts"),
+        (None, r"'a': cuts is None"),
+        ({"": Part(dim=0, index=0, of=2)}, r"'a': cuts has the pattern ''"),
+        ({"w": 0}, r"'a': cuts has 0 for 'w', which is no lastwords.Part"),
+        ({"w": Part(dim=0, index=2, of=2)}, r"'a': the part 'w': index is 2"),
+    ],
+)
+def test_cuts_that_are_none_are_refused(cuts: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_units([Unit("a", (0,), ("*",), cuts)], 1)
+
+
+# ---------------------------------------------------------------------- types
+
+
+def test_lists_do_as_well_as_tuples() -> None:
+    listed = Unit("a", [0, 2], ["*.w"])  # type: ignore[arg-type]
+    assert listed == A
+    assert hash(listed) == hash(A)
+    check_units([listed], 4)
+
+
+@pytest.mark.parametrize("world_size", ["4", 4.0, True, 0])
+def test_a_world_size_that_is_no_number_of_ranks_is_refused(world_size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"world_size is .*; it has to be a whole number of at least 1"):
+        units_from_mesh(dp=4, world_size=world_size)
+
+
+@pytest.mark.parametrize("unit", [Unit(["a"], (0,)), Unit("a", {0: 1}), Unit("a", (0,), None), Unit("a", iter([0]))])  # type: ignore[arg-type]
+def test_arguments_of_a_wrong_type_are_refused_in_words(unit: Unit) -> None:
+    with pytest.raises(ConfigError, match="has to be"):
+        check_units([unit], 1)

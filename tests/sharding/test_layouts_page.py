@@ -38,13 +38,15 @@ def test_the_two_meshes_of_the_page_have_the_groups_that_it_names() -> None:
 
 
 def test_units_that_the_page_declares_can_be_true() -> None:
-    (by_hand,) = [block for block in blocks("python") if "lastwords.Unit(" in block]
     scope: dict[str, object] = {"lastwords": lastwords}
-    exec(by_hand, scope)
-    check_units(scope["units"], 4)  # type: ignore[arg-type]
-    (mesh,) = [block for block in blocks("python") if "units = lastwords.units_from_mesh" in block]
-    exec(mesh.splitlines()[0], scope)
-    check_units(scope["units"], 8)  # type: ignore[arg-type]
+    by_hand = [block for block in blocks("python") if "lastwords.Unit(" in block]
+    meshes = [
+        block.partition("\ntft =")[0] for block in blocks("python") if "units = lastwords.units_from_mesh" in block
+    ]
+    for number, declaration in enumerate((*by_hand, *meshes)):
+        exec(declaration, scope)
+        check_units(scope["units"], 4 if number < len(by_hand) else 8)  # type: ignore[arg-type]
+    assert (len(by_hand), len(meshes)) == (2, 2)
 
 
 def test_the_start_up_table_of_the_page_is_printed_like_that(capsys: pytest.CaptureFixture[str]) -> None:
