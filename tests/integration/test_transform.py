@@ -23,7 +23,7 @@ from tests.integration.forked import on_ranks
 from tests.integration.parallel_layouts import parallel_layout
 from tests.integration.rig import Rig
 from tests.integration.test_elastic import KILL, Counter, live, naive_gather
-from tests.integration.test_reshard import resumed_as, saved_as
+from tests.integration.test_reshard import made, resumed_as, saved_as
 from tests.integration.training import LEARNING_RATE, PhasedAdamW
 
 pytestmark = pytest.mark.process
@@ -132,3 +132,22 @@ def test_the_optimizer_can_be_dealt_out_and_shards_be_uneven(
         found, reasons, _ = resumed_as(name, ranks, tmp_path / "three", tmp_path)
         assert {key for key in state.keys() | found.keys() if state.get(key) != found.get(key)} == set()
         assert any("in another order" in reason for reason in reasons)
+
+
+def test_the_strategy_of_a_live_job_that_has_not_taken_a_step_is_enough(tmp_path: Path) -> None:
+    """ZeRO of four is moved to what a ZeRO of three says of itself, and resumed as that."""
+    state = saved_as("zero1", 4, tmp_path)
+
+    def describe(rank: int) -> None:
+        run = made("zero1", 7)
+        lastwords.save_strategy(run.trial.model, run.trial.optimizers[0], str(tmp_path / "live"))
+
+    room = tmp_path / "describe"
+    room.mkdir()
+    on_ranks(describe, room, 3)
+    path = latest(tmp_path / "ckpt")
+    assert path is not None
+    assert main(["transform", str(path), str(tmp_path / "three"), "--to", str(tmp_path / "live")]) == 0
+    assert not diff(path, tmp_path / "three").differences
+    found, _, _ = resumed_as("zero1", 3, tmp_path / "three", tmp_path)
+    assert {key for key in state.keys() | found.keys() if state.get(key) != found.get(key)} == set()
