@@ -24,7 +24,7 @@ class ExitCode(enum.IntEnum):
     """What a script learns. Every command keeps to these."""
 
     OK = 0
-    NOTHING_FOUND = 1  # no checkpoint there, no controller answers; `diff`: the two differ
+    NOTHING_FOUND = 1  # no checkpoint, no controller answers; `diff`: the two differ; `transform`: parts missing
     USAGE = 2  # the command line makes no sense (argparse's own code)
     DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
     STORAGE = 4  # the file system refused
@@ -33,7 +33,8 @@ class ExitCode(enum.IntEnum):
 EXIT_CODES = """\
 exit codes:
   0  fine
-  1  nothing found: there is no checkpoint at PATH, or no controller answers; diff: the two differ
+  1  nothing found: there is no checkpoint at PATH, or no controller answers; diff: the two differ;
+     transform: not published yet, since other ranks' parts are missing
   2  wrong usage
   3  what is there is damaged, incomplete, or written by a newer lastwords
   4  the file system refused (permission, I/O error)
