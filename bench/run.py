@@ -26,6 +26,7 @@ FULL = {
     "incident": ["--n", "50"],
     "save_load": [],
     "reshard": [],
+    "transform": [],
 }
 QUICK = {
     "step_overhead": ["--steps", "300", "--rounds", "3"],
@@ -35,6 +36,7 @@ QUICK = {
     "incident": ["--n", "3"],
     "save_load": ["--mib", "128", "--repeat", "3"],
     "reshard": ["--mib", "96", "--repeat", "1"],
+    "transform": ["--mib", "96"],
 }
 
 
