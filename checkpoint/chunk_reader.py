@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -83,6 +83,14 @@ class Count:
     checked: int = 0
 
 
+@dataclass(slots=True)
+class Kept:
+    """The last chunk of a file that was read and checked, for a later reading that begins in it. index: -1 for none."""
+
+    index: int = -1
+    content: Bytes = field(default_factory=lambda: np.empty(CHUNK_BYTES, np.uint8))
+
+
 def read_file(path: Path, entry: FileEntry, parts: Sequence[Part] | None, os: Os, on_bytes: OnBytes | None) -> int:
     """Reads all chunks of which a part wants something, or the whole file into nothing if None; every one is checked.
 
@@ -107,13 +115,19 @@ def read_parts(
     checked: bool,
     os: Os,
     on_bytes: OnBytes | None = None,
+    kept: Kept | None = None,
 ) -> Count:
     """The same for a file that is open, and with what was counted.
 
     checked=False: only what is wanted is read, and a chunk of which nearly all is wanted is read whole and checked.
-    entry: None if no checksums are known; nothing is checked then.
+    entry: None if no checksums are known; nothing is checked then. kept (checked=True only): the chunk in it is not
+    read again, and the last one that is read goes into it.
     """
-    return _Reading(fd, path, entry, _plan(entry, parts), checked, os).run(on_bytes)
+    plan = _plan(entry, parts)
+    if kept is not None and plan and plan[0][0] == kept.index:
+        for part in plan.pop(0)[1]:
+            part.copy(kept.index * CHUNK_BYTES, kept.content)
+    return _Reading(fd, path, entry, plan, checked, os, kept).run(on_bytes)
 
 
 _Step = tuple[int, list[Part]]
@@ -134,7 +148,18 @@ def _plan(entry: FileEntry | None, parts: Sequence[Part] | None) -> list[_Step]:
 class _Reading:
     """One file being read by a few threads, each of which takes the next chunk when it has done its last."""
 
-    def __init__(self, fd: int, path: Path, entry: FileEntry | None, plan: list[_Step], checked: bool, os: Os) -> None:
+    def __init__(
+        self,
+        fd: int,
+        path: Path,
+        entry: FileEntry | None,
+        plan: list[_Step],
+        checked: bool,
+        os: Os,
+        kept: Kept | None = None,
+    ) -> None:
+        self._kept = kept
+        self._last = plan[-1][0] if plan else -1
         self._fd = fd
         self._path = path
         self._entry = entry
@@ -202,6 +227,9 @@ class _Reading:
         views = [scratch[: end - start].data] if pieces is None else _views(pieces, start, end, scratch.data)
         self._fill(views, start)
         self._check(index, start, end, views)
+        if self._kept is not None and index == self._last:
+            np.concatenate([np.frombuffer(view, np.uint8) for view in views], out=self._kept.content[: end - start])
+            self._kept.index = index
         if pieces is None:
             for part in parts:
                 part.copy(start, scratch[: end - start])

@@ -139,7 +139,7 @@ def transform_rank(
         },
         "meta": pack(meta_of(saved, holding, _same), "meta"),
     }
-    with SliceReader(source, checked=source.checked, os=os) as reader:
+    with SliceReader(source, checked=source.checked, keep_edges=True, os=os) as reader:
         streamed = Streamed(reader, source, [plans])
         with _appearing(target, os) as hidden:
             [own] = streamed.tensors

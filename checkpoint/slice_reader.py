@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from lastwords.checkpoint.boxes import Box, between, is_run, span
-from lastwords.checkpoint.chunk_reader import EXCESS_MAX, OnBytes, Part, Piece, Runs, read_parts
+from lastwords.checkpoint.chunk_reader import EXCESS_MAX, Kept, OnBytes, Part, Piece, Runs, read_parts
 from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, Bytes, as_bytes
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.part import FileEntry
@@ -32,6 +32,9 @@ from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, stora
 from lastwords.errors import ConfigError, IncompleteError
 
 PAGE_BYTES = 4096
+
+EDGES_MAX = 8
+"""32 MiB: a part of another layout comes out of few files at a time."""
 
 _FILES_MAX = 64
 """Files that are kept open from one `read` to the next: a job of a thousand ranks has more than `ulimit -n` allows."""
@@ -67,15 +70,19 @@ class SliceReader:
     """Reads from the files of one source. For one thread; `close` when done, or use it in a `with` statement.
 
     bytes_read: what was asked of the file system so far. bytes_checked: what was held against a checksum.
+    keep_edges: for a caller that reads tensor after tensor in the order of the files: neighbours share a chunk, which
+    is read once then. Of `EDGES_MAX` files the last chunk stays in memory. With checked=True only.
     """
 
-    def __init__(self, source: Stored, *, checked: bool, os: Os = REAL_OS) -> None:
+    def __init__(self, source: Stored, *, checked: bool, keep_edges: bool = False, os: Os = REAL_OS) -> None:
         self.bytes_read = 0
         self.bytes_checked = 0
         self._source = source
         self._checked = checked
         self._os = os
         self._files: dict[Path, int] = {}
+        self._keep_edges = keep_edges and checked
+        self._edges: dict[Path, Kept] = {}
 
     def __enter__(self) -> SliceReader:
         return self
@@ -85,6 +92,7 @@ class SliceReader:
 
     def close(self) -> None:
         """Closes all files; the reader may be used again and opens them anew."""
+        self._edges.clear()
         while self._files:
             path, fd = self._files.popitem()
             close(fd, path, self._os)
@@ -114,11 +122,18 @@ class SliceReader:
 
             count = read_parts(
                 self._open(path, entries[path]), path, entries[path], parts[path],
-                checked=self._checked, os=self._os, on_bytes=tell,
+                checked=self._checked, os=self._os, on_bytes=tell, kept=self._edge(path) if self._keep_edges else None,
             )  # fmt: skip
             before += count.read
             self.bytes_read += count.read
             self.bytes_checked += count.checked
+
+    def _edge(self, path: Path) -> Kept:
+        kept = self._edges.pop(path, None) or Kept()
+        while len(self._edges) >= EDGES_MAX:
+            self._edges.pop(next(iter(self._edges)))
+        self._edges[path] = kept
+        return kept
 
     def _open(self, path: Path, entry: FileEntry | None) -> int:
         fd = self._files.get(path)

@@ -288,7 +288,7 @@ class _Transformation:
             *(planned(saved, holding, _called(unit)) for unit, (_, holding) in units.items()),
             *(_as_it_is(entry) for entry in locals_.values()),
         ]
-        with SliceReader(self._source, checked=True, os=self._os) as reader:
+        with SliceReader(self._source, checked=True, keep_edges=True, os=self._os) as reader:
             streamed = Streamed(reader, self._source, plans)
             tensors = iter(streamed.tensors)
             total = streamed.nbytes

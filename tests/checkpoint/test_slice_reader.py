@@ -134,8 +134,10 @@ def test_any_boxes_of_any_cut_are_what_slices_of_the_whole_are(data: st.DataObje
             files.bare()
         wanted = data.draw(st.lists(boxes_of(shape), max_size=4))
         pairs = [files.target(box) for box in wanted]
-        with SliceReader(files, checked=checked) as reader:
-            reader.read(target for target, _ in pairs)
+        calls = data.draw(st.sampled_from([1, 2, 4]))
+        with SliceReader(files, checked=checked, keep_edges=data.draw(st.booleans())) as reader:
+            for call in range(calls):
+                reader.read(target for target, _ in pairs[call::calls])
         for box, (_, memory) in zip(wanted, pairs, strict=True):
             assert np.array_equal(memory, files.content[place(box)])
         if checked:
@@ -213,6 +215,21 @@ def test_columns_for_all_ranks_are_read_once_if_they_are_read_together(tmp_path:
         assert reader.bytes_read == reader.bytes_checked == size
         reader.read([together[0][0]])
         assert reader.bytes_read == 2 * size, "the control: a call of its own reads again"
+
+
+def test_neighbours_that_are_read_one_after_another_share_a_chunk_if_edges_are_kept(tmp_path: Path) -> None:
+    files = Files(tmp_path, bytes_shaped((3000, 1024), "F32"), "F32", [whole((3000, 1024))], lead=0)
+    chunks = -(-files.where["shard 0"].path.stat().st_size // CHUNK_BYTES)
+    read = {}
+    for keeps in (True, False):
+        with SliceReader(files, checked=True, keep_edges=keeps) as reader:
+            for box in rows_of(3000, 1024, 5):
+                target, memory = files.target(box)
+                reader.read([target])
+                assert np.array_equal(memory, files.content[place(box)])
+            read[keeps] = reader.bytes_read
+    assert read[True] == files.where["shard 0"].path.stat().st_size
+    assert read[False] > read[True] + (chunks // 2) * CHUNK_BYTES
 
 
 def test_chunks_that_nobody_wants_anything_of_are_not_read(tmp_path: Path) -> None:
