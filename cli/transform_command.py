@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import print_json, say
 from lastwords.errors import ConfigError
+from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.transform import Outcome, transform
 
 WHOLE = "whole"
@@ -44,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     to = None if arguments.to == WHOLE else Path(arguments.to)
     ranks = None if arguments.ranks is None else ranks_of(arguments.ranks)
-    with _bars() as progress:
+    with rank_bars() as progress:
         done = transform(arguments.source, arguments.out, to, ranks=ranks, jobs=arguments.jobs, progress=progress)
     if arguments.json:
         print_json(
@@ -94,21 +90,3 @@ def ranks_of(text: str) -> list[int]:
 def _listed(done: Outcome) -> str:
     shown = tables.numbers(done.missing[:_LISTED_MAX])
     return shown + (", ..." if len(done.missing) > _LISTED_MAX else "")
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[int, int, int], None] | None]:
-    """A bar on stderr for each rank that is being written; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    tasks: dict[int, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-
-        def tell(rank: int, done: int, total: int) -> None:
-            if rank not in tasks:
-                tasks[rank] = progress.add_task(f"rank {rank}", total=total)
-            progress.update(tasks[rank], completed=done, visible=done < total)
-
-        yield tell

@@ -14,10 +14,11 @@ from lastwords.checkpoint.rank_transform import SUFFIX, strategy_or_none, text, 
 from lastwords.checkpoint.strategy import Strategy, strategy_of
 from lastwords.checkpoint.system import REAL_OS, Os, make_directory, storage_errors, sync_directory
 from lastwords.errors import ConfigError, IncompleteError, MismatchError, StrategyError
+from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.destination import building, refuse_existing
 
-Progress = Callable[[int, int], None]
-"""Called with a rank and the bytes of its file that are written."""
+Progress = Callable[[int, int, int | None], None]
+"""Called with a rank, the bytes of its file that are written, and None: how many there will be is not known before."""
 
 
 def transform_checkpoints(
@@ -32,13 +33,17 @@ def transform_checkpoints(
     The source has sub-directories `rank_N/`, of each of which the newest file is taken, by the step that stands in it;
     all have to be of one step. If it is one of our checkpoints (with a manifest), its own strategy serves for None,
     every byte is checked, and any rank of a group will do for what all of the group held. Else None means: not
-    divided. The destination appears whole or not at all.
+    divided. The destination appears whole or not at all. On a terminal, bars on stderr show how far it is.
 
     Raises NotTextError (a TypeError), ConfigError (a ValueError) if the destination exists or the prefix is no part of
     a name, StrategyError (a ValueError), IncompleteError that names a missing source rank, MismatchError for two models
     or two steps, FormatError, StorageError.
     """
-    transform_all(src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, src_strategy_file, dst_strategy_file)
+    with rank_bars() as progress:
+        transform_all(
+            src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, src_strategy_file, dst_strategy_file,
+            progress=progress,
+        )  # fmt: skip
 
 
 def transform_all(
@@ -128,7 +133,7 @@ def _refuse_contradiction(source: CheckpointSource, said: Strategy) -> None:
 
 
 def _of_rank(progress: Progress, rank: int) -> Callable[[int], None]:
-    return lambda done: progress(rank, done)
+    return lambda done: progress(rank, done, None)
 
 
 def _is_one(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os as posix
 import shutil
@@ -29,6 +30,7 @@ from lastwords.errors import (
     StorageError,
     StrategyError,
 )
+from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.diff import diff
 from lastwords.integrations.transform import Outcome, transform
 from lastwords.integrations.transform_files import transform_all, transform_checkpoints
@@ -377,3 +379,21 @@ def test_the_calls_are_where_users_look_for_them() -> None:
     assert lastwords.transform_checkpoints is transform_checkpoints
     assert lastwords.rank_list_for_transform(0) == [0]
     assert callable(lastwords.transform_checkpoint_by_rank)
+
+
+def test_on_a_terminal_every_rank_has_a_bar_and_elsewhere_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    with rank_bars() as tell:
+        assert tell is not None
+        tell(3, 1 << 20, None)
+        tell(4, 1 << 20, 2 << 20)
+    assert "rank 3" in screen.getvalue()
+    assert "rank 4" in screen.getvalue()
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with rank_bars() as tell:
+        assert tell is None

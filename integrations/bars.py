@@ -1,0 +1,31 @@
+"""Progress bars on stderr, where that is a terminal. Torch-free."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+@contextmanager
+def rank_bars() -> Iterator[Callable[[int, int, int | None], None] | None]:
+    """Yields `tell(rank, bytes_done, bytes_in_all)`, a bar for each rank; None where stderr is no terminal.
+
+    Without a number for all bytes the bar only shows that something moves, and how much there is already.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    tasks: dict[int, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def tell(rank: int, done: int, total: int | None) -> None:
+            if rank not in tasks:
+                tasks[rank] = progress.add_task(f"rank {rank}", total=total)
+            progress.update(tasks[rank], completed=done, visible=total is None or done < total)
+
+        yield tell
