@@ -59,8 +59,10 @@ def wrappers_of(optimizer: OptTFTWrapper | Sequence[OptTFTWrapper]) -> tuple[Opt
     return wrappers
 
 
-def declared_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """The units that a user declares; ConfigError for anything else."""
+def declared_units(units: Sequence[Unit] | None) -> tuple[Unit, ...]:
+    """The units that a user declares, if any; ConfigError for anything else."""
+    if units is None:
+        return ()
     if not isinstance(units, list | tuple) or not all(isinstance(unit, Unit) for unit in units):
         raise ConfigError(f"units must be a list of lastwords.Unit (see lastwords.units_from_mesh), not {units!r}")
     return tuple(units)

@@ -93,7 +93,7 @@ class TFTRegister:
         local_extras: Mapping[str, Any] | None = None,
         fallback_path: str | os.PathLike[str] | None = None,
         data: DataMode = "refetch",
-        units: Sequence[Unit] = (),
+        units: Sequence[Unit] | None = None,
         names: Naming | None = None,
         gate: GateMode = "auto",
         verify_every: int = 0,

@@ -9,6 +9,7 @@ What every shard has a copy of: scalars (`step`). Any other shape of state is un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.boxes import Box, whole
-from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.reshard_plan import Divided, Slice, check_shards, slices_for
 from lastwords.checkpoint.saved_state import MOVED_BY_SCHEDULERS, Group, Saved, join, options_of, renumbered
@@ -28,9 +29,12 @@ from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
 from lastwords.optim_wrapper.tensor_tree import Tree
 from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
-from lastwords.vocabulary import UNIT_REPLICATED
+from lastwords.sharding.pieces import Members, UnitTable
 
 _ZERO = "ZeroRedundancyOptimizer"
+
+_COUNTER_BITS_MAX = 128
+"""State of a shape of its own is a counter up to here, and the same whatever part of the parameter it stands beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +57,42 @@ def saved_names(manifest: Manifest) -> set[str]:
     }
 
 
-def fits_as_it_is(manifest: Manifest, units: Mapping[str, tuple[int, ...]], rank: int, view: UnitView) -> bool:
+def fits_as_it_is(manifest: Manifest, table: UnitTable, rank: int, view: UnitView) -> bool:
     """Whether the checkpoint is of this very layout (or of replicas, however many), as far as this rank can tell.
 
     Never of one that was transformed: its units are where the new layout has them, what belongs to ranks is not.
 
-    units: this job's, with their holders. view: this rank's everything.
+    table: this job's units, and this rank's share. view: this rank's everything.
     """
-    if manifest.moved or manifest.units.keys() != units.keys():
+    if manifest.moved or manifest.units.keys() != table.units.keys():
         return False
-    if units.keys() == {UNIT_REPLICATED}:
-        return True
     every = view.all_names().parameters
     for unit, entry in manifest.units.items():
-        if tuple(entry.meta.get("holders", range(manifest.world_size))) != units[unit]:
+        if not table.pure and tuple(entry.meta.get("holders", range(manifest.world_size))) != table.units[unit]:
             return False
-        prefix = f"unit/{unit}/model/"
-        for spec in entry.tensors if rank in units[unit] else ():
-            name = spec.name.removeprefix(prefix)
-            live = every.get(name) if spec.name.startswith(prefix) else None
-            if live is not None and not view.same_part(spec, name, live):
+        if rank not in table.units[unit]:
+            continue
+        mine = table.mine.get(unit, Members()).parameters
+        if not table.pure and entry.meta["parameters"].keys() != set(mine):
+            return False  # stages that were cut elsewhere, between the same ranks
+        specs = {spec.name: spec for spec in entry.tensors}
+        for name in mine:
+            live, spec = every.get(name), specs.get(f"unit/{unit}/model/{name}")
+            if live is None or spec is None:
+                continue  # another model, which is told by name where it is restored
+            if not table.pure and not view.same_part(spec, name, live):
+                return False
+            # A mesh of one rank holds everything, as a plain tensor does, but its state is made of DTensors.
+            moments = _moments(entry.meta["optimizer_state"].get(name), spec)
+            if any(("placements" in node) != is_dtensor(live) for node in moments):
                 return False
     return True
+
+
+def _moments(state: Tree | None, parameter: TensorSpec) -> list[Tree]:
+    """State tensors of a parameter's own shape."""
+    pairs = [] if state is None else state["dict"]
+    return [node for key, node in pairs if key != "step" and tuple(node.get("shape", ())) == parameter.shape != ()]
 
 
 class Resharded:
@@ -143,6 +161,14 @@ class Resharded:
         own, more = self._saved.tensors[f"model/{name}"].shape, self._saved.more.get(divided.name, ())
         if key != "step" and divided.shape in (own, (*own, *more)):
             return self._moment(making, node, name, parameter, divided)
+        live = making.view.spec_of(divided.name, name, parameter)
+        if live.shape != live.global_shape and math.prod(divided.shape) * DTYPE_BITS[divided.dtype] > _COUNTER_BITS_MAX:
+            raise MismatchError(
+                f"{self._path}: the optimizer's {key!r} of {name!r} has a shape of its own, {divided.shape}, and it is "
+                "not known how it would be divided with the parameter, of which only a part is here; resume where the "
+                "parameter is whole",
+                different={f"{name}/{key}": "divided in a way of its own"},
+            )
         # Each shard has a copy: one beside what is read anyway, instead of a chunk of the first unit's file for each.
         near = {piece.shard.where for piece in making.slices[making.called(f"model/{name}")]}
         making.add_whole(self._saved.near(divided.name, near))

@@ -44,6 +44,9 @@ STORE_WAIT_S = 300.0
 _OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
 """Facts that another layout changes by its nature; one reason says so."""
 
+OF_A_MOVE = ("it is resumed ", "small buffers (", "the saved run had been resumed elsewhere")
+EARLIER_MOVE = "the saved run had been resumed elsewhere itself, and made its sums in another order from there on"
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -124,7 +127,7 @@ def resume_from(
     fits = True
     try:
         checkpoint = load.open_checkpoint(path)
-        fits = fits_as_it_is(checkpoint.manifest, recorder.units.table.units, world.rank, recorder.view)
+        fits = fits_as_it_is(checkpoint.manifest, recorder.units.table, world.rank, recorder.view)
     except LastWordsError as error:
         own = error
     _all_or_none(world, f"{key}/opened", own)
@@ -165,9 +168,11 @@ def _restore(
     moved = elsewhere or manifest.world_size != world.size
     if moved:
         taken = take_over(checkpoint, world, key, recorder)
-        local, owner, reasons = taken.regions, taken.source, [reason_of(manifest, world.size), *taken.reasons]
+        local, owner, extras_of = taken.regions, taken.source, taken.extras_of
+        reasons = [reason_of(manifest, world.size), *taken.reasons]
     else:
         local, owner, reasons = _local(checkpoint, world.rank)
+        extras_of = owner
     reasons += _reasons_of(manifest)
     reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 
@@ -190,7 +195,7 @@ def _restore(
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(step_regions)
         local_history = None
-        packed = manifest.locals[owner].meta.get("slot", {}).get("local_extras")
+        packed = manifest.locals[extras_of].meta.get("slot", {}).get("local_extras")
         if packed is not None:
             local_history = restore_inline(recorder.local_extras, packed)
     else:
@@ -210,13 +215,22 @@ def _restore(
 
 
 def _reasons_of(manifest: Manifest) -> list[str]:
-    """Why the saved run was not exact. What every rank has said is said once, or each resume would multiply it."""
+    """Why the saved run was not exact. What every rank has said is said once, or each resume would multiply it.
+
+    >>> from types import SimpleNamespace as N
+    >>> local = N(reasons=("it is resumed by 3 ranks from a checkpoint of 4: ...", "why"))
+    >>> _reasons_of(N(locals={0: local}, reasons=["rank 0: why"])) == [EARLIER_MOVE, "why"]
+    True
+    """
     by_rank = [entry.reasons for entry in manifest.locals.values()]
     by_all = (
         [reason for reason in dict.fromkeys(by_rank[0]) if all(reason in said for said in by_rank)] if by_rank else []
     )
     lines = {f"rank {rank}: {reason}" for rank in manifest.locals for reason in by_all}
-    return [*by_all, *(str(reason) for reason in manifest.reasons if reason not in lines)]
+    said = [*by_all, *(str(reason) for reason in manifest.reasons if reason not in lines)]
+    earlier = [reason for reason in said if reason.startswith(OF_A_MOVE)]
+    # An earlier move is told in the past tense, and once: it says nothing of the ranks that there are now.
+    return [*([EARLIER_MOVE] if earlier else []), *(reason for reason in said if reason not in earlier)]
 
 
 def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:

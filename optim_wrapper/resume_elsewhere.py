@@ -7,7 +7,8 @@ streams were equal have equal streams again.
 
 Ranks that share one replica's work (a tensor-parallel group) must draw the same numbers, and may have belonged to
 several replicas before. Which ranks these are is nowhere written down, but the job has seeded them alike: where torch's
-streams are equal when resume() is called and the rule would part them, they all do as the lowest of them.
+streams are equal when resume() is called and the rule would part them, they all take streams and buffers as the lowest
+of them does. `local_extras` keep to the first rule. Buffers that a rank does not have go to those that do, by name.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.box_reader import RegionCopy
 from lastwords.sharding.pieces import Members
+from lastwords.vocabulary import UNIT_REPLICATED
 
 STORE_WAIT_S = 300.0
 _SHOWN_MAX = 8
@@ -135,31 +137,93 @@ def source_rank(manifest: Manifest, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """Rank-local regions that this rank goes on with, of which saved rank they are (-1: of none), and what is amiss."""
+    """Rank-local regions that this rank goes on with, of which saved rank they are (-1: of none), and what is amiss.
+
+    extras_of: the saved rank whose `local_extras` it goes on with; -1 if there is none.
+    """
 
     regions: dict[str, RegionCopy]
     source: int
     reasons: list[str]
+    extras_of: int
 
 
 def take_over(checkpoint: Checkpoint, world: World, key: str, recorder: StepRecorder) -> TakenOver:
-    """Rank-local regions by the rule above. Every rank calls this, whatever happens to it afterwards."""
+    """Rank-local regions by the rule above. Every rank calls this, whatever happens to it afterwards.
+
+    MismatchError for a buffer that has another form here.
+    """
     if recorder.units.pure:
-        return _by_the_rule(checkpoint, world.rank, recorder)
-    word = {"here": _torch_streams(recorder.rng.snapshot(), recorder), "then": ""}
-    try:
-        own = _by_the_rule(checkpoint, world.rank, recorder)
-        word["then"] = _torch_streams(own.regions, recorder)
-    finally:
-        world.publish(f"{key}/streams/{world.rank}", word)
+        taken = own = _by_the_rule(checkpoint, world.rank, recorder)
+    else:
+        word = {"here": _torch_streams(recorder.rng.snapshot(), recorder), "then": ""}
+        try:
+            taken = own = _by_the_rule(checkpoint, world.rank, recorder)
+            word["then"] = _torch_streams(own.regions, recorder)
+        finally:
+            world.publish(f"{key}/streams/{world.rank}", word)
+        leader = _leader(world, key, word)
+        if leader != world.rank:
+            taken = _by_the_rule(checkpoint, leader, recorder)
+    regions = buffers_by_name(checkpoint, taken.regions, recorder)
+    reasons = list(taken.reasons)
+    if not (recorder.units.pure and checkpoint.manifest.units.keys() == {UNIT_REPLICATED}):
+        names = sorted(name.removeprefix("buffer/") for name in regions if name.startswith("buffer/"))
+        if names:
+            more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
+            reasons.append(
+                f"small buffers ({', '.join(names[:_SHOWN_MAX])}{more}) are those that one saved rank had; what "
+                "depends on the layout, such as an offset into a tensor that is cut, has to be set again after resume()"
+            )
+    return TakenOver(regions, taken.source, reasons, own.source)
+
+
+def _leader(world: World, key: str, word: dict[str, str]) -> int:
+    """The rank whose streams and buffers this one goes on with: itself, or the lowest of those seeded alike."""
     words = {world.rank: word}
     for rank in range(world.size):
         if rank != world.rank:
             words[rank] = world.read(f"{key}/streams/{rank}", STORE_WAIT_S, f"rank {rank} to resume")
     alike = [rank for rank in range(world.size) if words[rank]["here"] == word["here"]]
-    if len({words[rank]["then"] for rank in alike}) == 1 or alike[0] == world.rank:
-        return own
-    return _by_the_rule(checkpoint, alike[0], recorder)
+    return world.rank if len({words[rank]["then"] for rank in alike}) == 1 else alike[0]
+
+
+def buffers_by_name(
+    checkpoint: Checkpoint, regions: Mapping[str, RegionCopy], recorder: StepRecorder
+) -> dict[str, RegionCopy]:
+    """The regions with the buffers that this rank has: stages and experts are on other ranks than they were.
+
+    What the regions lack comes from the lowest saved rank that has it. MismatchError for one of another form.
+    """
+    here = {region.name: (region.dtype, tuple(region.shape)) for region in recorder.buffers.regions}
+    found = {name: copy for name, copy in regions.items() if not name.startswith("buffer/") or name in here}
+    for name in here.keys() - found.keys():
+        stored = next(
+            (
+                spec
+                for rank, entry in sorted(checkpoint.manifest.locals.items())
+                for spec in entry.tensors
+                if spec.name == f"local/{rank}/{name}"
+            ),
+            None,
+        )
+        if stored is not None:
+            memory = bytearray(stored.nbytes)
+            checkpoint.read_tensors([stored.name], lambda _, memory=memory: memoryview(memory))  # type: ignore[misc]
+            found[name] = RegionCopy(stored.dtype, stored.shape, memoryview(memory))
+    different = {
+        name.removeprefix("buffer/"): f"saved {found[name].dtype} {tuple(found[name].shape)}, here {form[0]} {form[1]}"
+        for name, form in here.items()
+        if name in found and (found[name].dtype, tuple(found[name].shape)) != form
+    }
+    if different:
+        some = "; ".join(f"{name}: {text}" for name, text in sorted(different.items())[:_SHOWN_MAX])
+        raise MismatchError(
+            f"buffers have another form than in the checkpoint: {some}. A buffer whose form depends on the layout "
+            "cannot be moved: make it an attribute of the module that is computed when the module is built",
+            different=different,
+        )
+    return found
 
 
 def _torch_streams(regions: Mapping[str, RegionCopy], recorder: StepRecorder) -> str:
@@ -175,13 +239,13 @@ def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> T
     source, own = source_rank(manifest, rank), rank % manifest.world_size
     if source < 0:
         reason = f"rank {rank}: no rank's own state was saved; it starts with new random number streams"
-        return TakenOver({}, -1, [reason])
+        return TakenOver({}, -1, [reason], -1)
     regions = on_this_device(regions_of(checkpoint, source), recorder.rng.snapshot().keys())
     reason = f"rank {rank}: the own state of saved rank {own} was lost; it starts with the buffers of rank {source}"
     if source != rank:
         step_regions = {name: copy for name, copy in regions.items() if not name.startswith(EPOCH_PREFIX)}
         regions = streams_of(step_regions, manifest, source, rank, recorder)
-    return TakenOver(regions, source, [] if source == own else [reason])
+    return TakenOver(regions, source, [] if source == own else [reason], source)
 
 
 def on_this_device(regions: Mapping[str, RegionCopy], here: Collection[str]) -> dict[str, RegionCopy]:

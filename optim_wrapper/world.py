@@ -6,8 +6,8 @@ import contextlib
 import functools
 import json
 import os
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from lastwords.liveness.process_id import host_id, start_ticks
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., None])
 
-_LOOK_S = 1.0
-"""So often a rank that waits for another's word looks whether it is told that there will be none."""
+_FIRST_LOOK_S = 0.0005
+_LOOK_S = 0.5
+"""A rank that waits for another's word looks for it in pauses that grow from the first to this."""
 
 _REFUSED = "/refused"
 
@@ -88,23 +89,21 @@ class World:
         return None
 
     def _wait(self, key: str, timeout_s: float) -> None:
-        """For `key`, but no longer than until another rank says that it never comes: ConfigError then."""
+        """For `key`, but no longer than until another rank says that it never comes: ConfigError then.
+
+        Looks instead of store.wait(): that logs a warning of its own whenever it is given up to look elsewhere.
+        """
         assert self.store is not None
         refused = "/".join(key.split("/")[:3]) + _REFUSED
-        end_s = mono_s() + timeout_s
-        while True:
-            since_s = mono_s()
-            slice_s = max(min(_LOOK_S, end_s - since_s), 0.001)
-            try:
-                self.store.wait([key], timedelta(seconds=slice_s))
-                return
-            except (dist.DistStoreError, RuntimeError):
-                # Sooner than asked, it is no time-out but a store that is gone.
-                if mono_s() >= end_s or mono_s() - since_s < slice_s / 2:
-                    raise
+        end_s, pause_s = mono_s() + timeout_s, _FIRST_LOOK_S
+        while not self.store.check([key]):
             if self.store.check([refused]):
                 text = self.store.get(refused).decode(errors="replace")
                 raise ConfigError(f"another rank cannot start: {text}")
+            if mono_s() >= end_s:
+                raise dist.DistStoreError(f"nobody has set {key}")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.25, _LOOK_S)
 
 
 def tells_the_others(constructor: _Constructor) -> _Constructor:

@@ -18,7 +18,7 @@ from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.errors import CheckpointError, FormatError, MismatchError
 from lastwords.sharding.zero import stateful
 from tests.integration.forked import on_ranks
-from tests.integration.layouts import LAYOUTS, TP, Net, Trial, adamw, fsdp, fsdp_tp, mesh_of, trainable
+from tests.integration.layouts import LAYOUTS, TP, Block, Net, Trial, adamw, fsdp, fsdp_tp, mesh_of, trainable
 from tests.integration.test_layouts import SAVED, Rank, raw
 
 pytestmark = pytest.mark.process
@@ -49,7 +49,29 @@ def one_group() -> Trial:
     return Trial(model, [torch.optim.AdamW(trainable(model), lr=1e-2)], 0)
 
 
-MORE = {"plain": plain, "tp of two": tp_two, "zero1": zero1, "one group": one_group, "fsdp": fsdp, "fsdp x tp": fsdp_tp}
+class Part(torch.nn.Module):
+    """One block of a pipeline, under its name in the whole."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleDict({str(index): Block()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def stages(backwards: bool = False) -> Trial:
+    """A block on each rank."""
+    torch.manual_seed(dist.get_rank())
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = Part(size - 1 - rank if backwards else rank)
+    return Trial(model, [adamw(model)], 0)
+
+
+MORE = {"plain": plain, "tp of two": tp_two, "zero1": zero1, "one group": one_group, "fsdp": fsdp, "fsdp x tp": fsdp_tp,
+        "stages": stages, "stages the other way round": lambda: stages(backwards=True)}  # fmt: skip
 
 
 def made(name: str, seed: int) -> Rank:
@@ -147,6 +169,9 @@ MOVES = [
     ("zero1", 4, "zero1", 3),
     ("zero1", 4, "one group", 1),
     ("one group", 1, "zero1", 3),
+    ("fsdp", 1, "ddp", 2),
+    ("ddp", 2, "fsdp", 1),
+    ("stages", 2, "stages the other way round", 2),
 ]
 
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import struct
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper import resume_elsewhere
+from lastwords.optim_wrapper.buffer_capture import BufferCapture
 from lastwords.optim_wrapper.resume import _reasons_of
-from lastwords.optim_wrapper.resume_elsewhere import on_this_device, source_rank
+from lastwords.optim_wrapper.resume_elsewhere import (
+    TakenOver,
+    buffers_by_name,
+    on_this_device,
+    source_rank,
+    take_over,
+)
+from lastwords.processor.box_reader import RegionCopy
 
 HERE = ("rng/python", "rng/torch", "rng/cuda:3")
 
@@ -50,3 +65,74 @@ def test_a_rank_takes_over_its_own_number_or_the_lowest_that_is_there() -> None:
     saved = manifest({0: (), 2: (), 3: ()})
     assert [source_rank(saved, rank) for rank in range(9)] == [0, 0, 2, 3, 0, 0, 2, 3, 0]
     assert source_rank(manifest({}), 0) == -1
+
+
+class Stage(torch.nn.Module):
+    """A stage of a pipeline, with a small buffer under its name in the whole."""
+
+    def __init__(self, index: int, width: int = 2) -> None:
+        super().__init__()
+        self.register_buffer(f"mean{index}", torch.zeros(width))
+
+
+class Stored:
+    """A checkpoint of which each rank has a buffer of its own stage."""
+
+    def __init__(self, ranks: int) -> None:
+        self._bytes = {
+            f"local/{rank}/buffer/mean{rank}": struct.pack("<2f", rank + 1, rank + 2) for rank in range(ranks)
+        }
+        self.manifest = SimpleNamespace(
+            units={"replicated": None, "rank-1": None},
+            locals={
+                rank: SimpleNamespace(tensors=(TensorSpec(f"local/{rank}/buffer/mean{rank}", "F32", (2,)),))
+                for rank in range(ranks)
+            },
+        )
+
+    def read_tensors(self, names: list[str], into: Any) -> None:
+        for name in names:
+            into(TensorSpec(name, "F32", (2,)))[:] = self._bytes[name]
+
+
+def stage_recorder(index: int, width: int = 2) -> Any:
+    return SimpleNamespace(buffers=BufferCapture(Stage(index, width)), units=SimpleNamespace(pure=False),
+                           rng=SimpleNamespace(snapshot=dict))  # fmt: skip
+
+
+def test_a_stage_takes_its_buffers_by_name_from_the_rank_that_had_them() -> None:
+    of_another_stage = {"buffer/mean0": RegionCopy("F32", (2,), memoryview(bytes(8)))}
+    recorder = stage_recorder(1)
+    found = buffers_by_name(Stored(2), of_another_stage, recorder)
+    assert found.keys() == {"buffer/mean1"}
+    recorder.buffers.restore(found)
+    assert recorder.buffers._model.mean1.tolist() == [2.0, 3.0]
+    with pytest.raises(MismatchError, match="not in it"):
+        recorder.buffers.restore(of_another_stage)  # the control: as they were taken by rank
+
+
+def test_a_buffer_of_another_form_is_refused_by_name() -> None:
+    with pytest.raises(MismatchError, match=r"mean1: saved F32 \(2,\), here F32 \(3,\)"):
+        buffers_by_name(Stored(2), {}, stage_recorder(1, width=3))
+
+
+def test_ranks_that_are_seeded_alike_share_streams_and_buffers_but_not_local_extras(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_the_rule(_: Any, rank: int, __: Any) -> TakenOver:
+        return TakenOver({"rng/torch": RegionCopy("U8", (1,), memoryview(bytes([rank])))}, rank, [], rank)
+
+    monkeypatch.setattr(resume_elsewhere, "_by_the_rule", by_the_rule)
+    monkeypatch.setattr(
+        resume_elsewhere, "_torch_streams", lambda regions, _: str(regions and list(regions["rng/torch"].data))
+    )
+    world = SimpleNamespace(
+        rank=1, size=2, publish=lambda *_: None, read=lambda *_: {"here": "{}", "then": "[0]"},
+    )  # fmt: skip
+    taken = take_over(Stored(2), world, "key", stage_recorder(1))
+    assert taken.regions["rng/torch"].data[0] == 0, "as rank 0 does"
+    assert (taken.source, taken.extras_of) == (0, 1)
+    [line] = taken.reasons
+    assert line.startswith("small buffers (mean1) are those that one saved rank had; what depends on the layout")
+    world.read = lambda *_: {"here": "seeded otherwise", "then": "[0]"}
+    assert take_over(Stored(2), world, "key", stage_recorder(1)).regions["rng/torch"].data[0] == 1, "the control"
