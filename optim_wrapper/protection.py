@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lastwords.errors import ConfigError, UnavailableError
+from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.process_id import this_process
 from lastwords.liveness.robust_mutex import LifeLine
@@ -173,8 +173,19 @@ class Protection:
         """Where the black box of a rank of this host is."""
         return paths.box_path(self.agreement.job, self.agreement.generation, rank)
 
-    def use_box(self, box: BlackBox) -> None:
-        """Write the stand into this box from now on."""
+    def use_box(self, make: Callable[[Path], BlackBox]) -> None:
+        """Write the stand into the box that `make(path)` makes from now on; StorageError if there is no room for it.
+
+        Where the job has ended meanwhile its controller has taken the directory away: this rank then leaves as it was
+        told, by SystemExit.
+        """
+        try:
+            box = make(self.box_path(self._world.rank))
+        except StorageError:
+            if not self._departure.decided:
+                raise
+            self._departure.raise_if_refused()
+            raise self._departure.unwind() from None
         self.agent.write_stands_to(box)
 
     # ------------------------------------------------------------------ the optimizer's hooks (hot path)

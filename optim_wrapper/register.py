@@ -153,7 +153,7 @@ class TFTRegister:
         protection.start(self._settings())
         self._protection = protection
         try:
-            protection.use_box(self._recorder.open(protection.box_path(world.rank), at_gate=common.gate is not None))
+            protection.use_box(lambda path: self._recorder.open(path, at_gate=common.gate is not None))
             self._recorder.not_exact(self._buckets.reasons)
             self._recorder.begin(0, self._position)
             common.attach(protection, self._ensure_loop)
@@ -302,7 +302,7 @@ class TFTRegister:
         self._recorder.rng = RngCapture(generators=steps.generators)
         if self._protection is not None:
             at_gate = self._common is not None and self._common.gate is not None
-            self._protection.use_box(self._recorder.open(self._protection.box_path(self._world.rank), at_gate=at_gate))
+            self._protection.use_box(lambda path: self._recorder.open(path, at_gate=at_gate))
         self._recorder.begin(
             self._global_step,
             self._position,

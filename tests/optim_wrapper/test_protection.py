@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from lastwords.errors import StorageError
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.optim_wrapper.config import Config
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.startup import Agreement
 from lastwords.optim_wrapper.world import World
-from lastwords.processor.departure import EXIT_SAVED, Verdict
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Verdict
 
 
 class Guard:
@@ -87,3 +88,19 @@ def removals(protection: Any, job: str, ranks: tuple[int, ...], monkeypatch: pyt
     for life in lives:
         life.release()
     return len(calls)
+
+
+def test_a_rank_that_finds_the_jobs_directory_gone_leaves_as_it_was_told(
+    protection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(path: Path) -> Any:
+        raise StorageError(f"cannot create the black box {path}: No such file or directory")
+
+    protection._agreement = Agreement("job", 1, "token", "prefix")
+    with pytest.raises(StorageError):
+        protection.use_box(make)  # the control: nobody has told it to leave
+    monkeypatch.setattr(protection._departure, "end_within", lambda *_: None)
+    protection._departure.decide(Verdict(EXIT_NOT_SAVED, "lastwords: rank 0: nothing to save", is_cause=False))
+    with pytest.raises(SystemExit) as caught:
+        protection.use_box(make)
+    assert caught.value.code == EXIT_NOT_SAVED
