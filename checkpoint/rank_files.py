@@ -1,8 +1,9 @@
-"""Files of single ranks as a source, without a manifest: which of them are needed, and what each holds.
+"""Files of single ranks as a source: which of them are needed, and what each holds.
 
 A file is what `transform_checkpoint_by_rank` has written, which says itself what parts of tensors it holds, or a file
 of last words (`unit/{unit}/...`), of which only the source's strategy says it. Of a group of ranks with the same part
-any file will do. No checksums are known: all that is noticed is that a file was replaced or written again meanwhile.
+any file will do. A file that still lies in its checkpoint's directory is checked against the manifest there. Of any
+other no checksums are known: all that is noticed is that it was replaced or written again meanwhile.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
-from lastwords.checkpoint.part import FILE_FORMAT
+from lastwords.checkpoint.part import FILE_FORMAT, FileEntry
 from lastwords.checkpoint.partfile import read_exactly
+from lastwords.checkpoint.published_files import PublishedFiles
 from lastwords.checkpoint.saved_state import Saved, join
 from lastwords.checkpoint.saved_units import SavedUnit, read_unit
 from lastwords.checkpoint.slice_reader import StoredTensor
@@ -48,6 +50,8 @@ class RankFile:
     header: Header
     stamp: tuple[int, ...]
     units: tuple[SavedUnit, ...]
+    entry: FileEntry | None
+    """Its checksums, if a manifest knows them."""
 
     def has(self, name: str, box: Box) -> bool:
         """Whether this part of a tensor is in the file."""
@@ -65,11 +69,10 @@ class RankFiles:
     files: rank of the source -> path. strategy: how the source's tensors are cut; None: every file has everything.
     """
 
-    checked = False
-
     def __init__(self, files: Mapping[int, Path], strategy: Strategy | None, os: Os = REAL_OS) -> None:
         self._files = dict(sorted(files.items()))
         self._os = os
+        self._published = PublishedFiles(os)
         self._opened: dict[int, RankFile | None] = {}
         self._complete_for: set[tuple[int, int]] = set()
         self._joined: tuple[int, Saved] | None = None
@@ -77,6 +80,11 @@ class RankFiles:
         if strategy is not None:
             strategy.check()
         self.strategy = self._undivided() if strategy is None else strategy
+
+    @property
+    def checked(self) -> bool:
+        """Whether the checksums of all files are known that have been opened."""
+        return all(file.entry is not None for file in self._opened.values() if file is not None)
 
     @property
     def moment(self) -> Moment:
@@ -108,7 +116,7 @@ class RankFiles:
         if file is None:
             raise IncompleteError(f"there is no file of rank {rank}", missing=(f"rank {rank}",))
         spec, begin, _ = file.header.tensors[inside]
-        return StoredTensor(file.path, begin, spec, None)
+        return StoredTensor(file.path, begin, spec, file.entry)
 
     def check_unchanged(self) -> None:
         """FormatError if a file is not the one any more whose header was read."""
@@ -160,6 +168,10 @@ class RankFiles:
 
     def _read(self, rank: int, path: Path) -> RankFile:
         stamp, header = _read(path, self._os)
+        published = self._published.entry_of(path)
+        entry = None
+        if published is not None:
+            entry, header = published
         assert header is not None
         content = read_content(header, path)
         moment = Moment(content["job"], content["global_step"], content["epoch"], content["step"])
@@ -171,7 +183,7 @@ class RankFiles:
                 self._of_unit(rank, path, unit, meta, specs)
                 for unit, meta in unpack(content["units"], str(path)).items()
             ]
-        return RankFile(rank, path, moment, header, stamp, tuple(units))
+        return RankFile(rank, path, moment, header, stamp, tuple(units), entry)
 
     def _of_rank(self, rank: int, path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> SavedUnit:
         """The one unit of a file that says itself which parts it holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,6 +130,52 @@ def test_what_all_ranks_have_is_found_in_whatever_file_it_is(made: Made) -> None
     content, tensors = content_of(made.move(0, files=files, to=halves))
     assert "extras" in content["meta"], "written by rank 3, of which nothing else is needed"
     assert {"buffer/mean", "extra/ema.w"} <= tensors.keys()
+
+
+def in_checkpoint(made: Made) -> dict[int, str]:
+    return {int(path.parent.name[5:]): str(path) for path in made.checkpoint.glob("rank_*/*.ckpt")}
+
+
+def changed_bit(path: str, tensor: bytes) -> None:
+    raw = Path(path).read_bytes()
+    at = raw.index(tensor)
+    Path(path).write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+
+
+def test_files_that_lie_in_their_checkpoint_are_checked_and_others_cannot_be(made: Made) -> None:
+    files = in_checkpoint(made)
+    wanted = made.job.arrays["model/w"][1][0, 2:].tobytes()
+    changed_bit(files[2], wanted)
+    with pytest.raises(FormatError, match=r"rank_2/.*do not fit their checksum"):
+        made.move(files=files)
+    assert not list(made.tmp.glob("*out.ckpt*"))
+    changed_bit(files[2], bytes([wanted[0] ^ 1]) + wanted[1:])
+    (made.tmp / "rank_2").mkdir()
+    apart = Path(shutil.copy(files[2], made.tmp / "rank_2/apart.ckpt"))
+    changed_bit(str(apart), wanted)
+    out = made.move(files={**files, 2: str(apart)})
+    assert not made.is_right(out, columns(3), 1), "the control, and the documented limit of files without a manifest"
+    out.unlink()
+    changed_bit(files[3], made.job.arrays["model/w"][1][4, 2:].tobytes())
+    with pytest.raises(FormatError, match=r"rank_3/.*do not fit their checksum"):
+        made.move(files={**files, 2: str(apart)})  # one that is known beside one that is not
+
+
+def test_a_damaged_header_of_a_file_in_its_checkpoint_is_an_error(made: Made) -> None:
+    files = in_checkpoint(made)
+    changed_bit(files[3], b"betas")
+    with pytest.raises(FormatError, match="its header does not fit its checksum"):
+        made.move(files=files)
+
+
+def test_a_manifest_that_is_damaged_or_does_not_list_the_file_is_an_error(made: Made) -> None:
+    files = in_checkpoint(made)
+    stray = Path(files[2]).with_name("stray.ckpt")
+    shutil.copy(files[2], stray)
+    refused(made, FormatError, r"manifest.json is damaged: it does not list rank_2/stray.ckpt",
+            files={**files, 2: str(stray)})  # fmt: skip
+    changed_bit(str(made.checkpoint / "manifest.json"), b"exact")
+    refused(made, FormatError, r"manifest.json is damaged: its bytes do not fit its checksum", files=files)
 
 
 def test_without_strategies_everything_is_whole_in_any_one_file(made: Made) -> None:
