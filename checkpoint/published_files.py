@@ -48,3 +48,10 @@ class PublishedFiles:
             global_step=manifest.global_step, os=self._os,
         )  # fmt: skip
         return entry, header
+
+    def nobody_has(self, name: str) -> bool:
+        """Whether no unit of the checkpoints that were met holds a tensor; False if none was met."""
+        units = [item for manifest in self._manifests.values() for item in manifest.units.items()]
+        return bool(units) and not any(
+            spec.name == f"unit/{unit}/{name}" for unit, entry in units for spec in entry.tensors
+        )
