@@ -6,7 +6,7 @@ from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import read_manifest
 from lastwords.checkpoint.rank_files import Moment
 from lastwords.checkpoint.saved_state import Saved, join
-from lastwords.checkpoint.saved_units import units_of
+from lastwords.checkpoint.saved_units import buffers_of_ranks, units_of
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.strategy import Strategy
 from lastwords.checkpoint.system import REAL_OS, Os
@@ -27,17 +27,23 @@ class CheckpointSource:
         manifest = checkpoint.manifest
         self.checkpoint = checkpoint
         self.moment = Moment(manifest.job, manifest.global_step, manifest.epoch, manifest.step)
-        self.saved = join(units_of(checkpoint.path, manifest), copies=manifest.moved)
+        units = units_of(checkpoint.path, manifest)
+        self.saved = join(units, copies=manifest.moved)
         self.saved.check()
+        specs = {spec.name: spec for entry in manifest.locals.values() for spec in entry.tensors}
+        self._for_files = join([*units, buffers_of_ranks(specs, units)], copies=manifest.moved)
         self._os = os
         self._checked: Strategy | None = None
 
     def saved_for(self, wanted: Strategy | None, rank: int) -> Saved:
-        """Everything, for any rank; MismatchError if the strategy is of another model."""
+        """Everything, for any rank's file: with the buffers that each rank has saved for itself, unlike `saved`.
+
+        MismatchError if the strategy is of another model.
+        """
         if wanted is not None and wanted is not self._checked:
-            check_fit(self.saved, wanted)
+            check_fit(self._for_files, wanted)
             self._checked = wanted
-        return self.saved
+        return self._for_files
 
     def stored(self, name: str) -> StoredTensor:
         """Where a tensor's bytes lie, and their checksums."""

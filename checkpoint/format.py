@@ -19,6 +19,7 @@ __all__ = [
     "DTYPE_BITS",
     "HEADER_BYTES_MAX",
     "METADATA_KEY",
+    "TYPE_NAMES",
     "Header",
     "TensorSpec",
     "decode_header",
@@ -44,6 +45,15 @@ DTYPE_BITS: Mapping[str, int] = {
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 """Bits of each element type that is stored. Types below a byte are left out: torch cannot address their elements."""
+
+TYPE_NAMES: Mapping[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
+    "I32": "int32", "U32": "uint32", "F32": "float32",
+    "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
+}  # fmt: skip
+"""What torch calls them."""
 
 
 @dataclass(frozen=True, slots=True)

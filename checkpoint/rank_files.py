@@ -1,8 +1,9 @@
-"""Files of single ranks as a source, without a manifest: which of them are needed, and what each holds.
+"""Files of single ranks as a source: which of them are needed, and what each holds.
 
 A file is what `transform_checkpoint_by_rank` has written, which says itself what parts of tensors it holds, or a file
 of last words (`unit/{unit}/...`), of which only the source's strategy says it. Of a group of ranks with the same part
-any file will do. No checksums are known: all that is noticed is that a file was replaced or written again meanwhile.
+any file will do. A file that still lies in its checkpoint's directory is checked against the manifest there. Of any
+other no checksums are known: all that is noticed is that it was replaced or written again meanwhile.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
-from lastwords.checkpoint.part import FILE_FORMAT
+from lastwords.checkpoint.part import FILE_FORMAT, FileEntry
 from lastwords.checkpoint.partfile import read_exactly
+from lastwords.checkpoint.published_files import PublishedFiles
 from lastwords.checkpoint.saved_state import Saved, join
-from lastwords.checkpoint.saved_units import SavedUnit, read_unit
+from lastwords.checkpoint.saved_units import SavedUnit, buffers_of_ranks, read_unit
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.strategy import Cut, Held, Strategy, needed
@@ -48,6 +50,10 @@ class RankFile:
     header: Header
     stamp: tuple[int, ...]
     units: tuple[SavedUnit, ...]
+    entry: FileEntry | None
+    """Its checksums, if a manifest knows them."""
+    of_last_words: bool
+    """False for one that a transformation has written."""
 
     def has(self, name: str, box: Box) -> bool:
         """Whether this part of a tensor is in the file."""
@@ -65,11 +71,10 @@ class RankFiles:
     files: rank of the source -> path. strategy: how the source's tensors are cut; None: every file has everything.
     """
 
-    checked = False
-
     def __init__(self, files: Mapping[int, Path], strategy: Strategy | None, os: Os = REAL_OS) -> None:
         self._files = dict(sorted(files.items()))
         self._os = os
+        self._published = PublishedFiles(os)
         self._opened: dict[int, RankFile | None] = {}
         self._complete_for: set[tuple[int, int]] = set()
         self._joined: tuple[int, Saved] | None = None
@@ -77,6 +82,11 @@ class RankFiles:
         if strategy is not None:
             strategy.check()
         self.strategy = self._undivided() if strategy is None else strategy
+
+    @property
+    def checked(self) -> bool:
+        """Whether the checksums of all files are known that have been opened."""
+        return all(file.entry is not None for file in self._opened.values() if file is not None)
 
     @property
     def moment(self) -> Moment:
@@ -94,10 +104,12 @@ class RankFiles:
             self._find_common()
             self._complete_for.add((id(wanted), rank))
         opened = [file for _, file in sorted(self._opened.items()) if file is not None]
+        if not opened:
+            raise IncompleteError("there is none of the source's files", missing=tuple(map(str, self._files.values())))
         if self._joined is None or self._joined[0] != len(opened):
             self._refuse_mixed(opened)
-            units = [unit for file in opened for unit in file.units]
-            saved = join(sorted(units, key=lambda unit: "extras" not in unit.meta), copies=True)
+            units = sorted((unit for file in opened for unit in file.units), key=lambda unit: "extras" not in unit.meta)
+            saved = join([*units, buffers_of_ranks(_locals_of(opened), units)], copies=True)
             self._joined = len(opened), saved
         return self._joined[1]
 
@@ -108,7 +120,7 @@ class RankFiles:
         if file is None:
             raise IncompleteError(f"there is no file of rank {rank}", missing=(f"rank {rank}",))
         spec, begin, _ = file.header.tensors[inside]
-        return StoredTensor(file.path, begin, spec, None)
+        return StoredTensor(file.path, begin, spec, file.entry)
 
     def check_unchanged(self) -> None:
         """FormatError if a file is not the one any more whose header was read."""
@@ -129,6 +141,8 @@ class RankFiles:
                 return
             if name.startswith("optim/") and not self.strategy.tensors[name].dtype and file.knows(fqn):
                 return
+        if name.startswith("buffer/") and self._is_of_ranks(name, held):
+            return
         absent = [rank for rank in held.ranks if self._open(rank) is None]
         group = ", ".join(map(str, held.ranks))
         if absent:
@@ -145,11 +159,26 @@ class RankFiles:
             missing=missing,
         )
 
+    def _is_of_ranks(self, name: str, held: Held) -> bool:
+        """Whether a buffer is one that each rank saves for itself, or that nobody has saved.
+
+        The strategy of a model without content lists those too: only memory shows which buffers are small. Where files
+        of its holders are not there and no manifest says what was in them, it may be lost.
+        """
+        files = [file for file in map(self._open, self._files) if file is not None]
+        if any(spec_name.endswith(f"/{name}") for spec_name in _locals_of(files)):
+            return True
+        nowhere = not any(name in unit.specs for file in files for unit in file.units)
+        return nowhere and (all(map(self._open, held.ranks)) or self._published.nobody_has(name))
+
     def _find_common(self) -> None:
-        """What belongs to all ranks (extras, buffers that no strategy lists) is in one file of last words only."""
+        """What belongs to all ranks (extras, buffers that no strategy lists) may be in any one file of last words.
+
+        A file that a transformation has written has all of it.
+        """
         for rank in (*self._opened, *self._files):
             file = self._open(rank)
-            if file is not None and any("extras" in unit.meta for unit in file.units):
+            if file is not None and not file.of_last_words:
                 return
 
     def _open(self, rank: int) -> RankFile | None:
@@ -160,6 +189,10 @@ class RankFiles:
 
     def _read(self, rank: int, path: Path) -> RankFile:
         stamp, header = _read(path, self._os)
+        published = self._published.entry_of(path)
+        entry = None
+        if published is not None:
+            entry, header = published
         assert header is not None
         content = read_content(header, path)
         moment = Moment(content["job"], content["global_step"], content["epoch"], content["step"])
@@ -171,7 +204,7 @@ class RankFiles:
                 self._of_unit(rank, path, unit, meta, specs)
                 for unit, meta in unpack(content["units"], str(path)).items()
             ]
-        return RankFile(rank, path, moment, header, stamp, tuple(units))
+        return RankFile(rank, path, moment, header, stamp, tuple(units), entry, "meta" not in content)
 
     def _of_rank(self, rank: int, path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> SavedUnit:
         """The one unit of a file that says itself which parts it holds."""
@@ -334,6 +367,16 @@ def _read(path: Path, os: Os, *, header: bool = True) -> tuple[tuple[int, ...], 
         return stamp, decode_header(read_exactly(fd, length, 0, path, os), file_bytes=size, where=str(path))
     finally:
         close(fd, path, os)
+
+
+def _locals_of(files: Sequence[RankFile]) -> dict[str, TensorSpec]:
+    """What single ranks have saved for themselves: name in the file -> the tensor as it is named in the source."""
+    return {
+        name: replace(spec, name=f"{file.rank}/{name}")
+        for file in files
+        for name, (spec, _, _) in file.header.tensors.items()
+        if name.startswith("local/")
+    }
 
 
 def _box_of(cut: Cut, rank: int) -> Box | None:

@@ -33,7 +33,7 @@ Progress = Callable[[int], None]
 
 
 class Source(Stored, Protocol):
-    """Where a transformation reads from. checked: every byte is held against a checksum as it is read."""
+    """Where a transformation reads from. checked: of every file checksums are known; else only where they are."""
 
     @property
     def checked(self) -> bool: ...
@@ -58,8 +58,9 @@ def transform_checkpoint_by_rank(
     """Writes what destination rank `rank_id` holds into one new file, out of the files of source ranks.
 
     checkpoint_files_map: source rank -> its .ckpt. Those that `rank_list_for_transform` names have to be there, or of
-    each another one of its group. None for a strategy: not divided. Holds one tensor of the destination in memory. The
-    file appears whole or not at all.
+    each another one of its group. What is read of a file that lies in its checkpoint's directory is checked against the
+    manifest; of any other no checksums are known. None for a strategy: not divided. Holds one tensor of the destination
+    in memory. The file appears whole or not at all.
 
     Raises NotARankError (a TypeError) for a rank that is no int, NotTextError (a TypeError), ConfigError (a ValueError)
     for a name that does not end in .ckpt or that exists, StrategyError (a ValueError), IncompleteError that names the
@@ -139,7 +140,7 @@ def transform_rank(
         },
         "meta": pack(meta_of(saved, holding, _same), "meta"),
     }
-    with SliceReader(source, checked=source.checked, keep_edges=True, os=os) as reader:
+    with SliceReader(source, checked=True, unknown_too=not source.checked, keep_edges=True, os=os) as reader:
         streamed = Streamed(reader, source, [plans])
         with _appearing(target, os) as hidden:
             [own] = streamed.tensors

@@ -6,12 +6,13 @@ parameter's part is a plain tensor, so is its moment, and only the parameter kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
+from lastwords.checkpoint.layout import LocalTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.part import UnitEntry
 from lastwords.checkpoint.state_trees import Tree, keys_of, renamed
@@ -89,6 +90,31 @@ def unit_of(path: Path, manifest: Manifest, unit: str) -> SavedUnit:
     specs = {spec.name.removeprefix(prefix): spec for spec in entry.tensors}
     read = read_unit(f"{path}: unit {unit}", f"unit {unit}", entry.meta, prefix, specs)
     return read if manifest.moved else placed(read)
+
+
+def buffers_of_ranks(specs: Mapping[str, TensorSpec], units: Sequence[SavedUnit]) -> SavedUnit:
+    """Small buffers that each rank saves for itself, as a unit: whole, of the lowest rank that has them.
+
+    specs: tensors of files of last words by their names there, local/RANK/buffer/NAME, among others; what units hold
+    stands there. units: those beside which it is joined, at least one.
+    """
+    taken = {name for unit in units for name in unit.meta["buffers"]}
+    found: dict[str, tuple[int, TensorSpec]] = {}
+    for called, spec in specs.items():
+        parsed = parse_tensor_name(called)
+        if isinstance(parsed, LocalTensorName) and parsed.name.startswith("buffer/"):
+            known = found.get(parsed.name)
+            if parsed.name.removeprefix("buffer/") not in taken and (known is None or parsed.rank < known[0]):
+                found[parsed.name] = parsed.rank, spec
+    meta = {
+        "version": META_VERSION,
+        "optimizer": units[0].meta["optimizer"],
+        "parameters": {},
+        "buffers": {name.removeprefix("buffer/"): TYPE_NAMES[spec.dtype] for name, (_, spec) in sorted(found.items())},
+        "aliases": {},
+        "absent_buffers": [],
+    }
+    return SavedUnit("buffers of single ranks", meta, {name: spec for name, (_, spec) in found.items()}, {}, ())
 
 
 def placed(unit: SavedUnit) -> SavedUnit:

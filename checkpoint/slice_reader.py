@@ -72,13 +72,23 @@ class SliceReader:
     bytes_read: what was asked of the file system so far. bytes_checked: what was held against a checksum.
     keep_edges: for a caller that reads tensor after tensor in the order of the files: neighbours share a chunk, which
     is read once then. Of `EDGES_MAX` files the last chunk stays in memory. With checked=True only.
+    unknown_too: with checked=True, files of which no checksums are known are read all the same, unchecked.
     """
 
-    def __init__(self, source: Stored, *, checked: bool, keep_edges: bool = False, os: Os = REAL_OS) -> None:
+    def __init__(
+        self,
+        source: Stored,
+        *,
+        checked: bool,
+        unknown_too: bool = False,
+        keep_edges: bool = False,
+        os: Os = REAL_OS,
+    ) -> None:
         self.bytes_read = 0
         self.bytes_checked = 0
         self._source = source
         self._checked = checked
+        self._unknown_too = unknown_too
         self._os = os
         self._files: dict[Path, int] = {}
         self._keep_edges = keep_edges and checked
@@ -108,21 +118,23 @@ class SliceReader:
         for target in targets:
             for piece in target.slices:
                 stored = self._source.stored(piece.shard.name)
-                if self._checked and stored.entry is None:
+                if self._checked and stored.entry is None and not self._unknown_too:
                     raise ConfigError(f"no checksums are known of {stored.path}; read it with checked=False")
                 entries[stored.path] = stored.entry
                 parts.setdefault(stored.path, []).append(_part(stored, piece, target))
         before = 0
         for path in sorted(parts):
             started = before
+            # Without checksums there is no reason to read a whole chunk.
+            entry, checked = entries[path], self._checked and entries[path] is not None
 
             def tell(done: int, started: int = started) -> None:
                 if progress is not None:
                     progress(started + done)
 
             count = read_parts(
-                self._open(path, entries[path]), path, entries[path], parts[path],
-                checked=self._checked, os=self._os, on_bytes=tell, kept=self._edge(path) if self._keep_edges else None,
+                self._open(path, entry), path, entry, parts[path], checked=checked, os=self._os, on_bytes=tell,
+                kept=self._edge(path) if checked and self._keep_edges else None,
             )  # fmt: skip
             before += count.read
             self.bytes_read += count.read
@@ -144,7 +156,7 @@ class SliceReader:
             close(self._files.pop(oldest), oldest, self._os)
         fd = _open_alone(path, self._os) if entry is None else open_part_file(path, entry, self._os)
         self._files[path] = fd
-        if self._checked:
+        if self._checked and entry is not None:
             with storage_errors("reading", path):
                 self._os.advise_sequential(fd)
         return fd

@@ -47,8 +47,8 @@ def save_strategy(
 ) -> None:
     """Writes to `path` how parameters, buffers and the optimizer's state are divided over the ranks of this job.
 
-    Every rank of the job calls it, at any time between two steps, the first one included; the lowest writes, and the
-    path is that rank's. model: as the loop calls it; it may be on the meta device. optimizer: with or without
+    Every rank of the job calls it with the same path, at any time between two steps, the first one included; the lowest
+    writes. model: as the loop calls it; it may be on the meta device. optimizer: with or without
     OptTFTWrapper, or several. units, names: as for TFTRegister. group: only its ranks call it, and the file says only
     what they hold, as one stage of a pipeline; `merge_pipeline_strategys` joins such files.
 
@@ -63,9 +63,10 @@ def save_strategy(
     prefix = f"lastwords/{restart_count()}/strategy/{digest}/{number}"
     declared: tuple[Unit, ...] = ()
     problem: ConfigError | None = None
+    target = ""
     try:
         declared = declared_units(units)
-        destination(path)
+        target = str(destination(path))
     except ConfigError as error:  # the others have to hear of it
         problem = error
 
@@ -77,9 +78,9 @@ def save_strategy(
     def write(lists: Sequence[Alike]) -> None:
         strategy = strategy_from(lists, declared, world.size, _stored)
         strategy.check()
-        save_strategy_file(strategy, destination(path))
+        save_strategy_file(strategy, Path(target))
 
-    use_all_lists(world, prefix, ranks, find, declared, write)
+    use_all_lists(world, prefix, ranks, find, declared, write, target)
 
 
 def destination(path: object) -> Path:

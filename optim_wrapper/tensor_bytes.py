@@ -9,18 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
 from lastwords.errors import ConfigError
 from lastwords.sharding.dtensor import Box, box_of, is_dtensor, is_shard, local_of
 
-_CODE_NAMES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
-    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}  # fmt: skip
 _CODES: dict[torch.dtype, str] = {
-    getattr(torch, name): code for name, code in _CODE_NAMES.items() if hasattr(torch, name)
+    getattr(torch, name): code for code, name in TYPE_NAMES.items() if hasattr(torch, name)
 }
 
 Bytes = memoryview
@@ -105,7 +99,7 @@ def dtype_of_code(code: str) -> str:
     >>> dtype_of_code("BF16")
     'bfloat16'
     """
-    return next(name for name, known in _CODE_NAMES.items() if known == code)
+    return TYPE_NAMES[code]
 
 
 def code_of_dtype(name: str) -> str | None:
@@ -114,7 +108,7 @@ def code_of_dtype(name: str) -> str | None:
     >>> code_of_dtype("float64"), code_of_dtype("complex128")
     ('F64', None)
     """
-    return _CODE_NAMES.get(name)
+    return next((code for code, known in TYPE_NAMES.items() if known == name), None)
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes | None:

@@ -21,6 +21,8 @@ from lastwords.sharding.pieces import Members, Piece, UnitTable
 STORE_WAIT_S = 300.0
 """How long a rank waits for another rank's word in the store; ranks may load data at very different speeds."""
 
+_SHOWN_MAX = 8
+
 
 class World(Protocol):
     """Rank, size and a store for words that all ranks read."""
@@ -81,13 +83,15 @@ def use_all_lists(
     pieces_of: Callable[[], Sequence[Piece]],
     declared: Sequence[Unit],
     use: Callable[[Sequence[Alike]], None],
+    path: str = "",
 ) -> None:
     """The lowest of `ranks` (sorted) calls `use` with everybody's pieces; equal lists come as one, with their ranks.
 
-    To be called by all of `ranks`, which are global ones, with the same `prefix` and `declared`. Returns when `use` has
-    returned. An error of one rank's `pieces_of`, or of `use`, is an error on all.
+    To be called by all of `ranks`, which are global ones, with the same `prefix`, `declared` and `path`, which is what
+    `use` writes to. Returns when `use` has returned. An error of one rank's `pieces_of`, or of `use`, is an error on
+    all, and so is another path.
     """
-    own = _Own(world, prefix, ranks, pieces_of, declared)
+    own = _Own(world, prefix, ranks, pieces_of, declared, path)
     if len(ranks) == 1:
         own.raise_error()
         use([(own.pieces, tuple(ranks))])
@@ -110,6 +114,7 @@ class _Own:
         ranks: Sequence[int],
         pieces_of: Callable[[], Sequence[Piece]],
         declared: Sequence[Unit],
+        path: str = "",
     ) -> None:
         self.pieces: Sequence[Piece] = ()
         self.digest = self.declared = ""
@@ -135,7 +140,8 @@ class _Own:
         else:
             # First the list, then the word that it is there.
             world.publish(f"{prefix}/list/{self.digest}", {"zlib": base64.b85encode(zlib.compress(text)).decode()})
-            world.publish(f"{prefix}/pieces/{world.rank}", {"list": self.digest, "declared": self.declared})
+            word = {"list": self.digest, "declared": self.declared, "path": path}
+            world.publish(f"{prefix}/pieces/{world.rank}", word)
 
     def raise_error(self) -> None:
         """The error, if there is one: it says more than what the others have heard of it."""
@@ -187,11 +193,14 @@ def _read_all(world: World, prefix: str, ranks: Sequence[int], declared: str, fa
     """Every rank's list, equal ones once. ConfigError with the lowest rank's problem, after all have come by."""
     lists: dict[str, tuple[list[Piece], list[int]]] = {}
     problem = ""
+    paths: dict[str, list[int]] = {}
     for rank in ranks:
         word = world.read(f"{prefix}/pieces/{rank}", STORE_WAIT_S, f"rank {rank} to say what it holds")
         if "error" in word:
             problem = problem or f"rank {rank} {fails}: {word['error']}"
-        elif word["declared"] != declared:
+            continue
+        paths.setdefault(word["path"], []).append(rank)
+        if word["declared"] != declared:
             problem = problem or f"rank {rank} was given other units= than rank {ranks[0]}; give every rank the same"
         elif word["list"] in lists:
             lists[word["list"]][1].append(rank)
@@ -199,9 +208,17 @@ def _read_all(world: World, prefix: str, ranks: Sequence[int], declared: str, fa
             packed = world.read(f"{prefix}/list/{word['list']}", STORE_WAIT_S, f"what rank {rank} holds")
             text = zlib.decompress(base64.b85decode(packed["zlib"]))
             lists[word["list"]] = [Piece.from_json(item) for item in json.loads(text)], [rank]
+    if len(paths) > 1:
+        some = "; ".join(f"rank {_some(those)}: {path!r}" for path, those in list(paths.items())[:_SHOWN_MAX])
+        more = f"; and {len(paths) - _SHOWN_MAX} more" if len(paths) > _SHOWN_MAX else ""
+        problem = problem or f"ranks were given different paths ({some}{more}); one file is written: give all the same"
     if problem:
         raise ConfigError(problem)
     return dict(lists)
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:_SHOWN_MAX])) + (", ..." if len(ranks) > _SHOWN_MAX else "")
 
 
 def _refuse_equal_keys(pieces: Sequence[Piece]) -> None:

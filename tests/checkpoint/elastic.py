@@ -198,8 +198,13 @@ EXTRAS = {
 }  # fmt: skip
 
 
-def save_naively(root: Path, job: Whole, strategy: Strategy, *, step: int = 7, os: Os = REAL_OS) -> Path:
-    """A checkpoint as a live job would have published it; state lies where its parameter does."""
+def save_naively(
+    root: Path, job: Whole, strategy: Strategy, *, step: int = 7, own_buffers: bool = False, os: Os = REAL_OS
+) -> Path:
+    """A checkpoint as a live job would have published it; state lies where its parameter does.
+
+    own_buffers: each rank that writes has saved a small buffer "count" for itself, with its number.
+    """
     world = strategy.world_size
     everyone = tuple(range(world))
     units: dict[tuple[int, ...], dict[str, Box]] = {everyone: {}}
@@ -237,7 +242,11 @@ def save_naively(root: Path, job: Whole, strategy: Strategy, *, step: int = 7, o
         local = {}
         if writer % 3 != 1:
             spec = TensorSpec(f"local/{writer}/rng/torch", "U8", (5,))
-            local[writer] = LocalState([(spec, bytes([writer] * 5))], {"slot": {"epoch": 1, "rank": writer}})
+            own_tensors: list[tuple[TensorSpec, Any]] = [(spec, bytes([writer] * 5))]
+            if own_buffers:
+                count = TensorSpec(f"local/{writer}/buffer/count", "I64", (2,))
+                own_tensors.append((count, np.full(2, writer, np.int64)))
+            local[writer] = LocalState(own_tensors, {"slot": {"epoch": 1, "rank": writer}})
         write_part(directory, writer, 1, step, step, states, local, {"torch": "2.13"}, job="job", os=os)
     incident = Incident("job", 1, 1, 1, step, world, tuple(by_writer), "rank 0 died", cause_ranks=(0,))
     return publish(root, directory, incident, os)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from lastwords.checkpoint.rank_files import RankFiles
 from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file
 from lastwords.checkpoint.system import Os
 from lastwords.errors import FormatError, IncompleteError, MismatchError, StorageError, StrategyError
+from lastwords.integrations.transform import transform
 from lastwords.integrations.transform_files import transform_all
 from tests.checkpoint.elastic import QUICK, Whole, content_of, naive_holding, save_naively
 from tests.checkpoint.interposed import InterposedOs, counting, failing
@@ -129,6 +131,114 @@ def test_what_all_ranks_have_is_found_in_whatever_file_it_is(made: Made) -> None
     content, tensors = content_of(made.move(0, files=files, to=halves))
     assert "extras" in content["meta"], "written by rank 3, of which nothing else is needed"
     assert {"buffer/mean", "extra/ema.w"} <= tensors.keys()
+
+
+def in_checkpoint(made: Made) -> dict[int, str]:
+    return {int(path.parent.name[5:]): str(path) for path in made.checkpoint.glob("rank_*/*.ckpt")}
+
+
+def changed_bit(path: str, tensor: bytes) -> None:
+    raw = Path(path).read_bytes()
+    at = raw.index(tensor)
+    Path(path).write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+
+
+def test_files_that_lie_in_their_checkpoint_are_checked_and_others_cannot_be(made: Made) -> None:
+    files = in_checkpoint(made)
+    wanted = made.job.arrays["model/w"][1][0, 2:].tobytes()
+    changed_bit(files[2], wanted)
+    with pytest.raises(FormatError, match=r"rank_2/.*do not fit their checksum"):
+        made.move(files=files)
+    assert not list(made.tmp.glob("*out.ckpt*"))
+    changed_bit(files[2], bytes([wanted[0] ^ 1]) + wanted[1:])
+    (made.tmp / "rank_2").mkdir()
+    apart = Path(shutil.copy(files[2], made.tmp / "rank_2/apart.ckpt"))
+    changed_bit(str(apart), wanted)
+    out = made.move(files={**files, 2: str(apart)})
+    assert not made.is_right(out, columns(3), 1), "the control, and the documented limit of files without a manifest"
+    out.unlink()
+    changed_bit(files[3], made.job.arrays["model/w"][1][4, 2:].tobytes())
+    with pytest.raises(FormatError, match=r"rank_3/.*do not fit their checksum"):
+        made.move(files={**files, 2: str(apart)})  # one that is known beside one that is not
+
+
+def test_a_damaged_header_of_a_file_in_its_checkpoint_is_an_error(made: Made) -> None:
+    files = in_checkpoint(made)
+    changed_bit(files[3], b"betas")
+    with pytest.raises(FormatError, match="its header does not fit its checksum"):
+        made.move(files=files)
+
+
+def test_a_manifest_that_is_damaged_or_does_not_list_the_file_is_an_error(made: Made) -> None:
+    files = in_checkpoint(made)
+    stray = Path(files[2]).with_name("stray.ckpt")
+    shutil.copy(files[2], stray)
+    refused(made, FormatError, r"manifest.json is damaged: it does not list rank_2/stray.ckpt",
+            files={**files, 2: str(stray)})  # fmt: skip
+    changed_bit(str(made.checkpoint / "manifest.json"), b"exact")
+    refused(made, FormatError, r"manifest.json is damaged: its bytes do not fit its checksum", files=files)
+
+
+COUNT = "I64", (2,), np.full(2, 2, np.int64).tobytes()
+"""Of rank 2, the lowest of those that have saved it."""
+
+
+@pytest.fixture
+def counting_made(made: Made) -> Made:
+    """As `made`, with a small buffer that the ranks 2 and 3 have saved for themselves."""
+    made.checkpoint = save_naively(made.tmp / "with counts", made.job, made.source, own_buffers=True, os=QUICK)
+    return made
+
+
+def test_small_buffers_of_ranks_are_whole_in_every_file_of_the_lowest_rank_that_has_them(counting_made: Made) -> None:
+    made = counting_made
+    given = in_checkpoint(made)
+    transform_all(str(made.checkpoint), str(made.tmp / "all"), "p", None, made.columns, os=QUICK)
+    for rank in range(3):
+        one = made.move(rank, files=given, out=str(made.tmp / f"{rank}.ckpt"))
+        for path in (one, made.tmp / f"all/rank_{rank}/p{rank}.ckpt"):
+            content, tensors = content_of(path)
+            assert tensors["buffer/count"] == COUNT
+            assert content["meta"]["buffers"] == {"mean": "float64", "count": "int64"}
+            assert made.is_right(path, columns(3), rank)
+    half = made.move(1, files=given, to=str(made.tmp / "halves"), out=str(made.tmp / "half.ckpt"))
+    assert content_of(half)[1]["buffer/count"] == COUNT, "of rank 2, of whose file nothing else is needed"
+    files = {rank: str(made.tmp / f"{rank}.ckpt") for rank in range(3)}
+    back = made.move(1, files=files, src_strategy_file=made.columns, to=made.four, out=str(made.tmp / "back.ckpt"))
+    assert content_of(back)[1]["buffer/count"] == COUNT
+
+
+def test_a_whole_checkpoint_in_another_layout_has_them_only_as_state_of_their_ranks(counting_made: Made) -> None:
+    done = transform(counting_made.checkpoint, counting_made.tmp / "moved", Path(counting_made.columns), os=QUICK)
+    assert done.path is not None
+    names = [name for path in done.path.glob("rank_*/*.ckpt") for name in content_of(path)[1] if "count" in name]
+    assert sorted(names) == ["local/2/buffer/count", "local/3/buffer/count"]
+    transform_all(str(done.path), str(counting_made.tmp / "all"), "p", None, counting_made.columns, os=QUICK)
+    assert content_of(counting_made.tmp / "all/rank_0/p0.ckpt")[1]["buffer/count"] == COUNT
+
+
+def listing(strategy: Strategy, name: str, ranks: int) -> Strategy:
+    cut = Cut("I64", (2,), (Held(Box((0,), (2,)), tuple(range(ranks))),))
+    return Strategy(strategy.world_size, {**strategy.tensors, f"buffer/{name}": cut})
+
+
+def test_a_strategy_may_list_small_buffers_as_that_of_a_model_without_content_does(counting_made: Made) -> None:
+    made = counting_made
+    for name in ("count", "in no file"):
+        save_strategy_file(listing(made.source, name, 4), made.tmp / f"source {name}", QUICK)
+        save_strategy_file(listing(columns(3), name, 3), made.tmp / f"to {name}", QUICK)
+        for kind, files in (("last words", in_checkpoint(made)), ("rank's", made.files)):
+            if (kind, name) == ("rank's", "count"):
+                continue  # those have been written of a job without it
+            out = made.move(files=files, src_strategy_file=str(made.tmp / f"source {name}"),
+                            to=str(made.tmp / f"to {name}"), out=str(made.tmp / f"{name} {kind}.ckpt"))  # fmt: skip
+            assert made.is_right(out, columns(3), 1)
+            assert content_of(out)[1].get("buffer/count") == (COUNT if kind == "last words" else None)
+
+
+def test_a_listed_buffer_whose_file_may_be_missing_is_not_left_out_in_silence(made: Made) -> None:
+    refused(made, IncompleteError, r"buffer/big\[0:2\] is held by source rank\(s\) 0, 1, 2, 3; source rank 2 is miss",
+            source=listing(made.source, "big", 4), files={rank: made.files[rank] for rank in (0, 1)})  # fmt: skip
 
 
 def test_without_strategies_everything_is_whole_in_any_one_file(made: Made) -> None:

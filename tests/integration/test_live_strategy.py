@@ -150,12 +150,14 @@ def test_what_has_no_strategy_is_an_error_on_every_rank(tmp_path: Path) -> None:
         refused(ConfigError, net, optimizer, None if rank == 0 else tmp_path / "none")
         refused(ConfigError, net, optimizer, tmp_path / "none", units=(Unit("a", (rank,)),))
         refused(ConfigError, net, optimizer, tmp_path / "none", units=7 if rank == 1 else ())
+        refused(ConfigError, net, optimizer, tmp_path / f"of rank {rank // 2}")
         refused(StorageError, net, optimizer, tmp_path / "no such directory" / "file")
         lastwords.save_strategy(net, optimizer, tmp_path / "good")  # nobody has lost count
         return texts
 
     for texts in on_ranks(body, tmp_path, 4):
-        by_hand, stages, there, no_optimizer, no_path, units, no_units, nowhere = texts
+        by_hand, stages, there, no_optimizer, no_path, units, no_units, paths, nowhere = texts
+        assert f"(rank 0, 1: '{tmp_path}/of rank 0'; rank 2, 3: '{tmp_path}/of rank 1')" in paths
         assert "parameter 'up', a whole of (4, 6): the declared unit 'tp-0' and the declared unit 'tp-1'" in by_hand
         assert "both hold [0:4, 0:6] of it, as two tensors; if these are parts of one tensor, say which with" in by_hand
         assert "give them names of their own" in stages

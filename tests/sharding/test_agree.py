@@ -9,12 +9,12 @@ import pytest
 
 from lastwords.checkpoint.layout import check_unit_name
 from lastwords.errors import ConfigError, LastWordsError
-from lastwords.sharding.agree import agree_units
+from lastwords.sharding.agree import agree_units, use_all_lists
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.grouping import unit_name
 from lastwords.sharding.parts import Part
 from lastwords.sharding.pieces import ANY_FORM, Members, Piece
-from tests.sharding.stores import MemoryWorld, agreed, piece, tables
+from tests.sharding.stores import MemoryWorld, NotThereError, agreed, piece, tables
 
 
 def shard(name: str, index: int, count: int, rows: int = 8) -> Piece:
@@ -316,3 +316,22 @@ def test_ranks_that_were_given_different_cuts_are_refused() -> None:
     units = [(Unit("a", (0, 1), cuts={"w": Part(dim=0, index=0, of=of)}),) for of in (1, 2)]
     for outcome in agreed([[piece("w", 2, unit="a")]] * 2, units):
         assert "rank 1 was given other units=" in str(outcome)
+
+
+def test_ranks_that_were_given_different_paths_all_hear_of_all_of_them() -> None:
+    words: dict[str, str] = {}
+    written: list[str] = []
+    for paths in (("a", "b", "a"), ("a", "a", "a")):
+        texts: dict[int, str] = {}
+        for rank in (1, 2, 0, 1, 2):
+            try:
+                use_all_lists(MemoryWorld(rank, 3, words), str(paths), range(3), lambda: [piece("w", 2)], (),
+                              lambda _: written.append("file"), paths[rank])  # fmt: skip
+            except NotThereError:
+                continue
+            except ConfigError as error:
+                texts[rank] = str(error)
+        different = "ranks were given different paths (rank 0, 2: 'a'; rank 1: 'b'); one file is written: give all the"
+        assert all(text.startswith(different) for text in texts.values())
+        assert len(texts) == (3 if "b" in paths else 0)
+    assert written == ["file"]

@@ -1,0 +1,57 @@
+"""Files of last words that still lie in their checkpoint's directory: its manifest knows their checksums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lastwords.checkpoint import layout
+from lastwords.checkpoint.document import damage
+from lastwords.checkpoint.format import Header
+from lastwords.checkpoint.manifest import Manifest, read_manifest
+from lastwords.checkpoint.part import FileEntry
+from lastwords.checkpoint.partfile import check_header
+from lastwords.checkpoint.system import Os
+from lastwords.errors import FormatError
+
+
+class PublishedFiles:
+    """Manifests beside files, each read once. For one thread."""
+
+    def __init__(self, os: Os) -> None:
+        self._os = os
+        self._manifests: dict[Path, Manifest] = {}
+
+    def entry_of(self, path: Path) -> tuple[FileEntry, Header] | None:
+        """Checksums of `path` (CHECKPOINT/rank_N/NAME) and its checked header; None if no manifest lies beside.
+
+        FormatError for a manifest that is damaged or lists no such file, and for a header that is not as it says.
+        """
+        real = path.resolve()
+        directory = real.parent.parent
+        if layout.parse_rank_dir(real.parent.name) is None or not self._os.exists(directory / layout.MANIFEST_NAME):
+            return None
+        if directory not in self._manifests:
+            self._manifests[directory] = read_manifest(directory, self._os)
+        manifest = self._manifests[directory]
+        name = f"{real.parent.name}/{real.name}"
+        entry = next((one for one in manifest.files if one.path == name), None)
+        if entry is None:
+            raise FormatError(
+                damage(
+                    directory / layout.MANIFEST_NAME,
+                    f"it does not list {name}, so nobody knows that file's checksums (a file that is no part of the "
+                    "checkpoint has to be moved out of its directory)",
+                )
+            )
+        header = check_header(
+            directory, entry, manifest.tensors_of(name), rank=layout.PartPath.parse(name, where=str(directory)).rank,
+            global_step=manifest.global_step, os=self._os,
+        )  # fmt: skip
+        return entry, header
+
+    def nobody_has(self, name: str) -> bool:
+        """Whether no unit of the checkpoints that were met holds a tensor; False if none was met."""
+        units = [item for manifest in self._manifests.values() for item in manifest.units.items()]
+        return bool(units) and not any(
+            spec.name == f"unit/{unit}/{name}" for unit, entry in units for spec in entry.tensors
+        )
