@@ -21,7 +21,7 @@ from lastwords.checkpoint.rank_files import Moment, RankFiles
 from lastwords.checkpoint.saved_state import Saved
 from lastwords.checkpoint.slice_reader import SliceReader, Stored
 from lastwords.checkpoint.storable import pack
-from lastwords.checkpoint.strategy import Strategy, load_strategy
+from lastwords.checkpoint.strategy import Strategy, load_sound_strategy
 from lastwords.checkpoint.streamed import Streamed
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
 from lastwords.checkpoint.transform_plan import meta_of, of_rank, planned, whole_strategy
@@ -92,9 +92,7 @@ def strategy_or_none(name: str, path: str | None, os: Os = REAL_OS) -> Strategy 
     """The strategy in a file or a checkpoint's directory, checked; None for None."""
     if path is None:
         return None
-    strategy = load_strategy(Path(text(name, path)), os)
-    strategy.check()
-    return strategy
+    return load_sound_strategy(Path(text(name, path)), os)
 
 
 def check_rank(rank: int, wanted: Strategy | None) -> None:

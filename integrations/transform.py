@@ -37,7 +37,7 @@ from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
 from lastwords.checkpoint.reshard_plan import Divided, Shard, slices_for
 from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.checkpoint.strategy import Strategy, load_strategy
+from lastwords.checkpoint.strategy import Strategy, load_sound_strategy
 from lastwords.checkpoint.streamed import Streamed
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -119,7 +119,7 @@ def transform(
 
 
 def _strategy(to: Path, os: Os) -> Strategy:
-    return load_strategy(find_checkpoint(to, os) if os.is_directory(to) else to, os)
+    return load_sound_strategy(find_checkpoint(to, os) if os.is_directory(to) else to, os)
 
 
 class _Cancelled(Exception):

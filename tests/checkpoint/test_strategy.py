@@ -17,11 +17,11 @@ from lastwords.checkpoint.strategy import (
     Strategy,
     load_strategy,
     merge_pipeline_strategys,
-    rank_list_for_transform,
     save_strategy_file,
     strategy_of,
 )
-from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError, StrategyError
+from lastwords.checkpoint.strategy_needs import rank_list_for_transform
+from lastwords.errors import ConfigError, FormatError, MismatchError, StorageError, StrategyError
 from tests.checkpoint.interposed import InterposedOs, counting
 from tests.checkpoint.simulated_disk import SimulatedOs
 
@@ -58,7 +58,7 @@ def test_boxes_that_overlap_or_leave_out_are_named() -> None:
     held = (Held(Box((0,), (3,)), (0,)), Held(Box((2,), (2,)), (1,)))
     with pytest.raises(FormatError, match=r"w: rank 0 and rank 1 both have \[2:3\]"):
         Strategy(2, {"w": Cut("F32", (4,), held)}).check()
-    with pytest.raises(IncompleteError, match=r"w\[3:4\] is in no file"):
+    with pytest.raises(StrategyError, match=r"w\[3:4\] is held by no rank"):
         Strategy(2, {"w": Cut("F32", (4,), held[:1])}).check()
 
 

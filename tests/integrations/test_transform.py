@@ -252,7 +252,7 @@ def test_strategies_that_do_not_fit_are_refused_before_anything_is_written(rooms
     kinds: dict[str, Any] = {
         "empty": (StrategyError, "is empty"),
         "nothing": (StrategyError, "no strategy file"),
-        "gap": (IncompleteError, r"model/w\[7:8, 0:6\] is in no file"),
+        "gap": (StrategyError, r"gap: model/w\[7:8, 0:6\] is held by no rank; save the strategy again"),
         "other model": (MismatchError, "only the source has model/w; only the destination has model/v"),
         "rank 1 of 1": (StrategyError, "held by rank 1, but there are only 1 ranks"),
     }
