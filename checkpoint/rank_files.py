@@ -150,6 +150,8 @@ class RankFiles:
             path = self._files.get(absent[0])
             where = f"its file {path} does not exist" if path is not None else "no file was given for it"
             text = f"source rank {absent[0]} is missing: {where}"
+            if len(absent) > 1:
+                text += f" (missing too: {', '.join(map(str, absent[1:]))})"
             missing = tuple(f"rank {rank}" for rank in absent)
         else:
             text, missing = "it is in none of their files", (name,)

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EEXIST
-from os import getpid
+from os import PathLike, fspath, getpid
 from pathlib import Path
+from typing import Any
 
 from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
 from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document
@@ -27,6 +28,7 @@ from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors,
 from lastwords.errors import (
     FormatError,
     NoStrategiesError,
+    NotTextError,
     StorageError,
     StrategyError,
 )
@@ -34,8 +36,13 @@ from lastwords.errors import (
 STRATEGY_FORMAT = 1
 """Newest `format_version` that this code reads, and the one it writes."""
 
+WORLD_SIZE_MAX = 1 << 20
+"""Ranks that a job can have, and the end of what a strategy file is believed."""
+
 REMEDY = "save the strategy again with the job that it describes (save_strategy)"
 """What to do about a strategy that is damaged, or that fits no job."""
+
+_SHOWN_MAX = 8
 
 _TEMPORARY = ".tmp-"
 """What the name of a file begins with that is still being written."""
@@ -150,7 +157,10 @@ class Strategy:
             fields = Fields(content, where, remedy=REMEDY)
             inner = fields.inner("tensors")
             tensors = {name: _cut(name, inner.inner(name), inner) for name in inner.keys()}  # noqa: SIM118
-            return Strategy(fields.integer("world_size", least=1), tensors)
+            world_size = fields.integer("world_size", least=1)
+            if world_size > WORLD_SIZE_MAX:
+                fields.refuse(f"its world_size is {world_size}; a job has {WORLD_SIZE_MAX} ranks at most")
+            return Strategy(world_size, tensors)
         except StrategyError:
             raise
         except FormatError as error:
@@ -261,10 +271,13 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
 
     Stages are in one world and number its ranks alike, as `save_strategy(group=...)` does. A tensor of one name and
     form in several stages is taken for one that they share (tied weights). Raises NoStrategiesError (a
-    NotADirectoryError) if it is no directory, StrategyError (a ValueError) if it is empty or two stages contradict each
-    other.
+    NotADirectoryError) if it is no directory, StrategyError (a ValueError) if it is empty, two stages contradict each
+    other or ranks hold nothing, NotTextError (a TypeError) for an argument that is no path.
     """
-    source = Path(src_strategy_dirs)
+    source, target = (
+        Path(text("src_strategy_dirs", src_strategy_dirs)),
+        Path(text("dst_strategy_file", dst_strategy_file)),
+    )
     if not os.is_directory(source.resolve()):
         raise NoStrategiesError(f"{source} is not a directory; give the one that holds the stages' strategy files")
     with storage_errors("listing", source):
@@ -290,7 +303,22 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
         joined.check()
     except StrategyError as error:
         raise StrategyError(f"the strategies in {source} do not fit together: {error}") from error
-    save_strategy_file(joined, Path(dst_strategy_file), os)
+    holders = {rank for cut in tensors.values() for held in cut.held for rank in held.ranks}
+    if len(holders) < joined.world_size:
+        idle = [rank for rank in range(joined.world_size) if rank not in holders]
+        some = ", ".join(map(str, idle[:_SHOWN_MAX])) + (", ..." if len(idle) > _SHOWN_MAX else "")
+        raise StrategyError(
+            f"in the strategies in {source} these of {joined.world_size} ranks hold nothing: {some}; probably the file "
+            "of their stage is missing there"
+        )
+    save_strategy_file(joined, target, os)
+
+
+def text(name: str, value: Any) -> str:
+    """A path as a str; NotTextError, naming the argument, for anything else."""
+    if not isinstance(value, str | PathLike) or not isinstance(fspath(value), str):
+        raise NotTextError(f"{name} is {value!r}; it has to be a str")
+    return fspath(value)
 
 
 def _together(one: Sequence[Held], other: Sequence[Held]) -> tuple[Held, ...]:

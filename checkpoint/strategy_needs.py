@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lastwords.checkpoint.boxes import Box, overlap, whole
 from lastwords.checkpoint.reshard_plan import slices_for
-from lastwords.checkpoint.strategy import Cut, Held, Strategy, load_sound_strategy
+from lastwords.checkpoint.strategy import Cut, Held, Strategy, load_sound_strategy, text
 from lastwords.errors import ConfigError, MismatchError, NotARankError
 
 _SHOWN_MAX = 8
@@ -19,13 +19,18 @@ def rank_list_for_transform(
     """Source ranks whose state the destination rank needs, sorted; of copies the lowest rank is named.
 
     None for a strategy: not divided, everything is whole on rank 0. A file may be a checkpoint's directory too.
-    Raises NotARankError (a TypeError) for a rank that is no int, ConfigError for one outside the destination's world,
-    StrategyError (a ValueError) for a file that is missing, empty or damaged, MismatchError for two different models.
+    Raises NotARankError (a TypeError) for a rank that is no int, NotTextError (a TypeError), ConfigError for a rank
+    outside the destination's world, StrategyError (a ValueError) for a file that is missing, empty or damaged,
+    MismatchError for two different models.
     """
     if type(rank_id) is not int:
         raise NotARankError(f"rank_id is {rank_id!r}; it has to be an int")
-    source = None if src_strategy_file is None else load_sound_strategy(Path(src_strategy_file))
-    wanted = None if dst_strategy_file is None else load_sound_strategy(Path(dst_strategy_file))
+    source = (
+        None if src_strategy_file is None else load_sound_strategy(Path(text("src_strategy_file", src_strategy_file)))
+    )
+    wanted = (
+        None if dst_strategy_file is None else load_sound_strategy(Path(text("dst_strategy_file", dst_strategy_file)))
+    )
     world_size = 1 if wanted is None else wanted.world_size
     if not 0 <= rank_id < world_size:
         raise ConfigError(f"rank_id is {rank_id}; the destination has the ranks 0 to {world_size - 1}")

@@ -107,6 +107,8 @@ def transform(
     """
     if jobs < 1:
         raise ConfigError(f"{jobs} ranks at a time make no progress; give 1 or more")
+    if os.exists(source) and not os.is_directory(source):
+        raise ConfigError(f"{source} is a file; give a checkpoint's directory, or one that holds checkpoints")
     checkpoint = open_checkpoint(find_checkpoint(source, os), os)
     found = CheckpointSource(checkpoint, os)
     wanted = whole_strategy(found.saved) if to is None else _strategy(to, os)
