@@ -23,6 +23,10 @@ DOCUMENT_BYTES_MAX = 1 << 30
 """A manifest has about 200 bytes a tensor and 17 a chunk of 4 MiB: this is far more than any job needs."""
 
 
+CHECKPOINT_REMEDY = "restore the file or use another checkpoint (`lastwords verify` lists them)"
+"""What to do about a damaged file of a checkpoint."""
+
+
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
@@ -37,25 +41,25 @@ def encode_document(content: Mapping[str, Any]) -> bytes:
     return raw[: place.start(1)] + xxhash.xxh3_64_hexdigest(raw).encode("ascii") + raw[place.end(1) :]
 
 
-def decode_document(raw: bytes, *, where: Path, version_max: int) -> dict[str, Any]:
-    """Content of the file; FormatError if it is damaged or of a format that is newer than `version_max`."""
+def decode_document(raw: bytes, *, where: Path, version_max: int, remedy: str = CHECKPOINT_REMEDY) -> dict[str, Any]:
+    """Content of the file; FormatError, with `remedy`, if it is damaged or of a format newer than `version_max`."""
     # A newline inside a JSON text is written as an escape, so only the top level can match.
     places = list(_CHECKSUM.finditer(raw))
     if len(places) != 1:
-        raise FormatError(damage(where, "it has no checksum"))
+        raise FormatError(damage(where, "it has no checksum", remedy))
     begin, end = places[0].span(1)
     if xxhash.xxh3_64_hexdigest(raw[:begin] + _NO_SUM.encode("ascii") + raw[end:]).encode("ascii") != raw[begin:end]:
-        raise FormatError(damage(where, "its bytes do not fit its checksum"))
+        raise FormatError(damage(where, "its bytes do not fit its checksum", remedy))
     try:
         content: Any = json.loads(raw.decode("ascii"))
     except (ValueError, RecursionError) as error:
-        raise FormatError(damage(where, f"it is not JSON ({error})")) from error
+        raise FormatError(damage(where, f"it is not JSON ({error})", remedy)) from error
     if not isinstance(content, dict):
-        raise FormatError(damage(where, "it is not a JSON object"))
+        raise FormatError(damage(where, "it is not a JSON object", remedy))
     content.pop("checksum", None)
     version = content.get("format_version")
     if type(version) is not int or version < 1:
-        raise FormatError(damage(where, f"its format version is {version!r}"))
+        raise FormatError(damage(where, f"its format version is {version!r}", remedy))
     if version > version_max:
         raise FormatError(
             f"{where} was written by a newer lastwords, format {version}; this one reads up to {version_max}; upgrade"
@@ -63,23 +67,24 @@ def decode_document(raw: bytes, *, where: Path, version_max: int) -> dict[str, A
     return content
 
 
-def damage(where: Path | str, what: str) -> str:
-    """Text of a FormatError about a damaged file."""
-    return f"{where} is damaged: {what}; restore the file or use another checkpoint (`lastwords verify` lists them)"
+def damage(where: Path | str, what: str, remedy: str = CHECKPOINT_REMEDY) -> str:
+    """Text of a FormatError about a damaged file. remedy: what to do about it."""
+    return f"{where} is damaged: {what}; {remedy}"
 
 
 class Fields:
-    """Typed access to a JSON object; every complaint is a FormatError that names the file and the field."""
+    """Typed access to a JSON object; every complaint is a FormatError that names the file, the field and `remedy`."""
 
-    def __init__(self, table: Any, where: Path | str, path: str = "") -> None:
+    def __init__(self, table: Any, where: Path | str, path: str = "", remedy: str = CHECKPOINT_REMEDY) -> None:
         self._where = where
         self._path = path
+        self._remedy = remedy
         if not isinstance(table, dict):
             self.refuse(f"{path or 'it'} is not an object")
         self._table: dict[str, Any] = table
 
     def refuse(self, what: str) -> NoReturn:
-        raise FormatError(damage(self._where, what))
+        raise FormatError(damage(self._where, what, self._remedy))
 
     def _get(self, key: str) -> Any:
         if key not in self._table:
@@ -123,10 +128,12 @@ class Fields:
         return tuple(value)
 
     def inner(self, key: str) -> Fields:
-        return Fields(self._get(key), self._where, f"{self._path}{key}.")
+        return Fields(self._get(key), self._where, f"{self._path}{key}.", self._remedy)
 
     def inners(self, key: str) -> list[Fields]:
         value = self._get(key)
         if not isinstance(value, list):
             self.refuse(f"{self._path}{key} is not a list")
-        return [Fields(item, self._where, f"{self._path}{key}[{index}].") for index, item in enumerate(value)]
+        return [
+            Fields(item, self._where, f"{self._path}{key}[{index}].", self._remedy) for index, item in enumerate(value)
+        ]

@@ -35,6 +35,9 @@ HEADER_BYTES_MAX = 100_000_000
 _ALIGN_BYTES = 64
 """The data starts at a multiple of this: safetensors asks for 8; 64 is what torch gives its own tensors."""
 
+_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""How a zip file begins, and a pickle."""
+
 _DIMENSIONS_MAX = 64
 _ELEMENTS_MAX = 2**63 - 1
 
@@ -166,6 +169,8 @@ def header_length(first_8_bytes: bytes, *, file_bytes: int, where: str) -> int:
         _damaged(where, f"it has {file_bytes} bytes, less than the smallest header")
     length = int.from_bytes(first_8_bytes, "little")
     if length < 2 or length > HEADER_BYTES_MAX or 8 + length > file_bytes:
+        if first_8_bytes.startswith(_OF_TORCH_SAVE):
+            raise FormatError(f"{where} is no safetensors file; it looks like one of torch.save: give one of lastwords")
         _damaged(where, f"its header claims {length} bytes in a file of {file_bytes}")
     return 8 + length
 

@@ -24,7 +24,8 @@ from lastwords.checkpoint.saved_state import Saved, join
 from lastwords.checkpoint.saved_units import SavedUnit, buffers_of_ranks, read_unit
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.storable import unpack
-from lastwords.checkpoint.strategy import Cut, Held, Strategy, needed
+from lastwords.checkpoint.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.strategy_needs import needed
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StrategyError
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -149,6 +150,8 @@ class RankFiles:
             path = self._files.get(absent[0])
             where = f"its file {path} does not exist" if path is not None else "no file was given for it"
             text = f"source rank {absent[0]} is missing: {where}"
+            if len(absent) > 1:
+                text += f" (missing too: {', '.join(map(str, absent[1:]))})"
             missing = tuple(f"rank {rank}" for rank in absent)
         else:
             text, missing = "it is in none of their files", (name,)

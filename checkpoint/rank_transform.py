@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os as posix
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from lastwords.checkpoint.rank_files import Moment, RankFiles
 from lastwords.checkpoint.saved_state import Saved
 from lastwords.checkpoint.slice_reader import SliceReader, Stored
 from lastwords.checkpoint.storable import pack
-from lastwords.checkpoint.strategy import Strategy, load_strategy
+from lastwords.checkpoint.strategy import Strategy, load_sound_strategy, text
 from lastwords.checkpoint.streamed import Streamed
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
 from lastwords.checkpoint.transform_plan import meta_of, of_rank, planned, whole_strategy
@@ -92,9 +91,7 @@ def strategy_or_none(name: str, path: str | None, os: Os = REAL_OS) -> Strategy 
     """The strategy in a file or a checkpoint's directory, checked; None for None."""
     if path is None:
         return None
-    strategy = load_strategy(Path(text(name, path)), os)
-    strategy.check()
-    return strategy
+    return load_sound_strategy(Path(text(name, path)), os)
 
 
 def check_rank(rank: int, wanted: Strategy | None) -> None:
@@ -197,10 +194,3 @@ def _remove_left_over(hidden: Path, os: Os) -> None:
 
 def _same(name: str) -> str:
     return name
-
-
-def text(name: str, value: Any) -> str:
-    """A path as a str; NotTextError for anything else."""
-    if not isinstance(value, str | posix.PathLike):
-        raise NotTextError(f"{name} is {value!r}; it has to be a str")
-    return posix.fspath(value)

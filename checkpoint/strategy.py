@@ -13,30 +13,34 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EEXIST
-from os import getpid
+from os import PathLike, fspath, getpid
 from pathlib import Path
+from typing import Any
 
-from lastwords.checkpoint.boxes import Box, overlap, whole
+from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
 from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.part import write_document
-from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
+from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors, sync_directory
 from lastwords.errors import (
-    ConfigError,
     FormatError,
-    IncompleteError,
-    MismatchError,
     NoStrategiesError,
-    NotARankError,
+    NotTextError,
     StorageError,
     StrategyError,
 )
 
 STRATEGY_FORMAT = 1
 """Newest `format_version` that this code reads, and the one it writes."""
+
+WORLD_SIZE_MAX = 1 << 20
+"""Ranks that a job can have, and the end of what a strategy file is believed."""
+
+REMEDY = "save the strategy again with the job that it describes (save_strategy)"
+"""What to do about a strategy that is damaged, or that fits no job."""
 
 _SHOWN_MAX = 8
 
@@ -78,19 +82,19 @@ class Strategy:
         return Divided(name, cut.dtype, cut.shape, tuple(shards))
 
     def check(self) -> None:
-        """FormatError or IncompleteError, naming tensor and region, for boxes that overlap or leave something out."""
+        """StrategyError, naming tensor and region, for boxes that overlap, lie outside or leave something out."""
         for name, cut in self.tensors.items():
             ranks = [rank for held in cut.held for rank in held.ranks]
-            if any(not 0 <= rank < self.world_size for rank in ranks):
-                raise StrategyError(f"{name} is held by rank {max(ranks)}, but there are only {self.world_size} ranks")
+            outside = next((rank for rank in ranks if not 0 <= rank < self.world_size), None)
+            if outside is not None:
+                raise StrategyError(f"{name} is held by rank {outside}, but there are only {self.world_size} ranks")
             if len(set(ranks)) != len(ranks):
                 twice = next(rank for rank in ranks if ranks.count(rank) > 1)
                 raise StrategyError(f"{name}: rank {twice} holds two parts of it; of each tensor a rank holds one part")
             parameter = self.tensors.get(f"model/{name.removeprefix('optim/')}")
             if not cut.dtype and parameter is not None and parameter.shape != cut.shape:
                 raise StrategyError(f"{name} has the shape {cut.shape}, but its parameter has {parameter.shape}")
-            check_shards(self.divided(name))
-        check_covered([self.divided(name) for name in self.tensors])
+            _check_boxes(name, cut)
 
     @functools.cached_property
     def _keys(self) -> dict[str, list[str]]:
@@ -149,25 +153,43 @@ class Strategy:
         if not raw:
             raise StrategyError(f"{where} is empty: no strategy was written there; save it again")
         try:
-            fields = Fields(decode_document(raw, where=where, version_max=STRATEGY_FORMAT), where)
+            content = decode_document(raw, where=where, version_max=STRATEGY_FORMAT, remedy=REMEDY)
+            fields = Fields(content, where, remedy=REMEDY)
             inner = fields.inner("tensors")
-            tensors = {name: _cut(inner.inner(name), inner) for name in inner.keys()}  # noqa: SIM118
-            return Strategy(fields.integer("world_size", least=1), tensors)
+            tensors = {name: _cut(name, inner.inner(name), inner) for name in inner.keys()}  # noqa: SIM118
+            world_size = fields.integer("world_size", least=1)
+            if world_size > WORLD_SIZE_MAX:
+                fields.refuse(f"its world_size is {world_size}; a job has {WORLD_SIZE_MAX} ranks at most")
+            return Strategy(world_size, tensors)
         except StrategyError:
             raise
         except FormatError as error:
             raise StrategyError(str(error)) from error
 
 
-def _cut(fields: Fields, outer: Fields) -> Cut:
+def _check_boxes(name: str, cut: Cut) -> None:
+    held = [(one.box, f"rank {one.ranks[0]}") for one in cut.held]
+    for box, rank in held:
+        if not box.inside(cut.shape):
+            raise StrategyError(f"{name}: {rank} has {box}, which is not inside its shape {cut.shape}")
+    pair = first_overlap([box for box, _ in held])
+    if pair is not None:
+        (one, first), (other, second) = (held[index] for index in pair)
+        raise StrategyError(f"{name}: {first} and {second} both have {overlap(one, other)}, as two parts of it")
+    all_of_it = whole(cut.shape)
+    if sum(box.elements for box, _ in held) != all_of_it.elements:  # they are inside, and none has what another has
+        raise StrategyError(f"{name}{uncovered(all_of_it, [box for box, _ in held])[0]} is held by no rank")
+
+
+def _cut(name: str, fields: Fields, outer: Fields) -> Cut:
     held = fields.raw("held")
     try:
         boxes = tuple(Held(Box(tuple(offsets), tuple(sizes)), tuple(ranks)) for offsets, sizes, ranks in held)
         numbers = [number for one in boxes for number in (*one.box.offsets, *one.box.sizes, *one.ranks)]
         if not all(type(number) is int for number in numbers) or not all(one.ranks for one in boxes):
             raise ValueError("a rank, an offset or a size is no number")
-    except (TypeError, ValueError) as error:
-        outer.refuse(f"a tensor's boxes cannot be read ({error})")
+    except (TypeError, ValueError, FormatError) as error:
+        outer.refuse(f"the boxes of {name} cannot be read ({error})")
     return Cut(fields.text("dtype"), fields.integers("shape"), boxes)
 
 
@@ -233,15 +255,29 @@ def load_strategy(path: Path, os: Os = REAL_OS) -> Strategy:
         raise StrategyError(f"there is no strategy file {path}; save it with the job that it describes") from error
 
 
+def load_sound_strategy(path: Path, os: Os = REAL_OS) -> Strategy:
+    """As `load_strategy`, checked: StrategyError, naming the file, tensor and region, for one that fits no job."""
+    strategy = load_strategy(path, os)
+    try:
+        strategy.check()
+    except StrategyError as error:
+        remedy = "use another checkpoint" if os.is_directory(path) else REMEDY
+        raise StrategyError(f"the strategy {path}: {error}; {remedy}") from error
+    return strategy
+
+
 def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os: Os = REAL_OS) -> None:
     """Joins the strategy files of a directory, one of each stage, into one file.
 
     Stages are in one world and number its ranks alike, as `save_strategy(group=...)` does. A tensor of one name and
     form in several stages is taken for one that they share (tied weights). Raises NoStrategiesError (a
-    NotADirectoryError) if it is no directory, StrategyError (a ValueError) if it is empty or two stages contradict each
-    other.
+    NotADirectoryError) if it is no directory, StrategyError (a ValueError) if it is empty, two stages contradict each
+    other or ranks hold nothing, NotTextError (a TypeError) for an argument that is no path.
     """
-    source = Path(src_strategy_dirs)
+    source, target = (
+        Path(text("src_strategy_dirs", src_strategy_dirs)),
+        Path(text("dst_strategy_file", dst_strategy_file)),
+    )
     if not os.is_directory(source.resolve()):
         raise NoStrategiesError(f"{source} is not a directory; give the one that holds the stages' strategy files")
     with storage_errors("listing", source):
@@ -265,9 +301,24 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
     joined = Strategy(stages[0][1].world_size, tensors)
     try:
         joined.check()
-    except (FormatError, IncompleteError) as error:
+    except StrategyError as error:
         raise StrategyError(f"the strategies in {source} do not fit together: {error}") from error
-    save_strategy_file(joined, Path(dst_strategy_file), os)
+    holders = {rank for cut in tensors.values() for held in cut.held for rank in held.ranks}
+    if len(holders) < joined.world_size:
+        idle = [rank for rank in range(joined.world_size) if rank not in holders]
+        some = ", ".join(map(str, idle[:_SHOWN_MAX])) + (", ..." if len(idle) > _SHOWN_MAX else "")
+        raise StrategyError(
+            f"in the strategies in {source} these of {joined.world_size} ranks hold nothing: {some}; probably the file "
+            "of their stage is missing there"
+        )
+    save_strategy_file(joined, target, os)
+
+
+def text(name: str, value: Any) -> str:
+    """A path as a str; NotTextError, naming the argument, for anything else."""
+    if not isinstance(value, str | PathLike) or not isinstance(fspath(value), str):
+        raise NotTextError(f"{name} is {value!r}; it has to be a str")
+    return fspath(value)
 
 
 def _together(one: Sequence[Held], other: Sequence[Held]) -> tuple[Held, ...]:
@@ -275,102 +326,3 @@ def _together(one: Sequence[Held], other: Sequence[Held]) -> tuple[Held, ...]:
     for held in (*one, *other):
         boxes.setdefault(held.box, set()).update(held.ranks)
     return tuple(Held(box, tuple(sorted(ranks))) for box, ranks in sorted(boxes.items()))
-
-
-def rank_list_for_transform(
-    rank_id: int, src_strategy_file: str | None = None, dst_strategy_file: str | None = None
-) -> list[int]:
-    """Source ranks whose state the destination rank needs, sorted; of copies the lowest rank is named.
-
-    None for a strategy: not divided, everything is whole on rank 0. A file may be a checkpoint's directory too.
-    Raises NotARankError (a TypeError) for a rank that is no int, ConfigError for one outside the destination's world,
-    StrategyError (a ValueError) for a file that is missing, empty or damaged, MismatchError for two different models.
-    """
-    if type(rank_id) is not int:
-        raise NotARankError(f"rank_id is {rank_id!r}; it has to be an int")
-    source = None if src_strategy_file is None else load_strategy(Path(src_strategy_file))
-    wanted = None if dst_strategy_file is None else load_strategy(Path(dst_strategy_file))
-    world_size = 1 if wanted is None else wanted.world_size
-    if not 0 <= rank_id < world_size:
-        raise ConfigError(f"rank_id is {rank_id}; the destination has the ranks 0 to {world_size - 1}")
-    if source is None:
-        return [0]
-    return sorted({held.ranks[0] for _, held in needed(source, wanted, rank_id)})
-
-
-def needed(source: Strategy, wanted: Strategy | None, rank: int) -> list[tuple[str, Held]]:
-    """The source's shards that have something of what destination rank `rank` holds (`wanted` None: everything).
-
-    Of state of the optimizer that only `optim/FQN` or `model/FQN` speaks of, a shard stands for all keys.
-    Raises MismatchError for two different models, IncompleteError for what no shard of the source has.
-    """
-    if wanted is not None:
-        refuse_another_model(source, wanted)
-    with_state = {_parameter_of(name, cut) for name, cut in source.tensors.items() if name.startswith("optim/")}
-    found: list[tuple[str, Held]] = []
-    for name, cut in source.tensors.items():
-        boxes = _boxes_of(name, cut, source, wanted, rank)
-        if wanted is not None and name.startswith("model/") and name.removeprefix("model/") not in with_state:
-            boxes += _boxes_of(f"optim/{name.removeprefix('model/')}", Cut("", cut.shape, ()), source, wanted, rank)
-        for held in cut.held:
-            if any(not box.sizes or overlap(held.box, box) is not None for box in boxes):
-                found.append((name, held))
-        for box in boxes:
-            slices_for(source.divided(name), box)  # inside and covered, or an error that names the region
-    return found
-
-
-def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
-    """MismatchError, naming tensors, where one has parameters that the other lacks, or of another type or shape."""
-    one, other = (
-        {name: cut for name, cut in strategy.tensors.items() if name.startswith("model/")}
-        for strategy in (source, wanted)
-    )
-    missing, extra = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
-    different = {
-        name: f"{cut.dtype} {cut.shape} in the source and {wanted.tensors[name].dtype} {wanted.tensors[name].shape} in "
-        "the destination"
-        for name, cut in source.tensors.items()
-        if name in wanted.tensors and (cut.dtype, cut.shape) != (wanted.tensors[name].dtype, wanted.tensors[name].shape)
-    }
-    if not (missing or extra or different):
-        return
-    parts = [f"only the source has {_some(missing)}"] if missing else []
-    parts += [f"only the destination has {_some(extra)}"] if extra else []
-    parts += [f"{name} is {what}" for name, what in sorted(different.items())[:_SHOWN_MAX]]
-    raise MismatchError(
-        f"the strategies are of two models: {'; '.join(parts)}. Take the strategy of a job with the same model",
-        missing=extra,
-        extra=missing,
-        different=different,
-    )
-
-
-def _parameter_of(name: str, cut: Cut) -> str:
-    """FQN of a state entry, with or without a key."""
-    rest = name.removeprefix("optim/")
-    return rest.rpartition("/")[0] if cut.dtype else rest
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
-    return ", ".join(names[:_SHOWN_MAX]) + more
-
-
-def _boxes_of(name: str, cut: Cut, source: Strategy, wanted: Strategy | None, rank: int) -> list[Box]:
-    """Boxes that the destination rank has of a tensor that the source lists."""
-    if wanted is None:
-        return [whole(cut.shape)]
-    if not name.startswith("optim/"):
-        there = wanted.tensors.get(name)
-        # A buffer that the destination does not list is whole on every rank; a parameter is told as a mismatch.
-        held = (Held(whole(cut.shape), (rank,)),) if there is None else there.held
-    elif cut.dtype:
-        fqn, _, key = name.removeprefix("optim/").rpartition("/")
-        held = wanted.state_held(fqn, key, cut.shape)
-    else:
-        state = wanted.state_of(name.removeprefix("optim/"))
-        held = () if state is None else state.held
-        keys = [key for key in wanted.keys_of(name.removeprefix("optim/")) if key not in source.tensors]
-        held += tuple(one for key in keys if wanted.tensors[key].shape == cut.shape for one in wanted.tensors[key].held)
-    return [one.box for one in held if rank in one.ranks]

@@ -16,7 +16,8 @@ from lastwords.checkpoint.reshard_plan import Slice, slices_for
 from lastwords.checkpoint.saved_state import Group, Saved, renumbered
 from lastwords.checkpoint.saved_units import META_VERSION
 from lastwords.checkpoint.state_trees import Tree, leaves, mapped, renamed
-from lastwords.checkpoint.strategy import Cut, Held, Strategy, refuse_another_model
+from lastwords.checkpoint.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.strategy_needs import refuse_another_model
 
 Ranks = tuple[int, ...]
 
@@ -57,7 +58,7 @@ def whole_strategy(saved: Saved) -> Strategy:
 def check_fit(saved: Saved, wanted: Strategy) -> None:
     """Before anything is read: the strategy is sound, and of this model.
 
-    FormatError, IncompleteError or MismatchError name the tensor and the region.
+    StrategyError or MismatchError name the tensor and the region.
     """
     wanted.check()
     listed = {

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from lastwords.checkpoint.strategy import WORLD_SIZE_MAX
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import print_json, say
 from lastwords.errors import ConfigError
@@ -16,7 +17,6 @@ WHOLE = "whole"
 RANKS_MISSING = 1
 """Exit code where other ranks' parts are still to be written: `NOTHING_FOUND`, no checkpoint is there yet."""
 
-_RANKS_MAX = 1 << 20
 _LISTED_MAX = 16
 
 
@@ -81,7 +81,9 @@ def ranks_of(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"{text!r} is no list of ranks; write numbers and ranges, such as 0,2,4-7")
         low, high = int(first), int(last) if dash else int(first)
-        if high < low or high >= _RANKS_MAX:
+        if high >= WORLD_SIZE_MAX:
+            raise ConfigError(f"{part.strip()!r} is no range of ranks: they go up to {WORLD_SIZE_MAX - 1}")
+        if high < low:
             raise ConfigError(f"{part.strip()!r} is no range of ranks; write the smaller one first, such as 4-7")
         found.update(range(low, high + 1))
     return sorted(found)

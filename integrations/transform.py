@@ -37,7 +37,7 @@ from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
 from lastwords.checkpoint.reshard_plan import Divided, Shard, slices_for
 from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.checkpoint.strategy import Strategy, load_strategy
+from lastwords.checkpoint.strategy import Strategy, load_sound_strategy
 from lastwords.checkpoint.streamed import Streamed
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -107,6 +107,8 @@ def transform(
     """
     if jobs < 1:
         raise ConfigError(f"{jobs} ranks at a time make no progress; give 1 or more")
+    if os.exists(source) and not os.is_directory(source):
+        raise ConfigError(f"{source} is a file; give a checkpoint's directory, or one that holds checkpoints")
     checkpoint = open_checkpoint(find_checkpoint(source, os), os)
     found = CheckpointSource(checkpoint, os)
     wanted = whole_strategy(found.saved) if to is None else _strategy(to, os)
@@ -119,7 +121,7 @@ def transform(
 
 
 def _strategy(to: Path, os: Os) -> Strategy:
-    return load_strategy(find_checkpoint(to, os) if os.is_directory(to) else to, os)
+    return load_sound_strategy(find_checkpoint(to, os) if os.is_directory(to) else to, os)
 
 
 class _Cancelled(Exception):

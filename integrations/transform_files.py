@@ -10,8 +10,8 @@ from lastwords.checkpoint.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.partfile import read_lone_header
 from lastwords.checkpoint.rank_files import RankFiles, read_content
-from lastwords.checkpoint.rank_transform import SUFFIX, strategy_or_none, text, transform_rank
-from lastwords.checkpoint.strategy import Strategy, strategy_of
+from lastwords.checkpoint.rank_transform import SUFFIX, strategy_or_none, transform_rank
+from lastwords.checkpoint.strategy import Strategy, strategy_of, text
 from lastwords.checkpoint.system import REAL_OS, Os, make_directory, storage_errors, sync_directory
 from lastwords.errors import ConfigError, IncompleteError, MismatchError, StrategyError
 from lastwords.integrations.bars import rank_bars

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lastwords.checkpoint.rank_transform import transform_checkpoint_by_rank
-    from lastwords.checkpoint.strategy import merge_pipeline_strategys, rank_list_for_transform
+    from lastwords.checkpoint.strategy import merge_pipeline_strategys
+    from lastwords.checkpoint.strategy_needs import rank_list_for_transform
     from lastwords.errors import (
         CheckpointError,
         ConfigError,
@@ -76,7 +77,7 @@ _WHERE = {
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
     "merge_pipeline_strategys": "lastwords.checkpoint.strategy",
-    "rank_list_for_transform": "lastwords.checkpoint.strategy",
+    "rank_list_for_transform": "lastwords.checkpoint.strategy_needs",
     "restore_group_info_list": "lastwords.sharding.group_info",
     "save_strategy": "lastwords.optim_wrapper.live_strategy",
     "transform_checkpoint_by_rank": "lastwords.checkpoint.rank_transform",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import lastwords
 from lastwords.checkpoint import rank_transform, streamed
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.checkpoint_source import CheckpointSource
+from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.rank_files import RankFiles
 from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file
@@ -97,7 +99,7 @@ def test_any_rank_of_a_group_will_do(made: Made) -> None:
 
 def test_a_missing_rank_is_named_after_its_group_was_tried(made: Made) -> None:
     with pytest.raises(IncompleteError, match=r"model/w\[4:8, 0:6\] is held by source rank\(s\) 1, 3; source rank 1 is "
-                       r"missing: no file was given.*No other rank of its group") as caught:  # fmt: skip
+                       r"missing: no file .*for it \(missing too: 3\).*No other rank of its") as caught:  # fmt: skip
         made.move(files={0: made.files[0], 2: made.files[2]})
     assert caught.value.missing == ("rank 1", "rank 3")
     with pytest.raises(IncompleteError, match=r"source rank 1 is missing: its file .*gone.ckpt does not exist"):
@@ -337,22 +339,62 @@ def test_another_type_is_refused_by_tensor(made: Made) -> None:
 
 def test_overlapping_boxes_are_refused_by_tensor_and_region(made: Made) -> None:
     wide = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 3), (8, 3)), (1,)))
-    refused(made, FormatError, r"model/w: rank 0 and rank 1 both have \[0:8, 3:4\]",
+    refused(made, StrategyError, r"strategy .*/other: model/w: rank 0 and rank 1 both have \[0:8, 3:4\].*; save the",
             to=Strategy(2, {"model/w": Cut("F32", W, wide)}))  # fmt: skip
 
 
 def test_what_no_rank_has_is_refused_by_tensor_and_region(made: Made) -> None:
     gap = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 5), (8, 1)), (1,)))
     for which in ("to", "source"):
-        refused(made, IncompleteError, r"model/w\[0:8, 4:5\] is in no file",
+        refused(made, StrategyError, r"other.*: model/w\[0:8, 4:5\] is held by no rank; save the strategy again",
                 **{which: Strategy(2, {"model/w": Cut("F32", W, gap)})})  # fmt: skip
         (made.tmp / "other").unlink(missing_ok=True)
 
 
 def test_a_box_outside_of_its_tensor_is_refused(made: Made) -> None:
     out = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 4), (8, 3)), (1,)))
-    refused(made, FormatError, r"rank 1 has \[0:8, 4:7\], which is not inside its shape \(8, 6\)",
+    refused(made, StrategyError, r"other: model/w: rank 1 has \[0:8, 4:7\], which is not inside its shape \(8, 6\);",
             to=Strategy(2, {"model/w": Cut("F32", W, out)}))  # fmt: skip
+    (made.tmp / "other").unlink()
+    flat = (Held(Box((0,), (48,)), (0, 1)),)
+    refused(made, StrategyError, r"other: model/w: rank 0 has \[0:48\], which is not inside its shape \(8, 6\);",
+            to=Strategy(2, {"model/w": Cut("F32", W, flat)}))  # fmt: skip
+
+
+def hand_made(path: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    content = json.loads(path.read_bytes())
+    content.pop("checksum")
+    change(content)
+    path.write_bytes(encode_document(content))
+    return str(path)
+
+
+def test_a_strategy_made_by_hand_that_fits_no_job_is_named_with_what_to_do(made: Made) -> None:
+    def held(ranks: list[int], offsets: list[int]) -> Callable[[dict[str, Any]], object]:
+        return lambda content: content["tensors"]["model/w"]["held"].__setitem__(0, [offsets, [8, 2], ranks])
+
+    for change, words in (
+        (
+            held([0], [0, -2]),
+            r"columns is damaged: the boxes of model/w cannot be read \(no box has the offsets \(0, -2\)",
+        ),
+        (held([-1], [0, 0]), "columns: model/w is held by rank -1, but there are only 3 ranks"),
+        (held([7], [0, 0]), "columns: model/w is held by rank 7, but there are only 3 ranks"),
+    ):
+        for argument in ("to", "src_strategy_file"):
+            (made.tmp / "columns").unlink()
+            save_strategy_file(columns(3), made.tmp / "columns", QUICK)
+            with pytest.raises(StrategyError, match=f"{words}.*; save the strategy again"):
+                made.move(**{argument: hand_made(made.tmp / "columns", change)})  # type: ignore[arg-type]
+        with pytest.raises(StrategyError, match=words):
+            lastwords.rank_list_for_transform(0, None, made.columns)
+
+
+def test_a_damaged_strategy_file_is_to_be_saved_again_and_no_checkpoint_is_spoken_of(made: Made) -> None:
+    changed_bit(made.columns, b"held")
+    with pytest.raises(StrategyError, match=r"columns is damaged: .*; save the strategy again") as caught:
+        made.move()
+    assert "checkpoint" not in str(caught.value)
 
 
 def test_files_of_two_steps_are_refused_naming_both(made: Made) -> None:
@@ -374,6 +416,8 @@ def test_a_file_of_another_part_than_the_strategy_says_is_refused(made: Made) ->
     [
         (b"", "less than the smallest header"),
         (b"\x10" + bytes(30), "damaged"),
+        (b"PK\x03\x04" + b"zip of torch.save", "is no safetensors file; it looks like one of torch.save"),
+        (b"\x80\x02}q\x00." + b"pickle", "is no safetensors file; it looks like one of torch.save"),
         (b"\x02\0\0\0\0\0\0\0{}", "not written by lastwords"),
     ],
 )

@@ -17,11 +17,11 @@ from lastwords.checkpoint.strategy import (
     Strategy,
     load_strategy,
     merge_pipeline_strategys,
-    rank_list_for_transform,
     save_strategy_file,
     strategy_of,
 )
-from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError, StrategyError
+from lastwords.checkpoint.strategy_needs import rank_list_for_transform
+from lastwords.errors import ConfigError, FormatError, MismatchError, StorageError, StrategyError
 from tests.checkpoint.interposed import InterposedOs, counting
 from tests.checkpoint.simulated_disk import SimulatedOs
 
@@ -58,7 +58,7 @@ def test_boxes_that_overlap_or_leave_out_are_named() -> None:
     held = (Held(Box((0,), (3,)), (0,)), Held(Box((2,), (2,)), (1,)))
     with pytest.raises(FormatError, match=r"w: rank 0 and rank 1 both have \[2:3\]"):
         Strategy(2, {"w": Cut("F32", (4,), held)}).check()
-    with pytest.raises(IncompleteError, match=r"w\[3:4\] is in no file"):
+    with pytest.raises(StrategyError, match=r"w\[3:4\] is held by no rank"):
         Strategy(2, {"w": Cut("F32", (4,), held[:1])}).check()
 
 
@@ -259,3 +259,31 @@ def test_a_strategy_file_is_whole_or_not_there_whichever_system_call_fails() -> 
         if under.exists(path):
             assert load_strategy(path, under) == rows(4)
         assert [name for name in under.listdir(Path("/d")) if name != "strategy"] == [], f"call {at} leaves something"
+
+
+def test_a_missing_stage_is_seen_by_the_ranks_that_hold_nothing(tmp_path: Path) -> None:
+    stages = tmp_path / "stages"
+    stages.mkdir()
+    first = Cut("F32", (2,), (Held(Box((0,), (2,)), (0, 1)),))
+    save_strategy_file(Strategy(4, {"model/a": first}), stages / "0")
+    with pytest.raises(StrategyError, match=r"these of 4 ranks hold nothing: 2, 3; probably the file of their stage"):
+        merge_pipeline_strategys(str(stages), str(tmp_path / "all"))
+    assert not (tmp_path / "all").exists()
+
+
+def test_arguments_of_another_type_are_named(tmp_path: Path) -> None:
+    wrong: Any = 7
+    for call, name in (
+        (lambda: merge_pipeline_strategys(wrong, "all"), "src_strategy_dirs"),
+        (lambda: merge_pipeline_strategys(str(tmp_path), wrong), "dst_strategy_file"),
+        (lambda: rank_list_for_transform(0, wrong, None), "src_strategy_file"),
+        (lambda: rank_list_for_transform(0, None, wrong), "dst_strategy_file"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} is 7; it has to be a str"):
+            call()
+
+
+def test_a_world_that_no_job_has_is_not_believed(tmp_path: Path) -> None:
+    path = Path(saved(Strategy(10**12, rows(1).tensors), tmp_path / "huge"))
+    with pytest.raises(StrategyError, match=r"huge is damaged: its world_size is 1000000000000; a job has"):
+        load_strategy(path)

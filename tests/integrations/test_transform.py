@@ -252,7 +252,7 @@ def test_strategies_that_do_not_fit_are_refused_before_anything_is_written(rooms
     kinds: dict[str, Any] = {
         "empty": (StrategyError, "is empty"),
         "nothing": (StrategyError, "no strategy file"),
-        "gap": (IncompleteError, r"model/w\[7:8, 0:6\] is in no file"),
+        "gap": (StrategyError, r"gap: model/w\[7:8, 0:6\] is held by no rank; save the strategy again"),
         "other model": (MismatchError, "only the source has model/w; only the destination has model/v"),
         "rank 1 of 1": (StrategyError, "held by rank 1, but there are only 1 ranks"),
     }
@@ -314,6 +314,10 @@ def test_the_command_says_by_its_exit_code_what_is_wrong(rooms: Rooms, capsys: p
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", str(rooms.tmp / "nothing")]) == 3
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", "whole", "--ranks", "7-3"]) == 2
     assert "write the smaller one first" in capsys.readouterr().err
+    assert main(["transform", source, str(rooms.tmp / "new"), "--to", "whole", "--ranks", "0-99999999"]) == 2
+    assert "no range of ranks: they go up to 1048575" in capsys.readouterr().err
+    assert main(["transform", str(rooms.three), str(rooms.tmp / "new"), "--to", "whole"]) == 2
+    assert "three is a file; give a checkpoint's directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,,2", "1-", "-1", "3-1", "1-99999999999"])
