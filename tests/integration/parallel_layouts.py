@@ -57,5 +57,8 @@ def holders(layout: Layout, name: str, rank: int) -> tuple[int, ...]:
         return tuple(world)
     if layout.parallel == "fsdp-tp" and not is_cut_by_tp:
         return tuple(other for other in world if (other // layout.parts - rank // layout.parts) % layout.parts == 0)
+    if layout.parallel == "pp-tp" and not is_cut_by_tp:
+        each = layout.world_size // layout.parts
+        return tuple(other for other in world if other // each == rank // each)
     (group,) = [group for group in groups(layout) if rank in group]
     return group
