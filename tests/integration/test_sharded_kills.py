@@ -6,6 +6,7 @@ torch alone. test_sharded_matrix.py has the full cross product.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -159,7 +160,9 @@ def cut_off_after_update(rig: Rig, layout: Layout, slow_rank: int) -> Launch:
     """Last words of step 4 from ranks at different places of it: one has updated and is not at its scheduler yet."""
     kill = ShardedKill("end", 4, (3,))
     slow = Fault(slow_rank, 4, "after_update", ("sleep:3",))
-    launch = rig.launch(layout, faults=[*kill.faults(layout), slow])
+    # The victim waits a little, or the slow one may still look at its gate, which all others have passed.
+    late = [dataclasses.replace(fault, actions=("sleep:0.7", *fault.actions)) for fault in kill.faults(layout)]
+    launch = rig.launch(layout, faults=[*late, slow])
     launch.finish()
     rig.check_last_words(launch, kill.victims, {4})
     (incident,) = launch.incidents()
