@@ -203,7 +203,8 @@ def same_answers(console: Console, runs: Runs, width: int) -> list[str]:
         f"together by hand,\n           bit for bit, and at most {apart:.1e} from the {FEWER} ranks' (allowed: "
         f"{LOGITS_TOLERANCE:.0e})",
     )
-    console.print(f"\n[dim]{PROMPT}[/][bold]", end="")
+    console.print("\nWhat it goes on with after the dim words (so few steps teach it letters and blanks, not English):")
+    console.print(f"[dim]{PROMPT}[/][bold]", end="")
     console.print(continued(model, PROMPT).removeprefix(PROMPT), markup=False, style="bold")
     return []
 
