@@ -3,10 +3,11 @@
 #   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
 #   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp, pp-tp
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
-#   make test      all tests that fit into minutes
+#   make test      the tests that fit into ten minutes
+#   make test-all  those and all cases of their long tables
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
-#   make chaos     kills at random instants: make chaos N=50 SEED=1
+#   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble
 #   make bench     measures the budgets, beside the machine's own limits
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
@@ -16,7 +17,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 N ?= 20
+WORKERS ?= 3
 SEED ?= 1
+MODE ?= kill
 LAYOUT ?= tp
 
 .PHONY: install venv demo demo-parallel demo-elastic test check matrix chaos bench proto clean
@@ -41,7 +44,10 @@ demo-elastic: $(READY)
 	$(BIN)/python -m demo.transformer.elastic $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not thorough' $(ARGS)
+
+test-all: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -54,7 +60,7 @@ matrix: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -k 'not chaos' --timeout 7200 $(ARGS)
 
 chaos: $(READY)
-	OMP_NUM_THREADS=1 LASTWORDS_CHAOS_N=$(N) LASTWORDS_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -m slow -k chaos --timeout 7200 $(ARGS)
+	OMP_NUM_THREADS=1 LASTWORDS_CHAOS_N=$(N) LASTWORDS_CHAOS_SEED=$(SEED) LASTWORDS_CHAOS_MODE=$(MODE) $(BIN)/python -m pytest -m slow -k 'chaos and many' --timeout 7200 $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python bench/run.py $(ARGS)

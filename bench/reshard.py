@@ -54,6 +54,7 @@ from lastwords.checkpoint.strategy import strategy_of
 from lastwords.integrations.dcp import LastWordsReader
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume_elsewhere import Resharding
+from lastwords.optim_wrapper.survey import places_of, survey
 from lastwords.optim_wrapper.tensor_bytes import bytes_of
 from lastwords.optim_wrapper.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -100,7 +101,7 @@ def boxes(shape: tuple[int, ...], parts: int, how: str) -> list[Box]:
 
 def cut_checkpoint(root: Path, state: dict[str, Any], ranks: int, how: str, step: int) -> Path:
     """A published checkpoint of these arrays, each rank with its own part of all of them."""
-    directory = root / layout.tmp_dir_name(step, 1, 1, 1)
+    directory = root / layout.tmp_dir_name(step, "bench", 1, 1, 1)
     for rank in range(ranks):
         tensors = []
         for name, array in state.items():
@@ -209,7 +210,7 @@ def save_both(root: Path, sizes: Shapes, axis: int) -> Callable[[int], None]:
         recorder.committed(1, Position(1, 1))
         source, table = recorder.source, recorder.units.table
         mine = [unit for unit, holders in table.units.items() if holders[0] == rank]
-        directory = root / layout.tmp_dir_name(1, 1, 1, 1)
+        directory = root / layout.tmp_dir_name(1, "bench", 1, 1, 1)
         units = {unit: source.unit_state(unit, 1, Stand(Phase.COMPUTING, 1)) for unit in mine}
         write_part(directory, rank, 1, 1, 1, units, {}, source.facts(1), job="bench")
         dist.barrier()
@@ -252,7 +253,9 @@ def resume(layer: Layer, root: Path) -> Callable[[], int]:
     recorder = layer.recorder()
 
     def run() -> int:
-        resharding = Resharding(open_checkpoint(layout.checkpoint_dir(root, 1)), recorder)
+        checkpoint = open_checkpoint(layout.checkpoint_dir(root, 1))
+        surveyed = survey(checkpoint.path, checkpoint.manifest, places_of(recorder))
+        resharding = Resharding(checkpoint, recorder, surveyed)
         done = resharding.read()
         resharding.commit()
         return done

@@ -27,6 +27,7 @@ FULL = {
     "save_load": [],
     "reshard": [],
     "transform": [],
+    "scale": ["--ranks", "16384"],
 }
 QUICK = {
     "step_overhead": ["--steps", "300", "--rounds", "3"],
@@ -37,6 +38,7 @@ QUICK = {
     "save_load": ["--mib", "128", "--repeat", "3"],
     "reshard": ["--mib", "96", "--repeat", "1"],
     "transform": ["--mib", "96"],
+    "scale": [],
 }
 
 

@@ -71,7 +71,6 @@ def guarded_updates(guard: SignalGuard, count: int = 100) -> Callable[[], None]:
 
     def once() -> None:
         for _ in range(count):
-            guard.refresh()
             guard.enter_update()
             guard.leave_update()
 

@@ -5,9 +5,13 @@ Pure functions over whole numbers; sizes and offsets are in elements of the whol
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lastwords.errors import FormatError
 
@@ -170,18 +174,70 @@ def slabs(box: Box, elements_max: int) -> Iterator[Box]:
         yield from slabs(_narrowed(box, axis, at, min(at + rows, end)), elements_max)
 
 
+class BoxIndex:
+    """Boxes of one tensor, to be asked which of them share elements with another box. Empty ones never do.
+
+    A level for each dimension: the ranges that boxes have there, sorted, and below each range the boxes that have it.
+    So a question about a grid costs the logarithm of its size, and what is found. FormatError if dimensions differ.
+    """
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self.boxes = boxes
+        self._dimensions = len(boxes[0].sizes) if boxes else 0
+        odd = next((box for box in boxes if len(box.sizes) != self._dimensions), None)
+        if odd is not None:
+            raise FormatError(f"{boxes[0]} and {odd} are not boxes of one tensor: their dimensions differ")
+        self._root = self._level([number for number, box in enumerate(boxes) if 0 not in box.sizes], 0)
+
+    def overlapping(self, wanted: Box) -> list[int]:
+        """Numbers of the boxes that share an element with `wanted`, sorted.
+
+        >>> BoxIndex([Box((0,), (4,)), Box((4,), (4,)), Box((8,), (0,))]).overlapping(Box((3,), (9,)))
+        [0, 1]
+        """
+        if not self.boxes or 0 in wanted.sizes:
+            return []
+        if len(wanted.sizes) != self._dimensions:
+            raise FormatError(f"{wanted} is no box of a tensor with {self.boxes[0]}: their dimensions differ")
+        levels = [self._root]
+        for begin, end in zip(wanted.offsets, _ends(wanted), strict=True):
+            levels = [
+                below
+                for starts, furthest, ends, inner in levels
+                for place in range(bisect_right(furthest, begin), bisect_left(starts, end))
+                if ends[place] > begin
+                for below in (inner[place],)
+            ]
+        return sorted(itertools.chain.from_iterable(levels))
+
+    def _level(self, numbers: list[int], axis: int) -> Any:
+        """starts, furthest end so far, ends and what is below of each range; below the last dimension the numbers."""
+        if axis == self._dimensions:
+            return numbers
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number in numbers:
+            box = self.boxes[number]
+            groups.setdefault((box.offsets[axis], box.sizes[axis]), []).append(number)
+        ranges = sorted(groups)
+        ends = [at + size for at, size in ranges]
+        inner = [self._level(groups[one], axis + 1) for one in ranges]
+        return [at for at, _ in ranges], list(itertools.accumulate(ends, max)), ends, inner
+
+
+@functools.lru_cache(maxsize=32)
+def index_of(boxes: tuple[Box, ...]) -> BoxIndex:
+    """The index of these boxes. Tensors that are cut alike, as most of a model are, have one in common."""
+    return BoxIndex(boxes)
+
+
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Indices of the first two boxes that share an element; None if all are disjoint."""
-    order = sorted((index for index, box in enumerate(boxes) if box.elements), key=lambda index: boxes[index])
-    if not order or not boxes[order[0]].sizes:
-        return (order[0], order[1]) if len(order) > 1 else None
-    for place, index in enumerate(order):
-        end = boxes[index].offsets[0] + boxes[index].sizes[0]
-        for other in order[place + 1 :]:
-            if boxes[other].offsets[0] >= end:
-                break
-            if overlap(boxes[index], boxes[other]) is not None:
-                return index, other
+    index = index_of(tuple(boxes))
+    order = sorted(range(len(boxes)), key=lambda number: boxes[number])
+    for number in order:
+        others = [other for other in index.overlapping(boxes[number]) if other != number]
+        if others:
+            return number, min(others, key=lambda other: (boxes[other], other))
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lastwords.checkpoint.load import Checkpoint
-from lastwords.checkpoint.manifest import read_manifest
+from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.rank_files import Moment
 from lastwords.checkpoint.saved_state import Saved, join
 from lastwords.checkpoint.saved_units import buffers_of_ranks, units_of
@@ -11,7 +11,9 @@ from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.strategy import Strategy
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.checkpoint.transform_plan import check_fit
-from lastwords.errors import FormatError
+from lastwords.errors import FormatError, IncompleteError, ReplacedError
+
+_LOST = " its local state (RNG streams, buffers, data position) is lost: "
 
 
 class CheckpointSource:
@@ -27,7 +29,7 @@ class CheckpointSource:
         manifest = checkpoint.manifest
         self.checkpoint = checkpoint
         self.moment = Moment(manifest.job, manifest.global_step, manifest.epoch, manifest.step)
-        units = units_of(checkpoint.path, manifest)
+        units = [unit for _, unit in units_of(checkpoint.path, manifest)]
         self.saved = join(units, copies=manifest.moved)
         self.saved.check()
         specs = {spec.name: spec for entry in manifest.locals.values() for spec in entry.tensors}
@@ -50,8 +52,21 @@ class CheckpointSource:
         return self.checkpoint.stored(name)
 
     def check_unchanged(self) -> None:
-        """FormatError if there is another checkpoint in its place. Bytes that were read have been checked as such."""
-        if read_manifest(self.checkpoint.path, self._os) != self.checkpoint.manifest:
-            raise FormatError(
-                f"{self.checkpoint.path} was replaced while it was read; nothing was published: begin again"
-            )
+        """ReplacedError if it is not there any more, or another one is. Bytes that were read are checked as such."""
+        try:
+            same = read_manifest(self.checkpoint.path, self._os) == self.checkpoint.manifest
+        except (FormatError, IncompleteError):
+            same = False
+        if not same:
+            raise ReplacedError(f"{self.checkpoint.path} was replaced or removed while it was read, nothing is damaged")
+
+
+def lost_locals(manifest: Manifest) -> dict[int, str]:
+    """Why each rank's own state is not there, as the source's manifest says it."""
+    found = {}
+    for rank in range(manifest.world_size):
+        begin = f"rank {rank}:{_LOST}"
+        why = next((reason.removeprefix(begin) for reason in manifest.reasons if reason.startswith(begin)), None)
+        if why is not None:
+            found[rank] = why
+    return found

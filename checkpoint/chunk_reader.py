@@ -18,7 +18,7 @@ import xxhash
 
 from lastwords.checkpoint.direct_io import CHUNK_BYTES, Bytes
 from lastwords.checkpoint.document import damage
-from lastwords.checkpoint.part import FileEntry
+from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.partfile import open_part_file
 from lastwords.checkpoint.system import Os, close, storage_errors
 from lastwords.errors import FormatError

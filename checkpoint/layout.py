@@ -3,8 +3,10 @@
 ```
 {root}/tft_saved_checkpoints-step_{N}/manifest.json
 {root}/tft_saved_checkpoints-step_{N}/rank_{k}/ttp_rank_{k}-{epoch}_{step}.ckpt
-{root}/.tmp-tft_saved_checkpoints-step_{N}-g{generation}-i{incident}-a{attempt}/rank_{k}/...   while it is written
+{root}/.tmp-tft_saved_checkpoints-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/rank_{k}/...   while it is written
+{root}/unpublished-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/rank_{k}/...        finished, but never published
 {root}/.lastwords-{job}-g{generation}.lock                                           while its controller lives
+{root}/.lastwords-start-g{generation}.json                                           who drew this generation
 ```
 Everything is matched in full, so a name from the wire or from a manifest can never lead out of its directory.
 """
@@ -22,12 +24,18 @@ PART_NAME = "part.json"
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER})?")
-_TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-g{_NUMBER}-i{_NUMBER}-a{_NUMBER}")
-_CLAIM = re.compile(rf"\.lastwords-([A-Za-z0-9_.-]{{1,64}})-g{_NUMBER}\.lock")
+_JOB_TEXT = r"[A-Za-z0-9_.-]{1,64}"
+_FENCE = rf"g{_NUMBER}-i{_NUMBER}-a{_NUMBER}"
+_TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-(?:({_JOB_TEXT})-)?{_FENCE}")
+_CLAIM = re.compile(rf"\.lastwords-({_JOB_TEXT})-g{_NUMBER}\.lock")
+_START = re.compile(rf"\.lastwords-start-g{_NUMBER}\.json")
 _RANK = re.compile(rf"rank_{_NUMBER}")
 _PART = re.compile(rf"rank_{_NUMBER}/ttp_rank_{_NUMBER}-{_NUMBER}_{_NUMBER}\.ckpt")
 _UNIT = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
-_JOB = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_JOB = re.compile(_JOB_TEXT)
+
+EPOCH_UNKNOWN = 0
+"""In the place of an epoch: the loop had given the step no name when it was saved. Its step is the global one then."""
 
 UNIT_KINDS = ("model", "buffer", "optim", "extra")
 
@@ -60,26 +68,33 @@ class CheckpointName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TemporaryName:
-    """Name of a directory that is being written: fenced by generation, incident and attempt, hidden from scans."""
+    """Name of a directory that is being written: fenced by job, generation, incident and attempt, hidden from scans.
+
+    job: "" in a name of the time when the job was not in it.
+    """
 
     global_step: int
+    job: str
     generation: int
     incident: int
     attempt: int
 
     def __str__(self) -> str:
         fence = f"g{self.generation}-i{self.incident}-a{self.attempt}"
-        return f".tmp-tft_saved_checkpoints-step_{self.global_step}-{fence}"
+        job = f"{check_job_name(self.job)}-" if self.job else ""
+        return f".tmp-tft_saved_checkpoints-step_{self.global_step}-{job}{fence}"
 
     @staticmethod
     def parse(name: str) -> TemporaryName | None:
         """None for every other name.
 
-        >>> TemporaryName.parse(".tmp-tft_saved_checkpoints-step_37-g0-i1-a2")
-        TemporaryName(global_step=37, generation=0, incident=1, attempt=2)
+        >>> TemporaryName.parse(".tmp-tft_saved_checkpoints-step_37-digits-g0-i1-a2")
+        TemporaryName(global_step=37, job='digits', generation=0, incident=1, attempt=2)
         """
         found = _TEMPORARY.fullmatch(name)
-        return None if found is None else TemporaryName(int(found[1]), int(found[2]), int(found[3]), int(found[4]))
+        if found is None:
+            return None
+        return TemporaryName(int(found[1]), found[2] or "", int(found[3]), int(found[4]), int(found[5]))
 
 
 def claim_path(root: Path, job: str, generation: int) -> Path:
@@ -91,14 +106,29 @@ def claim_path(root: Path, job: str, generation: int) -> Path:
     return root / f".lastwords-{check_job_name(job)}-g{generation}.lock"
 
 
-def parse_claim(name: str) -> int | None:
-    """Generation of the controller that holds this file; None for every other name.
+def parse_claim(name: str) -> tuple[str, int] | None:
+    """Job and generation of the controller that holds this file; None for every other name.
 
     >>> parse_claim(".lastwords-digits-g3.lock"), parse_claim(".lastwords-generation")
-    (3, None)
+    (('digits', 3), None)
     """
     found = _CLAIM.fullmatch(name)
-    return None if found is None else int(found[2])
+    return None if found is None else (found[1], int(found[2]))
+
+
+def start_name(generation: int) -> str:
+    """Name of the file that says who drew this generation.
+
+    >>> start_name(3)
+    '.lastwords-start-g3.json'
+    """
+    return f".lastwords-start-g{generation}.json"
+
+
+def parse_start(name: str) -> int | None:
+    """Inverse of `start_name`; None for every other name."""
+    found = _START.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def checkpoint_dir(root: Path, global_step: int) -> Path:
@@ -106,18 +136,39 @@ def checkpoint_dir(root: Path, global_step: int) -> Path:
     return root / str(CheckpointName(global_step))
 
 
-def tmp_dir_name(global_step: int, generation: int, incident: int, attempt: int) -> str:
+def tmp_dir_name(global_step: int, job: str, generation: int, incident: int, attempt: int) -> str:
     """Name of the directory that one attempt writes into.
 
-    >>> tmp_dir_name(37, 0, 1, 2)
-    '.tmp-tft_saved_checkpoints-step_37-g0-i1-a2'
+    >>> tmp_dir_name(37, "digits", 0, 1, 2)
+    '.tmp-tft_saved_checkpoints-step_37-digits-g0-i1-a2'
     """
-    return str(TemporaryName(global_step, generation, incident, attempt))
+    return str(TemporaryName(global_step, job, generation, incident, attempt))
 
 
-def tmp_dir(root: Path, global_step: int, generation: int, incident: int, attempt: int) -> Path:
+def tmp_dir(root: Path, global_step: int, job: str, generation: int, incident: int, attempt: int) -> Path:
     """Directory that one attempt writes into."""
-    return root / tmp_dir_name(global_step, generation, incident, attempt)
+    return root / tmp_dir_name(global_step, job, generation, incident, attempt)
+
+
+def unpublished_dir(root: Path, global_step: int, job: str, generation: int, incident: int, attempt: int) -> Path:
+    """Where finished files of an incident without a checkpoint are kept for a human: nothing here removes them.
+
+    >>> unpublished_dir(Path("/ckpt"), 37, "digits", 0, 1, 2).name
+    'unpublished-step_37-digits-g0-i1-a2'
+    """
+    hidden = tmp_dir_name(global_step, job, generation, incident, attempt)
+    return root / hidden.replace(".tmp-tft_saved_checkpoints", "unpublished", 1)
+
+
+def parse_unpublished(name: str) -> TemporaryName | None:
+    """The attempt that left such a directory; None for every other name.
+
+    >>> parse_unpublished("unpublished-step_37-digits-g0-i1-a2").job
+    'digits'
+    """
+    if not name.startswith("unpublished-"):
+        return None
+    return TemporaryName.parse(name.replace("unpublished", ".tmp-tft_saved_checkpoints", 1))
 
 
 def rank_dir_name(rank: int) -> str:
@@ -132,7 +183,10 @@ def parse_rank_dir(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PartPath:
-    """Path of a writer's file, relative to the checkpoint's directory. epoch and step are 1-based."""
+    """Path of a writer's file, relative to the checkpoint's directory. epoch and step are 1-based.
+
+    Epoch `EPOCH_UNKNOWN`, and then step is the global one: the writer did not know the name of the step.
+    """
 
     rank: int
     epoch: int
@@ -240,6 +294,11 @@ class LocalTensorName:
     name: str
 
 
+def parse_number(text: str) -> int | None:
+    """A rank or another number, as names on disk have it: at most 18 digits, none too many. None for all else."""
+    return int(text) if re.fullmatch(_NUMBER, text) else None
+
+
 def parse_tensor_name(name: str) -> UnitTensorName | LocalTensorName:
     """Inverse of `unit_tensor_name` and `local_tensor_name`; FormatError for any other name.
 
@@ -250,8 +309,9 @@ def parse_tensor_name(name: str) -> UnitTensorName | LocalTensorName:
     """
     first, _, rest = name.partition("/")
     owner, _, rest = rest.partition("/")
-    if first == "local" and rest and re.fullmatch(_NUMBER, owner):
-        return LocalTensorName(int(owner), rest)
+    rank = parse_number(owner)
+    if first == "local" and rest and rank is not None:
+        return LocalTensorName(rank, rest)
     if first == "unit" and _UNIT.fullmatch(owner):
         kind, _, rest = rest.partition("/")
         if kind in ("model", "buffer", "extra") and rest:

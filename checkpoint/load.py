@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import numpy as np
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.chunk_reader import Piece, read_file
 from lastwords.checkpoint.direct_io import Bytes, as_bytes
+from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import Header, TensorSpec
-from lastwords.checkpoint.manifest import Manifest, claimed_published_ns, read_manifest
-from lastwords.checkpoint.part import FileEntry
-from lastwords.checkpoint.partfile import check_header
+from lastwords.checkpoint.glance import check_name, glance
+from lastwords.checkpoint.manifest import Claimed, Manifest, read_published
+from lastwords.checkpoint.partfile import check_header, check_sizes
+from lastwords.checkpoint.retry import NO_FILE, patiently
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.system import REAL_OS, Os, storage_error
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
@@ -36,12 +39,16 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A directory with a checkpoint's name. `manifest` is None where it could not be read; `why` is "" if complete."""
+    """A directory with a checkpoint's name. `manifest` is None where it could not be read; `why` is "" if complete.
+
+    errno: of what the system refused, if it is unreadable.
+    """
 
     path: Path
     status: Status
     why: str
     manifest: Manifest | None
+    errno: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,11 @@ Tensors = dict[str, tuple[TensorSpec, Bytes]]
 def scan(root: Path, os: Os = REAL_OS, *, job: str | None = None) -> list[Found]:
     """Every directory in `root` that has a checkpoint's name, newest first; those without a manifest come last.
 
-    Checked are manifest, presence, sizes and headers; `verify` checks the data as well. A missing `root` is empty.
-    With `job`, only checkpoints of that job (a directory whose manifest cannot be read belongs to none).
+    Checked are manifest, presence, sizes and, unless the checkpoint is large, headers; `verify` checks the rest. A
+    missing `root` is empty. With `job`, only checkpoints of that job (a directory whose manifest cannot be read belongs
+    to none).
     """
-    found = [examine(path, os) for path in _candidates(root, os)]
+    found = [examine(path, os) for path in _candidates([root], os)]
     if job is not None:
         found = [item for item in found if item.manifest is not None and item.manifest.job == job]
     return sorted(found, key=lambda item: item.manifest is None)
@@ -71,21 +79,82 @@ def scan(root: Path, os: Os = REAL_OS, *, job: str | None = None) -> list[Found]
 def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
     """Newest complete checkpoint in `root` (of `job`, if given); None if there is none.
 
-    Newest is what was published last by its manifest, never by a file's time. Newer ones that are damaged are
-    skipped with a warning.
+    Newer ones that are damaged are skipped with a warning, never those that could not be read: see `newest`, and
+    `newest_first` for what newest means. Of a large checkpoint no more is looked at than `glance` does.
     """
-    for path in _candidates(root, os):
-        found = examine(path, os)
-        if found.status is Status.COMPLETE and found.manifest is not None and job in (None, found.manifest.job):
+    return newest([root], None if job is None else (job,), os)
+
+
+def newest(
+    roots: Sequence[Path], jobs: Collection[str] | None = None, os: Os = REAL_OS, *, every_file: bool = False
+) -> Path | None:
+    """As `latest`, in several directories at once, and of any of `jobs`. every_file: see `glance`.
+
+    What a file system does not let it read may be the newest. It is asked again for some seconds (retry.PAUSES_S); then
+    StorageError names it: to take an older one would throw work away.
+    """
+    return patiently(lambda: _newest(roots, jobs, os, every_file), os)
+
+
+def _newest(roots: Iterable[Path], jobs: Collection[str] | None, os: Os, every_file: bool) -> Path | None:
+    candidates = _candidates(roots, os, Claimed.read)
+    for place, path in enumerate(candidates):
+        found, claimed = _glance(path, os, every_file)
+        wanted = claimed is None or jobs is None or claimed.job in jobs
+        if wanted and found.status is Status.UNREADABLE:
+            raise StorageError(
+                f"{found.why}. {path} may be the newest checkpoint, so no older one is taken: mend it, or move it away",
+                errno=found.errno,
+            )
+        if claimed is not None and found.status is Status.COMPLETE and wanted:
+            _name_silent(candidates[place + 1 :], claimed.global_step, os)
             return path
-        if found.status is not Status.COMPLETE and (found.manifest is None or job in (None, found.manifest.job)):
+        if wanted:
             logger.warning("%s is skipped: %s", path, found.why)
     return None
 
 
+def _glance(path: Path, os: Os, every_file: bool) -> tuple[Found, Claimed | None]:
+    """As `examine`, with what the manifest says of itself; of a large checkpoint only what `glance` looks at."""
+    try:
+        claimed = glance(path, os, every_file=every_file)
+        if claimed is not None:
+            return Found(path, Status.COMPLETE, "", None), claimed
+    except CheckpointError as error:
+        return _refused(path, error, None), None
+    found = examine(path, os)
+    said = found.manifest
+    return found, None if said is None else Claimed(said.job, said.generation, said.global_step, said.published_unix_ns)
+
+
+def _name_silent(older: Iterable[Path], global_step: int, os: Os) -> None:
+    """Of those that were taken for older because nothing could be read, the ones that may be newer by their names."""
+    for path in older:
+        name = layout.CheckpointName.parse(path.name)
+        if name is not None and name.global_step > global_step and Claimed.if_readable(path, os) == Claimed():
+            logger.warning("%s is skipped: %s", path, examine(path, os).why)
+
+
+def newest_first(claims: Mapping[Path, Claimed]) -> list[Path]:
+    """Checkpoints in the order in which they are to be tried.
+
+    Within a job by generation and step, which no clock can change: its controllers may have run on different hosts. Of
+    several jobs, by their newest wall clock `published_unix_ns`. Never by a file's time.
+    """
+    last: dict[str, int] = {}
+    for claimed in claims.values():
+        last[claimed.job] = max(last.get(claimed.job, 0), claimed.published_unix_ns)
+
+    def place(path: Path) -> tuple[object, ...]:
+        own = claims[path]
+        return last[own.job], own.job, own.generation, own.global_step, own.published_unix_ns, path.name
+
+    return sorted(claims, key=place, reverse=True)
+
+
 def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
     """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
-    if os.exists(path / layout.MANIFEST_NAME) or layout.CheckpointName.parse(path.resolve().name) is not None:
+    if os.exists(path / layout.MANIFEST_NAME) or _is_named(path):
         return path
     newest = latest(path, os=os)
     if newest is None:
@@ -96,51 +165,63 @@ def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
     return newest
 
 
+def _is_named(path: Path) -> bool:
+    """Whether the path, or what it leads to, has a checkpoint's name."""
+    return any(layout.CheckpointName.parse(name) is not None for name in (path.name, path.resolve().name))
+
+
 def examine(path: Path, os: Os = REAL_OS) -> Found:
     """What `scan` says of one directory, whatever its name."""
     try:
         manifest = _named_manifest(path, os)
     except CheckpointError as error:
-        return Found(path, _status_of(error), str(error), None)
+        return _refused(path, error, None)
     return _check(path, manifest, os)
 
 
-def _candidates(root: Path, os: Os) -> list[Path]:
-    """Directories with a checkpoint's name, the one that claims to be newest first; nothing of them is checked yet."""
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise storage_error("listing", root, error) from error
-    paths = [root / name for name in names if layout.CheckpointName.parse(name) is not None]
-    claims = [(claimed_published_ns(path, os), path.name, path) for path in paths if os.is_directory(path)]
-    return [path for _, _, path in sorted(claims, reverse=True)]
+def _candidates(
+    roots: Iterable[Path], os: Os, claim: Callable[[Path, Os], Claimed] = Claimed.if_readable
+) -> list[Path]:
+    """What has a checkpoint's name, the one that claims to be newest first; nothing of them is checked yet.
+
+    A link counts as what it leads to. One that leads nowhere counts too, so that whoever reads it can say so.
+    """
+    paths: list[Path] = []
+    for root in roots:
+        try:
+            names = os.listdir(root)
+            named = [root / name for name in names if layout.CheckpointName.parse(name) is not None]
+            paths += [path for path in named if os.is_directory(path) or os.is_link(path)]
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise storage_error("listing", root, error) from error
+    return newest_first({path: claim(path, os) for path in paths})
 
 
 def _named_manifest(path: Path, os: Os) -> Manifest:
-    manifest = read_manifest(path, os)
-    name = layout.CheckpointName.parse(path.name)
-    if name is not None and name.global_step != manifest.global_step:
-        raise FormatError(
-            f"{path} holds a checkpoint of global step {manifest.global_step}: the directory was renamed; give it "
-            "its own name back"
-        )
+    manifest = read_published(path, os)
+    check_name(path, manifest.global_step)
     return manifest
 
 
-def _status_of(error: CheckpointError) -> Status:
+def _refused(path: Path, error: CheckpointError, manifest: Manifest | None) -> Found:
     if isinstance(error, IncompleteError):
-        return Status.INCOMPLETE
-    return Status.UNREADABLE if isinstance(error, StorageError) else Status.DAMAGED
+        return Found(path, Status.INCOMPLETE, str(error), manifest)
+    if isinstance(error, StorageError) and error.errno not in NO_FILE:
+        return Found(path, Status.UNREADABLE, str(error), manifest, error.errno)
+    return Found(path, Status.DAMAGED, str(error), manifest)
 
 
 def _check(path: Path, manifest: Manifest, os: Os) -> Found:
     try:
         for entry in manifest.files:
-            _check_file(path, manifest, entry, os)
+            if manifest.tables is None:
+                _check_file(path, manifest, entry, os)
+            else:  # what is to be found at once cannot read what thousands of ranks hold
+                check_sizes(path, entry, os)
     except CheckpointError as error:
-        return Found(path, _status_of(error), str(error), manifest)
+        return _refused(path, error, manifest)
     return Found(path, Status.COMPLETE, "", manifest)
 
 
@@ -148,35 +229,57 @@ def _check_file(directory: Path, manifest: Manifest, entry: FileEntry, os: Os) -
     return check_header(
         directory,
         entry,
-        manifest.tensors_of(entry.path),
+        manifest.tensors_of(entry),
         rank=layout.PartPath.parse(entry.path, where=str(directory)).rank,
         global_step=manifest.global_step,
         os=os,
     )
 
 
-class Checkpoint:
-    """A published checkpoint whose manifest, sizes and headers have been checked. Made by `open_checkpoint`.
+@dataclass(frozen=True, slots=True)
+class _OpenedFile:
+    """A file whose size and header have been checked: its chunks' sums, and where its tensors begin and end in it."""
 
-    Data are checked chunk by chunk while they are read. Methods may be called from any thread.
+    entry: FileEntry
+    places: dict[str, tuple[TensorSpec, int, int]]
+
+
+class Checkpoint:
+    """A published checkpoint whose manifest has been checked. Made by `open_checkpoint`.
+
+    So have been sizes and headers, unless it is large: then each file is looked at when something of it is wanted, so
+    that a rank opens what it reads. Data are checked chunk by chunk while they are read. Methods may be called from any
+    thread. What is missing or damaged raises IncompleteError, FormatError or StorageError whenever it is found.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, headers: dict[str, Header], os: Os) -> None:
+    def __init__(self, path: Path, manifest: Manifest, os: Os) -> None:
         self.path = path
         self.manifest = manifest
-        self._headers = headers
         self._os = os
-        self._entries = {entry.path: entry for entry in manifest.files}
-        self._where = {
-            name: (file, spec, header.tensors[name][1], header.tensors[name][2])
-            for file, header in headers.items()
-            for name, spec in manifest.tensors_of(file).items()
-        }
+        self._heads = {entry.path: entry for entry in manifest.files}
+        self._opened: dict[str, _OpenedFile] = {}
+        self._lock = threading.Lock()
+
+    def open_all(self) -> None:
+        """Check size and header of every file."""
+        for file in self._heads:
+            self._open(file)
+
+    def _open(self, file: str) -> _OpenedFile:
+        with self._lock:
+            opened = self._opened.get(file)
+            if opened is None:
+                head = self._heads[file]
+                header = _check_file(self.path, self.manifest, head, self._os)
+                specs = self.manifest.tensors_of(head)
+                places = {name: (spec, *header.tensors[name][1:]) for name, spec in specs.items()}
+                opened = self._opened[file] = _OpenedFile(self.manifest.with_chunks(head), places)
+            return opened
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
-        return sorted(self._where)
+        return sorted(name for file in self._heads for name in self._open(file).places)
 
     def spec(self, name: str) -> TensorSpec:
         """Spec of a tensor, global shape and offsets included; IncompleteError if there is none of that name."""
@@ -185,7 +288,7 @@ class Checkpoint:
     def stored(self, name: str) -> StoredTensor:
         """Where a tensor lies; IncompleteError if there is none of that name."""
         file, spec, begin, _ = self._find(name)
-        return StoredTensor(self.path / file, begin, spec, self._entries[file])
+        return StoredTensor(self.path / file, begin, spec, self._open(file).entry)
 
     def read_tensors(
         self,
@@ -210,7 +313,7 @@ class Checkpoint:
         before = 0
         for file in sorted(by_file):
             pieces = sorted(by_file[file], key=lambda piece: piece.begin)
-            before += read_file(self.path / file, self._entries[file], pieces, self._os, _after(before, progress))
+            before += read_file(self.path / file, self._open(file).entry, pieces, self._os, _after(before, progress))
 
     def read_unit(self, unit: str) -> Tensors:
         """All tensors of a unit. Its JSON is `manifest.units[unit].meta`."""
@@ -232,10 +335,23 @@ class Checkpoint:
         return self._read_fresh(entry.tensors)
 
     def _find(self, name: str) -> tuple[str, TensorSpec, int, int]:
+        file = self._file_of(name)
+        place = None if file is None else self._open(file).places.get(name)
+        if file is None or place is None:
+            raise IncompleteError(f"{self.path} has no tensor {name!r}", missing=(name,))
+        return file, *place
+
+    def _file_of(self, name: str) -> str | None:
+        """The file that has a tensor, if any has: that of its unit, or of its rank's local state."""
         try:
-            return self._where[name]
-        except KeyError:
-            raise IncompleteError(f"{self.path} has no tensor {name!r}", missing=(name,)) from None
+            parsed = layout.parse_tensor_name(name)
+        except FormatError:
+            return None
+        if isinstance(parsed, layout.UnitTensorName):
+            unit = self.manifest.units.get(parsed.unit)
+            return None if unit is None else unit.file
+        local = self.manifest.locals.get(parsed.rank)
+        return None if local is None else local.file
 
     def _read_fresh(self, specs: Sequence[TensorSpec]) -> Tensors:
         # One allocation for all: large ones get huge pages, and tensors in file order are read in long runs.
@@ -252,9 +368,10 @@ class Checkpoint:
 
 def open_checkpoint(path: Path, os: Os = REAL_OS) -> Checkpoint:
     """Opens a checkpoint directory. IncompleteError, FormatError or StorageError say what is wrong and what to do."""
-    manifest = _named_manifest(path, os)
-    headers = {entry.path: _check_file(path, manifest, entry, os) for entry in manifest.files}
-    return Checkpoint(path, manifest, headers, os)
+    checkpoint = Checkpoint(path, _named_manifest(path, os), os)
+    if checkpoint.manifest.tables is None:
+        checkpoint.open_all()
+    return checkpoint
 
 
 def verify(
@@ -271,7 +388,7 @@ def verify(
         try:
             _check_file(path, manifest, entry, os)
             if deep:
-                read_file(path / entry.path, entry, None, os, _after(before, progress))
+                read_file(path / entry.path, manifest.with_chunks(entry), None, os, _after(before, progress))
         except CheckpointError as error:
             problems.append(Problem(entry.path, str(error)))
         before += entry.bytes

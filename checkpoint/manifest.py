@@ -10,29 +10,45 @@ from typing import Any
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
-from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, damage, decode_document, encode_document
-from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.part import (
+from lastwords.checkpoint.document import (
+    Fields,
+    claimed_lines,
+    damage,
+    decode_document,
+    encode_document,
+    read_document,
+)
+from lastwords.checkpoint.entries import (
+    Entry,
     FileEntry,
     LocalEntry,
     UnitEntry,
     facts_from_json,
     locals_from_json,
+    meta_problem,
+    owners_contradiction,
+    ranks_of,
     units_from_json,
 )
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta_forms import facts_problem
+from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
+from lastwords.checkpoint.retry import NO_FILE
 from lastwords.checkpoint.storable import pack
-from lastwords.checkpoint.system import REAL_OS, Os, read_whole
+from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 
-MANIFEST_FORMAT = 1
-"""Newest `format_version` that this code reads, and the one it writes."""
+MANIFEST_FORMAT = 2
+"""Newest `format_version` that this code reads. Version 1 has everything in one file. Of a large checkpoint
+version 2 is written, which leaves the tables in the parts (`part_tables`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Content of manifest.json.
 
-    global_step, epoch, step: 1-based; the state is that at the end of this step. cause_ranks: the ranks that started
+    global_step, epoch, step: 1-based; the state is that at the end of this step. Where no writer knew what the loop
+    calls it, epoch is EPOCH_UNKNOWN and step the global one. cause_ranks: the ranks that started
     the incident. published_unix_ns: wall clock of the controller's host, for people and for ordering checkpoints.
     exact: False if a resume will differ from the uninterrupted run; then `reasons` says why.
     facts: what the numbers depend on beside the state (torch version, threads, DDP options, bucket
@@ -60,6 +76,11 @@ class Manifest:
     facts: Mapping[str, Any]
 
     @property
+    def named(self) -> bool:
+        """False if nobody who saved the step knew what its loop calls it."""
+        return self.epoch != layout.EPOCH_UNKNOWN
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all .ckpt files."""
         return sum(entry.bytes for entry in self.files)
@@ -79,17 +100,38 @@ class Manifest:
         """True for a checkpoint whose units were transformed into another layout (`lastwords transform`)."""
         return isinstance(self.facts.get("moved"), dict)
 
-    def file(self, path: str) -> FileEntry:
-        """Entry of the file with this relative path."""
-        return next(entry for entry in self.files if entry.path == path)
+    @property
+    def tables(self) -> PartTables | None:
+        """Where `units` and `locals` are looked up; None if all of them stand in the manifest."""
+        return self.units.tables if isinstance(self.units, UnitTables) else None
 
-    def tensors_of(self, path: str) -> dict[str, TensorSpec]:
-        """Tensors that a file holds according to the units and local states in it."""
-        owners: list[UnitEntry | LocalEntry] = [*self.units.values(), *self.locals.values()]
-        return {spec.name: spec for owner in owners if owner.file == path for spec in owner.tensors}
+    def with_chunks(self, entry: FileEntry) -> FileEntry:
+        """One of `files` with the checksums of its chunks. Errors as of `PartTables.of`."""
+        return entry if self.tables is None else self.tables.of(_writer_of(entry)).file
+
+    def tensors_of(self, entry: FileEntry) -> dict[str, TensorSpec]:
+        """Tensors that a file holds according to the units and local states in it. Errors as of `PartTables.of`."""
+        part = self if self.tables is None else self.tables.of(_writer_of(entry))
+        owners: list[Entry] = [*part.units.values(), *part.locals.values()]
+        return {spec.name: spec for owner in owners if owner.file == entry.path for spec in owner.tensors}
+
+    def holders_of(self, unit: str) -> tuple[int, ...]:
+        """The ranks that held a unit when it was saved."""
+        said = self.units[unit].meta.get("holders") if self.tables is None else self.tables.heads.units[unit].holders
+        return tuple(range(self.world_size)) if said is None else tuple(said)
+
+    @property
+    def local_reasons(self) -> dict[int, tuple[str, ...]]:
+        """Why the local state of each rank is not exact; () if it is."""
+        found = self.locals if self.tables is None else self.tables.heads.locals
+        return {rank: one.reasons for rank, one in found.items()}
 
     def encode(self) -> bytes:
         """Bytes of manifest.json."""
+        units: Mapping[str, UnitEntry | UnitHead] = self.units
+        locals_: Mapping[int, LocalEntry | LocalHead] = self.locals
+        if self.tables is not None:
+            units, locals_ = self.tables.heads.units, self.tables.heads.locals
         return encode_document(
             {
                 "format_version": self.format_version,
@@ -106,8 +148,8 @@ class Manifest:
                 "cause_ranks": list(self.cause_ranks),
                 "published_unix_ns": self.published_unix_ns,
                 "files": [entry.to_json() for entry in self.files],
-                "units": {unit: entry.to_json() for unit, entry in self.units.items()},
-                "locals": {str(rank): entry.to_json() for rank, entry in self.locals.items()},
+                "units": {unit: entry.to_json() for unit, entry in units.items()},
+                "locals": {str(rank): entry.to_json() for rank, entry in locals_.items()},
                 "exact": self.exact,
                 "reasons": list(self.reasons),
                 "facts": pack(dict(self.facts), "facts"),
@@ -115,26 +157,38 @@ class Manifest:
         )
 
     @staticmethod
-    def decode(raw: bytes, where: Path) -> Manifest:
-        """FormatError if it is damaged, contradicts itself, or is of a newer format (the message says which)."""
+    def decode(raw: bytes, where: Path, os: Os = REAL_OS) -> Manifest:
+        """FormatError if it is damaged, contradicts itself, or is of a newer format (the message says which).
+
+        where: its path; parts that are read later lie beside it.
+        """
         fields = Fields(decode_document(raw, where=where, version_max=MANIFEST_FORMAT), where)
+        version = fields.integer("format_version", least=1)
+        files = tuple(FileEntry.from_json(item, where, described=version > 1) for item in fields.inners("files"))
+        if version > 1:
+            units, locals_ = _tables(fields, files, where, os)
+        else:
+            units, locals_ = (
+                units_from_json(fields.inner("units"), where),
+                locals_from_json(fields.inner("locals"), where),
+            )
         manifest = Manifest(
-            format_version=fields.integer("format_version", least=1),
+            format_version=version,
             job=fields.text("job"),
             parent_job=fields.text("parent_job"),
             generation=fields.integer("generation"),
             incident=fields.integer("incident"),
             attempt=fields.integer("attempt"),
             global_step=fields.integer("global_step", least=1),
-            epoch=fields.integer("epoch", least=1),
+            epoch=fields.integer("epoch"),
             step=fields.integer("step", least=1),
             world_size=fields.integer("world_size", least=1),
             reason=fields.text("reason"),
             cause_ranks=fields.integers("cause_ranks"),
             published_unix_ns=fields.integer("published_unix_ns"),
-            files=tuple(FileEntry.from_json(item, where) for item in fields.inners("files")),
-            units=units_from_json(fields.inner("units"), where),
-            locals=locals_from_json(fields.inner("locals"), where),
+            files=files,
+            units=units,
+            locals=locals_,
             exact=fields.truth("exact"),
             reasons=fields.texts("reasons"),
             facts=facts_from_json(fields, where),
@@ -155,26 +209,23 @@ def contradiction(manifest: Manifest) -> str | None:
         return "it lists one file twice"
     if not manifest.units:
         return "it has no unit"
+    unnamed = (layout.EPOCH_UNKNOWN, manifest.global_step)
+    names_of_step = (unnamed, (manifest.epoch, manifest.step))
+    if not manifest.named and manifest.step != manifest.global_step:
+        return f"it says step {manifest.step} of no epoch, and global step {manifest.global_step}"
     for entry in manifest.files:
-        if len(entry.chunks) != -(-entry.bytes // CHUNK_BYTES) or entry.header_bytes > entry.bytes:
+        chunks = -(-entry.bytes // CHUNK_BYTES) if manifest.tables is None else 0
+        if len(entry.chunks) != chunks or entry.header_bytes > entry.bytes:
             return f"it has {len(entry.chunks)} checksums for the {entry.bytes} bytes of {entry.path}"
         parsed = layout.PartPath.parse(entry.path, where="manifest")
-        if (parsed.epoch, parsed.step) != (manifest.epoch, manifest.step):
+        if (parsed.epoch, parsed.step) not in names_of_step:
             return f"file {entry.path} is of another step than epoch {manifest.epoch}, step {manifest.step}"
-    names: set[str] = set()
-    owners: list[tuple[str, UnitEntry | LocalEntry]] = [
-        *((f"unit/{unit}/", entry) for unit, entry in manifest.units.items()),
-        *((f"local/{rank}/", entry) for rank, entry in manifest.locals.items()),
-    ]
-    for prefix, owner in owners:
-        if owner.file not in paths:
-            return f"{prefix[:-1]} is in {owner.file}, which is not among its files"
-        if layout.PartPath.parse(owner.file, where="manifest").rank != owner.writer:
-            return f"{prefix[:-1]} was written by rank {owner.writer}, but its file is {owner.file}"
-        for spec in owner.tensors:
-            if not spec.name.startswith(prefix) or spec.name in names:
-                return f"tensor {spec.name!r} is listed twice or under {prefix[:-1]}"
-            names.add(spec.name)
+    if manifest.tables is None:
+        problem = owners_contradiction(manifest.units, manifest.locals, set(paths))
+    else:
+        problem = _heads_contradiction(manifest.tables.heads)
+    if problem is not None:
+        return problem
     for unit in manifest.units:
         try:
             layout.check_unit_name(unit)
@@ -185,31 +236,108 @@ def contradiction(manifest: Manifest) -> str | None:
     return None
 
 
-_PUBLISHED = re.compile(rb'^"published_unix_ns": ([0-9]{1,20}),?$', re.MULTILINE)
+def _heads_contradiction(heads: Heads) -> str | None:
+    writers = {f"unit {unit}": head.writer for unit, head in heads.units.items()}
+    writers |= {f"the local state of rank {rank}": head.writer for rank, head in heads.locals.items()}
+    for owner, writer in writers.items():
+        if writer not in heads.files:
+            return f"{owner} was written by rank {writer}, of which it lists no file"
+    return None
 
 
-def claimed_published_ns(directory: Path, os: Os = REAL_OS) -> int:
-    """`published_unix_ns` as it stands in the file, unchecked and fast; 0 if there is none.
+def _tables(
+    fields: Fields, files: tuple[FileEntry, ...], where: Path, os: Os
+) -> tuple[Mapping[str, UnitEntry], Mapping[int, LocalEntry]]:
+    """Units and local states of version 2, to be read when they are asked for."""
+    units = fields.inner("units")
+    heads = Heads(
+        units={unit: UnitHead.from_json(units.inner(unit)) for unit in units.keys()},  # noqa: SIM118
+        locals={rank: LocalHead.from_json(inner) for rank, inner in sorted(ranks_of(fields.inner("locals")).items())},
+        files={_writer_of(entry): entry for entry in files},
+    )
+    tables = PartTables(where.parent, heads, fields.integer("global_step"), os)
+    return UnitTables(tables), LocalTables(tables)
+
+
+def _writer_of(entry: FileEntry) -> int:
+    return layout.PartPath.parse(entry.path, where="manifest").rank
+
+
+_CLAIMED = {
+    "job": re.compile(rb'"([^"]{0,64})"'),
+    "generation": re.compile(rb"([0-9]{1,18})"),
+    "global_step": re.compile(rb"([0-9]{1,18})"),
+    "published_unix_ns": re.compile(rb"([0-9]{1,20})"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a manifest says of itself, unchecked and fast; "" and 0 where it says nothing.
 
     Good for deciding which manifest to decode first: the claim of one that turns out to be sound is true.
     """
-    try:
-        raw = read_whole(directory / layout.MANIFEST_NAME, os, bytes_max=DOCUMENT_BYTES_MAX)
-    except (FileNotFoundError, StorageError):
-        return 0  # told by whoever decodes it
-    found = _PUBLISHED.search(raw)
-    return 0 if found is None else int(found[1])
+
+    job: str = ""
+    generation: int = 0
+    global_step: int = 0
+    published_unix_ns: int = 0
+
+    @staticmethod
+    def read(directory: Path, os: Os = REAL_OS) -> Claimed:
+        """StorageError where the file system does not let it look, and only then; see `if_readable`."""
+        try:
+            lines = claimed_lines(directory / layout.MANIFEST_NAME, _CLAIMED, os)
+        except FileNotFoundError:
+            return Claimed()  # told by whoever decodes it
+        except StorageError as error:
+            if error.errno in NO_FILE:
+                return Claimed()
+            raise
+        found = {name: match[1] for name, line in lines.items() if (match := _CLAIMED[name].fullmatch(line))}
+        job = found.pop("job", b"").decode("ascii", "replace")
+        return Claimed(job, **{name: int(value) for name, value in found.items()})
+
+    @staticmethod
+    def if_readable(directory: Path, os: Os = REAL_OS) -> Claimed:
+        """As `read`, for whoever can do without; what cannot be read is told by whoever decodes it."""
+        try:
+            return Claimed.read(directory, os)
+        except StorageError:
+            return Claimed()
 
 
 def read_manifest(directory: Path, os: Os = REAL_OS) -> Manifest:
-    """Manifest of a checkpoint directory. IncompleteError if there is none, FormatError if it is damaged or newer."""
+    """Manifest of a checkpoint directory. IncompleteError if there is none, FormatError if it is damaged or newer.
+
+    What stands in `meta` and `facts` is taken as it is: a publisher must not lose a state over what a reader is to
+    judge. Whoever goes on to use them calls `read_published`.
+    """
     path = directory / layout.MANIFEST_NAME
     try:
-        raw = read_whole(path, os, bytes_max=DOCUMENT_BYTES_MAX)
+        raw = read_document(path, os)
     except FileNotFoundError as error:
-        what = "it is no checkpoint or was left unfinished" if os.is_directory(directory) else "there is no directory"
+        what = "there is no directory"
+        if os.leads_to_directory(directory):
+            what = "it is no checkpoint or was left unfinished"
+        elif os.exists(directory):
+            what = "it is no directory, or a link that leads nowhere (is the disk mounted that it is on?)"
         raise IncompleteError(
             f"{directory} has no {layout.MANIFEST_NAME}: {what}; use another checkpoint",
             missing=(layout.MANIFEST_NAME,),
         ) from error
-    return Manifest.decode(raw, path)
+    return Manifest.decode(raw, path, os)
+
+
+def read_published(directory: Path, os: Os = REAL_OS) -> Manifest:
+    """As `read_manifest`, for readers: FormatError too for `meta` and `facts` of forms that nobody could use.
+
+    Of a large checkpoint, `meta` is checked when its part is read (`part_tables`).
+    """
+    manifest = read_manifest(directory, os)
+    problem = facts_problem(manifest.facts)
+    if problem is None and manifest.tables is None:
+        problem = meta_problem(manifest.units, manifest.locals)
+    if problem is not None:
+        raise FormatError(damage(directory / layout.MANIFEST_NAME, problem))
+    return manifest

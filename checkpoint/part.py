@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,21 +10,38 @@ from typing import Any
 import xxhash
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.direct_io import Buffer, DirectWriter, as_bytes
-from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document
-from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order, is_checksum
-from lastwords.checkpoint.storable import pack, unpack
+from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, DirectWriter, as_bytes
+from lastwords.checkpoint.document import (
+    DOCUMENT_BYTES_MAX,
+    Fields,
+    decode_document,
+    encode_document,
+    in_steps,
+    read_document,
+)
+from lastwords.checkpoint.entries import (
+    FileEntry,
+    LocalEntry,
+    UnitEntry,
+    facts_from_json,
+    local_summary,
+    locals_from_json,
+    owners_contradiction,
+    unit_summary,
+    units_from_json,
+)
+from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order
+from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import (
     REAL_OS,
     Os,
     close,
     make_directories,
     make_directory,
-    read_whole,
     storage_errors,
     sync_directory,
 )
-from lastwords.errors import ConfigError, FormatError
+from lastwords.errors import ConfigError, StorageError
 
 PART_FORMAT = 1
 FILE_FORMAT = 1
@@ -54,96 +70,11 @@ class LocalState:
 
 
 @dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A .ckpt file: `path` below the checkpoint's directory, sizes in bytes, xxh3_64 as hexadecimal."""
+class Written:
+    """Who wrote what of which step. global_step, epoch and step are 1-based.
 
-    path: str
-    bytes: int
-    header_bytes: int
-    header_sum: str
-    chunks: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "bytes": self.bytes,
-            "header_bytes": self.header_bytes,
-            "header_sum": self.header_sum,
-            "chunks": list(self.chunks),
-        }
-
-    @staticmethod
-    def from_json(fields: Fields, where: Path) -> FileEntry:
-        path = str(layout.PartPath.parse(fields.text("path"), where=str(where)))
-        chunks, header_sum = fields.texts("chunks"), fields.text("header_sum")
-        if not all(is_checksum(text) for text in (*chunks, header_sum)):
-            fields.refuse(f"a checksum of {path} is not 16 hexadecimal digits")
-        return FileEntry(path, fields.integer("bytes"), fields.integer("header_bytes", least=8), header_sum, chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitEntry:
-    """Where a unit is: the rank that wrote it, its file, its tensors and its `meta`."""
-
-    writer: int
-    file: str
-    tensors: tuple[TensorSpec, ...]
-    meta: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "writer": self.writer,
-            "file": self.file,
-            "tensors": [_spec_to_json(spec) for spec in self.tensors],
-            "meta": pack(dict(self.meta), "meta"),
-        }
-
-    @staticmethod
-    def from_json(fields: Fields, where: Path) -> UnitEntry:
-        return UnitEntry(
-            writer=fields.integer("writer"),
-            file=str(layout.PartPath.parse(fields.text("file"), where=str(where))),
-            tensors=_specs_from_json(fields, where),
-            meta=_meta(fields, where),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LocalEntry:
-    """Where one rank's local state is; `writer` is the rank that wrote it (of the same host, not itself if it died)."""
-
-    writer: int
-    file: str
-    tensors: tuple[TensorSpec, ...]
-    meta: Mapping[str, Any]
-    exact: bool
-    reasons: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "writer": self.writer,
-            "file": self.file,
-            "tensors": [_spec_to_json(spec) for spec in self.tensors],
-            "meta": pack(dict(self.meta), "meta"),
-            "exact": self.exact,
-            "reasons": list(self.reasons),
-        }
-
-    @staticmethod
-    def from_json(fields: Fields, where: Path) -> LocalEntry:
-        return LocalEntry(
-            writer=fields.integer("writer"),
-            file=str(layout.PartPath.parse(fields.text("file"), where=str(where))),
-            tensors=_specs_from_json(fields, where),
-            meta=_meta(fields, where),
-            exact=fields.truth("exact"),
-            reasons=fields.texts("reasons"),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Content of part.json. global_step, epoch and step are 1-based; `facts` is free JSON about the writer."""
+    epoch is EPOCH_UNKNOWN, and step the global one, where this writer did not know what the loop calls the step.
+    """
 
     rank: int
     global_step: int
@@ -151,6 +82,24 @@ class Part:
     step: int
     job: str
     file: FileEntry
+
+
+def written_from_json(fields: Fields, where: Path) -> tuple[int, int, int, int, str, FileEntry]:
+    """What `Written` is made of."""
+    return (
+        fields.integer("rank"),
+        fields.integer("global_step", least=1),
+        fields.integer("epoch"),
+        fields.integer("step", least=1),
+        fields.text("job"),
+        FileEntry.from_json(fields.inner("file"), where),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Written):
+    """Content of part.json. `facts` is free JSON about the writer."""
+
     units: Mapping[str, UnitEntry]
     locals: Mapping[int, LocalEntry]
     facts: Mapping[str, Any]
@@ -168,77 +117,30 @@ class Part:
                 "units": {unit: entry.to_json() for unit, entry in self.units.items()},
                 "locals": {str(rank): entry.to_json() for rank, entry in self.locals.items()},
                 "facts": pack(dict(self.facts), "facts"),
+                "summary": {
+                    "units": {unit: unit_summary(entry.meta) for unit, entry in self.units.items()},
+                    "locals": {str(rank): local_summary(entry) for rank, entry in self.locals.items()},
+                },
             }
         )
+
+    def contradiction(self) -> str | None:
+        """First thing in which units and local states contradict each other or the file, in words."""
+        path = self.file.path
+        if len(self.file.chunks) != -(-self.file.bytes // CHUNK_BYTES) or self.file.header_bytes > self.file.bytes:
+            return f"it has {len(self.file.chunks)} checksums for the {self.file.bytes} bytes of {path}"
+        return owners_contradiction(self.units, self.locals, {path})
 
     @staticmethod
     def decode(raw: bytes, where: Path) -> Part:
         """FormatError if it is damaged or newer than this code."""
         fields = Fields(decode_document(raw, where=where, version_max=PART_FORMAT), where)
         return Part(
-            rank=fields.integer("rank"),
-            global_step=fields.integer("global_step", least=1),
-            epoch=fields.integer("epoch", least=1),
-            step=fields.integer("step", least=1),
-            job=fields.text("job"),
-            file=FileEntry.from_json(fields.inner("file"), where),
+            *written_from_json(fields, where),
             units=units_from_json(fields.inner("units"), where),
             locals=locals_from_json(fields.inner("locals"), where),
             facts=facts_from_json(fields, where),
         )
-
-
-def units_from_json(fields: Fields, where: Path) -> dict[str, UnitEntry]:
-    return {unit: UnitEntry.from_json(fields.inner(unit), where) for unit in fields.keys()}  # noqa: SIM118
-
-
-def locals_from_json(fields: Fields, where: Path) -> dict[int, LocalEntry]:
-    found: dict[int, LocalEntry] = {}
-    for key in fields.keys():  # noqa: SIM118
-        if not (key.isascii() and key.isdigit()) or str(int(key)) != key:
-            fields.refuse(f"{key!r} is not a rank")
-        found[int(key)] = LocalEntry.from_json(fields.inner(key), where)
-    return dict(sorted(found.items()))
-
-
-def facts_from_json(fields: Fields, where: Path) -> dict[str, Any]:
-    facts = unpack(fields.raw("facts"), f"{where}: facts")
-    if not isinstance(facts, dict):
-        fields.refuse("facts is not an object")
-    return facts
-
-
-def _meta(fields: Fields, where: Path) -> dict[str, Any]:
-    meta = unpack(fields.raw("meta"), f"{where}: meta")
-    if not isinstance(meta, dict):
-        fields.refuse("meta is not an object")
-    return meta
-
-
-def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "global_shape": list(spec.global_shape),
-        "offsets": list(spec.offsets),
-    }
-
-
-def _specs_from_json(fields: Fields, where: Path) -> tuple[TensorSpec, ...]:
-    try:
-        return tuple(
-            TensorSpec(
-                item.text("name"),
-                item.text("dtype"),
-                item.integers("shape"),
-                item.integers("global_shape"),
-                item.integers("offsets"),
-            )
-            for item in fields.inners("tensors")
-        )
-    except ConfigError as error:
-        raise FormatError(f"{where} is damaged: {error}; use another checkpoint") from error
 
 
 def _check_names(
@@ -295,9 +197,7 @@ def write_part(
         "units": {unit: pack(dict(state.meta), f"units[{unit!r}]") for unit, state in units.items()},
         "local": {str(owner): pack(dict(state.meta), f"local[{owner}]") for owner, state in locals.items()},
     }
-    header = encode_header(
-        [every[index][0] for index in order], {METADATA_KEY: json.dumps(content, separators=(",", ":"))}
-    )
+    header = encode_header([every[index][0] for index in order], {METADATA_KEY: in_steps(content)})
     path = layout.PartPath(rank, epoch, step)
     rank_dir = directory / layout.rank_dir_name(rank)
     # Their names become durable below (rank_dir's in `directory`) and with the publication (`directory`'s in its root).
@@ -342,8 +242,8 @@ def write_part(
             },
             facts=facts,
         )
-        # Not fsynced: it is read once, for the manifest, and nobody looks for it after a crash.
-        write_document(rank_dir / layout.PART_NAME, part.encode(), os, durable=False)
+        # Durable, since a large checkpoint keeps it.
+        write_document(rank_dir / layout.PART_NAME, part.encode(), os, durable=True)
         sync_directory(rank_dir, os)
         sync_directory(directory, os)
     except Exception:
@@ -360,7 +260,15 @@ def write_part(
 
 
 def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
-    """Writes a small new file; `durable`: its content is on the disk on return (its name is the caller's)."""
+    """Writes a small new file; `durable`: its content is on the disk on return (its name is the caller's).
+
+    StorageError, and no file, also for one that is larger than anybody reads.
+    """
+    if len(raw) > DOCUMENT_BYTES_MAX:
+        raise StorageError(
+            f"{path} would have {len(raw)} bytes, and readers take {DOCUMENT_BYTES_MAX}, so nobody could open it: keep "
+            "large values in tensors, not in extras or facts"
+        )
     with storage_errors("writing", path):
         fd = os.create(path, direct=False)
         try:
@@ -377,4 +285,4 @@ def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
 def read_part(rank_dir: Path, os: Os = REAL_OS) -> Part:
     """part.json of one writer; FileNotFoundError, FormatError or StorageError."""
     path = rank_dir / layout.PART_NAME
-    return Part.decode(read_whole(path, os, bytes_max=DOCUMENT_BYTES_MAX), path)
+    return Part.decode(read_document(path, os), path)

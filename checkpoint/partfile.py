@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
 
 from lastwords.checkpoint.document import damage
+from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
-from lastwords.checkpoint.part import FILE_FORMAT, FileEntry
+from lastwords.checkpoint.part import FILE_FORMAT
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
 from lastwords.errors import FormatError, IncompleteError
 
@@ -19,22 +21,60 @@ def open_part_file(path: Path, entry: FileEntry, os: Os) -> int:
     """Descriptor of the file, whose size is right. IncompleteError if it is missing, FormatError if truncated."""
     try:
         fd = os.open_read(path)
-    except FileNotFoundError as error:
-        raise IncompleteError(
-            f"{path} is missing; restore it or use another checkpoint", missing=(entry.path,)
-        ) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(path, entry) from error
     except OSError as error:
         raise storage_error("opening", path, error) from error
     try:
         with storage_errors("reading", path):
             size = os.size(fd)
-        if size != entry.bytes:
-            kind = "truncated" if size < entry.bytes else "too long"
-            raise FormatError(damage(path, f"it is {kind}: {size} bytes where the manifest says {entry.bytes}"))
+        _check_size(path, size, entry)
     except BaseException:
         close(fd, path, os)
         raise
     return fd
+
+
+def check_present(directory: Path, entry: FileEntry, os: Os) -> None:
+    """As `check_sizes`, by a look at the names alone: nothing is opened, so that thousands of files take no time."""
+    _check_present(directory / entry.path, entry, os)
+    if entry.part_sum:
+        _check_present(
+            directory / entry.description, replace(entry, path=entry.description, bytes=entry.part_bytes), os
+        )
+
+
+def _check_present(path: Path, entry: FileEntry, os: Os) -> None:
+    try:
+        size = os.size(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(path, entry) from error
+    except OSError as error:
+        raise storage_error("looking at", path, error) from error
+    _check_size(path, size, entry)
+
+
+def _missing(path: Path, entry: FileEntry) -> IncompleteError:
+    return IncompleteError(f"{path} is missing; restore it or use another checkpoint", missing=(entry.path,))
+
+
+def _check_size(path: Path, size: int, entry: FileEntry) -> None:
+    if size != entry.bytes:
+        kind = "truncated" if size < entry.bytes else "too long"
+        raise FormatError(damage(path, f"it is {kind}: {size} bytes where the manifest says {entry.bytes}"))
+
+
+def open_description(directory: Path, entry: FileEntry, os: Os) -> int:
+    """As `open_part_file`, the part.json beside a file whose entry says how long that is."""
+    described = replace(entry, path=entry.description, bytes=entry.part_bytes)
+    return open_part_file(directory / entry.description, described, os)
+
+
+def check_sizes(directory: Path, entry: FileEntry, os: Os) -> None:
+    """IncompleteError or FormatError unless the file, and what describes it, are there and have the right sizes."""
+    close(open_part_file(directory / entry.path, entry, os), directory / entry.path, os)
+    if entry.part_sum:
+        close(open_description(directory, entry, os), directory / entry.path, os)
 
 
 def read_exactly(fd: int, count: int, offset: int, path: Path, os: Os) -> bytes:

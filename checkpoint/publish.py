@@ -7,19 +7,23 @@ new name will show is durable before the one rename, and nothing of an older che
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import NamedTuple
 
 from lastwords import clock
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.manifest import MANIFEST_FORMAT, Manifest, claimed_published_ns, contradiction, read_manifest
-from lastwords.checkpoint.part import LocalEntry, Part, UnitEntry, read_part, write_document
-from lastwords.checkpoint.partfile import check_header, check_unchanged
+from lastwords.checkpoint.description import Incident, build_manifest
+from lastwords.checkpoint.manifest import Claimed, Manifest, read_manifest
+from lastwords.checkpoint.part import Part, read_part, write_document
+from lastwords.checkpoint.part_head import PartHead, read_part_head
+from lastwords.checkpoint.partfile import check_present, check_unchanged
 from lastwords.checkpoint.stale import discard, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, ConfigError, FormatError, IncompleteError, StorageError
+
+__all__ = ["NO_RANK", "Incident", "build_manifest", "later_than_all", "publish", "publish_new", "verify_parts"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +32,23 @@ NO_RANK = -1
 
 _REPLACED_MAX = 1000
 
+TABLES_BYTES_MAX = 1 << 20
+"""Up to here the tables of all parts are gathered in the manifest: some 4000 tensors, decoded in less than 0.1 s. What
+has more leaves them in its parts (version 2), so that neither publication nor a look for the newest waits for them."""
 
-@dataclass(frozen=True, slots=True)
-class Incident:
-    """What the controller knows about a checkpoint beside its parts.
+Progress = Callable[[], None]
+"""Told that the work has come further, so that whoever waits knows it from one that hangs."""
 
-    writers: the ranks whose parts belong to it. local_ranks: those whose local state should be in it;
-    lost_locals: for each rank whose local state is lost, why. facts: added to those of the writers.
-    """
 
-    job: str
-    generation: int
-    incident: int
-    attempt: int
-    global_step: int
-    world_size: int
-    writers: tuple[int, ...]
-    reason: str
-    cause_ranks: tuple[int, ...] = ()
-    lost_locals: Mapping[int, str] = field(default_factory=dict)
-    parent_job: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+def _unheard() -> None:
+    """Progress that nobody waits for."""
+
+
+class Seen(NamedTuple):
+    """What verification has read of a writer's part, and the stamps that part.json and the file beside it had then."""
+
+    head: PartHead
+    stamps: tuple[tuple[int, ...], ...]
 
 
 def verify_parts(
@@ -58,28 +58,45 @@ def verify_parts(
     expected_locals: Collection[int],
     step: int,
     os: Os = REAL_OS,
+    *,
+    progress: Progress = _unheard,
+    job: str = "",
+    heads: dict[int, Seen] | None = None,
 ) -> list[tuple[int, str]]:
-    """Problems as (rank, text), none if the parts make a whole checkpoint of global step `step`.
+    """Problems as (rank, text), none if the parts make a whole checkpoint of global step `step` (of `job`, if given).
 
-    Reads part.json, size and header of every writer. The checksums of the data were taken while writing, from the
-    very buffers that were written; a full read back is `lastwords verify`. A problem of no single writer has rank -1.
+    Holds part.json, and size and header of the file beside it, against their checksums, of every writer; what they say
+    of each tensor comes from one hand, and is compared where it is read. The checksums of the data were taken while
+    writing, from the very buffers that were written; a full read back is `lastwords verify`. A problem of no single
+    writer has rank -1.
+
+    Raises StorageError if a part could not be looked at, unless the content of another one is wrong: that is known,
+    and says nothing about the part that has to be looked at again. progress: called after each writer.
+    heads: gets what was read of each writer's part, for `publish`.
     """
     problems: list[tuple[int, str]] = []
+    blocked: StorageError | None = None
     units: dict[str, int] = {}
     locals_: dict[int, int] = {}
     place: tuple[int, int] | None = None
     for rank in sorted(expected_writers):
+        progress()
         try:
-            part = _read_part_of(tmp_dir, rank, step, os)
-            specs = {spec.name: spec for entry in _owners(part) for spec in entry.tensors}
-            check_header(tmp_dir, part.file, specs, rank=rank, global_step=step, os=os)
+            part = _read_head_of(tmp_dir, rank, step, os, job)
+            stamps = _stamps_of(tmp_dir, part, os) if heads is not None else ()  # before the last look at the file
+            check_unchanged(tmp_dir, part.file, os)
+            if heads is not None:
+                heads[rank] = Seen(part, stamps)
+        except StorageError as error:
+            blocked = blocked or error
+            continue
         except CheckpointError as error:
             problems.append((rank, str(error)))
             continue
-        if place is None:
-            place = (part.epoch, part.step)
-        elif place != (part.epoch, part.step):
-            problems.append((rank, f"says epoch {part.epoch}, step {part.step}, others say {place[0]}, {place[1]}"))
+        if part.epoch != layout.EPOCH_UNKNOWN:  # one that was not told the step's name contradicts nobody
+            place = place or (part.epoch, part.step)
+            if place != (part.epoch, part.step):
+                problems.append((rank, f"says epoch {part.epoch}, step {part.step}, others say {place[0]}, {place[1]}"))
         for unit in part.units:
             if unit in units:
                 problems.append((rank, f"unit {unit} was written by rank {units[unit]} as well"))
@@ -88,6 +105,8 @@ def verify_parts(
             if owner in locals_:
                 problems.append((rank, f"the local state of rank {owner} was written by rank {locals_[owner]} as well"))
             locals_[owner] = rank
+    if blocked is not None and not problems:
+        raise blocked
     broken = bool(problems)
     for unit in sorted(set(expected_units) - set(units)):
         if not broken:  # else it is only a consequence
@@ -102,10 +121,10 @@ def verify_parts(
     return problems
 
 
-def _read_part_of(tmp_dir: Path, rank: int, step: int, os: Os) -> Part:
+def _read_head_of(tmp_dir: Path, rank: int, step: int, os: Os, job: str = "") -> PartHead:
     rank_dir = tmp_dir / layout.rank_dir_name(rank)
     try:
-        part = read_part(rank_dir, os)
+        part = read_part_head(rank_dir, os)
     except FileNotFoundError as error:
         raise IncompleteError(
             f"{rank_dir} has no {layout.PART_NAME}: its writer did not finish", missing=(layout.PART_NAME,)
@@ -113,45 +132,110 @@ def _read_part_of(tmp_dir: Path, rank: int, step: int, os: Os) -> Part:
     path = layout.PartPath.parse(part.file.path, where=str(rank_dir / layout.PART_NAME))
     if part.rank != rank or path != layout.PartPath(rank, part.epoch, part.step):
         raise FormatError(f"{rank_dir} holds the part of rank {part.rank}, file {part.file.path}")
-    if part.global_step != step:
+    if part.global_step != step or (part.epoch == layout.EPOCH_UNKNOWN and part.step != step):
         raise FormatError(f"{rank_dir} is of global step {part.global_step}, not of {step}")
-    if any(entry.writer != rank or entry.file != part.file.path for entry in _owners(part)):
-        raise FormatError(f"{rank_dir}: {layout.PART_NAME} points to another rank's file")
+    if job and part.job != job:
+        raise FormatError(f"{rank_dir} is of job {part.job!r}, not of {job!r}: two jobs write into one directory")
     return part
 
 
-def _owners(part: Part) -> list[UnitEntry | LocalEntry]:
-    return [*part.units.values(), *part.locals.values()]
+def _stamps_of(tmp_dir: Path, head: PartHead, os: Os) -> tuple[tuple[int, ...], ...]:
+    """Of part.json and the file beside it; () if the system does not say."""
+    try:
+        return tuple(os.stamp(tmp_dir / name) for name in (head.file.description, head.file.path))
+    except OSError:  # told by whoever reads them
+        return ()
 
 
 def publish(
-    root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS, *, published_unix_ns: int | None = None
+    root: Path,
+    tmp_dir: Path,
+    incident: Incident,
+    os: Os = REAL_OS,
+    *,
+    published_unix_ns: int | None = None,
+    progress: Progress = _unheard,
+    heads: Mapping[int, Seen] | None = None,
 ) -> Path:
     """Makes the parts in `tmp_dir` visible as the checkpoint of their step and returns its path.
 
-    To be called after `verify_parts` found no problem. A checkpoint of the same step and job is replaced in one
-    step; one of another job is kept as `...-replaced-K`. Raises StorageError; the older checkpoints are untouched
-    then, and `tmp_dir` can be discarded (unless the very last fsync failed, which the message says).
+    To be called after `verify_parts` found no problem. An older checkpoint of the same step and job is replaced in one
+    step; one of another job, or of a later start of this one, is kept as `...-replaced-K`.
+    Raises IncompleteError or FormatError if a file is not there any more, or not as long as it was: what is not whole
+    takes nobody's place. Raises StorageError; the older checkpoints are untouched then, and the same call goes on where
+    it stopped (also if the very last fsync failed, which the message says).
+    progress: called after each of many small steps. heads: what `verify_parts` has read just before; what is missing
+    there, or has changed since, is read again.
     """
-    parts = [_read_part_of(tmp_dir, rank, incident.global_step, os) for rank in sorted(incident.writers)]
-    for part in parts:
-        check_unchanged(tmp_dir, part.file, os)
-    if not parts:
+    if not incident.writers:
         raise IncompleteError("there is no writer, so nothing to publish", missing=("writers",))
-    stamp = later_than_all(root, clock.wall_ns() if published_unix_ns is None else published_unix_ns, os)
-    manifest = build_manifest(incident, parts, published_unix_ns=stamp)
-    _remove_foreign(tmp_dir, incident.writers, os)
-    write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os, durable=True)
-    for part in parts:
-        rank_dir = tmp_dir / layout.rank_dir_name(part.rank)
-        with storage_errors("removing", rank_dir / layout.PART_NAME):
-            os.unlink(rank_dir / layout.PART_NAME)
-        sync_directory(rank_dir, os)
-    sync_directory(tmp_dir, os)
     final = layout.checkpoint_dir(root, incident.global_step)
-    _rename_into_place(root, tmp_dir, final, incident.job, os)
+    if _is_of(final, incident, os):  # an earlier call got so far
+        _sync_published(root, final, os)
+        discard(tmp_dir, os)  # what it has taken the place of
+    else:
+        if not _is_of(tmp_dir, incident, os) or _has_parts(tmp_dir, incident.writers, os):
+            manifest = _describe_anew(root, tmp_dir, incident, os, published_unix_ns, progress, heads or {})
+        else:
+            manifest = read_manifest(tmp_dir, os)
+        if manifest.format_version == 1:
+            _remove_descriptions(tmp_dir, incident.writers, os, progress)
+        for entry in manifest.files:
+            progress()
+            check_present(tmp_dir, entry, os)
+        _rename_into_place(root, tmp_dir, final, incident, os)
     remove_stale(root, incident.job, incident.generation, os)
     return final
+
+
+def _is_of(directory: Path, incident: Incident, os: Os) -> bool:
+    """Whether the manifest in `directory` was written for this very attempt."""
+    with storage_errors("looking for the manifest of", directory):
+        if not os.exists(directory / layout.MANIFEST_NAME):
+            return False
+    try:
+        found = read_manifest(directory, os)
+    except StorageError:
+        raise
+    except CheckpointError:
+        return False
+    wanted = (incident.job, incident.generation, incident.incident, incident.attempt)
+    return (found.job, found.generation, found.incident, found.attempt) == wanted
+
+
+def _has_parts(tmp_dir: Path, writers: Collection[int], os: Os) -> bool:
+    with storage_errors("looking for the parts in", tmp_dir):
+        return all(os.exists(tmp_dir / layout.rank_dir_name(rank) / layout.PART_NAME) for rank in writers)
+
+
+def _describe_anew(
+    root: Path,
+    tmp_dir: Path,
+    incident: Incident,
+    os: Os,
+    published_unix_ns: int | None,
+    progress: Progress,
+    heads: Mapping[int, Seen],
+) -> Manifest:
+    """Writes the manifest, durable on return. One that is there is of a call that failed: whether it is, is unknown."""
+    with storage_errors("removing", tmp_dir / layout.MANIFEST_NAME):
+        if os.exists(tmp_dir / layout.MANIFEST_NAME):
+            os.unlink(tmp_dir / layout.MANIFEST_NAME)
+    _remove_foreign(tmp_dir, incident.writers, os)
+    manifest = _describe(root, tmp_dir, incident, os, published_unix_ns, progress, heads)
+    sync_directory(tmp_dir, os)
+    return manifest
+
+
+def _remove_descriptions(tmp_dir: Path, writers: Collection[int], os: Os, progress: Progress = _unheard) -> None:
+    """Removes each part.json, of which the manifest says everything."""
+    for rank in sorted(writers):
+        progress()
+        rank_dir = tmp_dir / layout.rank_dir_name(rank)
+        with storage_errors("removing", rank_dir / layout.PART_NAME):
+            if os.exists(rank_dir / layout.PART_NAME):
+                os.unlink(rank_dir / layout.PART_NAME)
+        sync_directory(rank_dir, os)
 
 
 def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS) -> Path:
@@ -161,7 +245,9 @@ def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS)
     left to the caller if anything fails; with the same call again it goes on.
     """
     final = layout.checkpoint_dir(root, incident.global_step)
-    if os.exists(final):
+    with storage_errors("looking for", final):
+        taken = os.exists(final)
+    if taken:
         raise ConfigError(f"{final} exists already and is left as it is; remove it first, or give another directory")
     try:
         manifest = read_manifest(tmp_dir, os)
@@ -174,12 +260,8 @@ def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS)
     # Durable before the first part.json goes: whoever goes on from here finds the one or the other.
     sync_directory(tmp_dir, os)
     writers = [layout.PartPath.parse(entry.path, where=str(tmp_dir)).rank for entry in manifest.files]
-    for rank in writers:
-        rank_dir = tmp_dir / layout.rank_dir_name(rank)
-        with storage_errors("removing", rank_dir / layout.PART_NAME):
-            if os.exists(rank_dir / layout.PART_NAME):
-                os.unlink(rank_dir / layout.PART_NAME)
-        sync_directory(rank_dir, os)
+    if manifest.tables is None:
+        _remove_descriptions(tmp_dir, writers, os)
     _remove_foreign(tmp_dir, writers, os, keep=(layout.MANIFEST_NAME,))
     sync_directory(tmp_dir, os)
     with storage_errors("publishing", final):
@@ -188,72 +270,33 @@ def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS)
     return final
 
 
-def _describe(root: Path, tmp_dir: Path, incident: Incident, os: Os) -> Manifest:
-    """Writes the manifest of finished parts."""
-    parts = [_read_part_of(tmp_dir, rank, incident.global_step, os) for rank in sorted(incident.writers)]
-    for part in parts:
-        check_unchanged(tmp_dir, part.file, os)
-    stamp = later_than_all(root, clock.wall_ns(), os)
+def _describe(
+    root: Path,
+    tmp_dir: Path,
+    incident: Incident,
+    os: Os,
+    published_unix_ns: int | None = None,
+    progress: Progress = _unheard,
+    known: Mapping[int, Seen] = MappingProxyType({}),
+) -> Manifest:
+    """Writes the manifest of finished parts. known: heads that need not be read while their files are as they were."""
+    heads = []
+    for rank in sorted(incident.writers):
+        progress()
+        seen = known.get(rank)
+        if seen is not None and seen.stamps and seen.stamps == _stamps_of(tmp_dir, seen.head, os):
+            heads.append(seen.head)
+            continue
+        head = _read_head_of(tmp_dir, rank, incident.global_step, os)
+        check_unchanged(tmp_dir, head.file, os)
+        heads.append(head)
+    parts: Sequence[Part] | Sequence[PartHead] = heads
+    if sum(head.part_bytes for head in heads) <= TABLES_BYTES_MAX:
+        parts = [read_part(tmp_dir / layout.rank_dir_name(head.rank), os) for head in heads]
+    stamp = later_than_all(root, clock.wall_ns() if published_unix_ns is None else published_unix_ns, os)
     manifest = build_manifest(incident, parts, published_unix_ns=stamp)
     write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os, durable=True)
     return manifest
-
-
-def build_manifest(incident: Incident, parts: list[Part], *, published_unix_ns: int) -> Manifest:
-    """Manifest of verified parts. AssertionError if they contradict each other, since they were verified."""
-    units = {unit: entry for part in parts for unit, entry in part.units.items()}
-    locals_ = {rank: entry for part in parts for rank, entry in part.locals.items()}
-    reasons: list[str] = []
-    for rank in range(incident.world_size):
-        local = locals_.get(rank)
-        if local is None:
-            why = incident.lost_locals.get(rank, "it was not written")
-            reasons.append(f"rank {rank}: its local state (RNG streams, buffers, data position) is lost: {why}")
-        elif not local.exact:
-            reasons += [f"rank {rank}: {reason}" for reason in local.reasons or ("no reason given",)]
-    for unit, entry in sorted(units.items()):
-        # The writer's own: a step cut off between update and end leaves, for one, a scheduler that has not moved.
-        reasons += [f"unit {unit}: {reason}" for reason in entry.meta.get("reasons", ())]
-    manifest = Manifest(
-        format_version=MANIFEST_FORMAT,
-        job=incident.job,
-        parent_job=incident.parent_job,
-        generation=incident.generation,
-        incident=incident.incident,
-        attempt=incident.attempt,
-        global_step=incident.global_step,
-        epoch=parts[0].epoch,
-        step=parts[0].step,
-        world_size=incident.world_size,
-        reason=incident.reason,
-        cause_ranks=tuple(sorted(incident.cause_ranks)),
-        published_unix_ns=published_unix_ns,
-        files=tuple(part.file for part in parts),
-        units=dict(sorted(units.items())),
-        locals=dict(sorted(locals_.items())),
-        exact=not reasons,
-        reasons=tuple(dict.fromkeys(reasons)),
-        facts=merge_facts(incident.facts, parts),
-    )
-    problem = contradiction(manifest)
-    assert problem is None, problem
-    return manifest
-
-
-def merge_facts(own: Mapping[str, Any], parts: list[Part]) -> dict[str, Any]:
-    """Facts of the lowest writer, with what other writers see differently under "by_rank"."""
-    merged: dict[str, Any] = dict(parts[0].facts)
-    differing = {
-        str(part.rank): {
-            key: value for key, value in part.facts.items() if merged.get(key) != value or key not in merged
-        }
-        for part in parts[1:]
-    }
-    merged.update(own)
-    different = {rank: facts for rank, facts in differing.items() if facts}
-    if different:
-        merged["by_rank"] = different
-    return merged
 
 
 def later_than_all(root: Path, now_ns: int, os: Os = REAL_OS) -> int:
@@ -265,7 +308,7 @@ def later_than_all(root: Path, now_ns: int, os: Os = REAL_OS) -> int:
         names = os.listdir(root)
     for name in names:
         path = root / name
-        if layout.CheckpointName.parse(name) is None or claimed_published_ns(path, os) < now_ns:
+        if layout.CheckpointName.parse(name) is None or Claimed.if_readable(path, os).published_unix_ns < now_ns:
             continue
         try:
             now_ns = max(now_ns, read_manifest(path, os).published_unix_ns + 1)
@@ -289,7 +332,7 @@ def _remove_foreign(tmp_dir: Path, writers: Collection[int], os: Os, keep: Colle
                 os.unlink(tmp_dir / name)
 
 
-def _rename_into_place(root: Path, tmp_dir: Path, final: Path, job: str, os: Os) -> None:
+def _rename_into_place(root: Path, tmp_dir: Path, final: Path, incident: Incident, os: Os) -> None:
     with storage_errors("publishing", final):
         try:
             os.rename(tmp_dir, final)
@@ -300,12 +343,17 @@ def _rename_into_place(root: Path, tmp_dir: Path, final: Path, job: str, os: Os)
         _sync_published(root, final, os)
         return
     try:
-        same_job = read_manifest(final, os).job == job
+        found = read_manifest(final, os)
+        is_older = found.job == incident.job and (found.generation, found.incident, found.attempt) < (
+            incident.generation,
+            incident.incident,
+            incident.attempt,
+        )
     except StorageError:
         raise
     except CheckpointError:
-        same_job = False  # unreadable: keep it for a person to look at
-    if same_job:
+        is_older = False  # unreadable: keep it for a person to look at
+    if is_older:
         with storage_errors("publishing", final):
             exchanged = os.exchange(tmp_dir, final)
         if exchanged:
@@ -322,7 +370,7 @@ def _rename_into_place(root: Path, tmp_dir: Path, final: Path, job: str, os: Os)
     with storage_errors("publishing", final):
         os.rename(tmp_dir, final)
     _sync_published(root, final, os)
-    if same_job:
+    if is_older:
         # Hidden first, and durably so: a crash half-way through removing it must not leave a visible torso.
         with storage_errors("removing", aside):
             os.rename(aside, tmp_dir)

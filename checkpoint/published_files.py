@@ -6,9 +6,9 @@ from pathlib import Path
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.document import damage
+from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import Header
-from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.part import FileEntry
+from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.system import Os
 from lastwords.errors import FormatError
@@ -31,7 +31,7 @@ class PublishedFiles:
         if layout.parse_rank_dir(real.parent.name) is None or not self._os.exists(directory / layout.MANIFEST_NAME):
             return None
         if directory not in self._manifests:
-            self._manifests[directory] = read_manifest(directory, self._os)
+            self._manifests[directory] = read_published(directory, self._os)
         manifest = self._manifests[directory]
         name = f"{real.parent.name}/{real.name}"
         entry = next((one for one in manifest.files if one.path == name), None)
@@ -44,10 +44,10 @@ class PublishedFiles:
                 )
             )
         header = check_header(
-            directory, entry, manifest.tensors_of(name), rank=layout.PartPath.parse(name, where=str(directory)).rank,
+            directory, entry, manifest.tensors_of(entry), rank=layout.PartPath.parse(name, where=str(directory)).rank,
             global_step=manifest.global_step, os=self._os,
         )  # fmt: skip
-        return entry, header
+        return manifest.with_chunks(entry), header
 
     def nobody_has(self, name: str) -> bool:
         """Whether no unit of the checkpoints that were met holds a tensor; False if none was met."""

@@ -8,6 +8,7 @@ other no checksums are known: all that is noticed is that it was replaced or wri
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ from typing import Any
 
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.document import damage
+from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
-from lastwords.checkpoint.part import FILE_FORMAT, FileEntry
+from lastwords.checkpoint.part import FILE_FORMAT
 from lastwords.checkpoint.partfile import read_exactly
 from lastwords.checkpoint.published_files import PublishedFiles
 from lastwords.checkpoint.saved_state import Saved, join
@@ -25,9 +27,9 @@ from lastwords.checkpoint.saved_units import SavedUnit, buffers_of_ranks, read_u
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.strategy import Cut, Held, Strategy
-from lastwords.checkpoint.strategy_needs import needed
+from lastwords.checkpoint.strategy_needs import Needs
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
-from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StrategyError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
 from lastwords.vocabulary import UNIT_REPLICATED
 
 
@@ -78,6 +80,7 @@ class RankFiles:
         self._published = PublishedFiles(os)
         self._opened: dict[int, RankFile | None] = {}
         self._complete_for: set[tuple[int, int]] = set()
+        self._needs: tuple[Strategy | None, Needs] | None = None
         self._joined: tuple[int, Saved] | None = None
         self._given = strategy
         if strategy is not None:
@@ -100,7 +103,9 @@ class RankFiles:
         IncompleteError names the source rank whose file is missing, after its whole group has been tried.
         """
         if (id(wanted), rank) not in self._complete_for:
-            for name, held in needed(self.strategy, wanted, rank):
+            if self._needs is None or self._needs[0] is not wanted:
+                self._needs = wanted, Needs(self.strategy, wanted)
+            for name, held in self._needs[1].of(rank):
                 self._find(name, held)
             self._find_common()
             self._complete_for.add((id(wanted), rank))
@@ -124,10 +129,13 @@ class RankFiles:
         return StoredTensor(file.path, begin, spec, file.entry)
 
     def check_unchanged(self) -> None:
-        """FormatError if a file is not the one any more whose header was read."""
-        for file in self._opened.values():
-            if file is not None and _read(file.path, self._os, header=False)[0] != file.stamp:
-                raise FormatError(f"{file.path} was changed while it was read; nothing was written: begin again")
+        """ReplacedError if a file is not the one any more whose header was read."""
+        for file in filter(None, self._opened.values()):
+            now = None
+            with contextlib.suppress(IncompleteError):
+                now = _read(file.path, self._os, header=False)[0]
+            if now != file.stamp:
+                raise ReplacedError(f"{file.path} was replaced, changed or removed while it was read; begin again")
 
     # ------------------------------------------------------------------ inside
 
@@ -192,10 +200,7 @@ class RankFiles:
 
     def _read(self, rank: int, path: Path) -> RankFile:
         stamp, header = _read(path, self._os)
-        published = self._published.entry_of(path)
-        entry = None
-        if published is not None:
-            entry, header = published
+        entry, header = self._published.entry_of(path) or (None, header)
         assert header is not None
         content = read_content(header, path)
         moment = Moment(content["job"], content["global_step"], content["epoch"], content["step"])

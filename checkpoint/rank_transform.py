@@ -7,14 +7,14 @@ header, with the part of the whole that each tensor is, so that such a file is a
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
 from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
+from lastwords.checkpoint.lock_file import alone
 from lastwords.checkpoint.part import FILE_FORMAT
 from lastwords.checkpoint.rank_files import Moment, RankFiles
 from lastwords.checkpoint.saved_state import Saved
@@ -22,9 +22,9 @@ from lastwords.checkpoint.slice_reader import SliceReader, Stored
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.strategy import Strategy, load_sound_strategy, text
 from lastwords.checkpoint.streamed import Streamed
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, Os, storage_errors, sync_directory
 from lastwords.checkpoint.transform_plan import meta_of, of_rank, planned, whole_strategy
-from lastwords.errors import ConfigError, NotARankError, NotTextError, StorageError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, NotARankError, NotTextError
 
 SUFFIX = ".ckpt"
 
@@ -44,7 +44,7 @@ class Source(Stored, Protocol):
         """What destination rank `rank` needs, found and checked; nothing of the tensors is read."""
 
     def check_unchanged(self) -> None:
-        """FormatError if the source is not what it was when it was opened."""
+        """ReplacedError if the source is not what it was when it was opened."""
 
 
 def transform_checkpoint_by_rank(
@@ -62,9 +62,9 @@ def transform_checkpoint_by_rank(
     in memory. The file appears whole or not at all.
 
     Raises NotARankError (a TypeError) for a rank that is no int, NotTextError (a TypeError), ConfigError (a ValueError)
-    for a name that does not end in .ckpt or that exists, StrategyError (a ValueError), IncompleteError that names the
-    rank whose file is missing, MismatchError for strategies of two models or files of two steps, FormatError,
-    StorageError.
+    for a name that does not end in .ckpt or that exists, BusyError if another process writes it, StrategyError (a
+    ValueError), IncompleteError that names the rank whose file is missing, MismatchError for strategies of two models
+    or files of two steps, FormatError, ReplacedError, StorageError.
     """
     if type(rank_id) is not int:
         raise NotARankError(f"rank_id is {rank_id!r}; it has to be an int")
@@ -117,6 +117,16 @@ def transform_rank(
     progress: Progress | None = None,
 ) -> None:
     """Writes destination rank `rank` of `wanted` (None: everything whole) into the new file `target`."""
+    try:
+        _write_rank(source, wanted, rank, target, os, progress)
+    except (FormatError, IncompleteError):
+        source.check_unchanged()  # if it is another one by now, that is why
+        raise
+
+
+def _write_rank(
+    source: Source, wanted: Strategy | None, rank: int, target: Path, os: Os, progress: Progress | None
+) -> None:
     saved = source.saved_for(wanted, rank)
     strategy = whole_strategy(saved) if wanted is None else wanted
     holding = of_rank(saved, strategy, rank)
@@ -155,41 +165,22 @@ def transform_rank(
 
 
 @contextlib.contextmanager
-def _appearing(target: Path, os: Os) -> Any:
+def _appearing(target: Path, os: Os) -> Iterator[Path]:
     """A hidden name beside `target` to write to; renamed at the end, removed if anything goes wrong."""
-    refuse_existing(target, os)
     hidden = target.parent / f".tmp-{target.name}"
-    _remove_left_over(hidden, os)
-    try:
-        yield hidden
-        with storage_errors("writing", target):
-            try:
+    with alone(target.parent / f"{hidden.name}.lock", target, os):
+        refuse_existing(target, os)
+        with storage_errors("removing", hidden), contextlib.suppress(FileNotFoundError):
+            os.unlink(hidden)  # a killed process has left it
+        try:
+            yield hidden
+            with storage_errors("writing", target):
                 os.rename(hidden, target)
-            except FileExistsError:
-                refuse_existing(target, os)
-                raise
-    except Exception as error:
-        # Where the hidden name was taken, it is another process's, which was faster.
-        if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):
+        except Exception:
             with contextlib.suppress(OSError):
                 os.unlink(hidden)
-        raise
-    sync_directory(target.parent, os)
-
-
-def _remove_left_over(hidden: Path, os: Os) -> None:
-    """What a killed process left; ConfigError if a living one is writing it."""
-    if not os.exists(hidden):
-        return
-    with storage_errors("removing", hidden):
-        fd = os.open_read(hidden)
-        try:
-            free = os.try_lock(fd)
-        finally:
-            close(fd, hidden, os)
-        if not free:
-            raise ConfigError(f"{hidden} is being written by another process; wait for it, or give another name")
-        os.unlink(hidden)
+            raise
+        sync_directory(target.parent, os)
 
 
 def _same(name: str) -> str:

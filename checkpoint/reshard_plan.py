@@ -6,10 +6,11 @@ box lies inside its tensor, no two of them share an element, and together they h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered
+from lastwords.checkpoint.boxes import Box, BoxIndex, first_overlap, index_of, overlap, uncovered
 from lastwords.errors import FormatError, IncompleteError, MismatchError
 
 
@@ -22,7 +23,7 @@ class Shard:
     where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Divided:
     """A tensor and the shards that it is stored as. dtype: safetensors code; shape: of the whole."""
 
@@ -30,6 +31,11 @@ class Divided:
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
+
+    @functools.cached_property
+    def index(self) -> BoxIndex:
+        """Of the shards' boxes."""
+        return index_of(tuple(shard.box for shard in self.shards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,8 @@ def slices_for(tensor: Divided, wanted: Box, holes: Mapping[str, str] | None = N
         )
     lost = holes or {}
     found: list[Slice] = []
-    for shard in tensor.shards:
-        region = overlap(shard.box, wanted) if wanted.elements else None
+    for shard in (tensor.shards[number] for number in tensor.index.overlapping(wanted)):
+        region = overlap(shard.box, wanted)
         if region is not None and shard.name not in lost:
             found.append(Slice(shard, region))
     if sum(piece.region.elements for piece in found) < wanted.elements:

@@ -19,6 +19,8 @@ from lastwords.errors import FormatError, MismatchError
 MOVED_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
 """What torch's schedulers change in a group. Where anything else differs, two ranks have different groups."""
 
+_ABOUT = ("step_ended", "hyperparameters", "optimizer_own", "reasons")
+
 _SCALAR_BYTES_MAX = 16
 """State of another shape than its parameter's is a counter or the like up to here: all shards have the same."""
 
@@ -57,7 +59,7 @@ class Saved:
     copies: Mapping[str, Mapping[str, Shard]] = field(default_factory=dict)
     """State tensors (`step`) that are whole beside each shard of their parameter: name -> unit's label -> the copy."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """`step_ended`, `hyperparameters` and `reasons` of the unit that has the extras."""
+    """`step_ended`, `hyperparameters`, `optimizer_own` and `reasons` of the unit that has the extras."""
 
     def near(self, name: str, places: Collection[str]) -> Divided:
         """The tensor; of copies one in a unit that is among `places` and read anyway, if there is any."""
@@ -109,7 +111,7 @@ class _Joining:
             tensors=self._tensors,
             parameters=self._parameters,
             buffers=self._buffers,
-            volatile=self._volatile & self._buffers.keys(),
+            volatile=self._volatile,
             absent=tuple(dict.fromkeys(name for meta in metas for name in meta["absent_buffers"])),
             aliases={alias: name for meta in metas for alias, name in meta["aliases"].items()},
             states=states,
@@ -119,7 +121,9 @@ class _Joining:
             copied=frozenset(self._copied),
             more=self._more,
             copies=self._found_copies,
-            about={key: about[key] for key in ("step_ended", "hyperparameters", "reasons") if key in about},
+            about={
+                key: about[key] for key in ("step_ended", "hyperparameters", "reasons", "optimizer_own") if key in about
+            },
         )
 
     # ------------------------------------------------------------------ tensors

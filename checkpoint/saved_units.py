@@ -6,7 +6,7 @@ parameter's part is a plain tensor, so is its moment, and only the parameter kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,10 @@ from typing import Any
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
 from lastwords.checkpoint.layout import LocalTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.part import UnitEntry
+from lastwords.checkpoint.meta_forms import META_VERSION, require_version
 from lastwords.checkpoint.state_trees import Tree, keys_of, renamed
 from lastwords.errors import FormatError
 from lastwords.vocabulary import UNIT_REPLICATED
-
-META_VERSION = 1
-"""Version of what a unit's `meta` says."""
 
 GROUPS = "optim/~groups."
 
@@ -53,10 +50,7 @@ def read_unit(
     where: str, label: str, meta: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]
 ) -> SavedUnit:
     """A unit whose tensors begin with `prefix` in the source. `specs`: by their names without it."""
-    if meta.get("version") != META_VERSION:
-        raise FormatError(
-            f"{where}: its state is of version {meta.get('version')!r}, this lastwords reads {META_VERSION}; upgrade it"
-        )
+    require_version(meta, where)
     states = {
         fqn: {
             key: renamed(node, lambda name: name.removeprefix(prefix), where)
@@ -74,14 +68,22 @@ def read_unit(
     return SavedUnit(label, meta, specs, states, groups)
 
 
-def units_of(path: Path, manifest: Manifest) -> list[SavedUnit]:
-    """Units of a checkpoint, `replicated` and those of its moment of the step first: what all have is taken there."""
+def units_of(path: Path, manifest: Manifest) -> Iterator[tuple[str, SavedUnit]]:
+    """Units of a checkpoint, `replicated` and those of its moment of the step first: what all have is taken there.
+
+    One at a time: of a large checkpoint those of other moments are read twice, and none stays in memory.
+    """
     ended = manifest.units[UNIT_REPLICATED].meta.get("step_ended") if UNIT_REPLICATED in manifest.units else None
-
-    def order(item: tuple[str, UnitEntry]) -> tuple[bool, bool, str]:
-        return item[0] != UNIT_REPLICATED, item[1].meta.get("step_ended", ended) != ended, item[0]
-
-    return [unit_of(path, manifest, unit) for unit, _ in sorted(manifest.units.items(), key=order)]
+    order = sorted(manifest.units, key=lambda name: (name != UNIT_REPLICATED, name))
+    later = []
+    for name in order:
+        unit = unit_of(path, manifest, name)
+        if name != UNIT_REPLICATED and unit.meta.get("step_ended", ended) != ended:
+            later.append(name)
+        else:
+            yield name, unit
+    for name in later:
+        yield name, unit_of(path, manifest, name)
 
 
 def unit_of(path: Path, manifest: Manifest, unit: str) -> SavedUnit:

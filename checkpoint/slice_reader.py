@@ -24,8 +24,8 @@ import numpy as np
 from lastwords.checkpoint.boxes import Box, between, is_run, span
 from lastwords.checkpoint.chunk_reader import EXCESS_MAX, Kept, OnBytes, Part, Piece, Runs, read_parts
 from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, Bytes, as_bytes
+from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
-from lastwords.checkpoint.part import FileEntry
 from lastwords.checkpoint.partfile import open_part_file
 from lastwords.checkpoint.reshard_plan import Slice
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors

@@ -1,23 +1,47 @@
 """Temporary directories that nobody will publish any more: whose they are, and when they may go.
 
-A directory may go when its generation is older, no process writes in it, and the controller of its generation has
-ended. Locks tell: they end with the process that holds them, however it ends, also on another host of a shared file
-system. A writer locks the file that it writes; a controller locks its claim, since between a writer's last byte and
-the final name nobody has a file of that directory open.
+A directory may go when no process writes in it and the controller of its job and generation has ended. Locks tell:
+they end with the process that holds them, however it ends, also on another host of a shared file system. A writer
+locks the file that it writes; a controller locks its claim, since between a writer's last byte and the final name
+nobody has a file of that directory open.
+
+A lock that is free proves less where the file system keeps locks to one host, or has none. So a directory of another
+job goes at once only where its controller's claim says that it ran on this host; else it has to be quiet for a day.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from lastwords import clock
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.manifest import read_manifest
+from lastwords.checkpoint.manifest import Claimed, read_manifest
 from lastwords.checkpoint.part import read_part
-from lastwords.checkpoint.system import REAL_OS, Os, close, remove_tree
+from lastwords.checkpoint.retry import patiently
+from lastwords.checkpoint.system import (
+    REAL_OS,
+    Os,
+    boot_id,
+    close,
+    read_whole,
+    remove_tree,
+    storage_errors,
+    sync_directory,
+)
 from lastwords.errors import CheckpointError, FormatError, StorageError
 
 logger = logging.getLogger(__name__)
+
+QUIET_S = 86_400.0
+"""A day without any change: longer than any save, and than clocks of two hosts differ."""
+
+_CLAIM_TRIES = 20
+_CLAIM_PAUSE_S = 0.05
+"""Whoever looks whether a claim is held has it locked for that moment, and a start that waits looks all the time."""
+_BOOT_BYTES_MAX = 4096
 
 
 class Claim:
@@ -33,16 +57,34 @@ class Claim:
         """None where the file system refuses, which is logged: other jobs may then tidy up what this one writes."""
         path = layout.claim_path(root, job, generation)
         try:
+            for _ in range(_CLAIM_TRIES):
+                fd = patiently(lambda: cls._lock(path, os), os)
+                if fd is not None:
+                    return cls(path, fd, os)
+                os.pause(_CLAIM_PAUSE_S)
+        except StorageError as error:
+            logger.warning("cannot claim the temporary directories in %s: %s", root, error)
+            return None
+        logger.warning("%s is held by another controller of this job and generation", path)
+        return None
+
+    @staticmethod
+    def _lock(path: Path, os: Os) -> int | None:
+        """None if somebody else holds it, or has removed it between its creation and the lock."""
+        with storage_errors("claiming", path):
             try:
                 fd = os.create(path, direct=False)
             except FileExistsError:
-                fd = os.open_read(path)
-            if not os.try_lock(fd):
-                logger.warning("%s is held by another controller of this job and generation", path)
-        except OSError as error:
-            logger.warning("cannot claim the temporary directories in %s: %s", root, error)
+                fd = os.open_lock(path)
+            try:
+                if os.try_lock(fd) and _is_at(path, fd, os):
+                    os.pwrite(fd, memoryview(boot_id()), 0)
+                    return fd
+            except BaseException:
+                close(fd, path, os)
+                raise
+            close(fd, path, os)
             return None
-        return cls(path, fd, os)
 
     def release(self) -> None:
         """Nothing of this controller is under way any more."""
@@ -53,19 +95,55 @@ class Claim:
             logger.warning("could not give %s back: %s", self._path, error)
 
 
-def discard(tmp_dir: Path, os: Os = REAL_OS) -> None:
-    """Removes a directory that will never be published; a failure is only logged, since nobody can act on it."""
+def _is_at(path: Path, fd: int, os: Os) -> bool:
+    """Whether this descriptor is of the file that has the name now."""
+    try:
+        other = os.open_read(path)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.stamp(other)[:2] == os.stamp(fd)[:2]
+    finally:
+        close(other, path, os)
+
+
+def discard(tmp_dir: Path, os: Os = REAL_OS) -> bool:
+    """Removes a directory that will never be published; a failure is only logged: nobody else can act on it.
+
+    Returns whether it is gone.
+    """
     try:
         remove_tree(tmp_dir, os)
     except StorageError as error:
         logger.warning("could not remove %s, which is not needed any more: %s", tmp_dir, error)
+        return False
+    return True
+
+
+def keep(tmp_dir: Path, kept: Path, os: Os = REAL_OS) -> Path | None:
+    """Moves a directory with finished files out of the way of `remove_stale`; where it is now, None if it is empty.
+
+    Raises StorageError; then it lies where it was.
+    """
+    with storage_errors("keeping", tmp_dir):
+        if not os.is_directory(tmp_dir):
+            return None
+        names = [name for name in os.listdir(tmp_dir) if layout.parse_rank_dir(name) is not None]
+        if not any(os.exists(tmp_dir / name / layout.PART_NAME) for name in names) and not os.exists(
+            tmp_dir / layout.MANIFEST_NAME
+        ):
+            return None
+        os.rename(tmp_dir, kept)
+    sync_directory(kept.parent, os)
+    return kept
 
 
 def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> list[Path]:
-    """Removes what writers of older generations left unfinished in `root`; returns what went.
+    """Removes what ended controllers and their writers left unfinished in `root`; returns what went.
 
-    A directory stays if a living process writes in it, if the controller of its generation lives, if another job has
-    marked it as its own, or if it is a whole checkpoint that only lacks its name. Failures are only logged.
+    Directories of this job's own and later generations stay, and any in which a living process writes, whose controller
+    may live, or which are a whole checkpoint that only lacks its name. One with a finished part, of a step that its job
+    has not published, is renamed to `unpublished-...`. Failures are only logged.
     """
     removed: list[Path] = []
     try:
@@ -73,64 +151,167 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
     except OSError as error:
         logger.warning("could not look for stale directories in %s: %s", root, error)
         return removed
-    claimed = _claimed(root, names, generation, os)
+    claims = _Claims.look(root, names, (job, generation), os)
     for name in names:
         found = layout.TemporaryName.parse(name)
-        if found is None or found.generation >= generation or found.generation in claimed:
+        if found is None or (found.job in ("", job) and found.generation >= generation):
             continue
-        if _in_use(root / name, job, os) or _lacks_only_its_name(root, root / name, found.global_step, os):
+        if claims.may_live(found) or _in_use(root / name, os):
             continue
-        discard(root / name, os)
-        removed.append(root / name)
+        certain = claims.has_died_here(found) or _is_of(root / name, found, job, os)
+        if not (certain or _is_quiet(root / name, os)):
+            continue
+        if _lacks_only_its_name(root, root / name, found.global_step, os):
+            continue
+        if not _is_kept(root, root / name, found, os):
+            discard(root / name, os)
+            removed.append(root / name)
+    claims.remove_dead(root, os)
     return removed
 
 
-def _claimed(root: Path, names: list[str], generation: int, os: Os) -> set[int]:
-    """Older generations with a living controller; claims of dead ones are removed."""
-    claimed: set[int] = set()
-    for name in names:
-        number = layout.parse_claim(name)
-        if number is None or number >= generation:
-            continue
+def under_way(roots: Sequence[Path], own: tuple[str, int], os: Os = REAL_OS) -> dict[str, tuple[float, ...]]:
+    """Temporary directories that controllers of earlier generations may still publish; for each, when what changed.
+
+    Earlier by the claims in the first of `roots`, where the generations are drawn. own: this job and generation.
+    Where the file system refuses to say, nothing is under way.
+    """
+    found: dict[str, tuple[float, ...]] = {}
+    try:
+        held = _Claims.look(roots[0], os.listdir(roots[0]), own, os).held
+        for root in roots:
+            for name in os.listdir(root):
+                temporary = layout.TemporaryName.parse(name)
+                whose = None if temporary is None else (temporary.job, temporary.generation)
+                if whose in held and whose[1] < own[1]:
+                    found[str(root / name)] = _changed(root / name, os)
+    except OSError as error:
+        logger.info("cannot tell what is being published in %s: %s", roots[0], error)
+    return found
+
+
+def held(root: Path, names: list[str], os: Os = REAL_OS) -> frozenset[tuple[str, int]]:
+    """Job and generation of every controller whose claim, out of `names` in `root`, says that it may live."""
+    return _Claims.look(root, names, ("", 0), os).held
+
+
+def _changed(tmp_dir: Path, os: Os) -> tuple[float, ...]:
+    try:
+        return tuple(os.modified_unix_s(path) for path in _with_content(tmp_dir, os))
+    except FileNotFoundError:
+        return ()  # it has just been published, or removed; the next look knows
+
+
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """What the claims in a directory say of other controllers, by (job, generation)."""
+
+    held: frozenset[tuple[str, int]]
+    dead: dict[tuple[str, int], bool]  # True: it ran on this host
+
+    @staticmethod
+    def look(root: Path, names: list[str], own: tuple[str, int], os: Os) -> _Claims:
+        held: set[tuple[str, int]] = set()
+        dead: dict[tuple[str, int], bool] = {}
+        here = boot_id()
+        for name in names:
+            whose = layout.parse_claim(name)
+            if whose is None or whose == own or (whose[0] == own[0] and whose[1] > own[1]):
+                continue
+            try:
+                if _unlocked(root / name, os):
+                    dead[whose] = read_whole(root / name, os, bytes_max=_BOOT_BYTES_MAX) == here
+                else:
+                    held.add(whose)
+            except FileNotFoundError:
+                pass  # its controller has just ended
+            except (OSError, StorageError) as error:
+                logger.info("cannot tell whether the controller of %s lives: %s", root / name, error)
+                held.add(whose)
+        return _Claims(frozenset(held), dead)
+
+    def may_live(self, name: layout.TemporaryName) -> bool:
+        if name.job:
+            return (name.job, name.generation) in self.held
+        return any(generation == name.generation for _, generation in self.held)
+
+    def has_died_here(self, name: layout.TemporaryName) -> bool:
+        return self.dead.get((name.job, name.generation), False)
+
+    def remove_dead(self, root: Path, os: Os) -> None:
+        """Claims of which nothing is left; a name is never used again, so nobody can be about to lock it."""
         try:
-            if _unlocked(root / name, os):
-                os.unlink(root / name)  # a name is never used again, so nobody can be about to lock it
-            else:
-                claimed.add(number)
+            left = {layout.TemporaryName.parse(name) for name in os.listdir(root)}
+            needed = {(name.job, name.generation) for name in left if name is not None}
+            for job, generation in sorted(self.dead.keys() - needed):
+                path = layout.claim_path(root, job, generation)
+                if self.dead[job, generation] or _is_quiet(path, os):
+                    os.unlink(path)
         except FileNotFoundError:
-            pass  # its controller has just ended
-        except (OSError, StorageError) as error:
-            logger.info("cannot tell whether the controller of %s lives: %s", root / name, error)
-            claimed.add(number)
-    return claimed
+            pass
+        except OSError as error:
+            logger.info("could not remove the claims of ended controllers in %s: %s", root, error)
 
 
-def _in_use(tmp_dir: Path, job: str, os: Os) -> bool:
+def _in_use(tmp_dir: Path, os: Os) -> bool:
     try:
         for rank_name in os.listdir(tmp_dir):
             rank_dir = tmp_dir / rank_name
             if layout.parse_rank_dir(rank_name) is None or not os.is_directory(rank_dir):
                 continue
             for name in os.listdir(rank_dir):
-                if name == layout.PART_NAME:
-                    if read_part(rank_dir, os).job not in ("", job):
-                        return True
-                elif not _unlocked(rank_dir / name, os):
+                if name != layout.PART_NAME and not _unlocked(rank_dir / name, os):
                     return True
     except FileNotFoundError:
         return True  # somebody else is removing it
-    except FormatError:
-        return False  # a part.json that was never finished
     except (OSError, StorageError) as error:
         logger.warning("could not look into %s: %s", tmp_dir, error)
         return True
     return False
 
 
+def _is_of(tmp_dir: Path, name: layout.TemporaryName, job: str, os: Os) -> bool:
+    """Whether this job's own earlier generation made it. An older name does not say so, but its parts do."""
+    if name.job:
+        return name.job == job
+    try:
+        for rank_name in os.listdir(tmp_dir):
+            rank_dir = tmp_dir / rank_name
+            if os.is_directory(rank_dir) and layout.PART_NAME in os.listdir(rank_dir):
+                return read_part(rank_dir, os).job in ("", job)
+    except FormatError:
+        return True  # a part.json that was never finished
+    except (OSError, StorageError) as error:
+        logger.warning("could not look into %s: %s", tmp_dir, error)
+        return False
+    return True
+
+
+def _with_content(path: Path, os: Os) -> Iterator[Path]:
+    """It and everything in it: while one file grows, the times of the directories do not move."""
+    inside = [path]
+    for entry in inside:
+        yield entry
+        if os.is_directory(entry):
+            inside += [entry / name for name in os.listdir(entry)]
+
+
+def _is_quiet(path: Path, os: Os) -> bool:
+    """Whether nothing in this directory, or of this file, has changed for a day."""
+    try:
+        for entry in _with_content(path, os):
+            if clock.wall_ns() / 1e9 - os.modified_unix_s(entry) < QUIET_S:
+                return False
+    except OSError as error:
+        logger.info("could not look into %s: %s", path, error)
+        return False
+    return True
+
+
 def _lacks_only_its_name(root: Path, tmp_dir: Path, step: int, os: Os) -> bool:
     """A manifest is the last thing to be written: these are whole last words, and the only ones of their step."""
     final = layout.checkpoint_dir(root, step)
-    if not os.exists(tmp_dir / layout.MANIFEST_NAME) or os.is_directory(final):
+    if not os.exists(tmp_dir / layout.MANIFEST_NAME) or os.leads_to_directory(final):
         return False
     try:
         read_manifest(tmp_dir, os)
@@ -140,8 +321,24 @@ def _lacks_only_its_name(root: Path, tmp_dir: Path, step: int, os: Os) -> bool:
     return True
 
 
+def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> bool:
+    """Whether finished parts are in it that their controller did not live to publish, or nobody can tell."""
+    final = layout.checkpoint_dir(root, name.global_step)
+    if os.leads_to_directory(final) and name.job in ("", Claimed.if_readable(final, os).job):
+        return False
+    kept_dir = layout.unpublished_dir(root, name.global_step, name.job, name.generation, name.incident, name.attempt)
+    try:
+        kept = keep(tmp_dir, kept_dir, os)
+    except StorageError as error:
+        logger.warning("left as it is: %s", error)
+        return True
+    if kept is not None:
+        logger.warning("finished files of step %d were not published, and are kept in %s", name.global_step, kept)
+    return kept is not None
+
+
 def _unlocked(path: Path, os: Os) -> bool:
-    fd = os.open_read(path)
+    fd = os.open_lock(path)
     try:
         return os.try_lock(fd)
     finally:

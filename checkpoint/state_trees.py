@@ -32,6 +32,8 @@ def mapped(tree: Any, leaf: Callable[[Tree], Tree], where: str) -> Tree:
         return {tag: [mapped(item, leaf, where) for item in body]}
     if tag in ("dict", "ordered") and isinstance(body, list) and all(isinstance(p, list) and len(p) == 2 for p in body):
         return {tag: [[key, mapped(item, leaf, where)] for key, item in body]}
+    if tag == "object" and isinstance(body, list) and len(body) == 3 and isinstance(body[2], list):
+        return {tag: [body[0], body[1], [mapped(item, leaf, where) for item in body[2]]]}
     raise FormatError(f"{where} holds an unknown kind of value {tag!r}: damaged, or written by a newer lastwords")
 
 

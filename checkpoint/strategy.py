@@ -13,15 +13,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EEXIST
-from os import PathLike, fspath, getpid
+from os import PathLike, fspath
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
-from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document
+from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document, items_of
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
-from lastwords.checkpoint.manifest import Manifest, read_manifest
+from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors, sync_directory
@@ -83,18 +84,24 @@ class Strategy:
 
     def check(self) -> None:
         """StrategyError, naming tensor and region, for boxes that overlap, lie outside or leave something out."""
+        sound: set[int] = set()
         for name, cut in self.tensors.items():
-            ranks = [rank for held in cut.held for rank in held.ranks]
-            outside = next((rank for rank in ranks if not 0 <= rank < self.world_size), None)
-            if outside is not None:
-                raise StrategyError(f"{name} is held by rank {outside}, but there are only {self.world_size} ranks")
-            if len(set(ranks)) != len(ranks):
-                twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-                raise StrategyError(f"{name}: rank {twice} holds two parts of it; of each tensor a rank holds one part")
             parameter = self.tensors.get(f"model/{name.removeprefix('optim/')}")
             if not cut.dtype and parameter is not None and parameter.shape != cut.shape:
                 raise StrategyError(f"{name} has the shape {cut.shape}, but its parameter has {parameter.shape}")
-            _check_boxes(name, cut)
+            if id(cut) not in sound:  # `decode` makes one of all tensors that are cut alike
+                self._check_ranks(name, cut)
+                _check_boxes(name, cut)
+                sound.add(id(cut))
+
+    def _check_ranks(self, name: str, cut: Cut) -> None:
+        ranks = [rank for held in cut.held for rank in held.ranks]
+        outside = next((rank for rank in ranks if not 0 <= rank < self.world_size), None)
+        if outside is not None:
+            raise StrategyError(f"{name} is held by rank {outside}, but there are only {self.world_size} ranks")
+        if len(set(ranks)) != len(ranks):
+            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+            raise StrategyError(f"{name}: rank {twice} holds two parts of it; of each tensor a rank holds one part")
 
     @functools.cached_property
     def _keys(self) -> dict[str, list[str]]:
@@ -153,11 +160,17 @@ class Strategy:
         if not raw:
             raise StrategyError(f"{where} is empty: no strategy was written there; save it again")
         try:
-            content = decode_document(raw, where=where, version_max=STRATEGY_FORMAT, remedy=REMEDY)
+            content = decode_document(
+                raw, where=where, version_max=STRATEGY_FORMAT, remedy=REMEDY, only=("world_size",)
+            )
             fields = Fields(content, where, remedy=REMEDY)
-            inner = fields.inner("tensors")
-            tensors = {name: _cut(name, inner.inner(name), inner) for name in inner.keys()}  # noqa: SIM118
             world_size = fields.integer("world_size", least=1)
+            alike: dict[str, Cut] = {}
+            tensors: dict[str, Cut] = {}
+            for name, said, value in items_of(raw, "tensors", where, REMEDY):
+                if said not in alike:
+                    alike[said] = _cut(name, Fields(value, where, f"tensors.{name}.", REMEDY), fields)
+                tensors[name] = alike[said]
             if world_size > WORLD_SIZE_MAX:
                 fields.refuse(f"its world_size is {world_size}; a job has {WORLD_SIZE_MAX} ranks at most")
             return Strategy(world_size, tensors)
@@ -228,7 +241,8 @@ def strategy_of(manifest: Manifest) -> Strategy:
 
 def save_strategy_file(strategy: Strategy, path: Path, os: Os = REAL_OS) -> None:
     """Writes a new strategy file, whole or not at all. StorageError where it exists already, or cannot be written."""
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{getpid()}")
+    # A process id would not do: two hosts that share the file system may give one twice.
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{token_hex(4)}")
     try:
         write_document(temporary, strategy.encode(), os, durable=True)
         with storage_errors("giving its name to", path):
@@ -247,8 +261,8 @@ def save_strategy_file(strategy: Strategy, path: Path, os: Os = REAL_OS) -> None
 
 def load_strategy(path: Path, os: Os = REAL_OS) -> Strategy:
     """A strategy out of its own file, or of a checkpoint's directory. StrategyError if there is none."""
-    if os.is_directory(path):
-        return strategy_of(read_manifest(path, os))
+    if os.leads_to_directory(path):
+        return strategy_of(read_published(path, os))
     try:
         return Strategy.decode(read_whole(path, os, bytes_max=DOCUMENT_BYTES_MAX), path)
     except FileNotFoundError as error:
@@ -261,7 +275,7 @@ def load_sound_strategy(path: Path, os: Os = REAL_OS) -> Strategy:
     try:
         strategy.check()
     except StrategyError as error:
-        remedy = "use another checkpoint" if os.is_directory(path) else REMEDY
+        remedy = "use another checkpoint" if os.leads_to_directory(path) else REMEDY
         raise StrategyError(f"the strategy {path}: {error}; {remedy}") from error
     return strategy
 

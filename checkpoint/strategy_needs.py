@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from lastwords.checkpoint.boxes import Box, overlap, whole
+from lastwords.checkpoint.boxes import Box, BoxIndex, index_of, overlap, whole
+from lastwords.checkpoint.reading import Stamp, stamp_of
 from lastwords.checkpoint.reshard_plan import slices_for
 from lastwords.checkpoint.strategy import Cut, Held, Strategy, load_sound_strategy, text
 from lastwords.errors import ConfigError, MismatchError, NotARankError
@@ -18,47 +20,88 @@ def rank_list_for_transform(
 ) -> list[int]:
     """Source ranks whose state the destination rank needs, sorted; of copies the lowest rank is named.
 
-    None for a strategy: not divided, everything is whole on rank 0. A file may be a checkpoint's directory too.
+    None for a strategy: not divided, everything is whole on rank 0. A file may be a checkpoint's directory too. What
+    was read last is kept until a file changes, so that to ask for one rank after the other costs little more than to
+    ask for one.
     Raises NotARankError (a TypeError) for a rank that is no int, NotTextError (a TypeError), ConfigError for a rank
     outside the destination's world, StrategyError (a ValueError) for a file that is missing, empty or damaged,
     MismatchError for two different models.
     """
     if type(rank_id) is not int:
         raise NotARankError(f"rank_id is {rank_id!r}; it has to be an int")
-    source = (
-        None if src_strategy_file is None else load_sound_strategy(Path(text("src_strategy_file", src_strategy_file)))
-    )
-    wanted = (
-        None if dst_strategy_file is None else load_sound_strategy(Path(text("dst_strategy_file", dst_strategy_file)))
-    )
-    world_size = 1 if wanted is None else wanted.world_size
+    source = None if src_strategy_file is None else Path(text("src_strategy_file", src_strategy_file))
+    wanted = None if dst_strategy_file is None else Path(text("dst_strategy_file", dst_strategy_file))
+    known, world_size = _loaded(source, stamp_of(source), wanted, stamp_of(wanted))
     if not 0 <= rank_id < world_size:
         raise ConfigError(f"rank_id is {rank_id}; the destination has the ranks 0 to {world_size - 1}")
-    if source is None:
-        return [0]
-    return sorted({held.ranks[0] for _, held in needed(source, wanted, rank_id)})
+    return [0] if known is None else sorted({held.ranks[0] for _, held in known.of(rank_id)})
 
 
-def needed(source: Strategy, wanted: Strategy | None, rank: int) -> list[tuple[str, Held]]:
-    """The source's shards that have something of what destination rank `rank` holds (`wanted` None: everything).
+@functools.lru_cache(maxsize=1)
+def _loaded(source: Path | None, _: Stamp | None, wanted: Path | None, __: Stamp | None) -> tuple[Needs | None, int]:
+    """What the ranks of a destination need, None if the source is not divided; and how many these are."""
+    found = None if source is None else load_sound_strategy(source)
+    there = None if wanted is None else load_sound_strategy(wanted)
+    world_size = 1 if there is None else there.world_size
+    return None if found is None else Needs(found, there), world_size
 
-    Of state of the optimizer that only `optim/FQN` or `model/FQN` speaks of, a shard stands for all keys.
-    Raises MismatchError for two different models, IncompleteError for what no shard of the source has.
+
+class Needs:
+    """What each rank of a destination needs of a source (`wanted` None: everything).
+
+    The constructor looks once at all that the destination holds, and raises MismatchError for two different models.
     """
-    if wanted is not None:
-        refuse_another_model(source, wanted)
-    with_state = {_parameter_of(name, cut) for name, cut in source.tensors.items() if name.startswith("optim/")}
-    found: list[tuple[str, Held]] = []
-    for name, cut in source.tensors.items():
-        boxes = _boxes_of(name, cut, source, wanted, rank)
-        if wanted is not None and name.startswith("model/") and name.removeprefix("model/") not in with_state:
-            boxes += _boxes_of(f"optim/{name.removeprefix('model/')}", Cut("", cut.shape, ()), source, wanted, rank)
-        for held in cut.held:
-            if any(not box.sizes or overlap(held.box, box) is not None for box in boxes):
-                found.append((name, held))
-        for box in boxes:
-            slices_for(source.divided(name), box)  # inside and covered, or an error that names the region
-    return found
+
+    def __init__(self, source: Strategy, wanted: Strategy | None) -> None:
+        if wanted is not None:
+            refuse_another_model(source, wanted)
+        self._source = source
+        self._names = list(source.tensors)
+        self._everywhere: list[tuple[int, Box]] = []
+        self._boxes: dict[int, list[tuple[int, Box]]] = {}
+        self._indexes: dict[int, BoxIndex] = {}  # by the identity of the Cut
+        with_state = {_parameter_of(name, cut) for name, cut in source.tensors.items() if name.startswith("optim/")}
+        for number, (name, cut) in enumerate(source.tensors.items()):
+            fqn = name.removeprefix("model/")
+            if wanted is None or not (name in wanted.tensors or name.startswith(("model/", "optim/"))):
+                # A buffer that the destination does not list is whole on every rank.
+                self._everywhere.append((number, whole(cut.shape)))
+                continue
+            held = _held_of(name, cut, source, wanted)
+            if fqn != name and fqn not in with_state:
+                held += _held_of(f"optim/{fqn}", Cut("", cut.shape, ()), source, wanted)
+            for one in held:
+                for rank in one.ranks:
+                    self._boxes.setdefault(rank, []).append((number, one.box))
+
+    def of(self, rank: int) -> list[tuple[str, Held]]:
+        """The source's shards that have something of what this rank holds, in the source's order.
+
+        Of state of the optimizer that only `optim/FQN` or `model/FQN` speaks of, a shard stands for all keys.
+        MismatchError for a box of another tensor, IncompleteError for what no shard has.
+        """
+        found: set[tuple[int, int]] = set()
+        places: dict[tuple[int, Box], list[int]] = {}  # the same for all tensors that are cut alike
+        for number, box in (*self._everywhere, *self._boxes.get(rank, ())):
+            cut = self._source.tensors[self._names[number]]
+            alike = id(cut), box
+            if alike not in places:
+                places[alike] = self._places(self._names[number], cut, box)
+            found.update([(number, place) for place in places[alike]])
+        return [
+            (self._names[number], self._source.tensors[self._names[number]].held[place])
+            for number, place in sorted(found)
+        ]
+
+    def _places(self, name: str, cut: Cut, wanted: Box) -> list[int]:
+        """Which of the boxes of a tensor have something of the one that is wanted."""
+        if id(cut) not in self._indexes:
+            self._indexes[id(cut)] = index_of(tuple(held.box for held in cut.held))
+        found = self._indexes[id(cut)].overlapping(wanted) if wanted.inside(cut.shape) else []
+        common = (overlap(cut.held[place].box, wanted) for place in found)
+        if not found or sum(one.elements for one in common if one is not None) < wanted.elements:
+            slices_for(self._source.divided(name), wanted)  # an error that names the region, or it is empty
+        return found
 
 
 def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
@@ -98,20 +141,16 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN_MAX]) + more
 
 
-def _boxes_of(name: str, cut: Cut, source: Strategy, wanted: Strategy | None, rank: int) -> list[Box]:
-    """Boxes that the destination rank has of a tensor that the source lists."""
-    if wanted is None:
-        return [whole(cut.shape)]
+def _held_of(name: str, cut: Cut, source: Strategy, wanted: Strategy) -> tuple[Held, ...]:
+    """What the destination says of a tensor that the source lists."""
     if not name.startswith("optim/"):
-        there = wanted.tensors.get(name)
-        # A buffer that the destination does not list is whole on every rank; a parameter is told as a mismatch.
-        held = (Held(whole(cut.shape), (rank,)),) if there is None else there.held
-    elif cut.dtype:
-        fqn, _, key = name.removeprefix("optim/").rpartition("/")
-        held = wanted.state_held(fqn, key, cut.shape)
-    else:
-        state = wanted.state_of(name.removeprefix("optim/"))
-        held = () if state is None else state.held
-        keys = [key for key in wanted.keys_of(name.removeprefix("optim/")) if key not in source.tensors]
-        held += tuple(one for key in keys if wanted.tensors[key].shape == cut.shape for one in wanted.tensors[key].held)
-    return [one.box for one in held if rank in one.ranks]
+        there = wanted.tensors.get(name)  # a parameter that is missing is told as a mismatch
+        return () if there is None else there.held
+    fqn = name.removeprefix("optim/")
+    if cut.dtype:
+        fqn, _, key = fqn.rpartition("/")
+        return wanted.state_held(fqn, key, cut.shape)
+    state = wanted.state_of(fqn)
+    keys = [key for key in wanted.keys_of(fqn) if key not in source.tensors]
+    more = tuple(one for key in keys if wanted.tensors[key].shape == cut.shape for one in wanted.tensors[key].held)
+    return (() if state is None else state.held) + more

@@ -6,12 +6,15 @@ power are all other implementations of `Os`. Nothing in this package touches the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os as posix
 import platform
 import stat
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +28,8 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYS_RENAMEAT2 = {"x86_64": 316, "aarch64": 276, "riscv64": 276, "ppc64le": 357, "s390x": 347}
-_UNSUPPORTED = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY))
+UNSUPPORTED = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY))
+"""What file systems and kernels answer to a call that they do not have."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,6 +69,14 @@ class Os:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return fd
 
+    def open_lock(self, path: Path) -> int:
+        """Opens a regular file to lock it. Writable, since NFS makes a byte-range lock of flock (else EBADF)."""
+        fd = posix.open(path, posix.O_RDWR | posix.O_CLOEXEC | posix.O_NONBLOCK)
+        if not stat.S_ISREG(posix.fstat(fd).st_mode):
+            posix.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return fd
+
     def open_directory(self, path: Path) -> int:
         return posix.open(path, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
 
@@ -77,12 +89,12 @@ class Os:
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         return posix.preadv(fd, list(views), offset)
 
-    def size(self, fd: int) -> int:
-        return posix.fstat(fd).st_size
+    def size(self, file: int | Path) -> int:
+        return posix.stat(file).st_size
 
-    def stamp(self, fd: int) -> tuple[int, ...]:
+    def stamp(self, file: int | Path) -> tuple[int, ...]:
         """Differs when the file was replaced, or written again (as far as its times tell)."""
-        facts = posix.fstat(fd)
+        facts = posix.stat(file)
         return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
     def fallocate(self, fd: int, size: int) -> None:
@@ -103,13 +115,17 @@ class Os:
     def fsync(self, fd: int) -> None:
         posix.fsync(fd)
 
-    def try_lock(self, fd: int) -> bool:
-        """Takes an exclusive flock that ends with the process; False if a living process has it."""
+    def try_lock(self, fd: int, *, shared: bool = False) -> bool:
+        """Takes a flock that ends with the process, for it alone or shared; False if a living process is in the way."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
+
+    def pause(self, seconds: float) -> None:
+        """Waits, between two looks at what another process does."""
+        time.sleep(seconds)
 
     def advise_sequential(self, fd: int) -> None:
         posix.posix_fadvise(fd, 0, 0, posix.POSIX_FADV_SEQUENTIAL)
@@ -122,11 +138,11 @@ class Os:
         try:
             _renameat2(source, target, _RENAME_NOREPLACE)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in UNSUPPORTED:
                 raise
             # NFS and old kernels. The check can race, but rename(2) itself never replaces a directory that is
             # not empty, and every directory with a final name has a manifest in it.
-            if posix.path.lexists(target):
+            if self.exists(target):
                 raise FileExistsError(errno.EEXIST, posix.strerror(errno.EEXIST), str(target)) from None
             posix.rename(source, target)
 
@@ -135,7 +151,7 @@ class Os:
         try:
             _renameat2(one, other, _RENAME_EXCHANGE)
         except OSError as error:
-            if error.errno in _UNSUPPORTED:
+            if error.errno in UNSUPPORTED:
                 return False
             raise
         return True
@@ -149,6 +165,10 @@ class Os:
     def listdir(self, path: Path) -> list[str]:
         return sorted(posix.listdir(path))
 
+    def modified_unix_s(self, path: Path) -> float:
+        """When the file, or the list of names in a directory, was last changed."""
+        return posix.lstat(path).st_mtime
+
     def is_directory(self, path: Path) -> bool:
         """True for a directory itself; a symbolic link to one does not count."""
         try:
@@ -156,8 +176,28 @@ class Os:
         except (FileNotFoundError, NotADirectoryError):
             return False
 
+    def is_link(self, path: Path) -> bool:
+        """True for a symbolic link, wherever it leads."""
+        return posix.path.islink(path)
+
+    def leads_to_directory(self, path: Path) -> bool:
+        """True for a directory and for a link to one: what may be read. What is removed is asked with the other one."""
+        try:
+            return stat.S_ISDIR(posix.stat(path).st_mode)
+        except OSError:  # told by whoever reads it
+            return False
+
     def exists(self, path: Path) -> bool:
-        return posix.path.lexists(path)
+        """True for a link that leads nowhere, too. StorageError where the file system does not say."""
+        try:
+            posix.lstat(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return False
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                return False
+            raise storage_error("looking for", path, error) from error
+        return True
 
     def free_bytes(self, path: Path) -> int:
         facts = posix.statvfs(path)
@@ -165,6 +205,46 @@ class Os:
 
 
 REAL_OS = Os()
+
+
+class SyncWatch(Os):
+    """The real system, which knows whether a thread is inside a call that can take long and shows no progress.
+
+    fsync of what the page cache holds, and close on file systems that upload only then, take minutes on slow storage.
+    Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._lock = threading.Lock()
+
+    @property
+    def inside(self) -> bool:
+        """Whether such a call runs now."""
+        return self._inside > 0
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        with self._lock:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+    def fsync(self, fd: int) -> None:
+        with self._noted():
+            super().fsync(fd)
+
+    def close(self, fd: int) -> None:
+        with self._noted():
+            super().close(fd)
+
+    def fallocate(self, fd: int, size: int) -> None:
+        with self._noted():
+            super().fallocate(fd, size)
+
 
 _REMEDIES = {
     errno.ENOSPC: "free some space there or configure a fallback directory",
@@ -179,6 +259,14 @@ _REMEDIES = {
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ESTALE: "the network file system lost the file: check the mount",
 }
+
+
+def boot_id() -> bytes:
+    """Equal for two processes if they share a running kernel, so that each sees the other one's locks."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return posix.uname().nodename.encode()
 
 
 def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
@@ -205,11 +293,14 @@ def close(fd: int, path: Path, os: Os) -> None:
 
 
 def sync_directory(path: Path, os: Os) -> None:
-    """Makes the names inside `path` durable."""
+    """Makes the names inside `path` durable, where the file system can do that at all (`probe` says so if not)."""
     with storage_errors("making the entries durable of", path):
         fd = os.open_directory(path)
         try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
         finally:
             close(fd, path, os)
 
@@ -237,10 +328,13 @@ def make_directory(path: Path, os: Os) -> None:
 
 
 def remove_tree(path: Path, os: Os) -> None:
-    """Removes a directory with everything in it; a name that vanishes meanwhile is fine. Follows no links."""
+    """Removes a directory with everything in it; a name that vanishes meanwhile is fine. Of a link only itself."""
     with storage_errors("removing", path):
         if os.is_directory(path):
             _remove_tree(path, os)
+        elif os.is_link(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def _remove_tree(path: Path, os: Os) -> None:
@@ -263,8 +357,8 @@ def _remove_tree(path: Path, os: Os) -> None:
         pass
 
 
-def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None) -> bytes:
-    """Content of a small file, or its first `first` bytes; StorageError where that fails.
+def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None, offset: int = 0) -> bytes:
+    """Content of a small file from `offset`, or `first` bytes of that; StorageError where that fails.
 
     FileNotFoundError is left to the caller, since a missing file means something else than a failing disk.
     """
@@ -279,14 +373,15 @@ def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None) 
     with storage_errors("reading", path):
         try:
             size = os.size(fd)
-            wanted = size if first is None else min(first, size)
-            if wanted > bytes_max:
-                raise OSError(errno.EFBIG, f"{wanted} bytes where at most {bytes_max} are expected")
+            left = max(0, size - offset)
+            wanted = left if first is None else min(first, left)
+            if offset + wanted > bytes_max:
+                raise OSError(errno.EFBIG, f"{size} bytes where at most {bytes_max} are expected")
             buffer = bytearray(wanted)
             view = memoryview(buffer)
             done = 0
             while done < wanted:
-                count = os.preadv(fd, [view[done:]], done)
+                count = os.preadv(fd, [view[done:]], offset + done)
                 if count == 0:
                     break
                 done += count

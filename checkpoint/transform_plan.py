@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.reshard_plan import Slice, slices_for
+from lastwords.checkpoint.meta_forms import META_VERSION
+from lastwords.checkpoint.reshard_plan import Divided, Shard, Slice, slices_for
 from lastwords.checkpoint.saved_state import Group, Saved, renumbered
-from lastwords.checkpoint.saved_units import META_VERSION
 from lastwords.checkpoint.state_trees import Tree, leaves, mapped, renamed
 from lastwords.checkpoint.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.strategy_needs import refuse_another_model
+from lastwords.errors import FormatError
 
 Ranks = tuple[int, ...]
 
@@ -139,9 +141,10 @@ def meta_of(saved: Saved, holding: Holding, called: Callable[[str], str]) -> dic
         ],
         "group_parameters": [[name for name in group.parameters if name in parameters] for group in groups],
         "group_numbers": [group.number for group in groups],
-        "volatile_buffers": sorted(saved.volatile & buffers.keys()),
+        # Those of single ranks are in no unit, and nothing else says that state_dict() leaves them out.
+        "volatile_buffers": sorted(saved.volatile - (saved.buffers.keys() - buffers.keys())),
         "optimizer_state": dict(_states(saved, holding, called)),
-        "reasons": list(saved.about.get("reasons", ())) if holding.common else [],
+        "reasons": _reasons(saved) if holding.common else [],
     }
     if "step_ended" in saved.about:
         ended = saved.about["step_ended"]
@@ -214,6 +217,8 @@ def _hosts(saved: Saved, wanted: Strategy, fqn: str) -> list[Ranks]:
 
 
 def _like_parameter(saved: Saved, fqn: str, name: str) -> bool:
+    if f"model/{fqn}" not in saved.tensors or name not in saved.tensors:
+        raise FormatError(f"the optimizer's state {name!r} is of a parameter, or of a name, that is not there")
     own, shape = saved.tensors[f"model/{fqn}"].shape, saved.tensors[name].shape
     return shape in (own, (*own, *saved.more.get(name, ())))
 
@@ -244,8 +249,29 @@ def _states(saved: Saved, holding: Holding, called: Callable[[str], str]) -> Ite
             yield fqn, {"dict": pairs}
 
 
+def _reasons(saved: Saved) -> list[str]:
+    own = saved.about.get("optimizer_own")
+    more = ["the optimizer's state that is not kept by parameter and name was not moved to this layout"] if own else []
+    return [*saved.about.get("reasons", ()), *more]
+
+
 def _leaf(saved: Saved, node: Mapping[str, Any], box: Box, called: Callable[[str], str]) -> Tree:
     more = len(saved.more.get(node["tensor"], ()))
     shape = list(box.sizes[: len(box.sizes) - more])
     leaf = {key: value for key, value in node.items() if key not in ("tensor", "dtype")}
     return {"tensor": called(node["tensor"]), "dtype": node["dtype"], "shape": shape, **leaf}
+
+
+def called_in(unit: str) -> Callable[[str], str]:
+    """What a tensor of a strategy is called in the file of a unit."""
+    return lambda name: f"unit/{unit}/{name}"
+
+
+def as_it_is(entry: LocalEntry) -> list[Planned]:
+    """Tensors of one rank alone."""
+    found = []
+    for spec in entry.tensors:
+        box = whole(spec.shape)
+        found.append(Planned(spec, box, slices_for(Divided(spec.name, spec.dtype, spec.shape,
+                                                           (Shard(spec.name, box),)), box)))  # fmt: skip
+    return found

@@ -19,6 +19,7 @@ from lastwords.checkpoint import layout, load
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
+from lastwords.checkpoint.unpublished import Unpublished, find_unpublished
 from lastwords.cli import reasons, tables
 
 
@@ -110,7 +111,10 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
 
 def is_checkpoint(path: Path) -> bool:
     """True for a directory that is a checkpoint by its name or its manifest, however damaged it may be."""
-    named = layout.CheckpointName.parse(path.resolve().name) is not None and path.is_dir()
+    names = (path.name, path.resolve().name)
+    named = any(layout.CheckpointName.parse(name) is not None for name in names) and (
+        path.is_dir() or path.is_symlink()
+    )
     return named or (path / layout.MANIFEST_NAME).exists()
 
 
@@ -136,11 +140,14 @@ def nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
 
 
 def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
-    found = load.scan(root)
+    found, kept = load.scan(root), find_unpublished(root)
+    if not found and not as_json:
+        _print_unpublished(kept)
     if not found:
-        return nothing(root, as_json=as_json, empty={"checkpoints": []})
+        return nothing(root, as_json=as_json, empty={"checkpoints": [], "unpublished": _unpublished_json(kept)})
     if as_json:
-        print_json({"checkpoints": [_found_json(item) for item in found]})
+        checkpoints = [_found_json(item) for item in found]
+        print_json({"checkpoints": checkpoints, "unpublished": _unpublished_json(kept)})
     else:
         rows = [
             (
@@ -158,9 +165,37 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
         columns = ("checkpoint", "state", "step", "published", "size", "job", "exact", "why")
         made = tables.table(f"Checkpoints in {root}, newest first", columns, rows, right=("step", "size"))
         tables.console().print(made)
+        _print_unpublished(kept)
     if any(item.status is load.Status.COMPLETE for item in found):
         return Verdict.FINE
     return _worst(found)
+
+
+def _print_unpublished(kept: list[Unpublished]) -> None:
+    """What incidents without a checkpoint have left, and what can be done with it."""
+    if not kept:
+        return
+    rows = [
+        (
+            one.path.name,
+            one.global_step,
+            one.job,
+            tables.numbers(one.ranks),
+            f"whole: rename it to {layout.CheckpointName(one.global_step)}" if one.whole else "parts only",
+        )
+        for one in kept
+    ]
+    columns = ("directory", "step", "job", "finished parts of ranks", "")
+    tables.console().print(
+        tables.table("Never published, kept for you to use or remove", columns, rows, right=("step",))
+    )
+
+
+def _unpublished_json(kept: list[Unpublished]) -> list[dict[str, Any]]:
+    return [
+        {"path": str(one.path), "step": one.global_step, "job": one.job, "ranks": list(one.ranks), "whole": one.whole}
+        for one in kept
+    ]
 
 
 def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything: bool) -> Verdict:
@@ -187,7 +222,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
     rows: list[tuple[str, object]] = [
         ("checkpoint", found.path),
         ("state", tables.plain(found.status.value, _STYLES[VERDICTS[found.status]])),
-        ("step", f"{manifest.global_step} (epoch {manifest.epoch}, step {manifest.step})"),
+        ("step", f"{manifest.global_step} ({_place(manifest)})"),
         ("published", tables.moment(manifest.published_unix_ns)),
         ("because", manifest.reason),
         ("caused by ranks", tables.numbers(manifest.cause_ranks)),
@@ -282,14 +317,20 @@ def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MA
     return tables.plain("no, because " + "\n".join(lines), "yellow")
 
 
+def _place(manifest: Manifest) -> str:
+    if not manifest.named:
+        return "the loop had not said yet which step of which epoch"
+    return f"epoch {manifest.epoch}, step {manifest.step}"
+
+
 # ---------------------------------------------------------------------- output
 
 
 def _summary_json(manifest: Manifest) -> dict[str, Any]:
     return {
         "global_step": manifest.global_step,
-        "epoch": manifest.epoch,
-        "step": manifest.step,
+        "epoch": manifest.epoch if manifest.named else None,
+        "step": manifest.step if manifest.named else None,
         "job": manifest.job,
         "generation": manifest.generation,
         "world_size": manifest.world_size,

@@ -183,13 +183,11 @@ def _of_checkpoint(found: load.Found, *, as_json: bool) -> Verdict:
 
 
 def _holders(manifest: Manifest, unit: str) -> tuple[int, ...] | None:
-    """Ranks that held a unit, as far as the manifest tells and makes sense."""
+    """Ranks that held a unit, as far as the manifest tells and they are of this job."""
     ranks = manifest.units[unit].meta.get("holders")
     if ranks is None and unit == UNIT_REPLICATED:
         return tuple(range(manifest.holders_world_size))  # what every rank holds, by its name
-    if not isinstance(ranks, list | tuple) or not ranks:
-        return None
-    if not all(type(rank) is int and 0 <= rank < manifest.holders_world_size for rank in ranks):
+    if ranks is None or max(ranks) >= manifest.holders_world_size:
         return None
     return tuple(sorted(set(ranks)))
 

@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lastwords.cli import tables
 from lastwords.errors import ConfigError
+from lastwords.integrations.bars import bar
 
 COMMANDS = ("convert", "export", "diff")
 _SUFFIXES = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -42,12 +44,14 @@ def add_parsers(add: Add) -> None:
         metavar="PATTERN",
         help="--to lastwords: names that are buffers, likewise",
     )
+    _chosen(convert, "--to dcp: ")
     convert.add_argument("--ranks", type=int, default=1, metavar="N", help="--to lastwords: how many ranks will resume")
     _units(convert)
     export = add("export", "write weights as model-0000k-of-0000K.safetensors and an index")
     export.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the directory that holds them")
     export.add_argument("out", type=Path, metavar="OUT", help="the directory to make; it must not exist")
     export.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes in a file (default 5GB)")
+    _chosen(export, "")
     _units(export)
     diff = add("diff", "compare two checkpoints by tensor, whatever their layouts; exit code 0 same, 1 different")
     diff.add_argument("a", type=Path, metavar="A", help="a checkpoint, or the directory that holds them")
@@ -55,6 +59,16 @@ def add_parsers(add: Add) -> None:
     diff.add_argument("--weights", action="store_true", help="compare parameters and buffers only")
     diff.add_argument("--all", action="store_true", help="show every difference")
     diff.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+
+
+def _chosen(parser: argparse.ArgumentParser, where: str) -> None:
+    what = f"{where}only tensors with such a name, '*' for anything; may be repeated"
+    parser.add_argument("--name", action="append", default=[], metavar="PATTERN", help=what)
+    what = f"{where}OTHER was saved apart from NAME and is the same weight; may be repeated"
+    parser.add_argument("--tied", action="append", default=[], metavar="OTHER=NAME", help=what)
+    what = f"{where}the model's floating-point tensors in this type: bfloat16"
+    parser.add_argument("--dtype", default="", metavar="TYPE", help=what)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def _units(parser: argparse.ArgumentParser) -> None:
@@ -71,29 +85,59 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    keys = {"model": arguments.model_key, "optimizer": arguments.optim_key}
+    with bar("convert") as progress:
+        path = _converted(arguments, progress)
+    if arguments.json:
+        _print_json({"path": str(path)})
+    else:
+        print(path)
+    return 0
+
+
+def _converted(arguments: argparse.Namespace, progress: Callable[[int, int], None] | None) -> Path:
+    model, optimizer = arguments.model_key, arguments.optim_key
     if arguments.to == "dcp":
         from lastwords.integrations.dcp_out import to_dcp  # brings torch, which most commands do without
 
-        print(to_dcp(arguments.source, arguments.out, units=arguments.unit, **keys))
-        return 0
+        return to_dcp(
+            arguments.source,
+            arguments.out,
+            model=model,
+            optimizer=optimizer,
+            units=arguments.unit,
+            names=arguments.name,
+            dtype=arguments.dtype,
+            tied=_ties(arguments.tied),
+            progress=progress,
+        )
     from lastwords.integrations.dcp_in import Told, from_dcp
 
-    if arguments.unit:
-        raise ConfigError("--unit chooses what is read from a checkpoint of ours; it goes with --to dcp only")
+    for option in ("unit", "name", "dtype", "tied"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option} chooses what is read from a checkpoint of ours; it goes with --to dcp only")
     told = Told(arguments.step, arguments.optimizer, ranks=arguments.ranks)
     if arguments.buffer:
         told = dataclasses.replace(told, buffers=(*told.buffers, *arguments.buffer))
-    print(from_dcp(arguments.source, arguments.out, told, **keys))
-    return 0
+    return from_dcp(arguments.source, arguments.out, told, model=model, optimizer=optimizer, progress=progress)
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from lastwords.integrations.export import export_safetensors  # brings torch, which most commands do without
 
-    files = export_safetensors(
-        arguments.path, arguments.out, shard_bytes_max=size_of(arguments.shard_size), units=arguments.unit
-    )
+    with bar("export") as progress:
+        files = export_safetensors(
+            arguments.path,
+            arguments.out,
+            shard_bytes_max=size_of(arguments.shard_size),
+            units=arguments.unit,
+            names=arguments.name,
+            dtype=arguments.dtype,
+            tied=_ties(arguments.tied),
+            progress=progress,
+        )
+    if arguments.json:
+        _print_json({"path": str(arguments.out), "files": [file.name for file in files]})
+        return 0
     for file in files:
         print(file)
     return 0
@@ -110,8 +154,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             "same": found.same,
             "differences": [dataclasses.asdict(item) for item in found.differences],
         }
-        json.dump(content, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        _print_json(content)
         return 1 if found.differences else 0
     console = tables.console()
     console.print(
@@ -126,6 +169,18 @@ def _diff(arguments: argparse.Namespace) -> int:
     text = f"{found.same} the same bit for bit, {len(found.differences)} different"
     console.print(tables.plain(text + (f" ({left} not shown; --all shows them)" if left else "")))
     return 1 if found.differences else 0
+
+
+def _ties(texts: list[str]) -> dict[str, str]:
+    ties = dict(text.split("=", 1) for text in texts if "=" in text.strip("="))
+    if len(ties) != len(texts):
+        raise ConfigError(f"--tied {' --tied '.join(texts)}: write each OTHER=NAME, and each OTHER once")
+    return ties
+
+
+def _print_json(content: Any) -> None:
+    json.dump(content, sys.stdout, indent=2)
+    sys.stdout.write("\n")
 
 
 def size_of(text: str) -> int:

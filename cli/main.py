@@ -17,7 +17,16 @@ from pathlib import Path
 from lastwords import __version__
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import interop_commands, transform_command
-from lastwords.errors import ConfigError, FormatError, IncompleteError, LastWordsError, StorageError, UnavailableError
+from lastwords.errors import (
+    BusyError,
+    ConfigError,
+    FormatError,
+    IncompleteError,
+    LastWordsError,
+    ReplacedError,
+    StorageError,
+    UnavailableError,
+)
 
 
 class ExitCode(enum.IntEnum):
@@ -28,6 +37,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 2  # the command line makes no sense (argparse's own code)
     DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
     STORAGE = 4  # the file system refused
+    AGAIN = 5  # another process was in the way, at the destination or the source; nothing is damaged
 
 
 EXIT_CODES = """\
@@ -38,6 +48,7 @@ exit codes:
   2  wrong usage
   3  what is there is damaged, incomplete, or written by a newer lastwords
   4  the file system refused (permission, I/O error)
+  5  try again: another process writes to the same place, or what was read was replaced meanwhile, twice
 """
 
 
@@ -64,6 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     latest = add("latest", "print the path of the newest complete checkpoint in PATH")
+    latest.epilog = (
+        "Of more than 256 files only their directories are looked at; resume() and `inspect` look at each file."
+    )
     latest.add_argument("--job", help="only checkpoints of this job")
     inspect = add("inspect", "show what a checkpoint holds, or list those in PATH")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -135,6 +149,8 @@ def exit_code_of(error: LastWordsError) -> ExitCode:
         return ExitCode.STORAGE
     if isinstance(error, UnavailableError):
         return ExitCode.NOTHING_FOUND
+    if isinstance(error, BusyError | ReplacedError):
+        return ExitCode.AGAIN
     if isinstance(error, FormatError | IncompleteError):
         return ExitCode.DAMAGED
     return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.DAMAGED

@@ -24,10 +24,10 @@ class _Console(Console):
 
 
 def console() -> Console:
-    """Console on stdout; wide where it is no terminal, so that a log or a pipe gets whole paths."""
-    return _Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False
-    )
+    """Console on stdout. Where that is no terminal, tables are wide and all other lines are as long as they are."""
+    terminal = sys.stdout.isatty()
+    width = None if terminal else _WIDTH_WITHOUT_TERMINAL
+    return _Console(file=sys.stdout, width=width, soft_wrap=not terminal, highlight=False, markup=False)
 
 
 def plain(text: object, style: str = "") -> Text:
@@ -49,13 +49,18 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     return made
 
 
-def facts(rows: Iterable[tuple[str, object]]) -> Table:
-    """Two columns without a frame: what, and its value."""
+def facts(rows: Iterable[tuple[str, object]]) -> Table | Text:
+    """Two columns without a frame: what, and its value. In a log or a pipe no line is broken, so grep finds it."""
+    pairs = [(name, value if isinstance(value, Text) else plain(value)) for name, value in rows]
+    if not sys.stdout.isatty():
+        width = 2 + max(len(name) for name, _ in pairs)
+        below = "\n" + " " * width
+        return Text("\n".join(name.ljust(width) + value.plain.replace("\n", below) for name, value in pairs))
     made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
-    for name, value in rows:
-        made.add_row(name, value if isinstance(value, Text) else plain(value))
+    for name, value in pairs:
+        made.add_row(name, value)
     return made
 
 

@@ -6,16 +6,21 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from lastwords.checkpoint import load
 from lastwords.checkpoint.strategy import WORLD_SIZE_MAX
+from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import print_json, say
 from lastwords.errors import ConfigError
 from lastwords.integrations.bars import rank_bars
-from lastwords.integrations.transform import Outcome, transform
+from lastwords.integrations.transform import Outcome, prepared, transform
 
 WHOLE = "whole"
 RANKS_MISSING = 1
 """Exit code where other ranks' parts are still to be written: `NOTHING_FOUND`, no checkpoint is there yet."""
+
+DAMAGED = 3
+"""Exit code where `--verify` has found a byte that is not as it was written."""
 
 _LISTED_MAX = 16
 
@@ -33,6 +38,8 @@ def add_parser(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--ranks", metavar="LIST", help="only these ranks' parts, such as 0,2,4-7 (default: all)")
     command.add_argument("--jobs", type=int, default=1, metavar="N", help="parts that are written at once (default 1)")
+    command.add_argument("--verify", action="store_true", help="read the result back and check every byte")
+    command.add_argument("--dry-run", action="store_true", help="only say what would be written and read, or refused")
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -40,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     to = None if arguments.to == WHOLE else Path(arguments.to)
     ranks = None if arguments.ranks is None else ranks_of(arguments.ranks)
+    if arguments.dry_run:
+        return _dry_run(arguments, to, ranks)
     with rank_bars() as progress:
         done = transform(arguments.source, arguments.out, to, ranks=ranks, jobs=arguments.jobs, progress=progress)
     if arguments.json:
@@ -51,22 +60,56 @@ def run(arguments: argparse.Namespace) -> int:
                 "written": list(done.written),
                 "already": list(done.already),
                 "missing": list(done.missing),
+                "busy": list(done.busy),
             }
         )
     if done.already and done.written:
         say(f"{len(done.already)} rank(s) had been written before and were kept")
     if done.path is not None:
+        problems = load.verify(done.path) if arguments.verify else []
+        for problem in problems:
+            say(problem.text)
+        if problems:
+            return DAMAGED
         if not arguments.json:
             print(done.path)
         return 0
-    if done.missing:
+    if done.busy == done.missing != ():
+        say(f"another process is writing what is missing ({_listed(done)}), and publishes when it is done")
+    elif done.missing:
         say(
             f"not published yet: the parts of {len(done.missing)} of {done.world_size} ranks are missing "
             f"({_listed(done)}); run the same command for them (--ranks), and the last one publishes"
         )
     else:
-        say("all parts are written; another process is publishing them")
+        say("all parts are written, and another process holds the destination: it publishes, or the same command will")
     return RANKS_MISSING
+
+
+def _dry_run(arguments: argparse.Namespace, to: Path | None, ranks: list[int] | None) -> int:
+    with prepared(arguments.source, arguments.out, to, ranks, REAL_OS) as (work, chosen):
+        files = list(work.files(chosen))
+    total = sum(nbytes for _, nbytes, _ in files)
+    if arguments.json:
+        parts = [{"rank": rank, "bytes": nbytes, "reads": list(map(str, reads))} for rank, nbytes, reads in files]
+        exists = work.final.exists()
+        print_json({"path": str(work.final), "exists": exists, "writes": parts, "bytes": total})
+        return 0
+    console = tables.console()
+    rows = [(rank, tables.size(nbytes), ", ".join(map(_short, reads))) for rank, nbytes, reads in files]
+    if rows:
+        columns = ("rank", "size", "read from")
+        console.print(tables.table(f"To be written: {work.final}", columns, rows, right=columns[:2]))
+    left = len(files)
+    what = (
+        f"{left} file(s), {tables.size(total)} would be written" if left else f"{work.final}: nothing is left to write"
+    )
+    console.print(tables.plain(f"{what}; this was a dry run, and nothing was touched"))
+    return 0
+
+
+def _short(path: Path) -> str:
+    return str(Path(path.parent.name) / path.name)
 
 
 def ranks_of(text: str) -> list[int]:

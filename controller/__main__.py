@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -21,7 +22,6 @@ from collections.abc import Callable
 
 from lastwords.controller import handover
 from lastwords.controller.core import ControllerCore
-from lastwords.controller.events import ControllerOptions
 from lastwords.controller.server import ControllerShell
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import ConfigError, LastWordsError
@@ -64,21 +64,6 @@ def _tell(fd: int, answer: dict[str, object]) -> None:
             os.close(fd)
 
 
-def _options(spec: ControllerSpec) -> ControllerOptions:
-    return ControllerOptions(
-        settle_timeout_s=spec.settle_timeout_s,
-        lost_confirm_s=spec.lost_confirm_s,
-        progress_timeout_s=spec.progress_timeout_s,
-        verify_timeout_s=spec.verify_timeout_s,
-        publish_timeout_s=spec.publish_timeout_s,
-        leave_timeout_s=spec.leave_timeout_s,
-        finish_timeout_s=spec.finish_timeout_s,
-        exit_timeout_s=spec.exit_timeout_s,
-        start_timeout_s=spec.start_timeout_s,
-        has_fallback_target=spec.fallback_root is not None,
-    )
-
-
 async def _serve(spec: ControllerSpec, token: str, ready: Callable[[], None]) -> None:
     record = handover.RunRecord(
         address=host_port(spec.ip, spec.port),
@@ -90,7 +75,8 @@ async def _serve(spec: ControllerSpec, token: str, ready: Callable[[], None]) ->
         log=str(spec.log_path),
     )
     run_file = handover.RunFile(handover.run_file_path(spec.ip, spec.port), record)
-    core = ControllerCore(spec.world_size, spec.generation, _options(spec))
+    options = dataclasses.replace(spec.options, has_fallback_target=spec.fallback_root is not None)
+    core = ControllerCore(spec.world_size, spec.generation, options)
     await ControllerShell(spec, token, core, run_file=run_file).run(ready)
 
 

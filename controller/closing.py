@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lastwords.controller.context import Ended, JobContext
 from lastwords.controller.events import (
     ERROR,
     INFO,
+    RESEND_INTERVAL_MAX_S,
     RESEND_INTERVAL_S,
     Outcome,
     OutcomeKind,
     Reply,
+    Send,
     State,
     Stop,
 )
 from lastwords.controller.incident import Incident
-from lastwords.controller.words import ranks_text
+from lastwords.controller.words import NAMED_RANKS_MAX, ranks_text
 from lastwords.vocabulary import Exit, ExitKind, Order, Refused, Release
 
 _OUTCOME_KINDS = {
@@ -31,8 +35,10 @@ class Closing:
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        self.farewell: Order | None = None  # what everybody is told while the job ends
+        self.farewell: Order | None = None  # what everybody is told while the job ends: see `farewell_to`
+        self._causes: frozenset[int] = frozenset()
         self.outcome: Outcome | None = None
+        self._pause_s = RESEND_INTERVAL_S
         self._told_strangers: set[int] = set()  # ranks that came too late to register, and know by now
 
     @property
@@ -46,12 +52,21 @@ class Closing:
         """An incident is over."""
         kind, reason, causes = verdict.kind, verdict.reason, incident.causes.ranks
         self.outcome = Outcome(_OUTCOME_KINDS[kind], verdict.step, verdict.path, reason, causes)
+        self._causes = frozenset(causes)
         what = f"step {verdict.step} is in {verdict.path}" if kind is ExitKind.SAVED else _OUTCOME_KINDS[kind].value
         level = ERROR if kind is ExitKind.NOT_SAVED else INFO
         self._context.log(level, f"incident {incident.number} is over: {what}; {reason}")
         self._say(
             State.EXITING,
-            Exit(self._context.generation, incident.number, kind, verdict.step, verdict.path, reason, causes),
+            Exit(
+                self._context.generation,
+                incident.number,
+                kind,
+                verdict.step,
+                verdict.path,
+                reason,
+                causes[:NAMED_RANKS_MAX],
+            ),
         )
 
     def release_all(self, step: int) -> None:
@@ -72,10 +87,28 @@ class Closing:
         context.state = state
         self.farewell = order
         context.timers.clear("start", "loop", "leave")
+        context.be_certain()
         context.timers.set("exit", context.now_s + context.options.exit_timeout_s)
-        context.timers.set("farewell", context.now_s + RESEND_INTERVAL_S)
-        context.send_all(order)
+        context.timers.set("farewell", context.now_s + self._pause_s)
+        self._tell_all()
         self.stop_if_empty()
+
+    def _tell_all(self) -> None:
+        for rank in self._context.members.connected_ranks():
+            self.tell(rank)
+
+    def tell(self, rank: int) -> None:
+        """How the job ends, if it does. Also to one that was reported dead: if it hears this, that was a mistake."""
+        if self.farewell is not None:
+            self._context.emit(Send(rank, self.farewell_to(rank)))
+
+    def farewell_to(self, rank: int) -> Order:
+        """What a rank is told. Of those that began the incident, who may be all, it needs to know whether it is one."""
+        order = self.farewell
+        assert order is not None
+        if isinstance(order, Exit) and rank in self._causes and rank not in order.cause_ranks:
+            return replace(order, cause_ranks=(*order.cause_ranks, rank))
+        return order
 
     # ------------------------------------------------------------------ until all have gone
 
@@ -86,10 +119,9 @@ class Closing:
             late = sorted(members.living) + [rank for rank in members.missing_ranks if rank not in self._told_strangers]
             self._stop(f"the job has ended; {ranks_text(late)} did not take leave in time")
             return
-        assert self.farewell is not None
-        for rank in sorted(self._context.members.members):
-            self._context.send(rank, self.farewell)
-        self._context.timers.set("farewell", self._context.now_s + RESEND_INTERVAL_S)
+        self._tell_all()
+        self._pause_s = min(2 * self._pause_s, RESEND_INTERVAL_MAX_S)
+        self._context.timers.set("farewell", self._context.now_s + self._pause_s)
 
     def stop_if_empty(self) -> None:
         """Stop once every process has gone or is known to have ended."""
@@ -98,9 +130,8 @@ class Closing:
 
     def tell_stranger(self, rank: int) -> None:
         """A rank has come that was not registered before the job ended."""
-        assert self.farewell is not None
         self._told_strangers.add(rank)
-        self._context.emit(Reply(self.farewell))
+        self._context.emit(Reply(self.farewell_to(rank)))
         self.stop_if_empty()
 
     def _lingering(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lastwords.controller.events import ControllerOptions, Effect, Log, NewestKnown, Send, State
-from lastwords.controller.membership import Membership
+from lastwords.controller.membership import Member, Membership
 from lastwords.vocabulary import ExitKind, Order
 
 
@@ -55,6 +55,10 @@ class Timers:
         """Stop every timer."""
         self._at_s.clear()
 
+    def running(self, name: str) -> bool:
+        """Whether this timer is set."""
+        return name in self._at_s
+
     def pop_due(self, now_s: float) -> list[str]:
         """Timers that are due, in the order of their time; they are stopped."""
         due = sorted((at_s, name) for name, at_s in self._at_s.items() if at_s <= now_s)
@@ -78,7 +82,23 @@ class JobContext:
         self.state = State.REGISTERING
         self.now_s = 0.0
         self.newest: NewestKnown | None = None  # as far as the shell has looked
+        self.certain = False
         self.effects: list[Effect] = []
+
+    def be_certain(self) -> bool:
+        """The job ends: no alarm is a false one, and silent ranks have less time. True if this is news."""
+        if self.certain:
+            return False
+        self.certain = True
+        self.timers.set_earlier("suspects", self.now_s)
+        return True
+
+    def silent_until_s(self, member: Member) -> float:
+        """When a rank of which nothing is heard counts as dead."""
+        options = self.options
+        if member.watched:
+            return member.suspect_since_s + options.stall_timeout_s
+        return member.suspect_since_s + (options.lost_confirm_s if self.certain else options.silence_timeout_s)
 
     def emit(self, effect: Effect) -> None:
         """Append an effect."""

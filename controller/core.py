@@ -36,14 +36,12 @@ from lastwords.controller.events import (
     FromRank,
     NewestKnown,
     Outcome,
-    Published,
-    PublishFailed,
     Reply,
     SessionClosed,
     State,
+    StorageEvent,
     Tick,
-    Verified,
-    VerifyFailed,
+    Watched,
 )
 from lastwords.controller.incident import TIMERS, Incident
 from lastwords.controller.loop import LoopWatch, Strayed
@@ -135,7 +133,9 @@ class ControllerCore:
                 self._on_session_closed(rank)
             case Died(rank, source):
                 self._on_end(rank, source)
-            case Verified() | VerifyFailed() | Published() | PublishFailed():
+            case Watched(rank):
+                self._members.members[rank].watched = True
+            case _ if isinstance(event, StorageEvent):
                 if (incident := self._current(event.incident)) is not None:
                     incident.on_storage(event)
             case NewestKnown():
@@ -185,9 +185,8 @@ class ControllerCore:
         handler(self, member, report)
 
     def _on_status(self, member: Member, report: Status) -> None:
-        if report.stand != member.stand:
-            member.stand = report.stand
-            self._loop.on_progress()
+        for death in self._loop.on_status(member, report.stand):
+            self._on_death(*death)
 
     def _on_loop_begin(self, member: Member, report: LoopBegin) -> None:
         self._loop.on_begin(report)
@@ -204,7 +203,7 @@ class ControllerCore:
 
     def _on_save_progress(self, member: Member, report: SaveProgress) -> None:
         if (current := self._current(report.incident)) is not None:
-            current.on_save_progress(report.rank, report.attempt, report.bytes_written)
+            current.on_save_progress(report)
 
     def _on_saved(self, member: Member, report: Saved) -> None:
         if (current := self._current(report.incident)) is not None:
@@ -237,8 +236,6 @@ class ControllerCore:
         context, members = self._context, self._members
         known = members.members.get(hello.rank)
         refusal = members.refusal(hello)
-        if refusal is None and known is not None and known.buried:
-            refusal = f"rank {hello.rank} was reported dead; this process cannot take part any more"
         if refusal is not None and context.state in _ENDING:
             refusal = (
                 f"this controller is finishing an earlier run of the job; start again when it has ended ({refusal})"
@@ -255,7 +252,9 @@ class ControllerCore:
             self._welcome_all()
         elif members.complete:
             context.send(hello.rank, self._welcome())
-        if member.life in (Life.SUSPECT, Life.DEAD):
+        if member.buried:
+            self._closing.tell(member.rank)  # its word does not count any more, but it lives and hears how this ends
+        elif member.life in (Life.SUSPECT, Life.DEAD):
             self._on_return(member)
         else:
             self._catch_up(member)
@@ -273,7 +272,7 @@ class ControllerCore:
     def _catch_up(self, member: Member) -> None:
         """Tell a rank with a new session what it may have missed."""
         if self._closing.farewell is not None:
-            self._context.send(member.rank, self._closing.farewell)
+            self._closing.tell(member.rank)
         elif self._incident is not None:
             self._incident.catch_up(member.rank)
         elif self._incident_resumed:
@@ -294,30 +293,27 @@ class ControllerCore:
             return
         if source not in CERTAIN:
             self._on_silence(member, source)
-            return
-        if member.life is Life.DEAD:
-            member.source = source if member.source not in CERTAIN else member.source
-            return
-        self._bury(member, source)
+        elif member.life is not Life.DEAD:
+            self._bury(member, source)
+        elif member.source not in CERTAIN:
+            member.source = source
 
     def _on_silence(self, member: Member, source: DeathSource) -> None:
         if member.life is not Life.ALIVE:
             return
-        until_s = self._context.now_s + self._context.options.lost_confirm_s
-        self._members.suspect(member.rank, source, until_s)
-        self._timers.set_earlier("suspects", until_s)
-        if self._context.state in _ENDING:
+        self._members.suspect(member.rank, source, self._context.now_s)
+        self._timers.set_earlier("suspects", self._context.now_s)
+        if self._context.state in _ENDING or self._loop.needs_nobody(member.rank):
             return
         incident = self._incident_or_new()
         incident.on_suspicion(member.rank, source)
         self._open(incident, f"rank {member.rank} is in doubt, {suspicion_text(source)}")
 
     def _confirm_suspects(self) -> None:
-        now_s = self._context.now_s
         for rank in sorted(self._members.suspects):
             member = self._members.members[rank]
-            if member.suspect_until_s > now_s:
-                self._timers.set_earlier("suspects", member.suspect_until_s)
+            if (until_s := self._context.silent_until_s(member)) > self._context.now_s:
+                self._timers.set_earlier("suspects", until_s)
             else:
                 self._bury(member, member.source or DeathSource.STREAM)
 
@@ -325,10 +321,13 @@ class ControllerCore:
         self._members.bury(member.rank, source)
         if self._context.state in _ENDING:
             self._closing.stop_if_empty()
-            return
+        elif not self._loop.lets_go(member.rank, source):
+            self._on_death(member.rank, source)
+
+    def _on_death(self, rank: int, source: DeathSource) -> None:
         incident = self._incident_or_new()
-        incident.on_death(member.rank, source)
-        self._open(incident, f"rank {member.rank} {death_text(source)}")
+        incident.on_death(rank, source)
+        self._open(incident, f"rank {rank} {death_text(source)}")
 
     def _on_return(self, member: Member) -> None:
         was_dead = member.life is Life.DEAD

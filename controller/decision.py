@@ -94,13 +94,13 @@ class NoDecision:
     reason: str
 
 
-def laggards(views: Mapping[int, RankView], answer: NoDecision) -> set[int]:
+def laggards(views: Mapping[int, RankView], answer: Decision | NoDecision) -> set[int]:
     """Ranks whose word must be out of date, if that may be why there is no holder.
 
     If a rank has begun the update of N+1, every rank had entered that step's gate. One that said COMPUTING(N) said so
     while it still computed; it has come to the gate since, stands at READY(N+1), and says so next.
     """
-    if answer.kind is not NoDecisionKind.NO_HOLDER:
+    if isinstance(answer, Decision) or answer.kind is not NoDecisionKind.NO_HOLDER:
         return set()
     stands = {rank: view.stand for rank, view in views.items() if view.stand is not None}
     newest = max((stand.begun_step for stand in stands.values()), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from lastwords.controller.words import ranks_text
+from lastwords.controller.words import first_texts, ranks_text
 from lastwords.vocabulary import DeathSource
 
 CERTAIN: Final = frozenset((DeathSource.ROBUST_MUTEX, DeathSource.PIDFD, DeathSource.LAUNCHER))
@@ -91,7 +91,7 @@ class Causes:
         return True
 
     def text(self) -> str:
-        """All causes in one phrase; ranks with the same words together.
+        """All causes in one phrase, ranks with the same words together; of thousands of words the first ones.
 
         >>> causes = Causes()
         >>> _ = causes.add_signal(1, "was asked to stop"), causes.add_signal(0, "was asked to stop")
@@ -101,7 +101,7 @@ class Causes:
         by_words: dict[str, list[int]] = {}
         for rank, words in sorted(self._words.items()):
             by_words.setdefault(words, []).append(rank)
-        return "; ".join(_phrase(ranks, words) for words, ranks in by_words.items())
+        return first_texts(_phrase(ranks, words) for words, ranks in by_words.items())
 
 
 def _phrase(ranks: Iterable[int], words: str) -> str:

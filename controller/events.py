@@ -14,32 +14,48 @@ ERROR = 40
 """Levels of `Log`; the numbers are those of the `logging` module, which a core does not import."""
 
 RESEND_INTERVAL_S = 0.5
-"""An order that has not been answered goes out again this often (Freeze, Proceed, Save, Exit, Release, Refused).
-gRPC loses nothing while a stream lives, so in practice this repairs only what was lost with a stream."""
+"""An order that has not been answered goes out again after this pause, which then doubles up to RESEND_INTERVAL_MAX_S
+(Freeze, Proceed, Save, Exit, Release, Refused). gRPC loses nothing while a stream lives, so in practice this repairs
+only what was lost with a stream."""
+
+RESEND_INTERVAL_MAX_S = 4.0
 
 STORAGE_FAILURES_MAX = 8
 """So often, and once more for every fourth host, may writers be refused by one directory; then it counts as broken for
-all. A full disk stays full, but one bad quota or mount must not cost the run; and where thousands of ranks share one
+all, until all get another chance. One bad quota or mount must not cost the run; and where thousands of ranks share one
 full file system it takes no thousand attempts to see that."""
+
+LESSER_RETRY_S = 2.0
+"""So long are refused writers tried again where something can be saved without them: an older step, or the same one
+without the rank-local state of a host. A short disturbance must not cost that; a longer wait puts all of it at risk."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """Deadlines of the controller; each bounds one wait.
+    """Deadlines of the controller; each bounds one wait. The defaults of a job are these: nobody else has any.
 
-    settle_timeout_s: from Freeze (or Proceed) to Settled. lost_confirm_s: from a lost session to a death.
-    progress_timeout_s: between two signs of progress of a writer. verify_timeout_s, publish_timeout_s: for the
-    controller's own work on the finished files. leave_timeout_s: how long a rank that left the loop early waits
-    while no other rank moves; finish_timeout_s: the same for a rank that has done all its steps.
+    settle_timeout_s: from Freeze (or Proceed) to Settled; half of the 30 s that torchrun leaves, so that there is time
+    to write. From a lost session to a death: silence_timeout_s, where nothing else has happened (a host that was moved
+    or stopped for 6 s, or a switch that was, has its ranks back within 10.1 s: a rank's own keepalive takes 10);
+    lost_confirm_s, once the job ends anyway; stall_timeout_s, for a rank whose process the host watch sees to live,
+    such as a stopped one.
+    progress_timeout_s: between two signs of progress of a writer; sync_timeout_s: of that, while it says that it is
+    inside fsync or another call that shows no progress. storage_timeout_s: between two of the controller's
+    own work on the finished files, to verify and to publish them. storage_retry_s: how long what a file system has
+    refused (writing, reading back, publishing) is tried again. leave_timeout_s: how long a rank that left the loop
+    early waits while no other rank moves; finish_timeout_s: the same for a rank that has done all its steps.
     exit_timeout_s: from Exit (Release, Refused) to the last closed session. start_timeout_s: for all ranks to
     register, and for all to begin the loop. has_fallback_target: there is a second directory (target 1).
     """
 
-    settle_timeout_s: float = 30.0
+    settle_timeout_s: float = 15.0
+    silence_timeout_s: float = 10.0
     lost_confirm_s: float = 2.0
+    stall_timeout_s: float = 300.0
     progress_timeout_s: float = 30.0
-    verify_timeout_s: float = 120.0
-    publish_timeout_s: float = 120.0
+    sync_timeout_s: float = 300.0
+    storage_timeout_s: float = 120.0
+    storage_retry_s: float = 20.0
     leave_timeout_s: float = 30.0
     finish_timeout_s: float = 600.0
     exit_timeout_s: float = 10.0
@@ -127,6 +143,21 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageProgress:
+    """The verification, or the publication, of this attempt has come further."""
+
+    incident: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The host watch will tell when the process of this rank ends, so its silence alone is no death."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """Every part of this attempt is there, whole, and of the right step."""
 
@@ -136,11 +167,20 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class VerifyFailed:
-    """What is wrong, by the rank that wrote it."""
+    """The content of parts is wrong, by the rank that wrote it. The other parts may be good."""
 
     incident: int
     attempt: int
     problems: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBlocked:
+    """The parts could not be looked at (a failing mount, no descriptor, no memory). That says nothing about them."""
+
+    incident: int
+    attempt: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +194,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class PublishFailed:
-    """The directory could not get its final name."""
+    """The directory could not get its final name, which may work later: the same order goes on where it stopped."""
 
     incident: int
     attempt: int
@@ -177,7 +217,10 @@ class Tick:
     """Time has passed; wanted at the latest at `ControllerCore.deadline_s`, harmless at any time."""
 
 
-Event = FromRank | SessionClosed | Died | Verified | VerifyFailed | Published | PublishFailed | NewestKnown | Tick
+StorageEvent = StorageProgress | Verified | VerifyFailed | VerifyBlocked | Published | PublishFailed
+"""About one attempt's files."""
+
+Event = FromRank | SessionClosed | Died | Watched | StorageEvent | NewestKnown | Tick
 
 
 # --------------------------------------------------------------------------- effects
@@ -213,7 +256,7 @@ class StartVerify:
     """Gather and verify the parts of a checkpoint.
 
     A part with `part.attempt != attempt` is first moved into this attempt's directory (one rename of `rank_k`;
-    it stays there even if verification fails). Answer: Verified or VerifyFailed.
+    it stays there even if verification fails). Answer: Verified, VerifyFailed or VerifyBlocked.
     """
 
     incident: int
@@ -268,6 +311,19 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Nothing was published, and finished parts lie in the directory of this attempt: keep it for a human.
+
+    It gets a name that no later start of the job removes, and the log says which. No answer.
+    """
+
+    incident: int
+    attempt: int
+    step: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """One line for an operator. `level` as in `logging`."""
 
@@ -282,4 +338,4 @@ class Stop:
     reason: str
 
 
-Effect = Send | Reply | StartVerify | StartPublish | Discard | Log | Stop
+Effect = Send | Reply | StartVerify | StartPublish | Discard | Keep | Log | Stop

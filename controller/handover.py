@@ -32,10 +32,13 @@ _log = logging.getLogger(__name__)
 
 LIVE_GRACE_S = 5.0
 """A controller is believed to serve living ranks only after this long: when a launcher has just killed a whole job,
-its controller may need lost_confirm_s (2 s) and a keepalive (1.8 s) to see that a rank of another host is gone."""
+its controller may need lost_confirm_s (2 s: ranks of its own host have died) and a keepalive (1.8 s) to see that a rank
+of another host is gone."""
 
 STALL_S = 150.0
-"""The longest silence of a controller that still works is a publication on a slow disk: its time-out is 120 s."""
+"""Longer than a controller that still works is silent, by the defaults: writers report every second, inside fsync too,
+and its own work on the finished files has storage_timeout_s (120 s). On another host only its files are seen, so there
+a writer's fsync that takes longer than this looks like a hang."""
 
 IN_USE_GRACE_S = 1.0
 """A controller that has just ended may still be closing its port."""
@@ -63,7 +66,7 @@ class RunRecord:
     @property
     def is_running(self) -> bool:
         """Whether that very process still runs."""
-        return process_id.start_ticks(self.pid) == self.start_ticks
+        return process_id.runs(self.pid, self.start_ticks)
 
     @property
     def is_idle_stage(self) -> bool:
@@ -228,9 +231,10 @@ def ask_to_end(record: RunRecord) -> None:
     except OSError:
         return
     try:
-        if record.is_running:  # looked at with the pidfd open: the pid cannot be another process's now
+        # Looked at with the pidfd open: the pid cannot be another process's now.
+        if process_id.start_ticks(record.pid) == record.start_ticks:
             signal.pidfd_send_signal(fd, signal.SIGTERM)
-    except OSError:
+    except (OSError, UnavailableError):
         pass
     finally:
         os.close(fd)

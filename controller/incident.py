@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lastwords.controller.choice import choose, files_retry_s, or_one_step_back, retry_s
 from lastwords.controller.context import Ended, JobContext, Resumed, Verdict
-from lastwords.controller.decision import NO_TARGETS, Decision, NoDecision, NoDecisionKind, RankView, laggards
+from lastwords.controller.decision import Decision, NoDecision, NoDecisionKind, laggards
 from lastwords.controller.detection import Causes, death_text, raised_text, signal_text, suspicion_text
 from lastwords.controller.events import (
     ERROR,
     INFO,
+    RESEND_INTERVAL_MAX_S,
     RESEND_INTERVAL_S,
     WARNING,
     Published,
     PublishFailed,
     State,
+    StorageEvent,
+    StorageProgress,
     Verified,
+    VerifyBlocked,
     VerifyFailed,
 )
-from lastwords.controller.membership import Life
 from lastwords.controller.saving import Saving
-from lastwords.controller.selection import select
+from lastwords.controller.views import rank_views
 from lastwords.controller.words import newest_text
 from lastwords.vocabulary import (
     DeathSource,
@@ -34,6 +38,7 @@ from lastwords.vocabulary import (
     Proceed,
     Raised,
     SaveFailed,
+    SaveProgress,
     Settled,
     Signalled,
     Stand,
@@ -50,30 +55,29 @@ class Incident:
         self.verdict: Verdict | None = None
         self.excluded: dict[int, str] = {}  # living ranks that are not waited for any more, and why
         self.opened = False  # everybody has been told
-        self._certain = False
         self._first_words = ""
         self._settled: dict[int, Settled] = {}
         self._unsettled: set[int] = set()
+        self._late: dict[int, float] = {}  # ranks that are awaited since later -> their own deadline
         self._awaited: set[int] = set()  # laggards that were waited for: once each
         self._proceeding: dict[int, float] = {}  # rank -> deadline
         self._proceed_step = 0
         self._selected = False
         self._saving = Saving(context, number)
         self._told = ""
+        self._resend_pause_s = RESEND_INTERVAL_S
 
     # ------------------------------------------------------------------ how it starts
 
     def open(self, words: str) -> None:
         """Freeze everybody. Call it when the cause has been noted."""
-        context = self._context
-        context.state = State.SETTLING
+        self._context.state = State.SETTLING
         self.opened = True
         self._first_words = words
-        context.log(WARNING, f"incident {self.number}: {self.words()}; every rank is told to stop")
-        self._unsettled = set(context.members.living)
+        self._context.log(WARNING, f"incident {self.number}: {self.words()}; every rank is told to stop")
+        self._unsettled = set(self._context.members.living)
         self._send_freeze(self._unsettled)
-        context.timers.set("settle", context.now_s + context.options.settle_timeout_s)
-        context.timers.set("resend", context.now_s + RESEND_INTERVAL_S)
+        self._arm_resend()
         self.advance()
 
     def words(self) -> str:
@@ -81,16 +85,15 @@ class Incident:
         return self.causes.text() or self._first_words
 
     def _send_freeze(self, ranks: Iterable[int]) -> None:
-        context = self._context
-        order = Freeze(context.generation, self.number, context.options.settle_timeout_s, self.words())
+        order = Freeze(self._context.generation, self.number, self._context.options.settle_timeout_s, self.words())
         for rank in sorted(ranks):
-            context.send(rank, order)
+            self._context.send(rank, order)
 
     # ------------------------------------------------------------------ what happens to ranks
 
     def on_death(self, rank: int, source: DeathSource) -> None:
         """A process has ended (or its suspicion was confirmed)."""
-        self._certain = True
+        self._be_certain()
         if self.causes.add(rank, death_text(source)) and self.opened:
             self._context.log(WARNING, f"incident {self.number}: rank {rank} {death_text(source)}")
         self._unsettled.discard(rank)
@@ -101,9 +104,15 @@ class Incident:
             self._choose_again()
         self.advance()
 
+    def _be_certain(self) -> None:
+        """No Resume any more. Only from here on is a silent rank left out after settle_timeout_s, alive or not."""
+        if self._context.be_certain():
+            self._context.timers.set("settle", self._context.now_s + self._context.options.settle_timeout_s)
+
     def on_suspicion(self, rank: int, source: DeathSource) -> None:
-        """Nothing is heard of a rank; the core confirms or clears it within lost_confirm_s."""
+        """Nothing is heard of a rank."""
         if self.opened:
+            self._await(set())
             self._context.log(WARNING, f"incident {self.number}: rank {rank} is in doubt, {suspicion_text(source)}")
 
     def on_return(self, rank: int, *, was_dead: bool) -> None:
@@ -115,22 +124,24 @@ class Incident:
 
     def on_raised(self, report: Raised) -> None:
         """An exception left the loop of a rank: this incident cannot end in Resume any more."""
-        self._certain = True
+        self._be_certain()
         if not report.secondary and self.causes.add(report.rank, raised_text(report.text)) and self.opened:
             self._context.log(WARNING, f"incident {self.number}: rank {report.rank} {raised_text(report.text)}")
+        if not report.secondary:  # it has left its loop and comes to no gate any more: its answer stands
+            self._awaited.add(report.rank)
+            self._unsettled -= self._settled.keys() & {report.rank}
         self.advance()
 
     def on_signalled(self, report: Signalled) -> None:
         """A rank was asked to stop."""
-        self._certain = True
-        words = signal_text(report.signal_number)
-        if self.causes.add_signal(report.rank, words) and self.opened:
+        self._be_certain()
+        if self.causes.add_signal(report.rank, words := signal_text(report.signal_number)) and self.opened:
             self._context.log(INFO, f"incident {self.number}: rank {report.rank} {words}")
         self.advance()
 
     def on_strayed(self, ranks: tuple[int, ...], words: str) -> None:
         """Ranks have left the loop where others cannot follow."""
-        self._certain = True
+        self._be_certain()
         for rank in ranks:
             self.causes.add(rank, words)
         self.advance()
@@ -145,17 +156,17 @@ class Incident:
         self._send_freeze((rank,))
         if rank in self._proceeding:
             self._context.send(rank, self._proceed())
-        writing = self._saving.writing.get(rank)
-        if writing is not None:
+        if (writing := self._saving.writing.get(rank)) is not None:
             self._context.send(rank, writing.order)
 
     # ------------------------------------------------------------------ settle
 
     def _await(self, ranks: set[int]) -> None:
-        """Wait for these ranks to settle (anew), not for ever."""
-        context = self._context
+        """Wait for these ranks to settle (anew), and for those in doubt; not for ever."""
+        deadline_s = self._context.now_s + self._context.options.settle_timeout_s
         self._unsettled |= ranks
-        context.timers.start("settle", context.now_s + context.options.settle_timeout_s)
+        self._late |= dict.fromkeys(ranks, deadline_s)
+        self._context.timers.start("settle", deadline_s)
         self._arm_resend()
 
     def on_settled(self, report: Settled) -> None:
@@ -172,19 +183,18 @@ class Incident:
 
     def advance(self) -> None:
         """Go on to the choice, or back to training, if nothing is waited for any more."""
-        context = self._context
-        if not self.opened or self.verdict is not None or context.state not in (State.SETTLING, State.PROCEEDING):
+        if not self.opened or self.verdict is not None or self._context.state not in (State.SETTLING, State.PROCEEDING):
             return
-        if any(rank not in self.excluded for rank in context.members.suspects):
+        if any(rank not in self.excluded for rank in self._context.members.suspects):
             return
-        if not self._certain:
+        if not self._context.certain:
             self.verdict = Resumed()
         elif not self._unsettled and not self._proceeding:
             self._select()
 
     def _exclude(self, rank: int, words: str) -> None:
         """Go on without a living rank: it does not count as a survivor and is told to leave at the end."""
-        self._certain = True
+        self._be_certain()
         self.excluded[rank] = words
         self._unsettled.discard(rank)
         self._proceeding.pop(rank, None)
@@ -194,53 +204,31 @@ class Incident:
 
     def _select(self) -> None:
         context, saving = self._context, self._saving
-        targets = saving.targets()
-        if not targets:
-            self._end(ExitKind.NOT_SAVED, f"{self.words()}; {saving.storage_reason}")
+        views = rank_views(context.members, saving, self._settled, self.excluded)
+        answer = choose(context, saving, views)
+        if saving.tries_writers_later(retry_s(context, saving, views, answer)):
             return
-        answer = select(
-            views := self._views(),
-            context.members.units,
-            saving.parts(),
-            base_step=context.members.base_step,
-            targets=targets,
-            retry_refused=True,
-        )
-        if isinstance(answer, Decision):
-            self._carry_out(answer)
-        elif behind := laggards(views, answer) - self._awaited:
+        if behind := laggards(views, answer) - self._awaited:
             self._awaited |= behind
             self._await(behind)
+            return
+        if isinstance(answer := or_one_step_back(context, saving, views, answer), Decision):
+            self._carry_out(answer)
         else:
             self._cannot_save(answer)
-
-    def _views(self) -> dict[int, RankView]:
-        views = {}
-        for rank, member in self._context.members.members.items():
-            stand, absence = None, ""
-            if not member.living:
-                absence = death_text(member.source) if member.source is not None else "is gone"
-            elif rank in self.excluded:
-                absence = self.excluded[rank]
-            elif member.life is Life.ALIVE and rank in self._settled:
-                stand = self._settled[rank].stand
-            refused = frozenset(self._saving.refused.get(rank, NO_TARGETS))
-            may_copy = rank not in self._saving.cannot_copy
-            views[rank] = RankView(rank, member.process.host_id, member.units, stand, absence, refused, may_copy)
-        return views
 
     def _cannot_save(self, answer: NoDecision) -> None:
         words = f"{self.words()}; {answer.reason}"
         if answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
             self._end(ExitKind.NOTHING_TO_SAVE, words)
         else:
-            storage = f"; {self._saving.storage_reason}" if self._saving.storage_reason else ""
-            older = newest_text(self._context.newest)
-            self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words + storage, older))))
+            more = (self._saving.storage_reason, newest_text(self._context.newest))
+            self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words, *more))))
 
     def _carry_out(self, decision: Decision) -> None:
         context = self._context
         self._selected = True
+        context.timers.clear("again")
         for rank in decision.given_up:
             self._exclude(rank, "can write nowhere")
         if decision.reason != self._told:
@@ -266,9 +254,9 @@ class Incident:
 
     # ------------------------------------------------------------------ save
 
-    def on_save_progress(self, rank: int, attempt: int, bytes_written: int) -> None:
+    def on_save_progress(self, report: SaveProgress) -> None:
         """A writer moves."""
-        self._saving.progress(rank, attempt, bytes_written)
+        self._saving.progress(report)
 
     def on_saved(self, rank: int, attempt: int, step: int) -> None:
         """A writer has finished."""
@@ -277,8 +265,7 @@ class Incident:
 
     def on_save_failed(self, report: SaveFailed) -> None:
         """A writer has failed: its file system refused, or it could not do it."""
-        part = self._saving.fail(report.rank, report.attempt)
-        if part is None:
+        if (part := self._saving.fail(report.rank, report.attempt)) is None:
             return
         words = f"rank {report.rank} could not write its part of step {report.step}: {report.reason}"
         if not part.units or report.storage:
@@ -293,93 +280,104 @@ class Incident:
 
     def _choose_again(self) -> None:
         self._context.state = State.PROCEEDING if self._proceeding else State.SETTLING
+        self._await(set())
         self.advance()
 
     def _verify_if_written(self) -> None:
         if self._context.state is State.SAVING and not self._saving.writing:
             self._context.state = State.VERIFYING
             self._saving.start_verify()
-            self._context.timers.set("verify", self._context.now_s + self._context.options.verify_timeout_s)
+            self._await_storage()
 
-    def on_storage(self, event: Verified | VerifyFailed | Published | PublishFailed) -> None:
-        """The controller's own work on the finished files has an answer."""
+    def _await_storage(self) -> None:
+        self._context.timers.set("storage", self._context.now_s + self._context.options.storage_timeout_s)
+
+    def on_storage(self, event: StorageEvent) -> None:
+        """The controller's own work on the finished files goes on, or has an answer; late ones are void."""
+        state = self._context.state if event.attempt == self._saving.attempt else None
         match event:
-            case Verified(attempt=attempt):
-                self._on_verified(attempt)
-            case VerifyFailed(attempt=attempt, problems=problems):
-                self._on_verify_failed(attempt, problems)
             case Published(attempt=attempt, path=path):
                 self._on_published(attempt, path)
-            case PublishFailed(attempt=attempt, reason=reason):
-                if self._context.state is State.PUBLISHING and attempt == self._saving.attempt:
-                    self._give_up_target(f"the checkpoint is complete but could not get its final name: {reason}")
+            case StorageProgress() if state in (State.VERIFYING, State.PUBLISHING):
+                self._await_storage()
+            case Verified() if state is State.VERIFYING:
+                self._publish()
+            case VerifyFailed(problems=problems) if state is State.VERIFYING:
+                self._reject(problems)
+            case VerifyBlocked(reason=reason) if state is State.VERIFYING:
+                self._on_blocked(f"the files could not be read back: {reason}")
+            case PublishFailed(reason=reason) if state is State.PUBLISHING:
+                self._on_blocked(f"the checkpoint is complete but could not get its final name: {reason}")
 
-    def _on_verified(self, attempt: int) -> None:
-        context = self._context
-        if context.state is not State.VERIFYING or attempt != self._saving.attempt:
-            return
-        context.timers.clear("verify")
-        context.timers.set("publish", context.now_s + context.options.publish_timeout_s)
-        context.state = State.PUBLISHING
-        dead = sorted(rank for rank, member in context.members.members.items() if member.life is Life.DEAD)
-        self._saving.start_publish(self.words(), self.causes.ranks, tuple(dead))
+    def _on_blocked(self, words: str) -> None:
+        """The file system did not let the controller do it; perhaps later it does."""
+        views = rank_views(self._context.members, self._saving, self._settled, self.excluded)
+        if not self._saving.tries_files_later(words, files_retry_s(self._context, self._saving, views)):
+            self._give_up_target(words)
 
-    def _on_verify_failed(self, attempt: int, problems: tuple[tuple[int, str], ...]) -> None:
-        context = self._context
-        if context.state is not State.VERIFYING or attempt != self._saving.attempt:
-            return
-        context.timers.clear("verify")
+    def _publish(self) -> None:
+        self._context.state = State.PUBLISHING
+        self._await_storage()
+        self._saving.start_publish(self.words(), self.causes.ranks)
+
+    def _reject(self, problems: tuple[tuple[int, str], ...]) -> None:
+        self._context.timers.clear("storage")
         self._saving.reject(problems)
-        context.log(ERROR, f"incident {self.number}: verification failed: {self._saving.storage_reason}")
+        self._context.log(ERROR, f"incident {self.number}: verification failed: {self._saving.storage_reason}")
         self._choose_again()
 
     def _on_published(self, attempt: int, path: str) -> None:
-        # Perhaps later than we were willing to wait; but there it is.
-        if self.verdict is None and self._saving.was_publishing(attempt):
+        if self.verdict is None and self._saving.was_publishing(attempt):  # perhaps late, but there it is
             step = self._saving.published_step(attempt)
             self._saving.discard_all(published_attempt=attempt)
             self.verdict = Ended(ExitKind.SAVED, step, path, self.words())
 
     def _give_up_target(self, words: str) -> None:
-        self._context.timers.clear("verify", "publish")
+        self._context.timers.clear("storage", "again")
         self._context.log(ERROR, f"incident {self.number}: {words}")
         self._saving.close_target(words)
         self._choose_again()
 
     def _end(self, kind: ExitKind, reason: str) -> None:
-        self._saving.discard_all()
-        self.verdict = Ended(kind, 0, "", reason)
+        self.verdict = Ended(kind, 0, "", "; ".join(filter(None, (reason, self._saving.keep_finished()))))
 
     # ------------------------------------------------------------------ time
 
     def on_timer(self, name: str) -> None:
         """One of this incident's timers is due."""
-        options = self._context.options
+        within = f"within {self._context.options.settle_timeout_s:g} s"
         match name:
-            case "settle":
-                for rank in sorted(self._unsettled):
-                    self._exclude(rank, f"did not settle within {options.settle_timeout_s:g} s")
+            case "settle" if self._context.certain and self._context.state in (State.SETTLING, State.PROCEEDING):
+                late = {rank for rank in self._unsettled if self._late.get(rank, 0.0) > self._context.now_s}
+                for rank in sorted((self._unsettled | (self._context.members.suspects - self.excluded.keys())) - late):
+                    self._exclude(rank, f"did not settle {within}")
+                if late:
+                    self._context.timers.start("settle", min(self._late[rank] for rank in late))
                 self.advance()
             case "proceed":
                 for rank in sorted(self._proceeding):
-                    words = f"did not apply step {self._proceed_step} within {options.settle_timeout_s:g} s"
-                    self._exclude(rank, words)
+                    self._exclude(rank, f"did not apply step {self._proceed_step} {within}")
                 self.advance()
             case "writers":
-                self._drop_overdue()
-            case "verify":
-                self._give_up_target(f"the verification took longer than {options.verify_timeout_s:g} s")
-            case "publish":
-                self._give_up_target(f"the publication took longer than {options.publish_timeout_s:g} s")
+                if overdue := self._saving.drop_overdue():
+                    for rank, words in overdue:
+                        self._exclude(rank, words)
+                    self._choose_again()
+            case "again":
+                self._try_again()
+            case "storage":
+                what = "verification" if self._context.state is State.VERIFYING else "publication"
+                self._give_up_target(f"the {what} made no progress for {self._context.options.storage_timeout_s:g} s")
             case "resend":
                 self._resend()
 
-    def _drop_overdue(self) -> None:
-        overdue = self._saving.drop_overdue()
-        for rank in overdue:
-            self._exclude(rank, f"made no progress for {self._context.options.progress_timeout_s:g} s while writing")
-        if overdue:
-            self._choose_again()
+    def _try_again(self) -> None:
+        if self._context.state in (State.VERIFYING, State.PUBLISHING):
+            self._await_storage()
+            self._saving.order_files_again()
+            return
+        self._saving.forgive()
+        self.advance()
 
     def _resend(self) -> None:
         self._send_freeze(self._unsettled)
@@ -387,12 +385,16 @@ class Incident:
             self._context.send(rank, self._proceed())
         for writing in self._saving.unanswered():
             self._context.send(writing.part.rank, writing.order)
-        self._arm_resend()
+        self._resend_pause_s = min(2 * self._resend_pause_s, RESEND_INTERVAL_MAX_S)  # more orders delay the answers
+        self._rearm_resend()
 
     def _arm_resend(self) -> None:
+        self._resend_pause_s = RESEND_INTERVAL_S
+        self._rearm_resend()
+
+    def _rearm_resend(self) -> None:
         if self._unsettled or self._proceeding or self._saving.unanswered():
-            self._context.timers.start("resend", self._context.now_s + RESEND_INTERVAL_S)
+            self._context.timers.start("resend", self._context.now_s + self._resend_pause_s)
 
 
-TIMERS = ("settle", "proceed", "writers", "verify", "publish", "resend")
-"""Names of the timers that belong to an incident."""
+TIMERS = ("settle", "proceed", "writers", "storage", "again", "resend")  # those that belong to an incident

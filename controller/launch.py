@@ -18,7 +18,7 @@ from pathlib import Path
 
 import lastwords
 from lastwords import clock
-from lastwords.controller import handover
+from lastwords.controller import handover, predecessors
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 
@@ -54,14 +54,15 @@ class ControllerHandle:
 def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float = READY_TIMEOUT_S) -> ControllerHandle:
     """Start the controller of a job; returns once it listens, and every rank may connect.
 
-    Waits for a controller of the incident before on the same address (see `handover`). Raises ConfigError (address
-    impossible or in use, bad argument), StorageError (no log file), UnavailableError (it does not come up: the
-    message ends with the last lines of its log).
+    Waits for a controller of the incident before, on the same address (see `handover`) or in the same directory
+    (`predecessors`). Raises ConfigError (address impossible or in use, bad argument), StorageError (no log file),
+    UnavailableError (it does not come up: the message ends with the last lines of its log).
     """
     spec.check()
     if not sys.executable:
         raise ConfigError("sys.executable is not set, so the controller's process cannot be started")
     handover.await_address(spec.ip, spec.port)
+    predecessors.await_publications(spec)
     log_path = spec.log_path
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from lastwords.controller.closing import Closing
 from lastwords.controller.context import JobContext
-from lastwords.controller.events import State
-from lastwords.controller.words import ranks_text
-from lastwords.vocabulary import Left, LoopBegin, LoopGo
+from lastwords.controller.detection import death_text
+from lastwords.controller.events import INFO, State
+from lastwords.controller.membership import Member
+from lastwords.controller.words import first_texts, ranks_text
+from lastwords.vocabulary import DeathSource, Left, LoopBegin, LoopGo, Stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class LoopWatch:
     def __init__(self, context: JobContext, closing: Closing) -> None:
         self._context = context
         self._closing = closing
+        self._let_go: dict[int, DeathSource] = {}
+        self._waits_on = False  # for the last one, after the first time-out
 
     # ------------------------------------------------------------------ begin
 
@@ -55,6 +59,22 @@ class LoopWatch:
 
     # ------------------------------------------------------------------ leave
 
+    def needs_nobody(self, rank: int) -> bool:
+        """True if this rank has left and all others have done their steps: without it nothing is lost or held up.
+
+        Nothing is to be saved then that the user's code is not saving itself.
+        """
+        members = self._context.members
+        return self._context.state is State.WATCHING and members.members[rank].left is not None and members.finishing
+
+    def lets_go(self, rank: int, source: DeathSource) -> bool:
+        """A rank has died; True if that is no incident as long as all are done."""
+        if not self.needs_nobody(rank):
+            return False
+        self._let_go[rank] = source
+        self._context.log(INFO, f"rank {rank} {death_text(source)} when all had done their steps")
+        return True
+
     def on_left(self, report: Left) -> Strayed | None:
         """A rank has left its loop."""
         return self.check_left() if self._context.members.leave(report) else None
@@ -71,17 +91,29 @@ class LoopWatch:
         if len(steps) == 1:
             self._closing.release_all(next(iter(steps)))
             return None
-        said = ", ".join(f"{ranks_text(ranks)} at step {step}" for step, ranks in steps.items())
+        said = first_texts((f"{ranks_text(ranks)} at step {step}" for step, ranks in steps.items()), ", ")
         early = sorted(rank for step, ranks in steps.items() if step < max(steps) for rank in ranks)
         return Strayed(tuple(early), f"left the loop before the others ({said})")
 
-    def on_progress(self) -> None:
-        """Some rank has moved: those who have left can wait for it."""
-        if self._context.state is State.WATCHING and self._context.members.anyone_left:
-            self._arm_leave()
+    def on_status(self, member: Member, stand: Stand) -> list[tuple[int, DeathSource]]:
+        """A rank says where it stands; if it has moved, those who have left can wait for it.
+
+        Returns the deaths that are incidents now: of ranks that were let go because all seemed to be done.
+        """
+        if stand == member.stand == member.streamed:
+            return []
+        member.stand = member.streamed = stand
+        if self._context.state is not State.WATCHING or not self._context.members.anyone_left:
+            return []
+        self._arm_leave()
+        if not self._let_go or self._context.members.finishing:
+            return []
+        missed, self._let_go = sorted(self._let_go.items()), {}
+        return [(rank, source) for rank, source in missed if not self._context.members.members[rank].living]
 
     def _arm_leave(self) -> None:
         options = self._context.options
+        self._waits_on = False
         timeout_s = options.leave_timeout_s if self._context.members.left_early else options.finish_timeout_s
         self._context.timers.set("leave", self._context.now_s + timeout_s)
 
@@ -98,9 +130,19 @@ class LoopWatch:
             text = f"{ranks_text(missing)} did not begin the loop within {options.start_timeout_s:g} s"
             self._closing.refuse_all(f"{text} of {ranks_text(waiting)}")
             return None
+        if members.finishing and not self._waits_on:
+            context, self._waits_on = self._context, True
+            words = "stands where all others have left, and is waited for"
+            if len(members.not_left) > 1:
+                words = "stand where the others have left, and are waited for"
+            context.log(INFO, f"{ranks_text(members.not_left)} {words}")
+            if members.left_early:  # they may also wait in a collective for one that has left too early
+                context.timers.set("leave", context.now_s + options.finish_timeout_s - options.leave_timeout_s)
+            return None
         early = members.left_early
         if early:
-            words = f"left the loop early, and no other rank has moved for {options.leave_timeout_s:g} s"
+            waited_s = options.finish_timeout_s if self._waits_on else options.leave_timeout_s
+            words = f"left the loop early, and no other rank has moved for {waited_s:g} s"
             return Strayed(tuple(early), words)
         return Strayed(
             tuple(members.not_left), f"did not finish the loop, and has not moved for {options.finish_timeout_s:g} s"

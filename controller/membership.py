@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from lastwords.controller.detection import CERTAIN
-from lastwords.controller.words import ranks_text
-from lastwords.vocabulary import DeathSource, Hello, Left, LoopBegin, ProcessId, Stand
+from lastwords.controller.words import first_texts, ranks_text
+from lastwords.vocabulary import DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Stand
 
 
 class Life(enum.Enum):
@@ -42,16 +42,19 @@ class LoopShape:
 
 @dataclass(slots=True)
 class Member:
-    """One registered rank. `stand` is the newest that was reported, for people and for progress only."""
+    """One registered rank. `stand` is the newest that was reported, for people and for progress only; `streamed` is the
+    newest that the rank has streamed by itself, which says whether it is done with its loop."""
 
     rank: int
     process: ProcessId
     units: tuple[str, ...]
     stand: Stand
+    streamed: Stand | None = None
     connected: bool = True
     life: Life = Life.ALIVE
     source: DeathSource | None = None  # of the suspicion or death
-    suspect_until_s: float = 0.0
+    watched: bool = False  # the end of its process will be told, so its silence is none
+    suspect_since_s: float = 0.0
     left: Stand | None = None
     loop: LoopShape | None = None  # announced, not yet agreed
     loop_agreed: LoopShape | None = None
@@ -85,6 +88,7 @@ class Membership:
         self.living: set[int] = set()
         self._not_left: set[int] = set()
         self._left_early: set[int] = set()
+        self._broke_off = False  # one of them, before a last step that is known
         self._loop_waiting: set[int] = set()
         self._units: tuple[str, ...] | None = None
 
@@ -149,12 +153,12 @@ class Membership:
 
     # ------------------------------------------------------------------ life
 
-    def suspect(self, rank: int, source: DeathSource, until_s: float) -> None:
-        """Nothing is heard of this rank; it has until `until_s` to say Hello again."""
+    def suspect(self, rank: int, source: DeathSource, since_s: float) -> None:
+        """Nothing is heard of this rank any more, as is known since `since_s`."""
         member = self.members[rank]
         member.life = Life.SUSPECT
         member.source = source
-        member.suspect_until_s = until_s
+        member.suspect_since_s = since_s
         self.suspects.add(rank)
 
     def clear(self, rank: int) -> None:
@@ -202,7 +206,7 @@ class Membership:
                 by_shape.setdefault(member.loop, []).append(rank)
         if len(by_shape) < 2:
             return None
-        said = "; ".join(f"{ranks_text(ranks)}: {shape}" for shape, ranks in by_shape.items())
+        said = first_texts(f"{ranks_text(ranks)}: {shape}" for shape, ranks in by_shape.items())
         return (
             f"the ranks disagree about the training loop ({said}); give every rank the same number of batches "
             "(DistributedSampler, drop_last=True) and the same checkpoint"
@@ -245,6 +249,7 @@ class Membership:
         last_step = member.loop_agreed.last_step if member.loop_agreed is not None else 0
         if not last_step or report.stand.ended_step < last_step:
             self._left_early.add(report.rank)
+            self._broke_off = self._broke_off or last_step > 0
         return not known
 
     @property
@@ -264,6 +269,22 @@ class Membership:
             if member.left is not None:
                 steps.setdefault(member.left.ended_step, []).append(rank)
         return dict(sorted(steps.items()))
+
+    @property
+    def finishing(self) -> bool:
+        """True if the loop may be over on every rank: whoever has not left it stands where the others left it.
+
+        That is the loop's last step, or may be, where nobody knows the last one. Before a last step that is known one
+        rank has to be alone in that: it writes the user's files, say. Several may wait for one that left too early.
+        """
+        left = [member for member in self.members.values() if member.left is not None]
+        steps = {member.left.ended_step for member in left if member.left is not None}
+        if len(steps) != 1 or not self.complete:
+            return False
+        here = Stand(Phase.COMPUTING, min(steps))
+        if any(self.members[rank].streamed != here for rank in self._not_left):
+            return False
+        return len(self._not_left) == 1 or not self._broke_off
 
     @property
     def left_early(self) -> list[int]:

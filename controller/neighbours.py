@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from lastwords.checkpoint.retry import PAUSES_S
 from lastwords.controller import handover
 from lastwords.errors import LastWordsError
 from lastwords.liveness import leftovers, paths, process_id
@@ -18,13 +21,23 @@ _log = logging.getLogger(__name__)
 class Neighbours:
     """The host watch behind a thread of its own, since adding a watch opens files and may wait for a thread.
 
-    `on_death(rank, source, known_mono_s)` comes from watchers' threads. Methods are for the loop's thread.
+    `on_death(rank, source, known_mono_s)` and `on_watched(rank)` come from threads of their own; methods are for the
+    loop's thread.
     """
 
-    def __init__(self, job: str, generation: int, on_death: Callable[[int, DeathSource, float], None]) -> None:
+    def __init__(
+        self,
+        job: str,
+        generation: int,
+        on_death: Callable[[int, DeathSource, float], None],
+        on_watched: Callable[[int], None],
+        nonce: str = "",
+    ) -> None:
         self._job = job
         self._generation = generation
+        self._nonce = nonce
         self._host_id = process_id.host_id()
+        self._on_watched = on_watched
         self._watched: dict[int, ProcessId] = {}
         self._watch = HostWatch(on_death)
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")  # one keeps the order of calls
@@ -49,13 +62,27 @@ class Neighbours:
         self._jobs.shutdown(wait=True)
         self._watch.stop()
 
-    def _add(self, rank: int, process: ProcessId) -> None:
+    def _add(self, rank: int, process: ProcessId, tried: int = 0) -> None:
         try:
-            self._watch.add(rank, paths.life_path(self._job, self._generation, rank), process)
+            self._watch.add(rank, paths.life_path(self._job, self._generation, rank, self._nonce), process)
+            self._on_watched(rank)
         except LastWordsError as error:
-            _log.warning("rank %d cannot be watched on this host, its session alone counts: %s", rank, error)
+            if tried < len(PAUSES_S):  # too many open files, say: that may pass
+                self._add_later(rank, process, tried)
+            else:
+                _log.warning("rank %d cannot be watched on this host, its session alone counts: %s", rank, error)
         except Exception:  # outermost: nobody looks at what a thread pool's job raises
             _log.exception("watching rank %d failed", rank)
+
+    def _add_later(self, rank: int, process: ProcessId, tried: int) -> None:
+        def again() -> None:
+            if self._watched.get(rank) == process:
+                with contextlib.suppress(RuntimeError):  # it has been stopped
+                    self._jobs.submit(self._add, rank, process, tried + 1)
+
+        timer = threading.Timer(PAUSES_S[tried], again)
+        timer.daemon = True
+        timer.start()
 
 
 def _clear_up() -> None:

@@ -54,7 +54,9 @@ class Roster:
                 before.cancel()
         session.ranks.add(hello.rank)
         self._session_of[hello.rank] = session
-        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s)
+        known = self._seen.get(hello.rank)
+        dead = known is not None and known.dead and known.process == hello.process  # its last words may come late
+        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s, dead)
 
     def unbind(self, session: PeerSession) -> list[int]:
         """A session is over; returns the ranks that have none now, sorted."""

@@ -4,7 +4,8 @@ A writer's part is kept across attempts as long as the step stays the same, even
 finished: the file is on disk, for whenever its directory is chosen again. Every attempt has a directory of its own,
 so that a writer which was given up but still runs can never write into a directory that is about to be published;
 kept parts are moved over when all parts are there. Each new attempt after a failure has lost a rank, or a (rank,
-directory) pair, so their number is bounded.
+directory) pair; where all pairs are lost they get another chance after a pause, so often as `Patience` allows. So
+their number is bounded.
 """
 
 from __future__ import annotations
@@ -13,19 +14,34 @@ from dataclasses import dataclass, replace
 
 from lastwords.controller.context import JobContext
 from lastwords.controller.decision import Decision, Part
-from lastwords.controller.events import STORAGE_FAILURES_MAX, Discard, PartPlan, StartPublish, StartVerify
-from lastwords.vocabulary import Save
+from lastwords.controller.events import (
+    STORAGE_FAILURES_MAX,
+    WARNING,
+    Discard,
+    Keep,
+    PartPlan,
+    StartPublish,
+    StartVerify,
+)
+from lastwords.controller.membership import Life
+from lastwords.controller.patience import Patience
+from lastwords.controller.words import first_texts, ranks_text
+from lastwords.vocabulary import Save, SaveProgress
 
 
 @dataclass(slots=True)
 class Writing:
-    """A part that is being written. `answered`: the writer has said that it has the order."""
+    """A part that is being written. `answered`: the writer has said that it has the order.
+
+    sync_until_s: set while it says that it is inside fsync and writes nothing: how long that may renew its deadline.
+    """
 
     part: Part
     order: Save
     deadline_s: float
     bytes_written: int = -1
     answered: bool = False
+    sync_until_s: float | None = None
 
 
 class Saving:
@@ -36,8 +52,10 @@ class Saving:
         self._incident = incident
         self.attempt = 0
         self.writing: dict[int, Writing] = {}
-        self.finished: list[Part] = []
+        self.finished: dict[tuple[int, int], Part] = {}  # by rank and target
         self.refused: dict[int, set[int]] = {}  # rank -> targets that its writes failed on
+        self.barred: dict[int, set[int]] = {}  # of these, those that will not pass
+        self._rejected: set[tuple[int, int, str]] = set()
         self.cannot_copy: set[int] = set()  # ranks that failed to copy black boxes
         self.closed_targets: set[int] = set()
         self._failures: dict[int, int] = {}  # target -> how often it has refused
@@ -48,13 +66,17 @@ class Saving:
         self.lost_local_ranks: tuple[int, ...] = ()
         self._directories: dict[int, tuple[int, int]] = {}  # attempt -> (step, target)
         self._spared: set[int] = set()  # attempts whose directory must not be removed
+        self._patience = Patience()  # with writers that were refused
+        self._file_patience = Patience()  # with the controller's own work on the newest attempt
+        self._file_order: StartVerify | StartPublish | None = None
         self._publishing: set[int] = set()
 
     # ------------------------------------------------------------------ writing
 
     def parts(self) -> list[Part]:
         """Parts that a new decision may keep."""
-        return self.finished + [writing.part for _, writing in sorted(self.writing.items())]
+        ordered = sorted(self.finished.values(), key=lambda part: (part.attempt, part.rank))
+        return ordered + [writing.part for _, writing in sorted(self.writing.items())]
 
     def begin(self, decision: Decision, reason: str) -> None:
         """Carry out a decision: order new parts, keep what it keeps, throw away what it does not need."""
@@ -70,11 +92,11 @@ class Saving:
             for rank, work in sorted(decision.writers.items())
         ]
         self.plan = (*decision.kept, *new)
-        self.writing = {rank: writing for rank, writing in self.writing.items() if writing.part in decision.kept}
+        kept = set(decision.kept)
+        self.writing = {rank: writing for rank, writing in self.writing.items() if writing.part in kept}
         # Parts in another directory stay: if this one fails too, they may be all that is left of a dead writer.
-        self.finished = [part for part in self.finished if part.step == self.step]
+        self.finished = {key: part for key, part in self.finished.items() if part.step == self.step}
         self._discard_unneeded()
-        writers = tuple(sorted({part.rank for part in new} | set(self.writing)))
         for part in new:
             order = Save(
                 generation=context.generation,
@@ -84,7 +106,6 @@ class Saving:
                 units=part.units,
                 local_ranks=part.local_ranks,
                 target=part.target,
-                writers=writers,
                 reason=reason,
             )
             deadline_s = context.now_s + context.options.progress_timeout_s
@@ -93,20 +114,32 @@ class Saving:
         self._arm()
 
     def _arm(self) -> None:
+        """The timer may ring when no deadline is over: to look for the next one at every report would be O(n²)."""
         if self.writing:
             self._context.timers.set_earlier("writers", min(writing.deadline_s for writing in self.writing.values()))
         else:
             self._context.timers.clear("writers")
 
-    def progress(self, rank: int, attempt: int, bytes_written: int) -> None:
-        """A writer has written more; that renews its deadline."""
-        writing = self._of(rank, attempt)
+    def _disarm_if_done(self) -> None:
+        if not self.writing:
+            self._context.timers.clear("writers")
+
+    def progress(self, report: SaveProgress) -> None:
+        """A writer has written more, or is inside fsync (for so long, and no longer): that renews its deadline."""
+        writing = self._of(report.rank, report.attempt)
         if writing is None:
             return
         writing.answered = True
-        if bytes_written > writing.bytes_written:
-            writing.bytes_written = bytes_written
-            writing.deadline_s = self._context.now_s + self._context.options.progress_timeout_s
+        now_s, options = self._context.now_s, self._context.options
+        if report.bytes_written > writing.bytes_written:
+            writing.bytes_written = report.bytes_written
+            writing.sync_until_s = None
+            writing.deadline_s = now_s + options.progress_timeout_s
+        elif report.syncing:
+            if writing.sync_until_s is None:
+                writing.sync_until_s = now_s + options.sync_timeout_s
+            renewed_s = min(now_s + options.progress_timeout_s, writing.sync_until_s)
+            writing.deadline_s = max(writing.deadline_s, renewed_s)
 
     def finish(self, rank: int, attempt: int, step: int) -> bool:
         """A writer's part is on disk; False if nobody asked for it (any more)."""
@@ -114,15 +147,14 @@ class Saving:
         if writing is None or writing.part.step != step:
             return False
         del self.writing[rank]
-        replaced = (rank, writing.part.target)
-        self.finished = [part for part in self.finished if (part.rank, part.target) != replaced] + [writing.part]
-        self._arm()
+        self.finished[rank, writing.part.target] = writing.part
+        self._disarm_if_done()
         return True
 
     def drop_writer(self, rank: int) -> bool:
         """This rank will not finish its part; True if it was writing one."""
         dropped = self.writing.pop(rank, None) is not None
-        self._arm()
+        self._disarm_if_done()
         return dropped
 
     def fail(self, rank: int, attempt: int) -> Part | None:
@@ -138,25 +170,51 @@ class Saving:
         self._failures[self.target] = self._failures.get(self.target, 0) + 1
         self.storage_reason = reason
 
-    def targets(self) -> tuple[int, ...]:
-        """The directories still in play, the preferred one first."""
+    def forgive(self) -> None:
+        """Every writer that was refused may try again, unless it is certain what will come of it."""
+        self.refused = {rank: set(targets) for rank, targets in self.barred.items()}
+        self._failures.clear()
+
+    def tries_writers_later(self, limit_s: float) -> bool:
+        """Wait, with the timer "again", until refused writers may try again; False if they have for `limit_s`."""
+        if not limit_s or self._context.timers.running("again"):
+            return limit_s > 0
+        return self._again(self._patience, limit_s, "every writer that could do it was refused")
+
+    def _again(self, patience: Patience, limit_s: float, words: str) -> bool:
+        context = self._context
+        pause_s = patience.pause_s(context.now_s, limit_s)
+        if pause_s is None:
+            return False
+        context.log(WARNING, f"incident {self._incident}: {words}; trying again in {pause_s:g} s")
+        context.timers.set("again", context.now_s + pause_s)
+        return True
+
+    def targets(self, *, forgiven: bool = False) -> tuple[int, ...]:
+        """The directories still in play, the preferred one first; `forgiven`: as after `forgive`."""
         members = self._context.members.members.values()
         failures_max = STORAGE_FAILURES_MAX + len({member.process.host_id for member in members}) // 4
         possible = (0, 1) if self._context.options.has_fallback_target else (0,)
         return tuple(
             target
             for target in possible
-            if target not in self.closed_targets and self._failures.get(target, 0) < failures_max
+            if target not in self.closed_targets and (forgiven or self._failures.get(target, 0) < failures_max)
         )
 
-    def drop_overdue(self) -> list[int]:
-        """Give up writers that have made no progress for too long; returns them, sorted."""
+    def drop_overdue(self) -> list[tuple[int, str]]:
+        """Give up writers that have made no progress for too long; returns each with what to say of it, sorted."""
         now_s = self._context.now_s
+        options = self._context.options
         late = sorted(rank for rank, writing in self.writing.items() if now_s >= writing.deadline_s)
+        told = []
         for rank in late:
-            del self.writing[rank]
+            writing = self.writing.pop(rank)
+            if writing.sync_until_s is not None and now_s >= writing.sync_until_s:
+                told.append((rank, f"was inside fsync or close for {options.sync_timeout_s:g} s"))
+            else:
+                told.append((rank, f"made no progress for {options.progress_timeout_s:g} s while writing"))
         self._arm()
-        return late
+        return told
 
     def unanswered(self) -> list[Writing]:
         """Writers that may have missed their order, sorted."""
@@ -171,24 +229,45 @@ class Saving:
     def start_verify(self) -> None:
         """All parts are finished: gather them in the newest attempt's directory and look at them."""
         parts = tuple(PartPlan(part.rank, part.attempt, part.units, part.local_ranks) for part in self.plan)
-        self._context.emit(StartVerify(self._incident, self.attempt, self.step, self.target, parts))
+        self._order_files(StartVerify(self._incident, self.attempt, self.step, self.target, parts))
         gathered = {part: replace(part, attempt=self.attempt) for part in self.plan}
         self.plan = tuple(gathered.values())
-        self.finished = [gathered.get(part, part) for part in self.finished]
+        self.finished = {key: gathered.get(part, part) for key, part in self.finished.items()}
+
+    def _order_files(self, order: StartVerify | StartPublish) -> None:
+        self._file_order = order
+        self._file_patience = Patience()
+        self._context.emit(order)
+
+    def tries_files_later(self, words: str, limit_s: float) -> bool:
+        """Wait until the order about the finished files may go out again; False after `limit_s` of that."""
+        return self._again(self._file_patience, limit_s, words)
+
+    def order_files_again(self) -> None:
+        """The same order once more: parts that could not be moved still lie where it says."""
+        assert self._file_order is not None
+        self._context.emit(self._file_order)
 
     def reject(self, problems: tuple[tuple[int, str], ...]) -> None:
-        """Verification found bad parts; where it names no writer, all are."""
+        """Verification found bad parts; where it names no writer, all are. Words said twice would be said for ever."""
         writers = {part.rank for part in self.plan}
         bad = {rank for rank, _ in problems} & writers or writers
-        text = "; ".join(f"part of rank {rank}: {text}" if rank in writers else text for rank, text in problems)
+        text = first_texts(f"part of rank {rank}: {text}" if rank in writers else text for rank, text in problems)
         for rank in sorted(bad):
             self.refuse(rank, text or "the verification failed")
-        self.finished = [part for part in self.finished if part.target != self.target or part.rank not in bad]
+        for rank in bad:
+            self.finished.pop((rank, self.target), None)
+        for rank, why in problems:
+            word = (rank, self.target, why)
+            if word in self._rejected and rank in writers:
+                self.barred.setdefault(rank, set()).add(self.target)
+            self._rejected.add(word)
 
-    def start_publish(self, reason: str, cause_ranks: tuple[int, ...], dead_ranks: tuple[int, ...]) -> None:
+    def start_publish(self, reason: str, cause_ranks: tuple[int, ...]) -> None:
         """The parts are good: give the directory its final name."""
+        members = self._context.members.members
         self._publishing.add(self.attempt)
-        self._context.emit(
+        self._order_files(
             StartPublish(
                 incident=self._incident,
                 attempt=self.attempt,
@@ -197,7 +276,7 @@ class Saving:
                 parts=tuple(PartPlan(part.rank, part.attempt, part.units, part.local_ranks) for part in self.plan),
                 reason=reason,
                 cause_ranks=cause_ranks,
-                dead_ranks=dead_ranks,
+                dead_ranks=tuple(sorted(rank for rank, member in members.items() if member.life is Life.DEAD)),
                 lost_local_ranks=self.lost_local_ranks,
             )
         )
@@ -211,11 +290,13 @@ class Saving:
         return self._directories[attempt][0]
 
     def close_target(self, reason: str) -> None:
-        """This directory cannot be published into; its verified files stay where they are, for a human."""
+        """This directory cannot be published into; its finished files stay where they are, for a human."""
         self.closed_targets.add(self.target)
         self._spared.add(self.attempt)
+        if isinstance(self._file_order, StartVerify):  # perhaps not all have been moved yet
+            self._spared |= {part.attempt for part in self._file_order.parts}
         self.storage_reason = reason
-        self.finished = [part for part in self.finished if part.target != self.target]
+        self.finished = {key: part for key, part in self.finished.items() if part.target != self.target}
 
     def discard_all(self, published_attempt: int = 0) -> None:
         """Throw away every temporary directory but the published one (which has another name by now)."""
@@ -224,8 +305,29 @@ class Saving:
                 self._discard(attempt)
         self._directories = {}
 
+    def keep_finished(self) -> str:
+        """Nothing will be published: finished parts are kept for a human, the rest goes. What to tell, "" if nothing.
+
+        Parts of a directory that was given up count as finished, whatever is wrong with it.
+        """
+        kept = {part.attempt for part in self.finished.values()} | self._spared
+        told: list[str] = []
+        for attempt, (step, target) in sorted(self._directories.items()):
+            if attempt not in kept:
+                self._discard(attempt)
+                continue
+            self._context.emit(Keep(self._incident, attempt, step, target))
+            ranks = [part.rank for part in self.finished.values() if part.attempt == attempt]
+            whose = f"of {ranks_text(ranks)} " if ranks else ""
+            where = "the fallback directory" if target else "the checkpoint directory"
+            told.append(f"finished files {whose}of step {step} are kept in {where} as unpublished-step_{step}-*")
+        self._directories = {}
+        return "; ".join(dict.fromkeys(told))
+
     def _discard_unneeded(self) -> None:
-        needed = {part.attempt for part in self.plan} | {part.attempt for part in self.finished} | {self.attempt}
+        needed = (
+            {part.attempt for part in self.plan} | {part.attempt for part in self.finished.values()} | {self.attempt}
+        )
         for attempt in sorted(self._directories):
             if attempt not in needed and attempt not in self._spared:
                 self._discard(attempt)

@@ -98,6 +98,7 @@ def select(
     base_step: int = 0,
     targets: Sequence[int] = (PRIMARY_TARGET,),
     retry_refused: bool = False,
+    one_step_back: bool = False,
 ) -> Decision | NoDecision:
     """Choose step and writers.
 
@@ -108,13 +109,13 @@ def select(
     parts: finished parts, and parts that usable ranks are writing. base_step: the step at which the job started;
     there is nothing to save unless a step after it has been reached. targets: the directories still in play, the
     preferred one first. retry_refused: let ranks of a host whose file system refused try the same directory again
-    (each rank once), as the last resort.
+    (each rank once), as the last resort. one_step_back: try the step below those, too.
     """
     given_up: list[int] = []
     usable = sorted((view for view in views.values() if view.stand is not None), key=lambda view: view.rank)
     while True:
         survey = _survey(views, usable, units, parts)
-        answer = _select_among(survey, base_step, targets, retry_refused, tuple(sorted(given_up)))
+        answer = _select_among(survey, base_step, targets, retry_refused, one_step_back, tuple(sorted(given_up)))
         if isinstance(answer, Decision) or answer.kind is not NoDecisionKind.STORAGE:
             return answer
         # Ranks that can write nowhere hold their step in vain. Losing one step is better than losing all.
@@ -122,7 +123,8 @@ def select(
         if not useless or len(useless) == len(usable):
             return answer
         given_up.extend(view.rank for view in useless)
-        usable = [view for view in usable if view not in useless]
+        left_out = {view.rank for view in useless}
+        usable = [view for view in usable if view.rank not in left_out]
 
 
 def _survey(
@@ -139,13 +141,20 @@ def _survey(
 
 
 def _select_among(
-    survey: _Survey, base_step: int, targets: Sequence[int], retry_refused: bool, given_up: tuple[int, ...]
+    survey: _Survey,
+    base_step: int,
+    targets: Sequence[int],
+    retry_refused: bool,
+    one_step_back: bool,
+    given_up: tuple[int, ...],
 ) -> Decision | NoDecision:
     steps = _candidate_steps(survey)
     if not steps:
         return NoDecision(NoDecisionKind.NO_HOLDER, "no rank is left that could write")
     if steps[0] <= base_step:
         return NoDecision(NoDecisionKind.NOTHING_TO_SAVE, nothing_text(base_step))
+    if one_step_back:
+        steps.append(steps[-1] - 1)
     first_obstacle: _Obstacle | None = None
     by_storage = False
     for step in steps:

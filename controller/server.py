@@ -21,14 +21,14 @@ from lastwords.controller.events import Effect, Event, State
 from lastwords.controller.handover import RunFile
 from lastwords.controller.neighbours import Neighbours
 from lastwords.controller.roster import Roster
-from lastwords.controller.sessions import PeerSession, SessionService
+from lastwords.controller.sessions import PeerSession, SessionService, connections_max
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.storage import StorageJobs
 from lastwords.controller.timeline import Timeline, sentence
 from lastwords.errors import LastWordsError, UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.state import ControllerState
-from lastwords.transport import Keepalive, grpc, host_port, server_options
+from lastwords.transport import Keepalive, grpc, host_port, server_options, start_of
 from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, Report, SaveProgress
 
 _log = logging.getLogger(__name__)
@@ -60,6 +60,9 @@ class Core(Protocol):
     @property
     def incident(self) -> int: ...
 
+    @property
+    def outcome(self) -> events.Outcome | None: ...
+
     def handle(self, event: Event, now_s: float) -> list[Effect]: ...
 
 
@@ -70,20 +73,28 @@ class ControllerShell:
         self._spec = spec
         self._core = core
         self._run_file = run_file
-        self._service = SessionService(token, self)
+        self._service = SessionService(token, start_of(spec.job, spec.generation), self)
         self._storage = StorageJobs(spec, self._from_thread)
         self._timeline = Timeline(spec.job, spec.generation)
         self._roster = Roster(spec.world_size)
         self._starter_ticks = process_id.start_ticks(spec.starter_pid) if spec.starter_pid else None
+        self._own_time = clock.OwnTime()
         self._progress = 0
         self._newest_line = ""
+        self._run_file_problem = ""
         self._asked_to_end = False
         self._stop_reason: str | None = None
         self._stopped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._began_mono_s = clock.mono_s()
         self._loop = asyncio.get_running_loop()
-        self._neighbours = Neighbours(spec.job, spec.generation, self._on_death)
+        self._neighbours = Neighbours(
+            spec.job,
+            spec.generation,
+            self._on_death,
+            lambda rank: self._call_soon(self._feed, (events.Watched(rank),)),
+            spec.nonce,
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -93,7 +104,10 @@ class ControllerShell:
         Raises UnavailableError if the address cannot be bound.
         """
         server = grpc.aio.server(
-            options=server_options(Keepalive(self._spec.keepalive_time_s, self._spec.keepalive_timeout_s))
+            options=server_options(
+                Keepalive(self._spec.keepalive_time_s, self._spec.keepalive_timeout_s),
+                connections_max(self._spec.world_size),
+            )
         )
         self._service.register(server)
         address = host_port(self._spec.ip, self._spec.port)
@@ -116,6 +130,7 @@ class ControllerShell:
         self._feed((events.Tick(),))
         self._update_run_file()
         self._neighbours.clear_up()
+        self._storage.start()
         self._storage.clear_up()
         self._storage.look_for_newest()
         housekeeping = self._loop.create_task(self._keep_house())
@@ -136,7 +151,7 @@ class ControllerShell:
         if self._stop_reason is None:
             self._stop_reason = reason
             _log.info("controller ends: %s", reason)
-            line = self._timeline.close("NOT_SAVED", reason)
+            line = self._timeline.close(self._core.outcome, reason)
             if line is not None:
                 self._record(line)
             self._stopped.set()
@@ -145,7 +160,7 @@ class ControllerShell:
         self._neighbours.stop()
         self._storage.release()
         self._storage.wait_idle(STORAGE_GRACE_S)
-        paths.remove_job_dir(self._spec.job, self._spec.generation)
+        paths.remove_job_dir(self._spec.job, self._spec.generation, self._spec.nonce)
         if self._run_file is not None:
             self._run_file.remove()
 
@@ -171,13 +186,12 @@ class ControllerShell:
         try:
             self._run_file.update(stage=self._core.state.value, live=self._live(), progress=self._progress)
         except LastWordsError as error:
-            self._run_file = None
-            _log.warning("a later controller on this address will not find this one: %s", error)
+            if self._run_file_problem != str(error):  # it is tried again; the same words are said once
+                _log.warning("a later controller on this address will not find this one: %s", error)
+            self._run_file_problem = str(error)
 
     def _starter_lives(self) -> bool:
-        return self._starter_ticks is not None and (
-            process_id.start_ticks(self._spec.starter_pid) == self._starter_ticks
-        )
+        return self._starter_ticks is not None and process_id.runs(self._spec.starter_pid, self._starter_ticks)
 
     def _live(self) -> int:
         """Ranks that can be expected to go on; before the first of them, the process that started this."""
@@ -259,6 +273,8 @@ class ControllerShell:
             case events.VerifyFailed(attempt=attempt, problems=problems):
                 texts = [f"{rank}: {text}"[:300] for rank, text in problems[:10]]
                 self._timeline.note("verify_failed", now_s, attempt=attempt, problems=texts)
+            case events.VerifyBlocked(attempt=attempt, reason=reason):
+                self._timeline.note("verify_blocked", now_s, attempt=attempt, reason=reason[:300])
             case events.Published(attempt=attempt, path=path):
                 self._timeline.note("published", now_s, attempt=attempt, path=path)
             case events.PublishFailed(attempt=attempt, reason=reason):
@@ -278,7 +294,7 @@ class ControllerShell:
     def _ask(self, event: Event, now_s: float) -> list[Effect] | None:
         incidents = self._core.incident
         try:
-            effects = self._core.handle(event, now_s)
+            effects = self._core.handle(event, self._own_time.at(now_s))
             if self._core.incident != incidents:
                 self._storage.look_for_newest()  # for its report, should nothing be saved; it may have changed since
             return effects
@@ -293,7 +309,7 @@ class ControllerShell:
         for effect in effects or ():
             match effect:
                 case events.Send(order=order):
-                    line = self._timeline.note_order(effect.rank, order, now_s, clock.wall_ns())
+                    line = self._timeline.note_order(effect.rank, order, now_s, clock.wall_ns(), self._core.outcome)
                     receiver = self._roster.session_of(effect.rank)
                     if receiver is not None:
                         receiver.push(effect.rank, order)
@@ -308,6 +324,8 @@ class ControllerShell:
                     self._storage.publish(effect)
                 case events.Discard():
                     self._storage.discard(effect)
+                case events.Keep():
+                    self._storage.keep(effect)
                 case events.Log(level=level, text=text):
                     _log.log(level, "%s", " | ".join(text.splitlines()))
                 case events.Stop(reason=reason):
@@ -315,13 +333,14 @@ class ControllerShell:
 
     def _rearm(self) -> None:
         deadline_s = None if self._stop_reason is not None else self._core.deadline_s
+        look_mono_s = None if deadline_s is None else self._own_time.look_mono_s(deadline_s)
         if self._timer is not None:
-            if deadline_s is not None and self._timer.when() <= deadline_s:
+            if look_mono_s is not None and self._timer.when() <= look_mono_s:
                 return  # it may ring too early and is set anew then; cheaper than setting it at every report
             self._timer.cancel()
             self._timer = None
-        if deadline_s is not None:
-            self._timer = self._loop.call_at(deadline_s, self._on_timer)
+        if look_mono_s is not None:
+            self._timer = self._loop.call_at(look_mono_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None

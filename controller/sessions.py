@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hmac
 import logging
+import resource
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -31,7 +32,35 @@ MALFORMED_MAX = 16
 REFUSALS_LOGGED = 20
 """Somebody who tries tokens must not fill the disk: after so many, every hundredth is logged."""
 
+FILES_RESERVED = 512
+"""Descriptors that no connection gets: for the host's watch, for reading files back, for logs."""
+
 _encoded = functools.lru_cache(maxsize=256)(codec.order_to_pb)
+
+
+def _addressed(ranks: list[int], order: Order) -> list[pb.AddressedOrder]:
+    """The order as it travels; none if the receiver would refuse it, and with it all that travels in its company."""
+    try:
+        return [codec.addressed_to_pb(ranks, _encoded(order))]
+    except ProtocolError as error:
+        _log.error("an order for ranks %s cannot be sent and is dropped: %s", ranks, error)  # our own mistake
+        return []
+
+
+def connections_max(world_size: int) -> int:
+    """How many connections this process may hold, whoever opens them; said if that is less than the job needs."""
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files_max = 1 << 20 if files_max == resource.RLIM_INFINITY else files_max
+    room = max(files_max - FILES_RESERVED, files_max // 2)
+    if room < world_size:
+        _log.warning(
+            "this process may open %d files, which leaves room for %d connections: too few for %d ranks; raise the "
+            "limit (ulimit -n) where rank ctrl_rank_id is started",
+            files_max,
+            room,
+            world_size,
+        )
+    return room
 
 
 class SessionOwner(Protocol):
@@ -69,7 +98,8 @@ class PeerSession:
         if not self.open:
             return
         if self._orders and self._orders[-1][1] == order:
-            self._orders[-1][0].append(rank)
+            if rank not in self._orders[-1][0]:  # said again before it was written: once is enough
+                self._orders[-1][0].append(rank)
         else:
             self._orders.append(([rank], order))
         if len(self._orders) > OUTBOX_ORDERS_MAX:
@@ -107,8 +137,8 @@ class PeerSession:
         try:
             while self._orders:
                 orders, self._orders = self._orders, []
-                message = pb.ToRank(orders=[codec.addressed_to_pb(ranks, _encoded(order)) for ranks, order in orders])
-                await self._context.write(message.SerializeToString())
+                if addressed := [message for ranks, order in orders for message in _addressed(ranks, order)]:
+                    await self._context.write(pb.ToRank(orders=addressed).SerializeToString())
         except Exception as error:  # outermost loop of a task: the stream is over, its reader says so to the owner
             _log.info("cannot send to %s: %s", self, error)
             self.cancel()  # a session that only listens would leave its ranks without orders
@@ -122,8 +152,9 @@ class PeerSession:
 class SessionService:
     """Serves `lastwords.v1.Controller` for one job; every call must carry the job's token."""
 
-    def __init__(self, token: str, owner: SessionOwner) -> None:
+    def __init__(self, token: str, job: str, owner: SessionOwner) -> None:
         self._token = token.encode()
+        self._job = job
         self._owner = owner
         self._refusals = 0
         self._open: set[PeerSession] = set()
@@ -134,7 +165,9 @@ class SessionService:
         state = codec.STATE_METHOD.rpartition("/")[2]
         handlers = {
             session: grpc.stream_stream_rpc_method_handler(self._session),
-            state: grpc.unary_unary_rpc_method_handler(self._state),
+            # Not a unary handler: that would be called only when the request is there, and who has no token could
+            # hold a call, and with it a connection, by never sending one.
+            state: grpc.stream_stream_rpc_method_handler(self._state),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(prefix[1:], handlers),))
 
@@ -170,13 +203,25 @@ class SessionService:
                 "install the same version of lastwords on all hosts",
             )
 
-    async def _state(self, _request: bytes, context: Any) -> bytes:
+    async def _admit_rank(self, context: Any) -> None:
+        """Abort the call unless it comes from this very job: users may give one token to all their jobs."""
         await self._admit(context)
-        return self._owner.state()
+        job = str(dict(context.invocation_metadata() or ()).get(codec.JOB_KEY, ""))
+        if job != self._job:
+            _log.warning("refused %s: it belongs to job %.80r", context.peer(), job)
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this controller serves job {self._job}, this process belongs to job {job:.80}; "
+                "give each job a ctrl_port of its own, and end what is left of an older start (-gN counts them)",
+            )
+
+    async def _state(self, _requests: Any, context: Any) -> None:
+        await self._admit(context)
+        await context.write(self._owner.state())
 
     async def _session(self, _requests: Any, context: Any) -> None:
-        await self._admit(context)
-        await context.send_initial_metadata(())
+        await self._admit_rank(context)
+        await context.send_initial_metadata(((codec.JOB_KEY, self._job),))
         session = PeerSession(context)
         self._open.add(session)
         try:

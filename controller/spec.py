@@ -9,10 +9,11 @@ import dataclasses
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
 from lastwords.liveness import paths
 
@@ -26,8 +27,8 @@ class ControllerSpec:
     """Everything that a controller needs to know, except for the job's token.
 
     ip: the one address to listen on (literal or host name). root, fallback_root: checkpoint directories, absolute.
-    starter_pid: process on this host without which nobody will ever connect. Durations are described in
-    `controller.events.ControllerOptions`; keepalive_* say when a silent host counts as lost.
+    starter_pid: process on this host without which nobody will ever connect. keepalive_*: when a session counts as
+    broken because nothing is heard, not even an answer to a ping. nonce: of this start, see `paths`.
     """
 
     ip: str
@@ -38,21 +39,15 @@ class ControllerSpec:
     root: Path
     fallback_root: Path | None = None
     starter_pid: int = 0
-    settle_timeout_s: float = 30.0
-    lost_confirm_s: float = 2.0
-    progress_timeout_s: float = 30.0
-    verify_timeout_s: float = 120.0
-    publish_timeout_s: float = 120.0
-    leave_timeout_s: float = 30.0
-    finish_timeout_s: float = 600.0
-    exit_timeout_s: float = 10.0
-    start_timeout_s: float = 300.0
+    options: ControllerOptions = field(default_factory=ControllerOptions)
     keepalive_time_s: float = 0.8
     keepalive_timeout_s: float = 1.0
+    nonce: str = ""
 
     def check(self) -> ControllerSpec:
         """This value, if it can work; raises ConfigError that names the field."""
         paths.check_job(self.job)
+        paths.check_nonce(self.nonce)
         if self.ip in ("", "0.0.0.0", "::", "*"):
             raise ConfigError(f"ctrl_ip={self.ip!r}: give the one address of this host that all ranks reach")
         if not 1 <= self.port <= 65535:
@@ -62,10 +57,15 @@ class ControllerSpec:
         for path in (self.root, self.fallback_root):
             if path is not None and not path.is_absolute():
                 raise ConfigError(f"{path} must be an absolute path, since the controller runs elsewhere")
-        for field in dataclasses.fields(self):
-            if field.name.endswith("_s") and not 0 < getattr(self, field.name) < float("inf"):
-                raise ConfigError(f"{field.name}={getattr(self, field.name)} must be a positive number of seconds")
+        for name, value in self._flat().items():
+            if name.endswith("_s") and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value} must be a positive number of seconds")
         return self
+
+    def _flat(self) -> dict[str, Any]:
+        """Every field by its name, those of `options` beside the others."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "options"}
+        return own | dataclasses.asdict(self.options)
 
     def to_argv(self) -> list[str]:
         """Arguments from which `from_argv` builds this value again.
@@ -74,32 +74,30 @@ class ControllerSpec:
         >>> ControllerSpec.from_argv(spec.to_argv()) == spec
         True
         """
-        argv = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                argv.append(f"--{field.name.replace('_', '-')}={value}")
-        return argv
+        values = {name: value for name, value in self._flat().items() if value is not None}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
 
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> ControllerSpec:
         """Raises ConfigError for an argument that is unknown, missing or malformed."""
-        hints = typing.get_type_hints(cls)
+        optional = typing.get_type_hints(ControllerOptions)
+        hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name != "options"} | optional
         values: dict[str, Any] = {}
         for argument in argv:
             name, equals, text = argument.partition("=")
-            field = name.removeprefix("--").replace("-", "_")
-            if not name.startswith("--") or not equals or field not in hints:
+            key = name.removeprefix("--").replace("-", "_")
+            if not name.startswith("--") or not equals or key not in hints:
                 raise ConfigError(f"unknown argument {argument!r}")
-            values[field] = _parse(field, hints[field], text)
+            values[key] = _parse(key, hints[key], text)
         missing = [
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.default is dataclasses.MISSING and field.name not in values
+            each.name
+            for each in dataclasses.fields(cls)
+            if each.name not in values and each.default is each.default_factory is dataclasses.MISSING
         ]
         if missing:
             raise ConfigError(f"missing arguments: {', '.join(missing)}")
-        return cls(**values).check()
+        options = ControllerOptions(**{name: values.pop(name) for name in optional.keys() & values.keys()})
+        return cls(**values, options=options).check()
 
     @property
     def log_path(self) -> Path:
@@ -113,6 +111,8 @@ class ControllerSpec:
 
 
 def _parse(field: str, hint: Any, text: str) -> Any:
+    if hint is bool and text in ("True", "False"):
+        return text == "True"
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     try:
         return kinds[0](text)

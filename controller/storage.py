@@ -10,20 +10,30 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lastwords import clock
 from lastwords.checkpoint import layout, load, publish, stale
+from lastwords.checkpoint.manifest import Claimed
+from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
-from lastwords.errors import LastWordsError
+from lastwords.errors import LastWordsError, StorageError
 
 _log = logging.getLogger(__name__)
 
-_Attempt = events.StartVerify | events.StartPublish | events.Discard
+_Attempt = events.StartVerify | events.StartPublish | events.Discard | events.Keep
+
+KEEP_PAUSES_S = (0.5, 2.0, 5.0)
+"""Before further tries to rename what is kept: a human does not see a directory under its temporary name."""
 OnEvent = Callable[[events.Event], None]
+
+PROGRESS_INTERVAL_S = 1.0
+"""A verification, or a publication, says so often that it has come further."""
 
 
 class StorageJobs:
@@ -40,11 +50,18 @@ class StorageJobs:
         self._lock = threading.Lock()
         self._pending = 0
         self._claims: list[stale.Claim] = []
+        self._verified: tuple[Path, dict[int, publish.Seen]] | None = None
+        self._discarded: dict[Path, None] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a job waits or runs."""
         return self._pending > 0
+
+    def start(self) -> None:
+        """Start the threads now: at a death, memory or the number of processes may be at its limit."""
+        for line in ("tidying", "lines", *(f"target {number}" for number in range(len(self._roots)))):
+            self._submit(line, lambda: None)
 
     def clear_up(self) -> None:
         """Claim what this controller is going to write, and remove what dead ones have left; gives nothing."""
@@ -59,16 +76,20 @@ class StorageJobs:
         self._submit("tidying", self._release)
 
     def verify(self, effect: events.StartVerify) -> None:
-        """Look at every part; gives Verified or VerifyFailed."""
+        """Look at every part; gives StorageProgress now and then, then Verified, VerifyFailed or VerifyBlocked."""
         self._submit(f"target {effect.target}", lambda: self._verify(effect))
 
     def publish(self, effect: events.StartPublish) -> None:
-        """Write the manifest and rename; gives Published or PublishFailed."""
+        """Write the manifest and rename; gives StorageProgress now and then, then Published or PublishFailed."""
         self._submit(f"target {effect.target}", lambda: self._publish(effect))
 
     def discard(self, effect: events.Discard) -> None:
         """Remove what an attempt has written; gives nothing."""
-        self._submit(f"target {effect.target}", lambda: stale.discard(self._tmp_dir(effect)))
+        self._submit(f"target {effect.target}", lambda: self._discard(self._tmp_dir(effect)))
+
+    def keep(self, effect: events.Keep) -> None:
+        """Put what an attempt has finished out of the way of later starts; gives nothing, the log says where it is."""
+        self._submit(f"target {effect.target}", lambda: self._keep(effect))
 
     def append_line(self, path: Path, line: str) -> None:
         """Append one line to a file, for people; a failure is only logged."""
@@ -101,7 +122,8 @@ class StorageJobs:
 
     def _tmp_dir(self, effect: _Attempt, attempt: int | None = None) -> Path:
         number = effect.attempt if attempt is None else attempt
-        return layout.tmp_dir(self._root(effect.target), effect.step, self._spec.generation, effect.incident, number)
+        spec, root = self._spec, self._root(effect.target)
+        return layout.tmp_dir(root, effect.step, spec.job, spec.generation, effect.incident, number)
 
     def _gather(self, effect: events.StartVerify) -> Path:
         """Move parts that an earlier attempt has finished to those of this one."""
@@ -127,33 +149,78 @@ class StorageJobs:
                 _log.info("removed what ended jobs had left: %s", ", ".join(map(str, removed)))
 
     def _look_for_newest(self) -> None:
-        found: list[tuple[int, int, str]] = []
         try:
-            for root in self._roots:
-                path = load.latest(root)
-                if path is not None:
-                    manifest = load.open_checkpoint(path).manifest
-                    found.append((manifest.published_unix_ns, manifest.global_step, str(path)))
+            path = load.newest(self._roots)
+            step = 0 if path is None else Claimed.read(path).global_step  # true of what was just found to be sound
         except LastWordsError as error:
             _log.info("cannot tell which checkpoint is the newest: %s", error)
             return
-        _, step, path_text = max(found, default=(0, 0, ""))
-        self._on_event(events.NewestKnown(step, path_text))
+        self._on_event(events.NewestKnown(step, "" if path is None else str(path)))
+
+    def _progress_of(self, effect: events.StartVerify | events.StartPublish) -> Callable[[], None]:
+        """To be called after each file; tells the core now and then, so that its deadline runs from there."""
+        told_mono_s = clock.mono_s()
+
+        def progress() -> None:
+            nonlocal told_mono_s
+            if clock.mono_s() - told_mono_s >= PROGRESS_INTERVAL_S:
+                told_mono_s = clock.mono_s()
+                self._on_event(events.StorageProgress(effect.incident, effect.attempt))
+
+        return progress
+
+    def _discard(self, tmp_dir: Path) -> None:
+        self._discarded[tmp_dir] = None
+        stale.discard(tmp_dir)
 
     def _release(self) -> None:
+        # Once more: what was in the way, such as too many open files, may have passed, and a writer that had its order
+        # just before the end may have made its directory again.
+        for tmp_dir in self._discarded:
+            stale.discard(tmp_dir)
         while self._claims:
             self._claims.pop().release()
 
+    def _keep(self, effect: events.Keep) -> None:
+        tmp_dir, root, spec = self._tmp_dir(effect), self._root(effect.target), self._spec
+        kept = layout.unpublished_dir(root, effect.step, spec.job, spec.generation, effect.incident, effect.attempt)
+        for pause_s in (*KEEP_PAUSES_S, None):
+            try:
+                if stale.keep(tmp_dir, kept) is not None:
+                    _log.warning("finished files of step %d are kept in %s; remove it when done", effect.step, kept)
+                else:
+                    self._discard(tmp_dir)
+                return
+            except StorageError as error:
+                if pause_s is None:
+                    _log.error("%s may have finished files, but could not be renamed to %s: %s", tmp_dir, kept, error)
+                else:
+                    time.sleep(pause_s)
+
     def _verify(self, effect: events.StartVerify) -> None:
+        heads: dict[int, publish.Seen] = {}
         try:
             tmp_dir = self._gather(effect)
-            problems = publish.verify_parts(tmp_dir, effect.writers, effect.units, effect.local_ranks, effect.step)
+            problems = publish.verify_parts(
+                tmp_dir,
+                effect.writers,
+                effect.units,
+                effect.local_ranks,
+                effect.step,
+                progress=self._progress_of(effect),
+                job=self._spec.job,
+                heads=heads,
+            )
         except Exception as error:  # outermost for this job: the core waits for an answer, whatever happened
-            _log.exception("verifying attempt %d of incident %d failed", effect.attempt, effect.incident)
-            problems = [(publish.NO_RANK, f"{type(error).__name__}: {error}")]
+            if not isinstance(error, StorageError):
+                _log.exception("verifying attempt %d of incident %d failed", effect.attempt, effect.incident)
+            reason = str(error) if isinstance(error, LastWordsError) else f"{type(error).__name__}: {error}"
+            self._on_event(events.VerifyBlocked(effect.incident, effect.attempt, reason))
+            return
         if problems:
             self._on_event(events.VerifyFailed(effect.incident, effect.attempt, tuple(problems)))
         else:
+            self._verified = tmp_dir, heads
             self._on_event(events.Verified(effect.incident, effect.attempt))
 
     def _publish(self, effect: events.StartPublish) -> None:
@@ -170,8 +237,11 @@ class StorageJobs:
             lost_locals=dict.fromkeys(effect.lost_local_ranks, "no process of its host was left to read its black box"),
             facts={**self._facts, "dead_ranks": list(effect.dead_ranks)},
         )
+        root, tmp_dir, progress = self._root(effect.target), self._tmp_dir(effect), self._progress_of(effect)
+        verified, self._verified = self._verified, None  # once: what is published again is read again
+        heads = verified[1] if verified is not None and verified[0] == tmp_dir else None
         try:
-            path = publish.publish(self._root(effect.target), self._tmp_dir(effect), incident)
+            path = publish.publish(root, tmp_dir, incident, progress=progress, heads=heads)
         except Exception as error:  # outermost for this job: the core waits for an answer, whatever happened
             if not isinstance(error, LastWordsError):
                 _log.exception("publishing attempt %d of incident %d failed", effect.attempt, effect.incident)
@@ -203,12 +273,18 @@ class StorageJobs:
 
 
 def _append(path: Path, line: str) -> None:
+    """A rank that slept through the end of its job reads there how it ended, so a failure that may pass is no end."""
     try:
+        patiently(lambda: _append_once(path, line), REAL_OS)
+    except StorageError as error:
+        _log.warning("cannot write to %s: %s", path, error)
+
+
+def _append_once(path: Path, line: str) -> None:
+    with storage_errors("appending to", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.write(fd, line.encode() + b"\n")
         finally:
             os.close(fd)
-    except OSError as error:
-        _log.warning("cannot write to %s: %s", path, error)

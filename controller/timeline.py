@@ -7,18 +7,22 @@ One line of JSON for each incident goes to {ckpt root}/logs/incidents.jsonl:
      "known_mono_s", "known_wall_ns", "events": [{"what", "mono_s", "rank"?, "attempt"?, ...}, ...]}
 
 "outcome" is a name of ExitKind or "FALSE_ALARM". Events: known, frozen_sent, suspected, died, raised, signalled,
-settled, proceed_sent, decided, saved, save_failed, verified, verify_failed, published, publish_failed, exit_sent,
-resumed.
+settled, proceed_sent, decided, saved, save_failed, verified, verify_failed, verify_blocked, published,
+publish_failed, exit_sent, resumed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from lastwords.controller.events import Outcome
 from lastwords.vocabulary import (
     Exit,
+    ExitKind,
     Freeze,
     Order,
     Proceed,
@@ -35,6 +39,9 @@ from lastwords.vocabulary import (
 EVENTS_MAX = 20_000
 """One incident of 16 384 ranks needs about one event a rank; more than this is not recorded."""
 
+RECORD_BYTES_MAX = 16 << 20
+"""What is read of incidents.jsonl, from its end: some lines of the largest jobs, all lines of usual ones."""
+
 HINTS_MAX = 256
 """Deaths that were seen before the incident's first order, kept so that it begins when it was known."""
 
@@ -48,6 +55,7 @@ class _Incident:
     events: list[dict[str, Any]] = field(default_factory=list)
     seen: set[tuple[str, int]] = field(default_factory=set)
     saved_bytes: dict[int, int] = field(default_factory=dict)
+    writers: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Timeline:
@@ -87,8 +95,13 @@ class Timeline:
             case _:
                 pass
 
-    def note_order(self, rank: int, order: Order, now_s: float, wall_ns: int) -> str | None:
-        """An order went out to `rank`; returns the incident's line of JSON when this one ends it."""
+    def note_order(
+        self, rank: int, order: Order, now_s: float, wall_ns: int, outcome: Outcome | None = None
+    ) -> str | None:
+        """An order went out to `rank`; returns the incident's line of JSON when this one ends it.
+
+        outcome: how the job has ended, if it has; it names all who began the incident, an order only some.
+        """
         match order:
             case Freeze(incident=incident, reason=reason):
                 self._begin(incident, reason, now_s, wall_ns)
@@ -96,23 +109,40 @@ class Timeline:
                     self.note("frozen_sent", now_s)
             case Proceed(incident=incident) if self._is_open(incident):
                 self.note("proceed_sent", now_s, rank=rank, step=order.step)
-            case Save(incident=incident, attempt=attempt) if self._is_open(incident):
-                if self._first("decided", attempt):
-                    facts = {"step": order.step, "writers": list(order.writers), "reason": order.reason[:500]}
-                    self.note("decided", now_s, attempt=attempt, **facts)
+            case Save(incident=incident) if self._is_open(incident):
+                self._note_writer(rank, order, now_s)
             case Resume(incident=incident) if self._is_open(incident):
                 self.note("resumed", now_s)
                 return self._end("FALSE_ALARM", 0, "", self._reason(), ())
             case Exit(incident=incident) if self._is_open(incident):
                 self.note("exit_sent", now_s)
-                return self._end(order.kind.name, order.step, order.path, order.reason, order.cause_ranks)
+                causes = order.cause_ranks if outcome is None else outcome.cause_ranks
+                return self._end(order.kind.name, order.step, order.path, order.reason, causes)
             case _:
                 pass
         return None
 
-    def close(self, outcome: str, reason: str) -> str | None:
-        """The controller ends; returns the line of an incident in which nobody was left to be told."""
-        return None if self._open is None else self._end(outcome, 0, "", reason, ())
+    def _note_writer(self, rank: int, order: Save, now_s: float) -> None:
+        """Of a choice one event is kept, which lists everybody who was told to write."""
+        assert self._open is not None
+        writers = self._open.writers.get(order.attempt)
+        if writers is None:
+            writers = self._open.writers[order.attempt] = []
+            facts = {"step": order.step, "writers": writers, "reason": order.reason[:500]}
+            self.note("decided", now_s, attempt=order.attempt, **facts)
+        if self._first(f"save {order.attempt}", rank):
+            writers.append(rank)
+
+    def close(self, outcome: Outcome | None, reason: str) -> str | None:
+        """The controller ends; returns the line of an incident in which nobody was left to be told how it ended.
+
+        outcome: how the job ended, None if that was never decided; then `reason` is why the controller ends.
+        """
+        if self._open is None:
+            return None
+        if outcome is None:
+            return self._end(ExitKind.NOT_SAVED.name, 0, "", reason, ())
+        return self._end(outcome.kind.name, outcome.step, outcome.path, outcome.reason, outcome.cause_ranks)
 
     def _begin(self, number: int, reason: str, now_s: float, wall_ns: int) -> None:
         if number <= self._newest_ended or self._is_open(number):
@@ -159,6 +189,30 @@ class Timeline:
             return False
         self._open.seen.add((what, who))
         return True
+
+
+def recorded_exit(path: Path, job: str, generation: int) -> Exit | None:
+    """How this generation of a job has ended, by its newest line in `path` (incidents.jsonl); None if none says so.
+
+    For a rank that was stopped when everybody was told. Lines of others, false alarms and what cannot be read are
+    passed over. Reads the last `RECORD_BYTES_MAX` only.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - RECORD_BYTES_MAX))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+            if (record["job"], record["generation"]) == (job, generation) and record["outcome"] in ExitKind.__members__:
+                kind, causes = ExitKind[record["outcome"]], tuple(record["cause_ranks"])
+                facts = (record["step"], record["path"], record["reason"])
+                return Exit(generation, record["incident"], kind, *facts, causes)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def sentence(line: str) -> str:

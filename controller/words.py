@@ -30,6 +30,17 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"ranks {named} and {len(ordered) - NAMED_RANKS_MAX} more"
 
 
+def first_texts(texts: Iterable[str], between: str = "; ") -> str:
+    """What is said of ranks, one text each: a reason goes to every rank, and may not grow with their number.
+
+    >>> first_texts(["rank 3 raised x", "rank 7 died"]), first_texts("abcdefghijk")
+    ('rank 3 raised x; rank 7 died', 'a; b; c; d; e; f; g; h; 3 more')
+    """
+    every = list(texts)
+    more = [f"{len(every) - NAMED_RANKS_MAX} more"] if len(every) > NAMED_RANKS_MAX else []
+    return between.join(every[:NAMED_RANKS_MAX] + more)
+
+
 def units_text(units: Sequence[str]) -> str:
     """Units for people.
 

@@ -71,7 +71,7 @@ def main() -> None:
     )
     log = StepLog(args.step_log, rank, steps=args.epochs * len(loader))
     with tft:
-        if args.is_recover or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        if args.is_recover or tft.restarted:
             tft.resume()
         for epoch, step, (images, labels) in tft.steps(loader, epochs=args.epochs):
             loss = nn.functional.cross_entropy(model(images), labels)

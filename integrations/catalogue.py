@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lastwords.checkpoint import load
-from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.boxes import Box, slabs, whole
 from lastwords.checkpoint.direct_io import Buffer
+from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import Checkpoint
-from lastwords.checkpoint.part import UnitEntry
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
 from lastwords.checkpoint.saved_units import unit_of
-from lastwords.checkpoint.slice_reader import Target
-from lastwords.errors import ConfigError, FormatError, IncompleteError
+from lastwords.checkpoint.slice_reader import SliceReader, Target
+from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
 from lastwords.optim_wrapper.state_restore import stored_shape
 from lastwords.optim_wrapper.tensor_bytes import dtype_of_code
 from lastwords.optim_wrapper.tensor_tree import Tree, filled, tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _SHOWN_MAX = 8
+_BLOCK_ELEMENTS = 2 << 20
+"""Of two tensors that much is in memory at a time while they are compared."""
 
 find_checkpoint = load.find_checkpoint
 
@@ -100,6 +103,75 @@ class Catalogue:
         found = dict(self.parameters)
         found |= {name: whole for name, whole in self.buffers.items() if name not in self.not_persistent}
         return found | {alias: found[name] for alias, name in self.aliases.items() if name in found}
+
+    def tied(self, ties: Mapping[str, str], checkpoint: Checkpoint, *, checked: bool = True) -> Catalogue:
+        """With tensors that were saved under two names once. ties: other name -> the name that stays, with its state.
+
+        Reads both. ConfigError for a name that is not there, MismatchError if the two are not the same bit for bit.
+        """
+        found = self
+        for other, stays in ties.items():
+            one, two = (found.aliases.get(name, name) for name in (stays, other))
+            a, b = found.tensor(one), found.tensor(two)
+            if a is None or b is None:
+                raise ConfigError(f"{checkpoint.path} has no tensor {one if a is None else two!r} that could be tied")
+            if one != two:
+                _check_same(a, b, checkpoint, checked)
+                found = found._without(two, one)
+        return found
+
+    def _without(self, gone: str, stays: str) -> Catalogue:
+        aliases = {alias: stays if name == gone else name for alias, name in self.aliases.items()}
+        return replace(
+            self,
+            parameters={name: whole for name, whole in self.parameters.items() if name != gone},
+            buffers={name: whole for name, whole in self.buffers.items() if name != gone},
+            aliases=aliases | {gone: stays},
+            state={name: keys for name, keys in self.state.items() if name != gone},
+            groups=tuple(
+                replace(g, parameters=tuple(name for name in g.parameters if name != gone)) for g in self.groups
+            ),
+        )
+
+    def only(self, patterns: Sequence[str]) -> Catalogue:
+        """Tensors one of whose names fits a pattern such as "layers.*", and their state; everything without patterns.
+
+        ConfigError if no tensor of the model has such a name.
+        """
+        if not patterns:
+            return self
+        every = {*self.parameters, *self.buffers, *self.aliases}
+        fits = {name for name in every if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+        fits |= {self.aliases.get(name, name) for name in fits}
+        found = replace(
+            self,
+            parameters={name: whole for name, whole in self.parameters.items() if name in fits},
+            buffers={name: whole for name, whole in self.buffers.items() if name in fits},
+            aliases={alias: name for alias, name in self.aliases.items() if name in fits},
+            state={name: keys for name, keys in self.state.items() if name in fits},
+            groups=tuple(
+                replace(g, parameters=tuple(name for name in g.parameters if name in fits)) for g in self.groups
+            ),
+        )
+        if not found.model():
+            raise ConfigError(f"no tensor has a name like {' or '.join(patterns)}")
+        return found
+
+
+def _check_same(a: Whole, b: Whole, checkpoint: Checkpoint, checked: bool) -> None:
+    one, two = (whole.name.partition("/")[2] for whole in (a, b))
+    what = f"{one!r} and {two!r} of {checkpoint.path} cannot be tied: "
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        text = f"{a.dtype} {a.shape} and {b.dtype} {b.shape}"
+        raise MismatchError(what + text, different={two: text})
+    with SliceReader(checkpoint, checked=checked, keep_edges=True) as reader:
+        for box in slabs(a.box, _BLOCK_ELEMENTS):
+            nbytes = math.prod(a.stored(box).sizes) * DTYPE_BITS[a.divided.dtype] // 8
+            both = bytearray(nbytes), bytearray(nbytes)
+            reader.read([whole.target(box, memory) for whole, memory in zip((a, b), both, strict=True)])
+            if both[0] != both[1]:
+                text = "their values differ, so the training did not keep them tied"
+                raise MismatchError(what + text, different={two: text})
 
 
 def catalogue(checkpoint: Checkpoint, units: Collection[str] = (), *, clash_by_unit: bool = False) -> Catalogue:

@@ -30,9 +30,10 @@ from torch.futures import Future
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.load import Checkpoint, open_checkpoint
+from lastwords.checkpoint.reading import Stamp, refuse_replaced, stamp_of
 from lastwords.checkpoint.reshard_plan import Slice
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.errors import IncompleteError
+from lastwords.errors import CheckpointError, IncompleteError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
 
@@ -48,7 +49,8 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
 
     model, optimizer: what the caller's state dict calls the two; "" where the model's names stand at its top.
     units: only these units, for pipeline stages and other layouts whose ranks use one name for different tensors.
-    Only the wanted slices are read; a 4 MiB chunk that is read whole is held against its checksum.
+    checked: every 4 MiB chunk of which a slice is wanted is read and held against its checksum. checked=False reads
+    only the wanted bytes, and checks only chunks that are read whole.
     """
 
     def __init__(
@@ -58,11 +60,14 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
         model: str = MODEL,
         optimizer: str = OPTIMIZER,
         units: Collection[str] = (),
+        checked: bool = True,
     ) -> None:
         self.path = Path(path)
         self._model = model
         self._optimizer = optimizer
         self._units = tuple(units)
+        self._checked = checked
+        self._stamp: Stamp | None = None
         self._checkpoint: Checkpoint | None = None
         self._items: dict[str, Any] = {}
 
@@ -79,7 +84,9 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
 
     def read_metadata(self) -> Metadata:
         """Every key that can be asked for, with its type, shape and the boxes it is stored in."""
-        self._checkpoint = open_checkpoint(find_checkpoint(self.path))
+        found = find_checkpoint(self.path)
+        self._stamp = stamp_of(found)
+        self._checkpoint = open_checkpoint(found)
         self._items, mappings = flat_items(catalogue(self._checkpoint, self._units), self._model, self._optimizer)
         return Metadata(
             state_dict_metadata={key: _metadata_of(item) for key, item in self._items.items()},
@@ -100,6 +107,18 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
         """Reads everything of the plan before it returns."""
         if self._checkpoint is None:
             raise IncompleteError(f"{self.path} was not opened: read_metadata() comes before read_data()")
+        try:
+            self._read(self._checkpoint, plan, planner)
+        except CheckpointError as error:
+            refuse_replaced(self._checkpoint.path, self._stamp, why=error)
+            raise
+        if not self._checked:
+            refuse_replaced(self._checkpoint.path, self._stamp)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, checkpoint: Checkpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
         straight: list[tuple[ReadItem, torch.Tensor]] = []
         targets: list[Target] = []
         others: list[tuple[ReadItem, torch.Tensor, torch.dtype, Slice]] = []
@@ -117,7 +136,7 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
             else:
                 straight.append((item, tensor))
                 targets.append(Target(piece.region, view, [piece]))
-        with SliceReader(self._checkpoint, checked=False) as reader:
+        with SliceReader(checkpoint, checked=self._checked, keep_edges=True) as reader:
             reader.read(targets)
             for item, tensor in straight:
                 planner.commit_tensor(item, tensor)
@@ -128,9 +147,6 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
                 reader.read([Target(piece.region, memory, [piece])])
                 tensor.copy_(staged)
                 planner.commit_tensor(item, tensor)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 def flat_items(found: Catalogue, model: str, optimizer: str) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:

@@ -20,16 +20,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
+from lastwords.checkpoint.lock_file import alone
+from lastwords.checkpoint.meta_forms import META_VERSION
 from lastwords.checkpoint.part import UnitState, write_part
-from lastwords.checkpoint.publish import Incident, publish
+from lastwords.checkpoint.publish import Incident, publish_new
 from lastwords.checkpoint.storable import unpack
-from lastwords.checkpoint.system import REAL_OS, remove_tree
+from lastwords.checkpoint.system import REAL_OS, make_directories, remove_tree
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.integrations.dcp import MODEL, OPTIMIZER
 from lastwords.integrations.dcp_out import EXTENSION
 from lastwords.integrations.destination import refuse_existing
-from lastwords.optim_wrapper.state_view import META_VERSION
+from lastwords.integrations.export import Progress
 from lastwords.optim_wrapper.tensor_bytes import dtype_name, source_of, spec_of
 from lastwords.optim_wrapper.tensor_tree import Tree, take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -53,7 +55,13 @@ class Told:
 
 
 def from_dcp(
-    source: Path, root: Path, told: Told | None = None, *, model: str = MODEL, optimizer: str = OPTIMIZER
+    source: Path,
+    root: Path,
+    told: Told | None = None,
+    *,
+    model: str = MODEL,
+    optimizer: str = OPTIMIZER,
+    progress: Progress | None = None,
 ) -> Path:
     """Publishes the directory `source` as a checkpoint in `root` and returns its path.
 
@@ -73,20 +81,25 @@ def from_dcp(
     final = layout.checkpoint_dir(root, step)
     refuse_existing(final)
     if told.global_step in (None, about.get("global_step")):
-        epoch, in_epoch = about.get("epoch", 1), about.get("step", step)
+        epoch, in_epoch = about.get("epoch", EPOCH_UNKNOWN), about.get("step", step)
     else:
-        epoch, in_epoch = 1, step
-    directory = root / layout.tmp_dir_name(step, 0, 0, 0)
+        epoch, in_epoch = EPOCH_UNKNOWN, step
+    directory = root / layout.tmp_dir_name(step, told.job, 0, 0, 0)
     lost = dict.fromkeys(range(told.ranks), "it was converted from torch.distributed.checkpoint, which has none")
-    try:
-        units = {UNIT_REPLICATED: UnitState(state, meta)}
-        write_part(directory, 0, epoch, in_epoch, step, units, {}, {}, job=told.job)
-        incident = Incident(told.job, 0, 0, 0, step, told.ranks, (0,), f"converted from {source}", lost_locals=lost)
-        return publish(root, directory, incident)
-    except BaseException:
-        if directory.exists():
+    make_directories(root, REAL_OS)
+    with alone(root / f".tmp-{final.name}.lock", final):
+        refuse_existing(final)
+        remove_tree(directory, REAL_OS)  # what a killed process has left
+        try:
+            units = {UNIT_REPLICATED: UnitState(state, meta)}
+            total = sum(spec.nbytes for spec, _ in state)
+            tell = None if progress is None else lambda done: progress(min(done, total), total)
+            write_part(directory, 0, epoch, in_epoch, step, units, {}, {}, tell, job=told.job)
+            incident = Incident(told.job, 0, 0, 0, step, told.ranks, (0,), f"converted from {source}", lost_locals=lost)
+            return publish_new(root, directory, incident)
+        except BaseException:
             remove_tree(directory, REAL_OS)
-        raise
+            raise
 
 
 class _Stored:

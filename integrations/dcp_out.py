@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,14 +19,16 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lastwords.checkpoint.boxes import whole
-from lastwords.checkpoint.load import Checkpoint, open_checkpoint
+from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import CheckpointError, LastWordsError, StorageError
-from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
-from lastwords.integrations.destination import building, check_same, check_source
+from lastwords.integrations.destination import building, refuse_existing
+from lastwords.integrations.export import Progress, check_dtype
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, dtype_of_code
 from lastwords.optim_wrapper.tensor_tree import tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -34,42 +38,83 @@ EXTENSION = "lastwords"
 
 
 def to_dcp(
-    path: Path, out: Path, *, model: str = MODEL, optimizer: str = OPTIMIZER, units: Collection[str] = ()
+    path: Path,
+    out: Path,
+    *,
+    model: str = MODEL,
+    optimizer: str = OPTIMIZER,
+    units: Collection[str] = (),
+    names: Sequence[str] = (),
+    dtype: str = "",
+    tied: Mapping[str, str] = MappingProxyType({}),
+    progress: Progress | None = None,
 ) -> Path:
     """Writes the new directory `out`, which torch.distributed.checkpoint.load reads into any mesh; returns it.
 
     Its keys are those of `LastWordsReader`, nested. State of single ranks (random streams, place in the data) has no
-    place there and is left out. Every byte of the source is checked first; one tensor is in memory at a time.
-    ConfigError if `out` exists; StorageError, FormatError or IncompleteError (then there is nothing at `out`).
+    place there and is left out. Every byte is checked as it is read; one tensor is in memory at a time.
+    names: patterns; only what has a name that fits one of them, and its state. dtype: such as "bfloat16", for the
+    model's floating-point tensors; the optimizer's state keeps its type, as do buffers that no state_dict() has.
+    tied: other name -> name, of what was saved twice (see `load_for_inference`); the state of the name that stays.
+    ConfigError if `out` exists; StorageError, FormatError, IncompleteError or ReplacedError (then there is nothing at
+    `out`).
     """
-    checkpoint = open_checkpoint(find_checkpoint(path))
-    found = catalogue(checkpoint, units)
-    check_source(checkpoint)
+    check_dtype(dtype)
+    refuse_existing(out)
+
+    def convert(checkpoint: Checkpoint) -> None:
+        found = catalogue(checkpoint, units).tied(tied, checkpoint).only(names)
+        _convert(checkpoint, found, out, model, optimizer, dtype, progress)
+
+    read_checkpoint(path, convert)
+    return out
+
+
+def _convert(
+    checkpoint: Checkpoint,
+    found: Catalogue,
+    out: Path,
+    model: str,
+    optimizer: str,
+    dtype: str,
+    progress: Progress | None,
+) -> None:
+    saved = {whole.name: whole.dtype for whole in (*found.parameters.values(), *found.buffers.values())}
+    if dtype:
+        found = replace(
+            found,
+            parameters=_typed(found.parameters, dtype),
+            buffers=_typed(found.buffers, dtype, found.not_persistent),
+        )
     standing: Standing = {}
     nested = nested_state(found, model, optimizer) | {EXTENSION: _extension(checkpoint, found)}
-    with building(out) as directory, SliceReader(checkpoint, checked=False) as reader:
+    with building(out) as directory, SliceReader(checkpoint, checked=True, keep_edges=True) as reader:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 save(
                     stand_in(nested, standing),
                     storage_writer=FileSystemWriter(directory, thread_count=1),
-                    planner=_ReadingPlanner(reader, standing),
+                    planner=_ReadingPlanner(reader, standing, saved, progress),
                     no_dist=True,
                 )
         except CheckpointException as error:
             raise own_error(error, f"writing {out}") from error
-        check_same(checkpoint)
-    return out
 
 
 class _ReadingPlanner(DefaultSavePlanner):
     """Reads each tensor when its turn to be written has come."""
 
-    def __init__(self, reader: SliceReader, standing: Standing) -> None:
+    def __init__(
+        self, reader: SliceReader, standing: Standing, saved: Mapping[str, str], progress: Progress | None
+    ) -> None:
+        """saved: the type of each tensor of the model in the checkpoint."""
         super().__init__()
         self._reader = reader
         self._standing = standing
+        self._saved = saved
+        self._progress = progress
+        self._done, self._total = 0, sum(tensor.nbytes for tensor, _ in standing.values())
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         found = self.lookup_object(write_item.index)
@@ -77,11 +122,21 @@ class _ReadingPlanner(DefaultSavePlanner):
             plain: torch.Tensor | io.BytesIO = self.transform_object(write_item, found)
             return plain
         stored = self._standing[id(found)][1]
-        tensor = torch.empty(stored.shape, dtype=dtype_named(stored.dtype))
+        tensor = torch.empty(stored.shape, dtype=dtype_named(self._saved.get(stored.name, stored.dtype)))
         view = bytes_of(tensor)
         assert view is not None
         self._reader.read([stored.target(stored.box, view)])
-        return tensor
+        if self._progress is not None:
+            self._done += found.nbytes
+            self._progress(self._done, self._total)
+        return tensor.to(found.dtype)
+
+
+def _typed(tensors: Mapping[str, Whole], dtype: str, but: Collection[str] = ()) -> dict[str, Whole]:
+    return {
+        name: replace(whole, dtype=dtype) if name not in but and dtype_named(whole.dtype).is_floating_point else whole
+        for name, whole in tensors.items()
+    }
 
 
 def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.boxes import Box, slabs
-from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
 
 _BLOCK_BYTES = 16 << 20
@@ -48,15 +49,25 @@ class Comparison:
     differences: tuple[Difference, ...]
 
 
-def diff(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
+def diff(a: Path, b: Path, *, weights_only: bool = False, checked: bool = True) -> Comparison:
     """Compares parameters, buffers, optimizer state and hyperparameters by name, bit by bit, in bounded memory.
 
-    Names that stand for different tensors in several units are compared unit by unit. FormatError, IncompleteError or
-    StorageError if one of the two cannot be read.
+    Names that stand for different tensors in several units are compared unit by unit. checked=False compares what the
+    files hold, damaged or not. FormatError, IncompleteError, ReplacedError or StorageError if one of the two cannot be
+    read.
     """
-    checkpoints = [open_checkpoint(find_checkpoint(path)) for path in (a, b)]
+
+    def with_b(one: Checkpoint) -> Comparison:
+        return read_checkpoint(b, lambda other: _compared((one, other), weights_only, checked), checked=checked)
+
+    return read_checkpoint(a, with_b, checked=checked)
+
+
+def _compared(checkpoints: tuple[Checkpoint, Checkpoint], weights_only: bool, checked: bool) -> Comparison:
     with ExitStack() as stack:
-        readers = [stack.enter_context(SliceReader(checkpoint, checked=False)) for checkpoint in checkpoints]
+        readers = [
+            stack.enter_context(SliceReader(checkpoint, checked=checked, keep_edges=True)) for checkpoint in checkpoints
+        ]
         one, other = (
             _items(catalogue(checkpoint, clash_by_unit=True), weights_only=weights_only) for checkpoint in checkpoints
         )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from lastwords.checkpoint.boxes import Box
-from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.optim_wrapper.state_view import unwrap
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, overwrite
 from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, local_of, placements_to_json
@@ -49,24 +51,44 @@ def load_for_inference(
     device: torch.device | str | None = None,
     units: Collection[str] = (),
     strict: bool = True,
+    checked: bool = True,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadedWeights:
     """Fills a built model with the weights of a checkpoint, whatever layout that was saved in; no optimizer, no extras.
 
     path: a checkpoint, or a directory of them (the newest is taken). model: may be on the meta device; its tensors are
     then made, on `device` (default: a DTensor's mesh's, else the CPU). Of a DTensor each rank reads its own part only,
     and no rank talks to another. Element types are the model's: values are converted if they were saved in another.
-    units: see `LastWordsReader`. strict=False: parameters that the model lacks are left out.
-    Raises MismatchError before anything is changed, else FormatError, IncompleteError, StorageError.
+    units: see `LastWordsReader`. strict=False: parameters that the model lacks are left out. checked=False: only the
+    wanted bytes are read, instead of every 4 MiB chunk that has some, and only chunks that are read whole are checked.
+    tied: {"head.weight": "embedding.weight"} for one weight that two pipeline stages have saved under a name each; the
+    two are compared, and MismatchError says that they are not the same bit for bit.
+    Raises MismatchError before anything is changed; FormatError, IncompleteError, ReplacedError, StorageError, after
+    which the model may hold rubbish.
     """
-    checkpoint = open_checkpoint(find_checkpoint(Path(path)))
-    found = catalogue(checkpoint, units)
+
+    def load(checkpoint: Checkpoint) -> LoadedWeights:
+        found = catalogue(checkpoint, units).tied(tied, checkpoint, checked=checked)
+        return _load(checkpoint, found, model, device, strict, checked)
+
+    return read_checkpoint(Path(path), load, checked=checked)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    found: Catalogue,
+    model: torch.nn.Module,
+    device: torch.device | str | None,
+    strict: bool,
+    checked: bool,
+) -> LoadedWeights:
     inner = unwrap(model)
     places = list(_places(inner))
     _match(inner, places, found, str(checkpoint.path), strict)
     for place in places:
         if place.whole is not None:
             _materialise(place, device)
-    with SliceReader(checkpoint, checked=False) as reader:
+    with SliceReader(checkpoint, checked=checked, keep_edges=True) as reader:
         _fill(reader, places)
     loaded = sum(place.whole is not None for place in places)
     return LoadedWeights(checkpoint.path, checkpoint.manifest.global_step, loaded, reader.bytes_read)

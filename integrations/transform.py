@@ -3,11 +3,16 @@
 Every destination rank's part is written by itself into a hidden directory of the destination, which says what it is a
 transformation of. So several processes can share the ranks, and one that was killed is gone on from; whoever finishes
 the last part publishes all of them at once.
+
+Each process shares a lock of the destination as long as it writes, and has a lock of the rank that it writes. The
+publisher has the destination's lock alone: then nobody writes, nobody holds a lock inside, and nobody can begin before
+the result has its final name. After taking a lock, each asks again what is there. A result is never written to again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,30 +24,22 @@ from typing import Any
 import xxhash
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.boxes import whole
-from lastwords.checkpoint.checkpoint_source import CheckpointSource
+from lastwords.checkpoint.checkpoint_source import CheckpointSource, lost_locals
 from lastwords.checkpoint.document import Fields, decode_document, encode_document
-from lastwords.checkpoint.load import find_checkpoint, open_checkpoint
+from lastwords.checkpoint.entries import Entry, LocalEntry
+from lastwords.checkpoint.load import Status, examine, find_checkpoint, open_checkpoint
+from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.part import (
-    LocalEntry,
-    LocalState,
-    UnitEntry,
-    UnitState,
-    read_part,
-    write_document,
-    write_part,
-)
+from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_document, write_part
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
-from lastwords.checkpoint.reshard_plan import Divided, Shard, slices_for
+from lastwords.checkpoint.reading import damage_told_from_replacement, stamp_of
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.strategy import Strategy, load_sound_strategy
 from lastwords.checkpoint.streamed import Streamed
 from lastwords.checkpoint.system import (
     REAL_OS,
     Os,
-    close,
     make_directories,
     make_directory,
     read_whole,
@@ -54,7 +51,9 @@ from lastwords.checkpoint.transform_plan import (
     Holding,
     Planned,
     Ranks,
+    as_it_is,
     by_holders,
+    called_in,
     check_fit,
     meta_of,
     planned,
@@ -67,7 +66,8 @@ from lastwords.vocabulary import UNIT_REPLICATED
 IDENTITY_NAME = "transform.json"
 IDENTITY_FORMAT = 1
 _DOCUMENT_BYTES_MAX = 1 << 16
-_LOST = " its local state (RNG streams, buffers, data position) is lost: "
+_WAIT_S = 30.0
+"""For another process to publish: that writes one manifest and renames, whatever the size of the state."""
 
 Progress = Callable[[int, int, int], None]
 """Called with a rank, the bytes of it that are written, and how many there will be; from any thread."""
@@ -75,7 +75,10 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """path: the checkpoint, once all ranks' parts are there. missing: ranks whose parts are not written yet."""
+    """path: the checkpoint, once all ranks' parts are there. missing: ranks whose parts are not written yet.
+
+    written: by this call; already: there when it began. busy: those of `missing` that another process was writing.
+    """
 
     path: Path | None
     global_step: int
@@ -83,6 +86,7 @@ class Outcome:
     written: tuple[int, ...]
     already: tuple[int, ...]
     missing: tuple[int, ...]
+    busy: tuple[int, ...] = ()
 
 
 def transform(
@@ -101,34 +105,52 @@ def transform(
     destination ranks' parts are written now. jobs: parts that are written at the same time; each holds one tensor in
     memory. Every byte is checked against the source's checksums as it is read.
 
-    Raises ConfigError if a checkpoint of this step is in `root`, or an unfinished transformation of something else;
-    StrategyError, MismatchError, FormatError, IncompleteError and StorageError. What was finished is kept for the same
-    call again.
+    If another process has published the same, that is the result. Any number of processes may do this at once.
+    Raises ConfigError if another checkpoint of this step is in `root`, or an unfinished transformation of another one;
+    StrategyError, MismatchError, FormatError, IncompleteError, ReplacedError, StorageError. What was finished is
+    kept for the same call again.
     """
     if jobs < 1:
         raise ConfigError(f"{jobs} ranks at a time make no progress; give 1 or more")
-    if os.exists(source) and not os.is_directory(source):
+    with prepared(source, root, to, ranks, os) as (work, chosen):
+        return work.run(chosen, jobs, progress)
+
+
+@contextlib.contextmanager
+def prepared(
+    source: Path, root: Path, to: Path | None, ranks: Collection[int] | None, os: Os
+) -> Iterator[tuple[Transformation, list[int]]]:
+    """What is to be done, and for which ranks: found and checked, and nothing written. Errors as of `transform`."""
+    if os.exists(source) and not os.leads_to_directory(source):
         raise ConfigError(f"{source} is a file; give a checkpoint's directory, or one that holds checkpoints")
-    checkpoint = open_checkpoint(find_checkpoint(source, os), os)
-    found = CheckpointSource(checkpoint, os)
-    wanted = whole_strategy(found.saved) if to is None else _strategy(to, os)
-    check_fit(found.saved, wanted)
-    work = _Transformation(found, wanted, root, os)
-    chosen = sorted(range(wanted.world_size) if ranks is None else set(ranks))
-    if not chosen or not 0 <= chosen[0] <= chosen[-1] < wanted.world_size:
-        raise ConfigError(f"there are no such ranks to write: the destination has 0 to {wanted.world_size - 1}")
-    return work.run(chosen, jobs, progress)
+    path = find_checkpoint(source, os)
+    with damage_told_from_replacement(path, stamp_of(path, os), os):
+        found = CheckpointSource(open_checkpoint(path, os), os)
+        wanted = whole_strategy(found.saved) if to is None else _strategy(to, os)
+        check_fit(found.saved, wanted)
+        chosen = sorted(range(wanted.world_size) if ranks is None else set(ranks))
+        if not chosen or not 0 <= chosen[0] <= chosen[-1] < wanted.world_size:
+            raise ConfigError(f"there are no such ranks to write: the destination has 0 to {wanted.world_size - 1}")
+        yield Transformation(found, wanted, root, os), chosen
 
 
 def _strategy(to: Path, os: Os) -> Strategy:
-    return load_sound_strategy(find_checkpoint(to, os) if os.is_directory(to) else to, os)
+    return load_sound_strategy(find_checkpoint(to, os) if os.leads_to_directory(to) else to, os)
+
+
+class _Did(enum.Enum):
+    """What became of a rank's part. NOTHING: another process had finished it. WAIT: another one is at it."""
+
+    WRITE = "write"
+    NOTHING = "nothing"
+    WAIT = "wait"
 
 
 class _Cancelled(Exception):
     """Another rank has failed."""
 
 
-class _Transformation:
+class Transformation:
     """One source, one destination. What is on the disk decides what is left to do."""
 
     def __init__(self, source: CheckpointSource, wanted: Strategy, root: Path, os: Os) -> None:
@@ -137,8 +159,9 @@ class _Transformation:
         self._root = root
         self._os = os
         self._manifest: Manifest = source.checkpoint.manifest
-        self._final = layout.checkpoint_dir(root, self._manifest.global_step)
-        self._hidden = root / f".transform-{self._final.name}"
+        self.final = layout.checkpoint_dir(root, self._manifest.global_step)
+        self._hidden = root / f".transform-{self.final.name}"
+        self._lock = LockFile(root / f"{self._hidden.name}.lock", os)
         raw = read_whole(source.checkpoint.path / layout.MANIFEST_NAME, os, bytes_max=1 << 30)
         self._identity = {
             "world_size": wanted.world_size,
@@ -150,44 +173,75 @@ class _Transformation:
         for holders, holding in sorted(by_holders(source.saved, wanted).items()):
             name = UNIT_REPLICATED if holders == everyone else unit_name(holders)
             self._units[name] = holders, holding
-        self._writers = sorted(
+        self.writers = sorted(
             {holders[0] for holders, _ in self._units.values()}
             | {rank % wanted.world_size for rank in self._manifest.locals}
         )
         self._cancelled = threading.Event()
 
     def run(self, chosen: list[int], jobs: int, progress: Progress | None) -> Outcome:
-        os, hidden = self._os, self._hidden
-        self._refuse_published()
-        make_directories(self._root, os)
-        with storage_errors("creating the directory", hidden):
-            make_directory(hidden, os)
-        self._claim()
-        written: list[int] = []
-        already = self._done(self._writers)
-        todo = [rank for rank in self._writers if rank in chosen and rank not in already]
-        for rank in self._write_all(todo, jobs, progress):
-            written.append(rank)
-        self._source.check_unchanged()
-        if not os.exists(hidden) and os.exists(self._final):  # another process was faster with the last part
-            return Outcome(
-                self._final, self._manifest.global_step, self._wanted.world_size, tuple(written), tuple(already), ()
-            )
-        left = [rank for rank in self._writers if rank not in already and rank not in written]
-        there = self._done(left)  # what other processes have finished meanwhile
-        missing = tuple(rank for rank in left if rank not in there)
+        make_directories(self._root, self._os)
+        with self._lock.held(shared=True, wait_s=_WAIT_S) as mine:
+            if not mine:
+                return self._outcome(None)  # all parts are there, and somebody is publishing them
+            if self._is_published():
+                return self._outcome(self.final, already=self.writers)
+            make_directory(self._hidden, self._os)
+            self._claim()
+            already = self._done(self.writers)
+            written: list[int] = []
+            busy: list[int] = []
+            todo = [rank for rank in self.writers if rank in chosen and rank not in already]
+            for rank, did in self._write_all(todo, jobs, progress):
+                if did is not _Did.NOTHING:
+                    (written if did is _Did.WRITE else busy).append(rank)
+            self._source.check_unchanged()
+            left = [rank for rank in self.writers if rank not in already and rank not in written]
+            there = self._done(left)  # what other processes have finished meanwhile
+        missing = [rank for rank in left if rank not in there]
         path = None if missing else self._publish()
-        return Outcome(
-            path, self._manifest.global_step, self._wanted.world_size, tuple(sorted(written)), tuple(already), missing
-        )
+        return self._outcome(path, written, already, missing, [rank for rank in busy if rank in missing])
 
-    # ------------------------------------------------------------------ the directory
+    def _outcome(
+        self,
+        path: Path | None,
+        written: Sequence[int] = (),
+        already: Sequence[int] = (),
+        missing: Sequence[int] = (),
+        busy: Sequence[int] = (),
+    ) -> Outcome:
+        ranks = (tuple(sorted(each)) for each in (written, already, missing, busy))
+        return Outcome(path, self._manifest.global_step, self._wanted.world_size, *ranks)
 
-    def _refuse_published(self) -> None:
-        if self._os.exists(self._final):
+    def files(self, chosen: list[int]) -> Iterator[tuple[int, int, list[Path]]]:
+        """Of each part that `run` would write: its rank, bytes of its tensors, files it is made of. Writes nothing.
+
+        ConfigError if something else is in the way.
+        """
+        if self._is_published():
+            return
+        if self._os.exists(self._hidden / IDENTITY_NAME):
+            self._refuse_another()
+        already = self._done(self.writers)
+        for rank in self.writers:
+            if rank in chosen and rank not in already:
+                plans = [one for planned in self._plans(rank) for one in planned]
+                files = {self._source.stored(piece.shard.name).path for one in plans for piece in one.slices}
+                yield rank, sum(one.spec.nbytes for one in plans), sorted(files)
+
+    def _is_published(self) -> bool:
+        """Whether this very transformation has its final name. ConfigError if something else has it."""
+        if not self._os.exists(self.final):
+            return False
+        found = examine(self.final, self._os)
+        if found.manifest is None or found.manifest.facts.get("moved") != self._identity:
             raise ConfigError(
-                f"{self._final} exists already and is left as it is; remove it first, or give another directory"
+                f"{self.final} exists already, is no transformation of this checkpoint to this strategy, and is left "
+                "as it is; give another directory"
             )
+        if found.status is not Status.COMPLETE:
+            raise FormatError(f"{self.final} was published, but {found.why}")
+        return True
 
     def _claim(self) -> None:
         """Writes down what this directory is for, or compares what is written there."""
@@ -199,7 +253,10 @@ class _Transformation:
             with storage_errors("writing", path), contextlib.suppress(FileExistsError):
                 os.rename(own, path)
             sync_directory(self._hidden, os)
-        there = self._read_identity(path)
+        self._refuse_another()
+
+    def _refuse_another(self) -> None:
+        there = self._read_identity(self._hidden / IDENTITY_NAME)
         different = [key for key, value in self._identity.items() if there.get(key) != value]
         if different:
             what = "another checkpoint" if "manifest" in different else "another strategy"
@@ -229,69 +286,44 @@ class _Transformation:
         os, rank_dir = self._os, self._hidden / layout.rank_dir_name(rank)
         try:
             part = read_part(rank_dir, os)
-            owners: list[UnitEntry | LocalEntry] = [*part.units.values(), *part.locals.values()]
+            owners: list[Entry] = [*part.units.values(), *part.locals.values()]
             specs = {spec.name: spec for owner in owners for spec in owner.tensors}
             check_header(self._hidden, part.file, specs, rank=rank, global_step=self._manifest.global_step, os=os)
         except (FileNotFoundError, FormatError, IncompleteError):
             return False
         return True
 
-    @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[bool]:
-        """Whether this process has the lock of that name. It ends with the process, however that ends."""
-        os, path = self._os, self._hidden / f"{name}.lock"
-        with storage_errors("locking", path):
-            try:
-                fd = os.create(path, direct=False)
-            except FileExistsError:
-                fd = os.open_read(path)
-            try:
-                mine = os.try_lock(fd)
-            except OSError:  # a file system without locks: then nobody can tell
-                mine = True
-        try:
-            yield mine
-        finally:
-            close(fd, path, os)
-
-    # ------------------------------------------------------------------ the parts
-
-    def _write_all(self, todo: list[int], jobs: int, progress: Progress | None) -> Iterator[int]:
+    def _write_all(self, todo: list[int], jobs: int, progress: Progress | None) -> Iterator[tuple[int, _Did]]:
         if jobs == 1 or len(todo) < 2:
             for rank in todo:
-                if self._write(rank, progress):
-                    yield rank
+                yield rank, self._write(rank, progress)
             return
         with ThreadPoolExecutor(jobs, "lastwords-transform") as pool:
             running = {pool.submit(self._write, rank, progress): rank for rank in todo}
             try:
                 for done in as_completed(running):
-                    if done.result():
-                        yield running[done]
+                    yield running[done], done.result()
             except BaseException:
                 self._cancelled.set()
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _write(self, rank: int, progress: Progress | None) -> bool:
-        """False if another process is at it."""
-        with self._locked(layout.rank_dir_name(rank)) as mine:
+    def _write(self, rank: int, progress: Progress | None) -> _Did:
+        name = layout.rank_dir_name(rank)
+        with LockFile(self._hidden / f"{name}.lock", self._os).held() as mine:
             if not mine:
-                return False
-            remove_tree(self._hidden / layout.rank_dir_name(rank), self._os)
+                return _Did.WAIT
+            if self._done([rank]):
+                return _Did.NOTHING
+            remove_tree(self._hidden / name, self._os)
             self._write_part(rank, progress)
-        return True
+        return _Did.WRITE
 
     def _write_part(self, rank: int, progress: Progress | None) -> None:
-        manifest, saved = self._manifest, self._source.saved
-        units = {unit: pair for unit, pair in self._units.items() if pair[0][0] == rank}
-        locals_ = {owner: entry for owner, entry in manifest.locals.items() if owner % self._wanted.world_size == rank}
-        plans = [
-            *(planned(saved, holding, _called(unit)) for unit, (_, holding) in units.items()),
-            *(_as_it_is(entry) for entry in locals_.values()),
-        ]
+        manifest = self._manifest
+        units, locals_ = self._owners(rank)
         with SliceReader(self._source, checked=True, keep_edges=True, os=self._os) as reader:
-            streamed = Streamed(reader, self._source, plans)
+            streamed = Streamed(reader, self._source, self._plans(rank))
             tensors = iter(streamed.tensors)
             total = streamed.nbytes
 
@@ -318,23 +350,33 @@ class _Transformation:
                 os=self._os,
             )
 
+    def _owners(self, rank: int) -> tuple[list[str], dict[int, LocalEntry]]:
+        """Units and local states that a rank's part has."""
+        size = self._wanted.world_size
+        locals_ = {owner: entry for owner, entry in self._manifest.locals.items() if owner % size == rank}
+        return [unit for unit, (holders, _) in self._units.items() if holders[0] == rank], locals_
+
+    def _plans(self, rank: int) -> list[list[Planned]]:
+        units, locals_ = self._owners(rank)
+        of_units = [planned(self._source.saved, self._units[unit][1], called_in(unit)) for unit in units]
+        return [*of_units, *(as_it_is(entry) for entry in locals_.values())]
+
     def _meta(self, unit: str) -> dict[str, Any]:
         holders, holding = self._units[unit]
-        meta = meta_of(self._source.saved, holding, _called(unit))
+        meta = meta_of(self._source.saved, holding, called_in(unit))
         return meta if len(self._units) == 1 else {**meta, "holders": list(holders)}
 
-    # ------------------------------------------------------------------ the checkpoint
-
     def _publish(self) -> Path | None:
+        """None if another process holds the destination for longer than publishing takes."""
         manifest = self._manifest
-        with self._locked("publish") as mine:
+        with self._lock.held(wait_s=_WAIT_S) as mine:
             if not mine:
-                return None  # by whoever has it
-            if self._os.exists(self._final) and not self._os.exists(self._hidden):
-                return self._final
+                return None
+            if self._is_published():
+                return self.final
             if not self._os.exists(self._hidden / layout.MANIFEST_NAME):
                 problems = verify_parts(
-                    self._hidden, self._writers, self._units, manifest.locals, manifest.global_step, self._os
+                    self._hidden, self.writers, self._units, manifest.locals, manifest.global_step, self._os
                 )
                 if problems:
                     raise FormatError(f"{self._hidden}: {problems[0][1]}; remove that rank's directory and try again")
@@ -346,36 +388,11 @@ class _Transformation:
                 attempt=manifest.attempt,
                 global_step=manifest.global_step,
                 world_size=manifest.world_size,
-                writers=tuple(self._writers),
+                writers=tuple(self.writers),
                 reason=f"{manifest.reason} (units moved to {size} rank{'s' * (size > 1)} by lastwords transform)",
                 cause_ranks=manifest.cause_ranks,
-                lost_locals=_lost(manifest),
+                lost_locals=lost_locals(manifest),
                 parent_job=manifest.parent_job,
                 facts={**manifest.facts, "moved": self._identity},
             )
             return publish_new(self._root, self._hidden, incident, self._os)
-
-
-def _called(unit: str) -> Callable[[str], str]:
-    return lambda name: f"unit/{unit}/{name}"
-
-
-def _as_it_is(entry: LocalEntry) -> list[Planned]:
-    """Tensors of one rank alone."""
-    found = []
-    for spec in entry.tensors:
-        box = whole(spec.shape)
-        found.append(Planned(spec, box, slices_for(Divided(spec.name, spec.dtype, spec.shape,
-                                                           (Shard(spec.name, box),)), box)))  # fmt: skip
-    return found
-
-
-def _lost(manifest: Manifest) -> dict[int, str]:
-    """Why each rank's own state is not there, as the source's manifest says it."""
-    found = {}
-    for rank in range(manifest.world_size):
-        begin = f"rank {rank}:{_LOST}"
-        why = next((reason.removeprefix(begin) for reason in manifest.reasons if reason.startswith(begin)), None)
-        if why is not None:
-            found[rank] = why
-    return found

@@ -37,7 +37,7 @@ def transform_checkpoints(
 
     Raises NotTextError (a TypeError), ConfigError (a ValueError) if the destination exists or the prefix is no part of
     a name, StrategyError (a ValueError), IncompleteError that names a missing source rank, MismatchError for two models
-    or two steps, FormatError, StorageError.
+    or two steps, FormatError, ReplacedError, StorageError.
     """
     with rank_bars() as progress:
         transform_all(
@@ -86,7 +86,7 @@ def transform_all(
 
 def newest_files(source: Path, os: Os = REAL_OS) -> dict[int, Path]:
     """Of each `rank_N/` the file of the highest step. MismatchError, naming two files, where these steps differ."""
-    if not os.is_directory(source):
+    if not os.leads_to_directory(source):
         raise IncompleteError(
             f"there is no directory {source}; give the one with the sub-directories rank_N", missing=(str(source),)
         )
@@ -96,7 +96,7 @@ def newest_files(source: Path, os: Os = REAL_OS) -> dict[int, Path]:
         names = os.listdir(source)
     for name in names:
         rank = layout.parse_rank_dir(name)
-        if rank is None or not os.is_directory(source / name):
+        if rank is None or not os.leads_to_directory(source / name):
             continue
         with storage_errors("listing", source / name):
             files = [source / name / file for file in os.listdir(source / name) if _is_one(file)]

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 YOUNG_S = 60.0
 """A job that is just starting may have a directory and no life line that is held yet."""
 
-_JOB_DIR = re.compile(r"lastwords-(\d+)-([A-Za-z0-9_.-]{1,64})-g(\d+)")
+_JOB_DIR = re.compile(r"lastwords-(\d+)-([A-Za-z0-9_.-]{1,64})-g(\d+)(?:-([0-9a-f]{1,32}))?")
 
 
 def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_S) -> list[Path]:
@@ -43,7 +43,7 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
         path = root / name
         try:
             if _is_dead(path, young_s):
-                paths.remove_job_dir(found[2], int(found[3]), root=root)
+                paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root)
                 removed.append(path)
         except (LastWordsError, OSError) as error:
             _log.info("%s stays: %s", path, error)

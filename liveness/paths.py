@@ -1,8 +1,10 @@
-"""Names of what a job keeps in shared memory: one directory for each job and generation, private to its user.
+"""Names of what a job keeps in shared memory: one directory for each start of a job, private to its user.
 
-    /dev/shm/lastwords-{uid}-{job}-g{generation}/rank_{k}.life   the robust mutex of rank k
-    /dev/shm/lastwords-{uid}-{job}-g{generation}/rank_{k}.box    the black box of rank k
+    /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/rank_{k}.life   the robust mutex of rank k
+    /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/rank_{k}.box    the black box of rank k
 
+Generations are drawn for each checkpoint directory, so two jobs of one name on one host may have the same one. The
+nonce, random and agreed upon by the ranks of a start, keeps their files apart; "" leaves it out.
 A job's name comes from the environment or from the wire, so it is checked here before it becomes a path.
 """
 
@@ -20,6 +22,7 @@ SHM_ROOT = Path("/dev/shm")
 """A tmpfs on every Linux: pages that outlive the process that wrote them, and no disk behind them."""
 
 _JOB = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NONCE = re.compile(r"[0-9a-f]{0,32}")
 _OURS = re.compile(r"rank_\d+\.(life|box)(\.\d+\.new)?")
 
 
@@ -34,42 +37,50 @@ def check_job(job: str) -> str:
     return job
 
 
-def job_dir(job: str, generation: int, *, root: Path = SHM_ROOT) -> Path:
-    """Directory of one generation of a job; not created here.
+def check_nonce(nonce: str) -> str:
+    """The nonce, unchanged, if it may become part of a path; raises ConfigError otherwise."""
+    if not _NONCE.fullmatch(nonce):
+        raise ConfigError(f"nonce {nonce!r} must be at most 32 characters out of 0-9 a-f")
+    return nonce
 
-    >>> job_dir("digits", 2).name.endswith("-digits-g2")
+
+def job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
+    """Directory of one start of a job; not created here.
+
+    >>> job_dir("digits", 2, "5f3a").name.endswith("-digits-g2-5f3a")
     True
     """
     if generation < 0:
         raise ConfigError(f"generation {generation} must not be negative")
-    return root / f"lastwords-{os.getuid()}-{check_job(job)}-g{generation}"
+    name = f"lastwords-{os.getuid()}-{check_job(job)}-g{generation}"
+    return root / (f"{name}-{check_nonce(nonce)}" if nonce else name)
 
 
-def life_path(job: str, generation: int, rank: int, *, root: Path = SHM_ROOT) -> Path:
+def life_path(job: str, generation: int, rank: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
     """File of rank `rank`'s robust mutex.
 
     >>> life_path("digits", 2, 3).name
     'rank_3.life'
     """
-    return job_dir(job, generation, root=root) / f"rank_{_check_rank(rank)}.life"
+    return job_dir(job, generation, nonce, root=root) / f"rank_{_check_rank(rank)}.life"
 
 
-def box_path(job: str, generation: int, rank: int, *, root: Path = SHM_ROOT) -> Path:
+def box_path(job: str, generation: int, rank: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
     """File of rank `rank`'s black box.
 
     >>> box_path("digits", 2, 3).name
     'rank_3.box'
     """
-    return job_dir(job, generation, root=root) / f"rank_{_check_rank(rank)}.box"
+    return job_dir(job, generation, nonce, root=root) / f"rank_{_check_rank(rank)}.box"
 
 
-def make_job_dir(job: str, generation: int, *, root: Path = SHM_ROOT) -> Path:
+def make_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
     """Create the directory (mode 0700) or accept the one that is there; every rank of a host may call it.
 
     Raises ConfigError if something else has the name (a link, a file, another user's directory): /dev/shm is
     writable for everybody. Raises StorageError if the system refuses.
     """
-    path = job_dir(job, generation, root=root)
+    path = job_dir(job, generation, nonce, root=root)
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -83,12 +94,12 @@ def make_job_dir(job: str, generation: int, *, root: Path = SHM_ROOT) -> Path:
     return path
 
 
-def remove_job_dir(job: str, generation: int, *, root: Path = SHM_ROOT) -> None:
+def remove_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> None:
     """Remove the directory with everything of ours in it; a file of another name stays, and so does the directory then.
 
     Harmless when nothing is there. Processes that still have a file mapped keep their memory.
     """
-    path = job_dir(job, generation, root=root)
+    path = job_dir(job, generation, nonce, root=root)
     if path.is_symlink() or not path.is_dir():
         return
     for entry in sorted(path.iterdir()):

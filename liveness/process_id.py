@@ -9,6 +9,7 @@ import os
 import socket
 from pathlib import Path
 
+from lastwords.errors import UnavailableError
 from lastwords.vocabulary import ProcessId
 
 
@@ -27,13 +28,17 @@ def host_id() -> str:
 def start_ticks(pid: int) -> int | None:
     """Clock ticks between boot and the start of `pid`; None if there is no such process or it is a zombie.
 
+    Raises UnavailableError where the system does not say (no descriptor, no memory): that is no death.
+
     >>> start_ticks(os.getpid()) == start_ticks(os.getpid())
     True
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError as error:
+        raise UnavailableError(f"cannot tell whether process {pid} lives: {error}") from error
     # The command name stands in parentheses and may itself contain blanks and parentheses.
     fields = text[text.rfind(b")") + 2 :].split()
     if fields[0] in (b"Z", b"X", b"x"):
@@ -52,9 +57,17 @@ def this_process(nonce: str) -> ProcessId:
 def is_alive(process: ProcessId) -> bool:
     """Whether this very process still runs; a zombie or a new process with the same pid does not count.
 
-    Only meaningful for a process of this host (`process.host_id == host_id()`).
+    Only meaningful for a process of this host (`process.host_id == host_id()`). See `runs`.
     """
-    return start_ticks(process.pid) == process.start_ticks
+    return runs(process.pid, process.start_ticks)
+
+
+def runs(pid: int, ticks: int) -> bool:
+    """Whether the process `pid` that started at `ticks` still runs; True where the system does not say."""
+    try:
+        return start_ticks(pid) == ticks
+    except UnavailableError:
+        return True
 
 
 def _inode(path: str) -> int:

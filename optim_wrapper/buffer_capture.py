@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from lastwords.errors import MismatchError, StorageError
+from lastwords.optim_wrapper.tensor_bytes import writing
+from lastwords.optim_wrapper.weight_marks import version_of
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
 from lastwords.sharding.dtensor import local_of
 
@@ -33,7 +35,7 @@ class BufferCapture:
     model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, or as `called` makes them of
     those, a tied buffer under its first name; of a DTensor the part on this rank. A larger buffer counts as changed
     when it is another tensor or its `_version` has moved; what changes the memory of a larger buffer without either is
-    not seen (kernels that do so belong to `_NormBase`).
+    not seen (kernels that do so belong to `_NormBase`). A buffer that gets another form is given up, never cast.
     """
 
     def __init__(
@@ -53,20 +55,33 @@ class BufferCapture:
         self._known: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []  # the same, but of a DTensor the part that lies here
         self._targets: dict[int, list[torch.Tensor]] = {}
+        self._checked: list[int] = []  # places in `_sources` whose form may change under the same object
+        self._forms: list[_Form] = []
+        self._names: frozenset[str] = frozenset()
+        self._held: dict[int, frozenset[str]] = {}
+        self._called = called
+        self._seen: set[str] = set()
+        self._late: dict[str, tuple[torch.Tensor, int]] = {}
         self._activated_early: set[str] = set()
         self._on_reason: Callable[[str], None] = _ignore
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             for key, tensor in module._buffers.items():
-                if tensor is None or id(tensor) in seen:
+                if tensor is None:
                     continue
-                seen.add(id(tensor))
                 name = called(f"{prefix}.{key}" if prefix else key)
                 problem = _unstorable(tensor)
+                if not problem and local_of(tensor).numel() == 0:
+                    continue
+                self._seen.add(name)
+                if id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
                 if problem:
                     self._reasons.append(f"the buffer {name!r} {problem}")
-                elif local_of(tensor).numel() > 0:
+                else:
                     always = isinstance(module, _NormBase) or local_of(tensor).nbytes <= small_bytes_max
+                    always = always or tensor.is_inference()  # nobody counts its versions
                     (self._eager if always else self._lazy)[name] = _Buffer(name, module, key, tensor, lazy=not always)
 
     @property
@@ -81,11 +96,49 @@ class BufferCapture:
 
     @property
     def captured(self) -> frozenset[str]:
-        """Names of the buffers that are captured by now: they belong to the rank, all others to the unit."""
+        """Names of the buffers that are captured from now on; `at` says which are in a copy that was taken."""
         names = self._eager.keys() | self._activated_early
         if self._box is not None:
             names |= {name for name, buffer in self._lazy.items() if self._box.is_active(buffer.region.name)}
         return frozenset(names)
+
+    @property
+    def larger(self) -> frozenset[str]:
+        """Names of the buffers that are captured once they have changed."""
+        return frozenset(self._lazy)
+
+    @property
+    def always(self) -> frozenset[str]:
+        """Names of the buffers that are captured from the start: no unit of a sharded job has them."""
+        return frozenset(self._eager)
+
+    def look(self) -> None:
+        """Note the buffers that have come since the constructor: as long as they stay so, what is saved is exact."""
+        self._late = {name: (tensor, version_of(tensor)) for name, tensor in self._latecomers()}
+
+    def at(self, slot: int | None) -> tuple[frozenset[str], dict[str, str]]:
+        """Which buffers no unit is to have, where `slot` has the step's copy: those in it, and what cannot be stored.
+
+        All others are saved as they are now; the dictionary says of which of them (and of those that are in no file)
+        that this is perhaps not what they were at the step's end.
+        """
+        held = frozenset() if slot is None else self._held.get(slot, frozenset())
+        apart, moved = set(held), {}
+        live = {name: buffer.table.get(buffer.key) for name, buffer in (self._eager | self._lazy).items()}
+        for name, tensor in [*live.items(), *self._latecomers()]:
+            if name in held or tensor is None:
+                continue
+            if problem := _unstorable(tensor):
+                apart.add(name)
+                moved[name] = f"the buffer {name!r} {problem}"
+            elif name in self._eager or (
+                self._lazy[name].changed() if name in self._lazy else self._is_new(name, tensor)
+            ):
+                moved[name] = (
+                    f"the buffer {name!r} is saved as it was when the incident began: it was first seen to have "
+                    "changed after the step's copy was taken, or could not be kept in it"
+                )
+        return frozenset(apart), moved
 
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each step slot of `box`, whose layout has `regions`; replaces an earlier box."""
@@ -93,11 +146,15 @@ class BufferCapture:
         self._box = box
         self._active, self._known, self._sources = [], [], []  # of the box before this one, if there was one
         self._targets = {slot: [] for slot in box.step_slots}
+        self._held = {}
         for buffer in self._eager.values():
-            if not buffer.given_up:
+            if buffer.given_up:
+                box.deactivate(buffer.region.name)
+            elif self._fits(buffer):
                 self._activate(buffer)
         for name in sorted(wanted):
             self._activate_lazy(name)
+        self._note_forms()
 
     def listen(self, on_reason: Callable[[str], None]) -> None:
         """Tell reasons that arise later to `on_reason`."""
@@ -108,13 +165,21 @@ class BufferCapture:
         if self._lazy:
             for name in [name for name, buffer in self._lazy.items() if buffer.changed()]:
                 self._activate_lazy(name)
-        if not all(map(is_, self._known, [buffer.table.get(buffer.key) for buffer in self._active])):
+        if (
+            not all(map(is_, self._known, [buffer.table.get(buffer.key) for buffer in self._active]))
+            or [_form(self._sources[place]) for place in self._checked] != self._forms
+        ):
             self._adopt_replaced()
 
     def capture(self, slot: int) -> None:
         """Take the buffers into an open step slot."""
         if self._sources:
-            self._foreach_copy(self._targets[slot], self._sources)
+            try:
+                self._foreach_copy(self._targets[slot], self._sources)
+            except RuntimeError:
+                self._adopt_replaced()  # what does not fit is named now, so its older bytes count for nothing
+                self._foreach_copy(self._targets[slot], self._sources)
+        self._held[slot] = self._names
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Put the buffers back; other regions are ignored. Returns why the outcome is not exact, if it is not.
@@ -137,16 +202,16 @@ class BufferCapture:
                 extra=extra,
                 different=different,
             )
-        with torch.no_grad():
-            for name, copy in sorted(saved.items()):
-                buffer = known[name]
-                data = torch.frombuffer(bytearray(copy.data), dtype=buffer.dtype).reshape(buffer.region.shape)
-                tensor = buffer.table[buffer.key]
-                assert tensor is not None
+        for name, copy in sorted(saved.items()):
+            buffer = known[name]
+            data = torch.frombuffer(bytearray(copy.data), dtype=buffer.dtype).reshape(buffer.region.shape)
+            tensor = buffer.table[buffer.key]
+            assert tensor is not None
+            with writing(tensor):
                 local_of(tensor).copy_(data)
-                if name in self._lazy:
-                    # It differs from what a fresh model has: whoever reads the next copy needs it too.
-                    self._activate_lazy(name)
+            if name in self._lazy:
+                # It differs from what a fresh model has: whoever reads the next copy needs it too.
+                self._activate_lazy(name)
         missing = sorted(self._eager.keys() - saved.keys())
         return tuple(f"the buffer {name!r} was not saved" for name in missing)
 
@@ -155,7 +220,7 @@ class BufferCapture:
             self._activated_early.add(name)
             return
         buffer = self._lazy.get(name)
-        if buffer is None or buffer.given_up or self._box.is_active(buffer.region.name):
+        if buffer is None or buffer.given_up or self._box.is_active(buffer.region.name) or not self._fits(buffer):
             return
         try:
             self._box.activate(buffer.region.name)
@@ -164,6 +229,7 @@ class BufferCapture:
             self._say(f"the buffer {name!r} has changed but could not be kept: {error}")
             return
         self._activate(buffer)
+        self._note_forms()
 
     def _activate(self, buffer: _Buffer) -> None:
         tensor = buffer.table[buffer.key]
@@ -181,26 +247,45 @@ class BufferCapture:
         return self._box
 
     def _adopt_replaced(self) -> None:
-        """Follow buffers that are another tensor now; one that does not fit any more is given up, and it is said."""
+        """Follow buffers that are another tensor now; one that does not fit any more is given up."""
         for index in reversed(range(len(self._active))):
             buffer = self._active[index]
             tensor = buffer.table.get(buffer.key)
-            problem = "was removed" if tensor is None else _unstorable(tensor)
-            if tensor is not None and (tensor.dtype, tuple(local_of(tensor).shape)) != (
-                buffer.dtype,
-                buffer.region.shape,
-            ):
-                problem = f"was replaced by one of {tensor.dtype} {tuple(local_of(tensor).shape)}"
-            if problem:
-                self._say(f"the buffer {buffer.name!r} {problem}")
-                self._bound.deactivate(buffer.region.name)
-                buffer.given_up = True
-                del self._active[index], self._known[index], self._sources[index]
-                for targets in self._targets.values():
-                    del targets[index]
-            else:
+            if self._fits(buffer):
                 assert tensor is not None
                 self._known[index], self._sources[index] = tensor, local_of(tensor)
+                continue
+            del self._active[index], self._known[index], self._sources[index]
+            for targets in self._targets.values():
+                del targets[index]
+        self._note_forms()
+
+    def _fits(self, buffer: _Buffer) -> bool:
+        """Whether the buffer can still be copied into its region; if not, it is given up, and that is said."""
+        problem = buffer.misfit()
+        if problem:
+            buffer.given_up = True
+            self._say(f"the buffer {buffer.name!r} {problem}")
+            self._bound.deactivate(buffer.region.name)
+        return not problem
+
+    def _note_forms(self) -> None:
+        self._names = frozenset(buffer.name for buffer in self._active)
+        # Nobody gives the buffers of a BatchNorm another form under the same object, and there may be hundreds.
+        self._checked = [place for place, buffer in enumerate(self._active) if not buffer.of_norm]
+        self._forms = [_form(self._sources[place]) for place in self._checked]
+
+    def _latecomers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers that the constructor has not seen, or saw empty."""
+        for prefix, module in self._model.named_modules():
+            for key, tensor in module._buffers.items():
+                name = self._called(f"{prefix}.{key}" if prefix else key)
+                if tensor is not None and name not in self._seen:
+                    yield name, tensor
+
+    def _is_new(self, name: str, tensor: torch.Tensor) -> bool:
+        noted, version = self._late.get(name, (None, 0))
+        return noted is not tensor or tensor.is_inference() or version != tensor._version
 
     def _say(self, reason: str) -> None:
         self._reasons.append(reason)
@@ -211,14 +296,15 @@ class BufferCapture:
 class _Buffer:
     """One buffer by its place in the module, since the tensor there may be replaced."""
 
-    __slots__ = ("dtype", "first", "first_version", "given_up", "key", "name", "region", "table")
+    __slots__ = ("dtype", "first", "first_version", "given_up", "key", "name", "of_norm", "region", "table")
 
     def __init__(self, name: str, module: torch.nn.Module, key: str, tensor: torch.Tensor, *, lazy: bool) -> None:
         self.name = name
         self.table = module._buffers
         self.key = key
         self.first = tensor
-        self.first_version = tensor._version
+        self.first_version = version_of(tensor)
+        self.of_norm = isinstance(module, _NormBase)
         self.dtype = tensor.dtype
         self.given_up = False
         shape = tuple(local_of(tensor).shape)
@@ -227,7 +313,27 @@ class _Buffer:
     def changed(self) -> bool:
         """Whether the buffer is another tensor than at the start, or has been written to."""
         tensor = self.table.get(self.key)
-        return tensor is not self.first or self.first._version != self.first_version
+        return tensor is not self.first or version_of(self.first) != self.first_version
+
+    def misfit(self) -> str:
+        """Why the buffer cannot be copied into its region as it is now; "" if it can."""
+        tensor = self.table.get(self.key)
+        if tensor is None:
+            return "was removed"
+        problem = _unstorable(tensor)
+        if problem:
+            return problem
+        shape, dtype = _form(local_of(tensor))
+        if (tuple(shape), dtype) == (self.region.shape, self.dtype):
+            return ""
+        return f"was replaced by one of {dtype} {tuple(shape)}"
+
+
+_Form = tuple[torch.Size, torch.dtype]
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    return tensor.shape, tensor.dtype
 
 
 def _unstorable(tensor: torch.Tensor) -> str:

@@ -14,6 +14,7 @@ from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.replica_check import ReplicaCheck, check_group
 from lastwords.optim_wrapper.several_optimizers import SeveralOptimizers
+from lastwords.optim_wrapper.space import checkpoint_bytes
 from lastwords.optim_wrapper.training_hooks import UpdateHooks
 from lastwords.optim_wrapper.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper, StepHooks
@@ -56,15 +57,25 @@ class CommonStep:
         group = check_group(world.size, None if self.gate is None else self.gate.group)
         self._check = ReplicaCheck(self.units, world.rank, world.size, group)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint of the whole job will be."""
+        nbytes, inner = self.units.table.nbytes, [wrapper.inner for wrapper in self._optimizers]
+        return checkpoint_bytes(sum(nbytes.values()), sum(nbytes[name] for name in self.units.names), inner)
+
     def attach(self, protection: Protection, ensure_loop: Callable[[], None]) -> None:
         """From now on each optimizer's step is reported to `protection`."""
         self._protection = protection
         if self.gate is not None:
             self._gated = GatedStep(
-                self.gate, protection.agent, self._recorder.tentative, lambda: self._recorder.position_under_way
+                self.gate, protection.agent, self._recorder.tentative, lambda: self._recorder.position_at_gate
             )
         fence = device_fence([wrapper.inner for wrapper in self._optimizers])
-        hooks: StepHooks = UpdateHooks(protection, ensure_loop, fence, self._gated, self._recorder.not_exact)
+        # A ZeroRedundancyOptimizer hands its weights round after it has written its own.
+        whole = all(wrapper.writer is wrapper.inner for wrapper in self._optimizers)
+        source = self._recorder.source
+        updated = source.updated if whole and source is not None else _nothing_to_mark
+        hooks: StepHooks = UpdateHooks(protection, ensure_loop, fence, self._gated, self._recorder.not_exact, updated)
         if len(self._optimizers) > 1:
             self._several = SeveralOptimizers(hooks, len(self._optimizers))
         for number, wrapper in enumerate(self._optimizers):
@@ -94,3 +105,7 @@ class CommonStep:
             # Nobody raises, and so begins an incident, before the wrong one has said that nothing is to be had from it.
             self._check.meet()
             raise error
+
+
+def _nothing_to_mark() -> None:
+    """What follows an update whose end is not that of the optimizer's step."""

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import ipaddress
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
+from lastwords.checkpoint import layout
+from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
 from lastwords.processor.core import ProcessorOptions
 
 DataMode = Literal["refetch", "skip"]
+_Options = TypeVar("_Options", "Config", ControllerOptions, ProcessorOptions)
 
-_SECONDS = (
-    "connect_timeout_s",
-    "start_timeout_s",
-    "settle_timeout_s",
-    "lost_confirm_s",
-    "progress_timeout_s",
-    "leave_timeout_s",
-    "exit_timeout_s",
-    "gate_timeout_s",
-    "gate_notice_s",
-)
+_log = logging.getLogger(__name__)
 
-
+_PREFIX = "LASTWORDS_"
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?")
 
 
@@ -36,8 +31,8 @@ _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za
 class Config:
     """Every setting of a rank; the same on all ranks.
 
-    Durations are seconds, each can be set by an environment variable named LASTWORDS_ and its name in
-    capitals (for example LASTWORDS_LOST_CONFIRM_S=5).
+    Durations are seconds; each, also those of `controller` and `processor`, can be set by an environment variable
+    named LASTWORDS_ and its name in capitals (for example LASTWORDS_LOST_CONFIRM_S=5).
     """
 
     ctrl_rank_id: int
@@ -46,16 +41,15 @@ class Config:
     ckpt_save_path: Path
     fallback_path: Path | None = None
     data: DataMode = "refetch"
+    job: str = ""
     token: str | None = field(default=None, repr=False)
+    require_space: bool = False
     connect_timeout_s: float = 30.0
-    start_timeout_s: float = 300.0
-    settle_timeout_s: float = 15.0
-    lost_confirm_s: float = 2.0
-    progress_timeout_s: float = 30.0
-    leave_timeout_s: float = 30.0
-    exit_timeout_s: float = 10.0
     gate_timeout_s: float = 1800.0
     gate_notice_s: float = 60.0
+    keepalive_time_s: float = 0.8
+    keepalive_timeout_s: float = 1.0
+    controller: ControllerOptions = field(default_factory=ControllerOptions)
     processor: ProcessorOptions = field(default_factory=ProcessorOptions)
 
     @classmethod
@@ -72,7 +66,8 @@ class Config:
     ) -> Config:
         """Check the arguments, add what the environment sets. Raises ConfigError naming what is wrong.
 
-        >>> Config.from_env(0, "127.0.0.1", 30051, "/tmp/c", environ={"LASTWORDS_LOST_CONFIRM_S": "5"}).lost_confirm_s
+        >>> environ = {"LASTWORDS_LOST_CONFIRM_S": "5"}
+        >>> Config.from_env(0, "127.0.0.1", 30051, "/tmp/c", environ=environ).controller.lost_confirm_s
         5.0
         """
         environ = os.environ if environ is None else environ
@@ -100,23 +95,62 @@ class Config:
             )
         if data not in ("refetch", "skip"):
             raise ConfigError(f"data must be 'refetch' or 'skip', not {data!r}")
-        seconds: dict[str, float] = {}
-        for name in _SECONDS:
-            text = environ.get(f"LASTWORDS_{name.upper()}")
-            if text is not None:
-                seconds[name] = _positive_seconds(f"LASTWORDS_{name.upper()}", text)
-        return dataclasses.replace(
-            cls(
-                ctrl_rank_id=ctrl_rank_id,
-                ctrl_ip=ctrl_ip,
-                ctrl_port=ctrl_port,
-                ckpt_save_path=root,
-                fallback_path=fallback,
-                data=data,
-                token=environ.get("LASTWORDS_TOKEN") or None,
-            ),
-            **seconds,  # type: ignore[arg-type]
+        _warn_of_unknown(environ)
+        job = environ.get("LASTWORDS_JOB", "")
+        if job:
+            layout.check_job_name(job)
+        config = cls(
+            ctrl_rank_id=ctrl_rank_id,
+            ctrl_ip=ctrl_ip,
+            ctrl_port=ctrl_port,
+            ckpt_save_path=root,
+            fallback_path=fallback,
+            data=data,
+            job=job,
+            token=environ.get("LASTWORDS_TOKEN") or None,
+            require_space=_switch("LASTWORDS_REQUIRE_SPACE", environ),
+            controller=_with_seconds(ControllerOptions(), environ),
+            processor=_with_seconds(ProcessorOptions(), environ),
         )
+        return _with_seconds(config, environ)
+
+    @property
+    def roots(self) -> list[Path]:
+        """Where checkpoints may be: the directory, and the fallback if there is one."""
+        return [path for path in (self.ckpt_save_path, self.fallback_path) if path is not None]
+
+    def with_copy(self) -> Config:
+        """The same for a rank that keeps a copy of its last step."""
+        return dataclasses.replace(self, processor=dataclasses.replace(self.processor, has_copy=True))
+
+
+def variables() -> list[str]:
+    """Every environment variable that is read here, sorted; each is named like the setting that it sets.
+
+    >>> [name for name in variables() if not name.endswith("_S")]
+    ['LASTWORDS_JOB', 'LASTWORDS_REQUIRE_SPACE', 'LASTWORDS_TOKEN']
+    """
+    parts = (Config, ControllerOptions, ProcessorOptions)
+    names = [setting.name for part in parts for setting in dataclasses.fields(part) if setting.name.endswith("_s")]
+    return sorted(f"{_PREFIX}{name.upper()}" for name in {*names, "job", "token", "require_space"})
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """A misspelt setting would be ignored without a word. Said by one rank of each host, whose environment it is."""
+    known = variables()
+    unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
+    for name in unknown if environ.get("LOCAL_RANK", "0") == "0" else ():
+        # Without the prefix, or whatever has it would be near to something.
+        near = difflib.get_close_matches(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known], n=1)
+        meant = f"; did you mean {_PREFIX}{near[0]}?" if near else ", see Settings in the README"
+        _log.warning("%s is set, but lastwords has no such setting, so it is ignored%s", name, meant)
+
+
+def _switch(name: str, environ: Mapping[str, str]) -> bool:
+    text = environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text!r}: must be 0 or 1")
+    return text == "1"
 
 
 def _is_address(text: str) -> bool:
@@ -145,6 +179,16 @@ def _path(name: str, value: object) -> Path:
             f"{name} must be a directory, a str or pathlib.Path such as './ttp_checkpoints/', not {value!r}"
         )
     return Path(text).absolute()
+
+
+def _with_seconds(options: _Options, environ: Mapping[str, str]) -> _Options:
+    """`options` with every duration that the environment sets."""
+    given: dict[str, Any] = {}
+    for duration in (each.name for each in dataclasses.fields(options) if each.name.endswith("_s")):
+        variable = f"{_PREFIX}{duration.upper()}"
+        if variable in environ:
+            given[duration] = _positive_seconds(variable, environ[variable])
+    return dataclasses.replace(options, **given)
 
 
 def _positive_seconds(name: str, text: str) -> float:

@@ -14,17 +14,16 @@ import enum
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.config import DataMode
 from lastwords.optim_wrapper.own_streams import own_generators
 from lastwords.optim_wrapper.progress import Progress
-
-DataMode = Literal["refetch", "skip"]
 
 _NO_LENGTH = (
     "; give it a __len__ (batches per epoch, the same on every rank), or write the loop yourself and call "
@@ -126,13 +125,20 @@ def set_epoch(loader: Any, epoch: int) -> None:
                 return  # it passes the epoch on to its own sampler
 
 
+def told_epochs(loader: Any) -> list[Any]:
+    """What the loader's samplers take for their epoch, as torch's DistributedSampler and its like keep it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [getattr(sampler, "epoch", None) for sampler in samplers]
+
+
 def static_reasons(loader: Any, facts: LoaderFacts, data: DataMode) -> tuple[str, ...]:
     """Why a resume in the middle of the run cannot be promised to be exact, known before the first step."""
     reasons = []
     if facts.workers and data == "skip":
         reasons.append(
-            'the loader\'s done batches are skipped by index (data="skip"), so random numbers that the dataset draws '
-            "in its workers differ"
+            'the loader\'s done batches are skipped by index (data="skip") or by its own state, so random numbers that '
+            "the dataset draws in its workers differ"
         )
     if facts.workers and not facts.in_order:
         reasons.append("the loader has in_order=False, so the order of its batches depends on time")

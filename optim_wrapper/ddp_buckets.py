@@ -227,7 +227,10 @@ def _refuse(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str
     for option in ("static_graph", "find_unused_parameters"):
         if getattr(ddp, option) != record[option]:
             return [f"DDP has {option}={getattr(ddp, option)} here, the saved run had {record[option]}"]
-    if reducer_parameters(ddp)[0] != record["parameters"]:
+    # A model that is compiled inside of DDP has longer names, and the same order; that it is compiled is another fact.
+    here, saved = ([name.replace("_orig_mod.", "") for name in names]
+                   for names in (reducer_parameters(ddp)[0], record["parameters"]))  # fmt: skip
+    if here != saved:
         return ["DDP reduces other parameters here than in the saved run (requires_grad differs?)"]
     if getattr(ddp, "_has_rebuilt_buckets", False):
         return ["a backward pass was run before resume(), so DDP's buckets have been rebuilt already; resume first"]

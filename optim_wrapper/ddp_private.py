@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _MODEL_NAMES = (
     "reducer",
@@ -23,13 +23,33 @@ _BUCKETS = "rebuilt_per_bucket_param_indices"
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel in a model as the loop calls it, torch.compile looked through; None if none."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, torch.nn.Module):
-            return None
-        model = inner
-    return model
+    """The DistributedDataParallel in a model as the loop calls it, looked for under wrappers; None if none."""
+    inner: torch.nn.Module | None = model
+    while inner is not None and not isinstance(inner, DistributedDataParallel):
+        inner = one_layer_off(inner)
+    return inner
+
+
+def one_layer_off(model: torch.nn.Module) -> torch.nn.Module | None:
+    """What is under DDP, DataParallel, torch.compile, or a wrapper that adds nothing to it; None for any other module.
+
+    Such wrappers keep the model as `_forward_module` (Fabric) or, around DDP, as `module` (Accelerate and loops of
+    one's own). A module with tensors of its own beside those is no wrapper.
+    """
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        return cast(torch.nn.Module, model.module)
+    for name in ("_orig_mod", "_forward_module", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, torch.nn.Module) and (
+            name == "_orig_mod"
+            or ((name == "_forward_module" or find_ddp(inner) is not None) and _tensors(model) == _tensors(inner))
+        ):
+            return inner
+    return None
+
+
+def _tensors(model: torch.nn.Module) -> set[int]:
+    return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
 def capability(ddp: DistributedDataParallel) -> list[str]:

@@ -3,15 +3,17 @@
 At each step's end their state is compared with the one before and copied where it differs, which costs a few
 microseconds for a scheduler; it becomes JSON and tensors only when it is saved. Which of them moved in which step
 is remembered, because a rank can be caught between the update and the scheduler's own step (see `after_update`).
+
+What cannot be stored is refused at the start. Later on it is left out as soon as it appears, and that is said: it may
+cost exactness, never the weights or a healthy run. Of an object all is left out, of a dict only the key in question.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
+import json
 import logging
 import warnings
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +22,31 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.errors import ConfigError, FormatError, MismatchError
-from lastwords.optim_wrapper.tensor_bytes import Source, bytes_of, dtype_named, source_of, spec_of, tensor_over
-from lastwords.optim_wrapper.tensor_tree import put_together, take_apart, tensor_nodes
+from lastwords.checkpoint.state_trees import renamed
+from lastwords.checkpoint.storable import pack
+from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
+from lastwords.optim_wrapper.tensor_bytes import Source, Stage, dtype_named, source_of, spec_of, tensor_over
+from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.value_copies import advance, overwrite_values
 
 _log = logging.getLogger(__name__)
+
+JSON_BYTES_MAX = 16 << 20
+"""Of one extra without its tensors. A file's header holds 100 MB in all; more would cost the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Stands in a snapshot for a value that cannot be stored. reason: which one, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ExtrasSnapshot:
     """States of all extras at one moment, by name, and what is known of how they move.
 
-    Never changed once made: what has not moved is shared with the snapshot before.
+    Never changed once made: what has not moved is shared with the snapshot before. `LeftOut` may stand in it.
     steps: step ends seen so far. regular: names of those that moved in each of these steps, schedulers exactly once.
     moved: names of those that have ever moved. step_on_resume: schedulers whose step() for this step is still due.
     """
@@ -69,12 +84,25 @@ class Extras:
                     f"{label}[{name!r}] is a {type(value).__name__}; give an object with state_dict() and "
                     "load_state_dict(), or a dict of plain values"
                 )
-        self.store(self.first())
+            self._refuse_unstorable(name, value)
+        self._told: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._objects)
 
+    def __contains__(self, target: object) -> bool:
+        return any(value is target for value in self._objects.values())
+
     # ------------------------------------------------------------------ training thread
+
+    def reopen_loaders(self) -> None:
+        """After a resume: loaders among them have been asked for their state, and may have made an iterator for that.
+
+        torchdata's StatefulDataLoader does, and its workers begin to fetch before the sampler knows its epoch.
+        """
+        for value in self._objects.values():
+            if not isinstance(value, dict) and hasattr(type(value), "__iter__"):
+                value.load_state_dict(value.state_dict())
 
     def first(self, history: ExtrasSnapshot | None = None) -> ExtrasSnapshot:
         """States before the first step of this process; `history` is that of the run which is resumed."""
@@ -88,9 +116,9 @@ class Extras:
         if not self._objects:
             return before
         states, regular, moved = {}, set(before.regular), set(before.moved)
-        for name, value in self._objects.items():
+        for name in self._objects:
             was = before.states[name]
-            states[name], differs = _advance(was, value if isinstance(value, dict) else value.state_dict())
+            states[name], differs = self._taken(name, was)
             if differs:
                 moved.add(name)
             if name in regular and (not differs or _moves(was, states[name]) != 1):
@@ -107,11 +135,11 @@ class Extras:
         """
         if before is None:
             before = self.first()
-        states = {name: self._state(name) for name in self._objects}
+        taken = {name: self._taken(name, before.states[name]) for name in self._objects}
         due: list[str] = []
         reasons: list[str] = []
-        for name, state in states.items():
-            if _advance(before.states[name], state)[1] or (before.steps and name not in before.moved):
+        for name, (state, differs) in taken.items():
+            if differs or isinstance(state, LeftOut) or (before.steps and name not in before.moved):
                 continue
             what = f"{self._label}[{name!r}] had not moved yet when its step was cut off after the update"
             if not before.steps:
@@ -122,26 +150,47 @@ class Extras:
                 reasons.append(f"{what}, and it is no scheduler that steps without an argument")
             else:
                 due.append(name)
+        states = {name: state for name, (state, _) in taken.items()}
         return ExtrasSnapshot(states, before.steps, before.regular, before.moved, tuple(due)), reasons
 
     def store(
-        self, snapshot: ExtrasSnapshot, unit: str = "x"
+        self,
+        snapshot: ExtrasSnapshot,
+        unit: str = "x",
+        stage: Stage | None = None,
+        json_bytes_max: int | None = None,
     ) -> tuple[dict[str, Any], list[tuple[TensorSpec, Source]]]:
-        """JSON and tensors of a snapshot; ConfigError with the path of what cannot be stored."""
+        """JSON and tensors of a snapshot. What cannot be stored is left out; `left_out` in the JSON has the reasons.
+
+        json_bytes_max: of one extra's JSON.
+        """
         trees: dict[str, Any] = {}
-        tensors: list[tuple[TensorSpec, Source]] = []
+        tensors: dict[str, tuple[TensorSpec, Source]] = {}
+        left_out: dict[str, list[str]] = {}
         for name, state in snapshot.states.items():
-            stored = unit_tensor_name(unit, "extra", name)
-            trees[name], found = take_apart(state, stored, f"{self._label}[{name!r}]")
-            tensors += [(spec_of(item.name, item.tensor), source_of(item.tensor)) for item in found]
-        tree = {
+            tree, found, reasons = self._stored(name, state, unit_tensor_name(unit, "extra", name))
+            if tree is not None and json_bytes_max is not None:
+                nbytes = len(json.dumps(pack(tree)))
+                if nbytes > json_bytes_max:
+                    tree, what = None, f"{nbytes} bytes of values that are no tensors"
+                    reasons.append(f"{self._label}[{name!r}] ({what}) cannot be stored")
+            if reasons:
+                left_out[name] = reasons
+            if tree is not None:
+                # "b" of the extra "a" and the extra "a.b" would give one name to two tensors.
+                called = {one.name: one.name if one.name not in tensors else f"{one.name}~{name}" for one in found}
+                trees[name] = renamed(tree, called.__getitem__, name)
+                for one in found:
+                    tensors[called[one.name]] = spec_of(called[one.name], one.tensor), source_of(one.tensor, stage)
+        document = {
             "states": trees,
+            "left_out": left_out,
             "steps": snapshot.steps,
             "regular": sorted(snapshot.regular),
             "moved": sorted(snapshot.moved),
-            "step_on_resume": list(snapshot.step_on_resume),
+            "step_on_resume": [name for name in snapshot.step_on_resume if name in trees],
         }
-        return tree, tensors
+        return document, list(tensors.values())
 
     # ------------------------------------------------------------------ resume
 
@@ -152,6 +201,7 @@ class Extras:
         """
         try:
             trees: Mapping[str, Any] = tree["states"]
+            left_out = frozenset(tree.get("left_out", ()))
             history = ExtrasSnapshot(
                 {},
                 int(tree["steps"]),
@@ -161,7 +211,10 @@ class Extras:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"the checkpoint's {self._label} are damaged: {error!r}") from error
-        missing, extra = sorted(self._objects.keys() - trees.keys()), sorted(trees.keys() - self._objects.keys())
+        missing, extra = (
+            sorted(self._objects.keys() - trees.keys() - left_out),
+            sorted(trees.keys() - self._objects.keys()),
+        )
         if missing or extra:
             raise MismatchError(
                 f"{self._label} differ from the checkpoint's: missing there: {', '.join(missing) or 'none'}; only "
@@ -169,15 +222,19 @@ class Extras:
                 missing=missing,
                 extra=extra,
             )
-        values = {name: put_together(trees[name], read, f"{self._label}[{name!r}]") for name in self._objects}
+        values = {
+            name: put_together(trees[name], read, f"{self._label}[{name!r}]") for name in self._objects if name in trees
+        }
         for name, value in values.items():
             target = self._objects[name]
             if isinstance(target, dict):
-                _overwrite(target, value)
+                if not isinstance(value, dict):
+                    raise FormatError(f"the checkpoint's {self._label}[{name!r}] is no dict, as it is here")
+                overwrite_values(target, value, keep=name in left_out)
                 continue
             try:
                 target.load_state_dict(value)
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError) as error:
                 raise MismatchError(
                     f"{self._label}[{name!r}] ({type(target).__name__}) refused the state in the checkpoint "
                     f"({error!r}); "
@@ -185,6 +242,8 @@ class Extras:
                     different={f"{self._label}[{name!r}]": repr(error)},
                 ) from error
         for name in history.step_on_resume:
+            if not _steps_without_argument(self._objects[name]):
+                raise FormatError(f"{self._label}[{name!r}] has a step due, but is no scheduler here")
             with warnings.catch_warnings():
                 # torch warns about a scheduler's step without an optimizer's before it; that one was in the saved run.
                 warnings.simplefilter("ignore", UserWarning)
@@ -194,9 +253,78 @@ class Extras:
 
     # ------------------------------------------------------------------ inside
 
+    def _refuse_unstorable(self, name: str, value: Any) -> None:
+        path = f"{self._label}[{name!r}]"
+        take_apart(value if isinstance(value, dict) else value.state_dict(), "x", path)
+
     def _state(self, name: str) -> Any:
-        value = self._objects[name]
-        return _advance(None, value if isinstance(value, dict) else value.state_dict())[0]
+        return self._taken(name, None)[0]
+
+    def _taken(self, name: str, before: Any) -> tuple[Any, bool]:
+        """`advance` to the state as it is now, with what cannot be stored left out."""
+        value, path = self._objects[name], f"{self._label}[{name!r}]"
+        try:
+            now = value if isinstance(value, dict) else value.state_dict()
+        except Exception as error:  # of the user's own code: handed to the log and to the checkpoint
+            return self._left_out(before, f"{path} cannot be stored: its state_dict() raised {error!r:.200}")
+        try:
+            return advance(before, now)
+        except (UnstorableError, RecursionError):
+            pass
+        if not isinstance(value, dict):
+            return self._left_out(before, _reason(now, path))
+        known = before if isinstance(before, dict) else {}
+        items: dict[Any, tuple[Any, bool]] = {}
+        for key, item in now.items():
+            try:
+                items[key] = advance(known.get(key), item)
+            except (UnstorableError, RecursionError):
+                items[key] = self._left_out(known.get(key), _reason(item, f"{path}[{key!r}]"))
+        differs = known.keys() != items.keys() or any(pair[1] for pair in items.values())
+        return {key: pair[0] for key, pair in items.items()}, differs
+
+    def _left_out(self, before: Any, reason: str) -> tuple[LeftOut, bool]:
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("%s, so from now on it is left out of what is saved, and a resume is not exact", reason)
+        return LeftOut(reason), before != LeftOut(reason)
+
+    def _stored(self, name: str, state: Any, stored: str) -> tuple[Tree | None, list[NamedTensor], list[str]]:
+        """Tree and tensors of one extra, and why something, or all of it (then there is no tree), is left out."""
+        path = f"{self._label}[{name!r}]"
+        try:
+            return *take_apart(state, stored, path), []
+        except UnstorableError:
+            pass
+        if not isinstance(state, dict) or not isinstance(self._objects[name], dict):
+            return None, [], [_reason(state, path)]
+        kept, reasons = {}, []
+        for key, item in state.items():
+            try:
+                take_apart({key: item}, stored, path)
+            except UnstorableError:
+                reasons.append(_reason(item, f"{path}[{key!r}]"))
+            else:
+                kept[key] = item
+        return *take_apart(kept, stored, path), reasons
+
+
+def _reason(value: Any, path: str) -> str:
+    """Why a value was left out."""
+    if isinstance(value, LeftOut):
+        return value.reason
+    try:
+        take_apart(value, "x", path)
+    except UnstorableError as error:
+        return f"{error.reason} cannot be stored"
+    except RecursionError:
+        return f"{path} (contains itself) cannot be stored"
+    return f"{path} (with its key) cannot be stored"
+
+
+def left_out_of(document: Mapping[str, Any]) -> list[str]:
+    """All reasons in what `Extras.store` gave."""
+    return [reason for reasons in document["left_out"].values() for reason in reasons]
 
 
 def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> dict[str, Any]:
@@ -216,51 +344,11 @@ def restore_inline(extras: Extras, packed: Mapping[str, Any]) -> ExtrasSnapshot:
         nodes |= tensor_nodes(tree, name)
 
     def read(name: str) -> torch.Tensor:
-        shape, data = packed["tensors"][name]
-        return tensor_over(bytearray(data), dtype_named(nodes[name]["dtype"]), tuple(shape))
+        return tensor_over(
+            bytearray(packed["tensors"][name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"]
+        )
 
     return extras.restore(packed["tree"], read)
-
-
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def _advance(before: Any, now: Any) -> tuple[Any, bool]:
-    """A copy of `now` that shares with `before` (a copy made earlier) what is equal; and whether anything differs."""
-    kind = type(now)
-    if now is before and kind in _ATOMS:
-        return now, False
-    if type(before) is not kind:
-        before = None
-    if kind in _ATOMS:
-        return now, before is None or (now != before and not (now != now and before != before))
-    if kind is list or kind is tuple:
-        pairs = [_advance(old, item) for old, item in zip(before, now, strict=True)] if _as_long(before, now) else None
-        if pairs is None:
-            return kind([_advance(None, item)[0] for item in now]), True
-        if not any(pair[1] for pair in pairs):
-            return before, False
-        return kind([pair[0] for pair in pairs]), True
-    if kind is dict or kind is OrderedDict:
-        known = before if before is not None else {}
-        differs = before is None or len(before) != len(now)
-        result = kind()
-        for key, item in now.items():
-            result[key], moved = _advance(known.get(key), item)
-            differs = differs or moved or key not in known
-        return (result, True) if differs else (before, False)
-    if isinstance(now, torch.Tensor):
-        if before is not None and bytes_equal(before, now.detach()):
-            return before, False
-        return now.detach().clone(), True
-    # Counters, sets and whatever else: either the checkpoint can store it or `store` refused it at the start.
-    if kind in (Counter, set, frozenset) and before == now:
-        return before, False
-    return copy.deepcopy(now), True
-
-
-def _as_long(before: Any, now: Any) -> bool:
-    return before is not None and len(before) == len(now)
 
 
 def _moves(before: Any, now: Any) -> int:
@@ -280,31 +368,6 @@ def _moves(before: Any, now: Any) -> int:
     if isinstance(inner, list) and isinstance(inner_now, list) and len(inner) == len(inner_now):
         return max(map(_moves, inner, inner_now), default=1)
     return 1
-
-
-def _overwrite(target: dict[Any, Any], value: dict[Any, Any]) -> None:
-    """Make `target` equal to `value`; tensors and dicts in it that have the right form stay the same objects."""
-    for key in [key for key in target if key not in value]:
-        del target[key]
-    for key, item in value.items():
-        here = target.get(key)
-        if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
-            if here.shape == item.shape and here.dtype == item.dtype:
-                with torch.no_grad():
-                    here.copy_(item)
-                continue
-        elif type(here) is dict and type(item) is dict:
-            _overwrite(here, item)
-            continue
-        target[key] = item
-
-
-def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits (a NaN equals itself)."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    views = bytes_of(one.cpu().contiguous()), bytes_of(other.cpu().contiguous())
-    return views[0] is not None and views[1] is not None and views[0] == views[1]
 
 
 def _steps_without_argument(target: Any) -> bool:

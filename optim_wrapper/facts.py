@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 
+from lastwords.optim_wrapper.ddp_private import find_ddp
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 
 _COMPARED = {
@@ -21,6 +22,7 @@ _COMPARED = {
     "default_dtype": "default dtype",
     "deterministic": "torch.use_deterministic_algorithms",
     "matmul_precision": "float32 matmul precision",
+    "compiled": "torch.compile",
     "ddp": "options of DistributedDataParallel",
     "optimizer": "optimizer and its implementation",
     "backend": "process group backend",
@@ -39,6 +41,7 @@ def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend:
         "default_dtype": str(torch.get_default_dtype()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),
+        "compiled": is_compiled(model),
         "ddp": ddp_options(model),
         "optimizer": optimizer_options(optimizer),
         "backend": backend,
@@ -46,12 +49,22 @@ def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend:
     }
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the model or a module in it was compiled: its kernels make their sums in another order."""
+    return any(
+        isinstance(getattr(module, "_orig_mod", None), torch.nn.Module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
 def ddp_options(model: torch.nn.Module) -> dict[str, Any]:
     """Constructor options of a DistributedDataParallel model that change its sums; empty for other models."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    ddp = find_ddp(model)
+    if ddp is None:
         return {}
     return {
-        name: getattr(model, name)
+        name: getattr(ddp, name)
         for name in (
             "bucket_bytes_cap",
             "broadcast_buffers",
@@ -59,7 +72,7 @@ def ddp_options(model: torch.nn.Module) -> dict[str, Any]:
             "gradient_as_bucket_view",
             "static_graph",
         )
-        if isinstance(getattr(model, name, None), bool | int)
+        if isinstance(getattr(ddp, name, None), bool | int)
     }
 
 

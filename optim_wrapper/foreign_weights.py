@@ -13,6 +13,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.meta_forms import require_version
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.state_restore import Reading, fill_group, mismatch_text, saved_and_here, stored_shape
 from lastwords.optim_wrapper.state_view import UnitView
@@ -30,6 +31,7 @@ class ForeignWeights(Reading):
         self, view: UnitView, unit: str, names: Iterable[str], specs: Iterable[TensorSpec], meta: Mapping[str, Any]
     ) -> None:
         super().__init__()
+        require_version(meta, f"unit {unit}")
         every = view.all_names()
         here = every.parameters
         saved = {spec.name: spec for spec in specs}
@@ -50,7 +52,8 @@ class ForeignWeights(Reading):
         self._groups: list[tuple[dict[str, Any], Tree]] = []
         number_of = {name: number for number, group in enumerate(every.groups) for name in group}
         for group_names, tree in zip(meta["group_parameters"], meta["groups"], strict=True):
-            group = view.optimizer.param_groups[number_of[group_names[0]]] if group_names[0] in number_of else None
+            number = number_of.get(group_names[0]) if group_names else None
+            group = None if number is None else view.optimizer.param_groups[number]
             if group is not None:
                 self._groups.append((group, tree))
                 for stored, leaf in tensor_nodes(tree, "hyperparameters").items():

@@ -27,7 +27,8 @@ from lastwords.processor.saver import Position
 
 _log = logging.getLogger(__name__)
 
-START = Position(1, 0)
+NAMELESS = Position(0, 0)
+"""What goes through the gate where the loop names no steps."""
 
 _LOOKS_BETWEEN_CLOCKS = 64
 """The clock is read once in so many looks at a gate that is not passed yet."""
@@ -60,7 +61,7 @@ class Gate:
         self._values = torch.zeros(4, dtype=torch.int64)
         self._work: Any = None
         self._step = 0
-        self._position = START
+        self._position = NAMELESS
         self._looks = 0
         self._since_mono_s = 0.0
         self._noticed = False
@@ -71,13 +72,14 @@ class Gate:
         """The gate's own gloo group, with every rank in it; free for others while no gate is under way."""
         return self._group
 
-    def enter(self, step: int, position: Position = START) -> None:
+    def enter(self, step: int, position: Position | None = None) -> None:
         """This rank's gradients of `step` are final, or there is no update in it. Returns at once.
 
         position: what the loop calls the step, or, if it says that at the step's end, what it called the last one.
+        Only names that the loop has said are compared; None: it has said none.
         """
-        self._step, self._position = step, position
-        place = _place(position)
+        self._step, self._position = step, position or NAMELESS
+        place = _place(self._position)
         self._values[0] = step
         self._values[1] = step * step
         self._values[2] = place
@@ -188,7 +190,7 @@ class GatedStep:
     """
 
     def __init__(
-        self, gate: Gate, agent: Agent, tentative: Callable[[], None], position: Callable[[], Position]
+        self, gate: Gate, agent: Agent, tentative: Callable[[], None], position: Callable[[], Position | None]
     ) -> None:
         self._gate = gate
         self._agent = agent

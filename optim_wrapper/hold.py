@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-_COLLECTIVE = re.compile(
-    r"gloo|nccl|\bucc\b|\bmpi\b|ProcessGroup|Connection (closed|reset|refused)|Broken pipe|TCPStore|"
-    r"peer (closed|reset)|recvValue|sendBytes|work.*timed? ?out",
-    re.IGNORECASE,
-)
+_BACKEND = re.compile(r"\bgloo\b|\bNCCL|\bucc\b|\bmpi\b|ProcessGroup|TCPStore|recvValue|sendBytes")
+"""What torch's backends call themselves in the RuntimeErrors that they raise, mostly in the path of a source file."""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -28,19 +25,28 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def is_collective_error(error: BaseException) -> bool:
     """Whether an exception looks like the echo of a peer's death: it came out of a collective.
 
-    torch raises plain RuntimeError for most gloo failures, so the text has to decide.
+    torch raises a plain RuntimeError for most failures of gloo, also out of autograd's engine, where no frame tells:
+    there the words decide, but only those of a backend. Words that any socket says ("Connection reset", "timed out")
+    prove nothing: a user's own client says them too.
 
     >>> is_collective_error(RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection closed by peer"))
     True
-    >>> is_collective_error(ValueError("loss is not finite"))
+    >>> is_collective_error(ConnectionResetError(104, "Connection reset by peer"))
     False
     """
-    for link in _chain(error):
-        if isinstance(link, dist.DistError):
-            return True
-        if isinstance(link, RuntimeError | ConnectionError | TimeoutError) and _COLLECTIVE.search(str(link)):
-            return True
-    return False
+    return any(
+        isinstance(link, dist.DistError)
+        or (type(link) is RuntimeError and _BACKEND.search(str(link)) is not None)
+        or (isinstance(link, ConnectionError | TimeoutError) and _raised_by_torch_distributed(link))
+        for link in _chain(error)
+    )
+
+
+def _raised_by_torch_distributed(error: BaseException) -> bool:
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and innermost.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")
 
 
 def one_line(error: BaseException, chars_max: int = 300) -> str:
@@ -58,10 +64,13 @@ def exit_code_of(error: BaseException) -> int:
 
     >>> exit_code_of(ValueError("x")), exit_code_of(SystemExit(3)), exit_code_of(SystemExit("no such file"))
     (1, 3, 1)
+    >>> exit_code_of(SystemExit(-1)), exit_code_of(SystemExit(256))
+    (255, 0)
     """
     if not isinstance(error, SystemExit):
         return 1
-    return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+    # The system keeps eight bits of it.
+    return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 class ExceptHook:

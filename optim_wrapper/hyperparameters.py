@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from lastwords.checkpoint.part import UnitEntry
+from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.saved_state import MOVED_BY_SCHEDULERS
+from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -49,10 +50,16 @@ def align(groups: list[dict[str, Any]], entries: Mapping[str, UnitEntry], restor
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be stored without a tensor."""
+    """What can be stored without a tree of tensors."""
     found = {}
     for key, value in group.items():
-        if key != "params" and not take_apart(value, key, f"param_groups[...][{key!r}]")[1]:
+        if key == "params":
+            continue
+        try:
+            tree, _ = take_apart(value, key, f"param_groups[...][{key!r}]")
+        except UnstorableError:
+            continue
+        if "plain" in tree:
             found[key] = value
     return found
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -27,7 +29,7 @@ class Options:
     gate: "auto" makes a gate where one is needed; "existing" says that the loop has a collective of its own with the
     gate's property (every rank enters it when its gradients are final, and no rank updates before all have).
     verify_every: compare the replicas every so many steps, 0: only when the loop begins. local_copy: keep a copy of the
-    last step's state in host memory.
+    last step's state in host memory; with LBFGS always.
     """
 
     gate: GateMode = "auto"
@@ -43,6 +45,11 @@ class Options:
             )
         if not isinstance(self.local_copy, bool):
             raise ConfigError(f"local_copy must be True or False, not {self.local_copy!r}")
+
+    def suited_to(self, optimizers: Sequence[OptTFTWrapper]) -> Options:
+        """With what these optimizers need. LBFGS runs backward passes, collectives and all, on weights half-way."""
+        needed = any(isinstance(wrapper.inner, torch.optim.LBFGS) for wrapper in optimizers)
+        return replace(self, local_copy=True) if needed and not self.local_copy else self
 
 
 def wrappers_of(optimizer: OptTFTWrapper | Sequence[OptTFTWrapper]) -> tuple[OptTFTWrapper, ...]:

@@ -10,30 +10,34 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
+from lastwords.controller.timeline import recorded_exit
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.process_id import this_process
 from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.optim_wrapper import startup
 from lastwords.optim_wrapper.config import Config
+from lastwords.optim_wrapper.hold import exit_code_of
 from lastwords.optim_wrapper.source import TrainerSource
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import EXIT_SAVED, UNWIND_S, Departure
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, Departure
 from lastwords.processor.ring import HostRing
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
-from lastwords.transport import host_port
-from lastwords.vocabulary import UNIT_REPLICATED, Hello, Stand
+from lastwords.transport import host_port, start_of
+from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Stand
 
 _log = logging.getLogger(__name__)
 
@@ -53,20 +57,24 @@ class Protection:
         self._make_source = make_source
         self._units = units
         self._agreement: startup.Agreement | None = None
-        self._departure = Departure(world.rank)
+        self._departure = Departure(world.rank, self._recorded_exit)
         self._agent: Agent | None = None
         self._session: Session | None = None
         self._life: LifeLine | None = None
         self._ring: HostRing | None = None
         self._signals: SignalGuard | None = None
-        self.closed = False
+        self._closed = False
+        self._pid = os.getpid()
 
     # ------------------------------------------------------------------ life
 
-    def start(self, settings: dict[str, Any]) -> None:
-        """Everything up to "all ranks are registered". Raises a LastWordsError with what to do; nothing stays then."""
+    def start(self, settings: dict[str, Any], checkpoint_bytes: int = 0) -> None:
+        """Everything up to "all ranks are registered". checkpoint_bytes: about how large a checkpoint will be.
+
+        Raises a LastWordsError with what to do; nothing stays then.
+        """
         refuse_watchdog()
-        self._agreement = agreement = startup.agree(self._world, self._config, settings)
+        self._agreement = agreement = startup.agree(self._world, self._config, settings, checkpoint_bytes)
         try:
             self._start(agreement)
         except BaseException:
@@ -75,27 +83,29 @@ class Protection:
 
     def _start(self, agreement: startup.Agreement) -> None:
         config, rank = self._config, self._world.rank
-        paths.make_job_dir(agreement.job, agreement.generation)
+        paths.make_job_dir(agreement.job, agreement.generation, agreement.nonce)
         try:
-            self._life = LifeLine.create(paths.life_path(agreement.job, agreement.generation, rank))
+            self._life = LifeLine.create(paths.life_path(agreement.job, agreement.generation, rank, agreement.nonce))
         except UnavailableError as error:
             _log.info("%s", error)
         process = this_process(secrets.token_hex(8))
         core = ProcessorCore(rank, agreement.generation, 0, config.processor)
-        roots = (config.ckpt_save_path, *([config.fallback_path] if config.fallback_path else []))
         agent = self._agent = Agent(
             core,
             hello=lambda stand: Hello(rank, agreement.generation, self._world.size, process, self._units, stand),
-            saver=SaverSpec(rank, agreement.job, roots, self._make_source(self.box_path)),
+            saver=SaverSpec(rank, agreement.job, tuple(config.roots), self._make_source(self.box_path)),
             departure=self._departure,
             on_incident=self._on_incident,
+            pass_on=lambda number: signals.pass_on(number),
+            hand_back=lambda: signals.hand_back(),
         )
-        self._signals = SignalGuard(agent.on_signal)
-        self._signals.install()
+        signals = self._signals = SignalGuard(agent.on_signal)
+        signals.install()
         address = host_port(config.ctrl_ip, config.ctrl_port)
         session = self._session = Session(
             address,
             agreement.token,
+            start_of(agreement.job, agreement.generation),
             rank,
             on_order=agent.on_order,
             on_up=agent.on_session_up,
@@ -111,13 +121,14 @@ class Protection:
                 f"{config.ctrl_rank_id} runs it: check that ctrl_ip={config.ctrl_ip!r} is an address of that rank's "
                 f"host and that port {config.ctrl_port} is open between the hosts"
             )
-        if not agent.wait_until(lambda: agent.welcomed, config.start_timeout_s + 5.0):
-            raise UnavailableError(f"not all ranks registered with the controller within {config.start_timeout_s:g} s")
+        start_timeout_s = config.controller.start_timeout_s
+        if not agent.wait_until(lambda: agent.welcomed, start_timeout_s + 5.0):
+            raise UnavailableError(f"not all ranks registered with the controller within {start_timeout_s:g} s")
         self._look_after_host(agreement)
 
     def _look_after_host(self, agreement: startup.Agreement) -> None:
         """Everybody has said Hello, so every rank of this host has its life line."""
-        self._ring = HostRing(self._world.rank, agreement.job, agreement.generation, self.agent.report)
+        self._ring = HostRing(self._world.rank, agreement.job, agreement.generation, self.agent.report, agreement.nonce)
         self._ring.start()
         if self._ring.is_first:
             leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
@@ -130,7 +141,7 @@ class Protection:
         """
         if self.closed:
             return
-        self.closed = True
+        self._closed = True
         if self._signals is not None and self._departure.verdict is None:
             self._signals.uninstall()
         if self._ring is not None:
@@ -141,6 +152,11 @@ class Protection:
             self._life.release()
 
     # ------------------------------------------------------------------ what others need
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is nothing to end here: it has ended, or this process is a child of the one that began."""
+        return self._closed or os.getpid() != self._pid
 
     @property
     def agreement(self) -> startup.Agreement:
@@ -171,7 +187,8 @@ class Protection:
 
     def box_path(self, rank: int) -> Path:
         """Where the black box of a rank of this host is."""
-        return paths.box_path(self.agreement.job, self.agreement.generation, rank)
+        agreement = self.agreement
+        return paths.box_path(agreement.job, agreement.generation, rank, agreement.nonce)
 
     def use_box(self, make: Callable[[Path], BlackBox]) -> None:
         """Write the stand into the box that `make(path)` makes from now on; StorageError if there is no room for it.
@@ -190,31 +207,16 @@ class Protection:
 
     # ------------------------------------------------------------------ the optimizer's hooks (hot path)
 
-    def begin_update(self) -> None:
-        """`ready` and `enter_update` at once."""
-        agent, signals = self._agent, self._signals
-        assert agent is not None
-        assert signals is not None
-        signals.refresh()
-        signals.enter_update()
-        try:
-            agent.begin_update()
-        except BaseException:
-            signals.leave_update()
-            raise
+    @property
+    def hold_signals(self) -> Callable[[], None]:
+        """The gradients are final: no handler raises any more, until `leave_update` or `release_signals`."""
+        assert self._signals is not None
+        return self._signals.enter_update
 
-    def enter_update(self) -> None:
-        """May park; then no signal handler runs until the update is whole."""
-        agent, signals = self._agent, self._signals
-        assert agent is not None
-        assert signals is not None
-        signals.refresh()
-        signals.enter_update()
-        try:
-            agent.enter_update()
-        except BaseException:
-            signals.leave_update()
-            raise
+    def release_signals(self) -> None:
+        """There will be no update."""
+        if self._signals is not None:
+            self._signals.leave_update()
 
     def leave_update(self) -> None:
         """The update is whole; handlers that had to wait run now."""
@@ -222,8 +224,7 @@ class Protection:
         assert agent is not None
         assert signals is not None
         agent.leave_update()
-        signals.leave_update()
-        if signals.pending and not agent.incident_open:
+        if signals.leave_update() and not agent.incident_open:
             signals.run_deferred()
 
     def torn(self, error: BaseException) -> None:
@@ -242,6 +243,18 @@ class Protection:
 
     # ------------------------------------------------------------------ the end
 
+    def _recorded_exit(self) -> Exit | None:
+        """How the job has ended by the controller's record, which is where the checkpoints are. May block."""
+        if self._agreement is None:
+            return None
+        path = self._config.ckpt_save_path / LOG_DIRECTORY / INCIDENTS_FILE
+        return recorded_exit(path, self._agreement.job, self._agreement.generation)
+
+    @property
+    def alone(self) -> bool:
+        """True in a job of one, where there is nobody whose death could be heard of."""
+        return self._world.size == 1
+
     @property
     def refused(self) -> bool:
         """True if the controller did not want this process."""
@@ -256,13 +269,13 @@ class Protection:
     def leaving_by(self, error: SystemExit) -> bool:
         """True if `error` is the exit that the end of an incident asked for."""
         verdict = self._departure.verdict
-        return verdict is not None and error.code == verdict.code
+        return verdict is not None and error.code in (verdict.code, self._departure.exit_code)
 
-    def depart(self, own: bool, code: int) -> None:
+    def depart(self, own: bool, error: BaseException) -> None:
         """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
 
-        own: the exception that leaves the loop is this rank's own, not the echo of another rank's end.
-        code: what that exception makes of the process, see `exit_code_of`.
+        own: `error`, which leaves the loop, is this rank's own, not the echo of another rank's end. An echo of which
+        nobody knows the cause is shown with its traceback all the same.
         """
         if self._departure.refused is not None:
             if own:
@@ -270,23 +283,29 @@ class Protection:
             self._departure.raise_if_refused()
         verdict = self._departure.verdict
         if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
-            self._departure.announce()
-            self._departure.end_within(UNWIND_S, code)
+            self._departure.leave_to_user(error, exit_code_of(error))
             return
+        if verdict is None or verdict.is_cause:
+            self._departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
+            traceback.print_exception(error)  # blocks where the reader of stderr has stopped
         raise self._departure.unwind() from None
 
 
-def refuse_watchdog(environ: dict[str, str] | None = None) -> None:
-    """ConfigError if NCCL's watchdog would kill healthy survivors while their state is being saved.
+def refuse_watchdog(environ: Mapping[str, str] = os.environ) -> None:
+    """ConfigError if NCCL's watchdog would kill healthy survivors, or spoil their state, while it is being saved.
 
-    The variable is read when the process group is made, so it has to be set before.
+    0 is torch's NoHandling. 2, CleanUpOnly, leaves the process alive but aborts the communicator of a collective that
+    hangs: what is queued behind it then runs on what the abort has left in the gradients. The variable is read when a
+    process group is made, so it has to be set before. Source: ErrorHandlingMode in torch's ProcessGroupNCCL.hpp.
     """
-    if not (dist.is_available() and dist.is_initialized()) or "nccl" not in dist.get_backend():
+    if not (dist.is_available() and dist.is_initialized()) or "nccl" not in dist.get_backend_config():
         return
-    value = (dict(os.environ) if environ is None else environ).get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    if value not in ("0", "2"):
+    value = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    if value != "0":
+        aborts = "abort the collective that hangs, and the update behind it would run on rubbish"
+        why = aborts if value == "2" else "kill the healthy ranks before their state is saved"
         raise ConfigError(
-            f"TORCH_NCCL_ASYNC_ERROR_HANDLING is {value} (torch's default is 3): NCCL's watchdog would kill the "
-            "healthy ranks before their state is saved. Set TORCH_NCCL_ASYNC_ERROR_HANDLING=2 in the environment "
-            "before init_process_group, on every rank"
+            f"TORCH_NCCL_ASYNC_ERROR_HANDLING is {value} (torch's default is 3): when a rank dies, NCCL's watchdog "
+            f"would {why}. Set TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in the environment before init_process_group, on "
+            "every rank"
         )

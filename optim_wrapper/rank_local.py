@@ -59,7 +59,7 @@ class RngCapture:
     ) -> None:
         self._streams: list[Stream] = default_streams(devices, fast=fast)
         for name, generator in sorted((generators or {}).items()):
-            self._streams.append(TorchStream(f"generator/{name}", generator))
+            self._streams.append(TorchStream(f"generator/{name}", generator, fast=fast))
         self._takes: dict[int, list[Callable[[], None]]] = {}
         self._numpy = next(stream for stream in self._streams if isinstance(stream, NumpyStream))
         self._told = ""
@@ -143,7 +143,8 @@ class BoxRecorder:
     ) -> None:
         """`box` was made with `regions(captures)` in its layout; `on_reason` hears of each reason that arises later."""
         self.box = box
-        self._captures = tuple(captures)
+        self._captures = tuple(capture for capture in captures if capture.regions)
+        self._slots: dict[int, tuple[SlotKind, int]] = {}
         for capture in self._captures:
             capture.bind(box)
             capture.listen(on_reason or _ignore)
@@ -161,6 +162,11 @@ class BoxRecorder:
         """Take the state at the end of `step` and compare it with the tentative copy."""
         self._record(SlotKind.COMMITTED, step, json_bytes)
         self.box.compare_tentative()
+
+    def slot_of(self, step: int) -> int | None:
+        """Where the copy of `step` is that a reader gets: the committed one if there is one."""
+        found = {kind: slot for slot, (kind, of) in self._slots.items() if of == step}
+        return found.get(SlotKind.COMMITTED, found.get(SlotKind.TENTATIVE))
 
     def epoch_start(self, epoch: int, json_bytes: bytes = b"{}") -> None:
         """Take the random number streams before the first batch of `epoch` is asked for."""
@@ -183,6 +189,7 @@ class BoxRecorder:
         for capture in captures:
             capture.capture(slot)
         box.commit(slot, json_bytes)
+        self._slots[slot] = kind, step
 
 
 def regions(captures: Sequence[Capture]) -> tuple[RegionSpec, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,14 +15,16 @@ import torch
 from lastwords.checkpoint.storable import pack
 from lastwords.optim_wrapper import rank_units
 from lastwords.optim_wrapper.before_collective import BeforeCollective
-from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline
+from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, left_out_of, pack_inline
 from lastwords.optim_wrapper.global_names import Naming
+from lastwords.optim_wrapper.group_copies import GroupCopies
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
-from lastwords.optim_wrapper.state_view import UnitView, copy_groups
+from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.weight_marks import WeightMarks
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.saver import Position
@@ -48,6 +51,7 @@ class StepRecorder:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
         self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner), names=names)
+        self._groups = GroupCopies(self.view.optimizer)
         self.extras = Extras(extras)
         self.local_extras = Extras(local_extras, "local_extras")
         self.buffers = BufferCapture(self.view.model, called=self.view.called)
@@ -55,18 +59,24 @@ class StepRecorder:
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
         self._unchecked = False
+        self._ended_here = 0
+        self._weights = WeightMarks(lambda: self.view.all_names().parameters)
+        self._weights.choose()
+        self._announced: set[str] = set()
         self.reasons: list[str] = []
         self._box: BoxRecorder | None = None
         self._extras_now: ExtrasSnapshot = self.extras.first()
         self._local_now: ExtrasSnapshot = self.local_extras.first()
-        self._position = Position(1, 0)
+        self._position: Position | None = None
+        self._document = b""  # of the step under way
+        self._named: Position | None = None
+        self.names_steps = True
         self._step = 0
         self._has_local_extras = bool(self.local_extras)
         self._hook: BeforeCollective | None = None
         self._paused = False
         self._needs_epoch_start = False
-        self._tentative_document: bytes | None = None
-        self._plain_document: tuple[Position | None, bytes] = None, b""
+        self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
         self._tentative_reasons: list[str] = []
 
     # ------------------------------------------------------------------ life
@@ -92,12 +102,19 @@ class StepRecorder:
         copy: HostCopy | None = None,
     ) -> TrainerSource:
         """The writer's view of this rank."""
-        self.source = TrainerSource(self.units, self.extras, box_path, self.rank_local_buffers, facts, buckets, copy)
+        self.source = TrainerSource(
+            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self._weights
+        )
         return self.source
 
     def rank_local_buffers(self) -> frozenset[str]:
-        """Names of the buffers that live in the black box, and therefore not in the unit."""
+        """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
         return self.buffers.captured
+
+    def buffers_at(self, step: int) -> tuple[frozenset[str], dict[str, str]]:
+        """Names of the buffers that are in no unit of `step`, and why what is saved of some others is not exact."""
+        apart, moved = self.buffers.at(None if self._box is None else self._box.slot_of(step))
+        return (apart if self.units.pure else apart | self.buffers.always), moved
 
     def open(self, path: Path, *, at_gate: bool = False) -> BlackBox:
         """Make the black box; copies go there from now on. at_gate: the gate calls `tentative`, nothing else does."""
@@ -113,22 +130,27 @@ class StepRecorder:
     def begin(
         self,
         step: int,
-        position: Position,
+        position: Position | None,
         *,
         epoch_start: Mapping[str, RegionCopy] | None = None,
         step_regions: Mapping[str, RegionCopy] | None = None,
         needs_epoch_start: bool = False,
     ) -> None:
-        """Training goes on after `step`: put the streams there, and take the copies from which it could start again."""
+        """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
+
+        position: what the loop calls `step`, None if it has no name; with `epoch_start`, the epoch that those are of.
+        """
         self._needs_epoch_start = needs_epoch_start
-        self._plain_document = None, b""
-        if epoch_start and self._box is not None:
+        self._extras_now = self.extras.first(self._extras_now)
+        self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
+        self.buffers.look()
+        if step_regions:
+            self.local_extras.reopen_loaders()
+        if epoch_start and position is not None and self._box is not None:
             self.rng.restore(epoch_start)
             self._box.epoch_start(position.epoch)
         if step_regions:
             self.rng.restore(step_regions)
-        self._extras_now = self.extras.first(self._extras_now)
-        self._local_now = self.local_extras.first(self._local_now)
         self._keep(step, position)
 
     @contextlib.contextmanager
@@ -145,6 +167,10 @@ class StepRecorder:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def forget_box(self) -> None:
+        """In a forked child: the black box is its parent's."""
+        self._box = None
 
     def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None) -> None:
         """How the extras of the run that is resumed have moved so far."""
@@ -163,22 +189,35 @@ class StepRecorder:
     # ------------------------------------------------------------------ each step
 
     @property
-    def position_under_way(self) -> Position:
-        """Epoch and step of the step that has begun."""
+    def position_under_way(self) -> Position | None:
+        """What the loop calls the step that has begun; None until it says so, in a loop of one's own."""
         return self._position
 
+    @property
+    def position_at_gate(self) -> Position | None:
+        """The newest thing that the loop has said: the name of the step that has begun, or else of the last one."""
+        return self._position or self._named
+
     def under_way(self, position: Position) -> None:
-        """The next step is this one."""
+        """The loop calls the next step so."""
         self._position = position
+        self._document = self._document_of(position)
         if self.source is not None:
             self.source.under_way(position)
 
-    def committed(self, step: int, position: Position) -> None:
-        """The end of `step`: everything that may move on from here."""
+    def committed(self, step: int, position: Position | None) -> None:
+        """The end of `step`: everything that may move on from here. position: None if the loop has not named it."""
         self._extras_now = self.extras.ended(self._extras_now)
         if self._has_local_extras:
             self._local_now = self.local_extras.ended(self._local_now)
+        self._ended_here += 1
+        look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
+        if look:
+            self._weights.choose()
+            self.buffers.look()
         self._keep(step, position)
+        if look:
+            self._announce_left_out()
         if self._units is not None and not self._units.pure:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step
@@ -186,18 +225,50 @@ class StepRecorder:
                 self._units.exclude_buffers(self.rank_local_buffers())
                 self._units.check()
 
-    def _keep(self, step: int, position: Position) -> None:
+    def _announce_left_out(self) -> None:
+        """A look at all of the optimizer's state, which costs microseconds a parameter."""
+        for reason in self.view.left_out():
+            if reason not in self._announced:
+                self._announced.add(reason)
+                _log.warning("%s, so it is left out of what is saved, and a resume is not exact", reason)
+
+    def _announce_late_change(self, tentative: ExtrasSnapshot) -> None:
+        """Said once: from here on, a rank that is killed between its update and the end of its step is not exact."""
+        if self._tentative_reasons:
+            return
+        names = [
+            name for name in tentative.states if self._alone(tentative, name) != self._alone(self._local_now, name)
+        ]
+        which = ", ".join(f"local_extras[{name!r}]" for name in names) or "local_extras"
+        self._tentative_reasons = [f"{which} changed between the forward pass and the end of a step"]
+        self._say_reasons()
+        _log.warning(
+            "%s changed between the forward pass and the end of step %s: where a rank is killed in between, the resume "
+            "is not exact; change it before the forward pass, or after the step's end",
+            which,
+            self._step,
+        )
+
+    def _alone(self, snapshot: ExtrasSnapshot, name: str) -> bytes:
+        states = {name: snapshot.states[name]}
+        return self._local(dataclasses.replace(snapshot, states=states, regular=frozenset(), moved=frozenset()))
+
+    def _keep(self, step: int, position: Position | None) -> None:
+        named_before = position is not None and position == self._position
+        ended = self._document if named_before else self._document_of(position)
         self._step = step
-        self._position = position
+        self._position = None
+        self._named = position or self._named
+        # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
+        self._document = b"" if self._needs_epoch_start else self._document_of(None)
         if self._box is not None:
-            document = self._document(position, self._local_now)
-            self._box.committed(step, document)
-            if self._has_local_extras and self._tentative_document not in (None, document):
-                self._tentative_reasons = ["local_extras change between the forward pass and the end of a step"]
-                self._say_reasons()
-            self._tentative_document = None
+            local = self._local(self._local_now) if self._has_local_extras else b""
+            self._box.committed(step, ended + local + b"}")
+            if self._tentative_local is not None and self._tentative_local[1] != local:
+                self._announce_late_change(self._tentative_local[0])
+            self._tentative_local = None
         if self.source is not None:
-            self.source.committed(Snapshot(step, position, copy_groups(self.view.optimizer), self._extras_now))
+            self.source.committed(Snapshot(step, position, self._groups.take(), self._extras_now))
 
     def epoch_start(self, epoch: int) -> None:
         """The random number streams before the first batch of `epoch` is asked for."""
@@ -207,30 +278,30 @@ class StepRecorder:
     def tentative(self) -> None:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
-            local = self.local_extras.ended(self._local_now) if self._has_local_extras else self._local_now
-            self._tentative_document = document = self._document(self._position, local)
-            self._box.tentative(self._step + 1, document)
+            local = b""
+            if self._has_local_extras:
+                extras = self.local_extras.ended(self._local_now)
+                local = self._local(extras)
+                self._tentative_local = extras, local
+            self._box.tentative(self._step + 1, (self._document or self._document_of(self._position)) + local + b"}")
 
     def _say_reasons(self) -> None:
         assert self._box is not None
         facts = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons}
         self._box.box.set_facts(json.dumps(facts).encode())
 
-    def _document(self, position: Position, local: ExtrasSnapshot) -> bytes:
-        if not self._has_local_extras:
-            if position == self._plain_document[0]:
-                return self._plain_document[1]  # the tentative copy's: it is the same step
-            document = b'{"epoch":%d,"step":%d,"needs_epoch_start":%s}' % (
-                position.epoch,
-                position.step,
-                b"true" if self._needs_epoch_start else b"false",
-            )
-            self._plain_document = position, document
-            return document
-        members = {
-            "epoch": position.epoch,
-            "step": position.step,
-            "needs_epoch_start": self._needs_epoch_start,
-            "local_extras": pack(pack_inline(self.local_extras, local), "local_extras"),
-        }
-        return json.dumps(members).encode()
+    def _document_of(self, position: Position | None) -> bytes:
+        """What the box says of a step that the loop calls so, without what is rank-local, and without its end."""
+        ahead = b"true" if self._needs_epoch_start else b"false"
+        if position is not None:
+            return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s' % (*position, ahead)
+        # What the loop called the last step: null if no step has ended, nothing if it gives no names.
+        after = b"[]" if not self.names_steps else b"null" if self._named is None else b"[%d,%d]" % self._named
+        return b'{"epoch":null,"step":null,"after":%s,"needs_epoch_start":%s' % (after, ahead)
+
+    def _local(self, local: ExtrasSnapshot) -> bytes:
+        inline = pack_inline(self.local_extras, local)
+        members: dict[str, Any] = {"local_extras": pack(inline, "local_extras")}
+        if inline["tree"]["left_out"]:
+            members["reasons"] = left_out_of(inline["tree"])
+        return b",%s" % json.dumps(members).encode()[1:-1]

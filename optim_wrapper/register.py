@@ -7,14 +7,13 @@ import logging
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper import ddp_buckets, own_loop, switch
+from lastwords.optim_wrapper import ddp_buckets, forks, own_loop, switch
 from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
@@ -27,34 +26,18 @@ from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
+from lastwords.optim_wrapper.resume_point import ResumePoint
 from lastwords.optim_wrapper.source import TrainerSource
 from lastwords.optim_wrapper.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.training_hooks import LoopEvents
 from lastwords.optim_wrapper.world import World, next_prefix, restart_count, tells_the_others
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import RegionCopy
-from lastwords.processor.core import ProcessorOptions
 from lastwords.processor.saver import Position
 from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import Phase
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """Where a resumed run stands: `step` of `epoch` (both 1-based) was the last one done, `global_step` in all.
-
-    exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
-    In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
-    """
-
-    epoch: int
-    step: int
-    global_step: int
-    exact: bool = True
-    reasons: tuple[str, ...] = ()
-    path: str = ""
 
 
 class TFTRegister:
@@ -107,11 +90,11 @@ class TFTRegister:
             raise ConfigError(
                 f"model must be the torch.nn.Module that the loop calls (DDP included), not a {type(model).__name__}"
             )
-        self._options = Options(gate, verify_every, local_copy)
-        if local_copy:
-            self._config = dataclasses.replace(self._config, processor=ProcessorOptions(has_copy=True))
-        self._model = model
         self._optimizers = wrappers_of(optimizer)
+        self._options = Options(gate, verify_every, local_copy).suited_to(self._optimizers)
+        if self._options.local_copy:
+            self._config = self._config.with_copy()
+        self._model = model
         self._declared = declared_units(units)
         self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names)
         self._buckets = ddp_buckets.BucketOrder.observe(model)
@@ -124,7 +107,7 @@ class TFTRegister:
         self._common: CommonStep | None = None
         self._begun = False
         self._global_step = 0
-        self._position = Position(1, 0)
+        self._position: Position | None = None
         self._resumes = 0
 
     # ------------------------------------------------------------------ life
@@ -150,7 +133,7 @@ class TFTRegister:
             world, self._recorder, self._optimizers, self._declared, self._options, self._config
         )
         protection = Protection(self._config, world, self._make_source, common.units.names)
-        protection.start(self._settings())
+        protection.start(self._settings(), common.checkpoint_bytes)
         self._protection = protection
         try:
             protection.use_box(lambda path: self._recorder.open(path, at_gate=common.gate is not None))
@@ -161,6 +144,7 @@ class TFTRegister:
             self._close()
             raise
         self._excepthook.install()
+        forks.watch(self)
 
     def stop(self) -> None:
         """The loop is over on this rank: wait until it is over on all of them, then end the protection."""
@@ -176,9 +160,8 @@ class TFTRegister:
         if protection is None or protection.closed:
             return False
         clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
-        if not clean or protection.leaving:
-            if error is not None:
-                self._hold(error)
+        if error is not None and (not clean or protection.leaving):
+            self._hold(error)
             return False
         try:
             if self._common is not None and protection.stand.phase is Phase.UPDATING:
@@ -199,74 +182,96 @@ class TFTRegister:
         protection = self._protection
         if protection is None or protection.closed:
             return
-        own = not is_collective_error(error)
+        own = protection.alone or not is_collective_error(error)
         protection.raised(one_line(error), not own)
         self._close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
-            protection.depart(own, exit_code_of(error))
+            protection.depart(own, error)
 
     def _close(self) -> None:
+        self._detach()
+        if self._protection is not None:
+            self._protection.close()
+
+    def _detach(self) -> None:
         self._excepthook.uninstall()
         for wrapper in self._optimizers:
             wrapper.detach()
         self._recorder.close()
-        if self._protection is not None:
-            self._protection.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, which is not protected and answers for nobody; see `forks`."""
+        self._detach()
+        self._recorder.forget_box()
+        forks.inherited(self._protection)
+        self._protection = None
 
     # ------------------------------------------------------------------ resume
+
+    @property
+    def restarted(self) -> bool:
+        """Whether a launcher starts this very job again (torchrun with --max-restarts); the same on all ranks.
+
+        Unlike TORCHELASTIC_RESTART_COUNT, which each node counts for itself. Known once started.
+        """
+        return restart_count() > 0 if self._protection is None else self._protection.agreement.restarted
 
     def resume(self, missing_ok: bool | None = None) -> ResumePoint | None:
         """Go on from the newest complete checkpoint below ckpt_save_path; call it before the loop, on all ranks.
 
         Weights, buffers, optimizer, extras and random number streams are restored here, the data position when the
         loop begins. Raises IncompleteError if there is no checkpoint; with missing_ok=True returns None instead, and
-        so it does by itself in workers that torchrun has restarted, which take only checkpoints of their own job. What
-        another world size or parallel layout has saved is put together anew while it is read; that is never `exact`.
+        so it does by itself where `restarted`: then, and where LASTWORDS_JOB names the job, only its own checkpoints
+        count, and those from which it has resumed, and ConfigError says that there are only others. What another world
+        size or parallel layout has saved is put together anew while it is read; that is never `exact`.
         Raises MismatchError if it is of another model or optimizer, FormatError if it is damaged: do not train then.
         """
         if self._world is None:
             raise ConfigError("resume() has to be called inside `with tft:` (or after tft.start())")
         if self._begun or self._global_step:
             raise ConfigError("resume() has to be called before the training loop begins")
+        agreed = self._protection.agreement if self._protection else None
         if not self._enabled:
             self._recorder.agree_units(self._world, next_prefix(), self._declared)
-        restarted = restart_count() > 0
         self._resumes += 1
-        protection = self._protection
         resumed = resume_from(
-            [path for path in (self._config.ckpt_save_path, self._config.fallback_path) if path is not None],
+            self._config.roots,
             self._world,
             self._recorder,
             self._facts,
-            key=f"{protection.agreement.prefix if protection else next_prefix()}/resume/{self._resumes}",
-            only_job=protection.agreement.job if restarted and protection else None,
-            missing_ok=restarted if missing_ok is None else missing_ok,
+            key=f"{agreed.prefix if agreed else next_prefix()}/resume/{self._resumes}",
+            agreed=agreed,
+            missing_ok=self.restarted if missing_ok is None else missing_ok,
+            named=bool(self._config.job),
         )
         if resumed is None:
             return None
         self._resumed = resumed
         self._global_step = resumed.global_step
-        self._position = Position(resumed.epoch, resumed.step)
+        self._position = resumed.position
         self._recorder.begin(resumed.global_step, self._position, step_regions=resumed.regions)
-        self._recorder.under_way(Position(resumed.epoch, resumed.step + 1))
         self._recorder.not_exact(resumed.reasons)
-        point = ResumePoint(
-            resumed.epoch,
-            resumed.step,
-            resumed.global_step,
-            exact=not resumed.reasons,
-            reasons=tuple(resumed.reasons),
-            path=str(resumed.path),
-        )
+        reasons = tuple(resumed.reasons)
+        epoch, step = resumed.position or (None, None)
+        point = ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path))
         if self._world.rank == 0:
-            _log.info("resumed after step %s from %s", point.global_step, point.path)
-            for reason in point.reasons:
-                _log.warning("not exact, because %s", reason)
-            own_loop.look_at_first_forward(self._model, self._recorder.rng, point.global_step, self._is_own_loop)
+            at = resumed.global_step
+            own_loop.look_at_first_forward(self._model, self._recorder.rng, at, lambda: self._steps is None)
         return point
 
-    def _is_own_loop(self) -> bool:
-        return self._steps is None
+    def restore_streams(self) -> None:
+        """In a resumed loop of one's own: put the random streams back to where `resume()` found them.
+
+        For right before the first step, after whatever draws on the way there: building a DataLoader's iterator, say,
+        and fetching the batches that were done. Does nothing where there is nothing to put back: no checkpoint, or one
+        without this rank's streams, and `ResumePoint.reasons` has said so. ConfigError in `steps()`, which does it by
+        itself, and once a step has ended.
+        """
+        if self._world is None or self._steps is not None or self._begun:
+            raise ConfigError("restore_streams() is for loops of one's own, between resume() and their first step")
+        if self._resumed is not None and self._resumed.regions:
+            regions = own_loop.without_the_loaders(self._resumed.regions)
+            self._recorder.not_exact(self._recorder.rng.restore(regions))
 
     # ------------------------------------------------------------------ the loop
 
@@ -284,7 +289,7 @@ class TFTRegister:
         self._begun = True
         resumed = self._resumed
         carried, why = None, ""
-        if resumed is not None:
+        if resumed is not None and resumed.position is not None:
             carried, why = carry(resumed.facts, resumed.epoch, resumed.step, loader, accumulate, self._world.size)
         steps = self._steps = Steps(
             loader,
@@ -296,6 +301,7 @@ class TFTRegister:
             show_progress=self._world.rank == 0,
             carried=carried,
             not_carried=why,
+            placed=resumed is not None and bool(resumed.regions) and loader in self._recorder.local_extras,
         )
         self._facts["data"] = {**steps.facts(), "world_size": self._world.size}
         self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
@@ -321,16 +327,16 @@ class TFTRegister:
         """True if the batch in hand is the last one of its step: the one after which the optimizer updates."""
         return self._steps is None or self._steps.ends_step
 
-    def step_end(self, epoch: int, step: int) -> None:
-        """In a loop of one's own: global step (epoch, step) is over, whether or not the optimizer updated in it.
+    def step_end(self, epoch: int | None = None, step: int | None = None) -> None:
+        """In a loop of one's own: the step is over, whether or not the optimizer updated in it.
 
-        Call it once a step on every rank, after everything that belongs to the step. Counts from 1. ConfigError
-        inside `steps`, which does it by itself.
+        Call it once a step on every rank, after everything that belongs to the step. epoch, step: what the loop calls
+        it, both counted from 1, or neither; `resume()` gives them back. They have to be the same on every rank.
+        ConfigError inside `steps`, which does it by itself.
         """
         if self._steps is not None:
             raise ConfigError("step_end() is for loops of one's own; steps() ends each step by itself")
-        if type(epoch) is not int or type(step) is not int or epoch < 1 or step < 1:
-            own_loop.refuse_position(epoch, step)
+        position = own_loop.named(epoch, step)
         if self._world is None:
             raise ConfigError("step_end() has to be called inside `with tft:` (or after tft.start())")
         if not self._begun:
@@ -338,8 +344,8 @@ class TFTRegister:
         if self._protection is None:
             self._global_step += 1
             return
-        self._end_step(Position(epoch, step))
-        self._recorder.under_way(Position(epoch, step + 1))
+        self._recorder.names_steps = position is not None
+        self._end_step(position)
 
     # ------------------------------------------------------------------ inside
 
@@ -347,11 +353,12 @@ class TFTRegister:
         """A loop of the user's own begins with its first optimizer step or step_end."""
         if not self._begun:
             self._begun = True
+            self._recorder.not_exact([] if self._resumed is None else own_loop.left_to_the_loop(self._resumed.regions))
             if self._protection is not None and self._common is not None:
                 self._common.compare("before the first step")
                 self._protection.agent.begin_loop(0, 0, self._global_step)
 
-    def _end_step(self, position: Position) -> None:
+    def _end_step(self, position: Position | None) -> None:
         self._global_step += 1
         common = self._common
         if self._protection is None or common is None:
@@ -372,20 +379,12 @@ class TFTRegister:
         return ResumeAt(resumed.epoch, resumed.step, back_to(resumed.epoch_start), back_to(resumed.regions))
 
     def _settings(self) -> dict[str, Any]:
-        config = self._config
-        return {
-            "ctrl_rank_id": config.ctrl_rank_id,
-            "ctrl_ip": config.ctrl_ip,
-            "ctrl_port": config.ctrl_port,
-            "ckpt_save_path": str(config.ckpt_save_path),
-            "fallback_path": str(config.fallback_path),
-            "data": config.data,
-            "gate": self._options.gate,
-            "verify_every": self._options.verify_every,
-            "local_copy": self._options.local_copy,
-            "optimizers": len(self._optimizers),
-            "world_size": self._world.size if self._world is not None else 0,
-        }
+        names = ("ctrl_rank_id", "ctrl_ip", "ctrl_port", "ckpt_save_path", "fallback_path", "data", "job")
+        given = {name: getattr(self._config, name) for name in names}
+        written = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+        size = 0 if self._world is None else self._world.size
+        options = dataclasses.asdict(self._options)
+        return {**written, **options, "optimizers": len(self._optimizers), "world_size": size}
 
     def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
         # Where ranks hold different units their buckets may differ too: each unit has its own writer's.

@@ -10,7 +10,7 @@ What every shard has a copy of: scalars (`step`). Any other shape of state is un
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import torch
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.meta_forms import META_VERSION, require_version
 from lastwords.checkpoint.reshard_plan import Divided, Slice, check_shards, slices_for
 from lastwords.checkpoint.saved_state import MOVED_BY_SCHEDULERS, Group, Saved, join, options_of, renumbered
-from lastwords.checkpoint.saved_units import units_of
+from lastwords.checkpoint.saved_units import SavedUnit
 from lastwords.checkpoint.state_trees import leaves, renamed
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
-from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
+from lastwords.optim_wrapper.state_view import Names, UnitView
 from lastwords.optim_wrapper.tensor_tree import Tree
 from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
 from lastwords.sharding.pieces import Members, UnitTable
@@ -50,13 +51,6 @@ class VirtualUnit:
     slices: Mapping[str, tuple[Slice, ...]]
 
 
-def saved_names(manifest: Manifest) -> set[str]:
-    """Names of all saved parameters and buffers."""
-    return {
-        name for entry in manifest.units.values() for kind in ("parameters", "buffers") for name in entry.meta[kind]
-    }
-
-
 def fits_as_it_is(manifest: Manifest, table: UnitTable, rank: int, view: UnitView) -> bool:
     """Whether the checkpoint is of this very layout (or of replicas, however many), as far as this rank can tell.
 
@@ -67,11 +61,13 @@ def fits_as_it_is(manifest: Manifest, table: UnitTable, rank: int, view: UnitVie
     if manifest.moved or manifest.units.keys() != table.units.keys():
         return False
     every = view.all_names().parameters
-    for unit, entry in manifest.units.items():
-        if not table.pure and tuple(entry.meta.get("holders", range(manifest.world_size))) != table.units[unit]:
+    for unit in manifest.units:
+        if not table.pure and manifest.holders_of(unit) != table.units[unit]:
             return False
         if rank not in table.units[unit]:
             continue
+        entry = manifest.units[unit]  # of a large checkpoint only what this rank holds is read
+        require_version(entry.meta, f"unit {unit}")
         mine = table.mine.get(unit, Members()).parameters
         if not table.pure and entry.meta["parameters"].keys() != set(mine):
             return False  # stages that were cut elsewhere, between the same ranks
@@ -96,15 +92,15 @@ def _moments(state: Tree | None, parameter: TensorSpec) -> list[Tree]:
 
 
 class Resharded:
-    """All saved units together, by the names of parameters and buffers.
+    """Saved units together, by the names of parameters and buffers. copies: see `join`.
 
     The constructor raises FormatError where saved units contradict each other, MismatchError where the optimizer's
     state is divided in a way that is not understood.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, units: Sequence[SavedUnit], *, copies: bool) -> None:
         self._path = path
-        self._saved = join(units_of(path, manifest), copies=manifest.moved)
+        self._saved = join(units, copies=copies)
 
     def unit(self, view: UnitView, unit: str, names: Names) -> VirtualUnit:
         """What `unit` would be in this layout; `names` are its members, as `view.names()` gives them."""

@@ -11,17 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lastwords.checkpoint import load
+from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.errors import CheckpointError, FormatError, IncompleteError, LastWordsError
+from lastwords.checkpoint.reading import damage_told_from_replacement
+from lastwords.checkpoint.storable import unpack
+from lastwords.errors import FormatError
 from lastwords.optim_wrapper import ddp_buckets, hyperparameters
 from lastwords.optim_wrapper.ddp_private import find_ddp
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
+from lastwords.optim_wrapper.own_loop import without_the_loaders
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.reshard import fits_as_it_is
+from lastwords.optim_wrapper.resume_choice import OwnJobs, all_or_none, open_chosen
 from lastwords.optim_wrapper.resume_elsewhere import (
     Resharding,
     reason_of,
@@ -30,16 +35,18 @@ from lastwords.optim_wrapper.resume_elsewhere import (
     take_over,
 )
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
+from lastwords.optim_wrapper.startup import Agreement
 from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
+from lastwords.optim_wrapper.survey import Survey, places_of, survey
 from lastwords.optim_wrapper.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensor_tree import tensor_nodes
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.box_reader import RegionCopy
+from lastwords.processor.saver import Position
+from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _log = logging.getLogger(__name__)
-
-STORE_WAIT_S = 300.0
 
 _OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
 """Facts that another layout changes by its nature; one reason says so."""
@@ -50,7 +57,10 @@ EARLIER_MOVE = "the saved run had been resumed elsewhere itself, and made its su
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a resume has put back, and what the loop still needs: the streams of the epoch's start and of the step."""
+    """What a resume has put back, and what the loop still needs: the streams of the epoch's start and of the step.
+
+    epoch and step are as in the manifest: see `position`.
+    """
 
     path: Path
     job: str
@@ -62,50 +72,10 @@ class Resumed:
     epoch_start: Mapping[str, RegionCopy]
     reasons: list[str] = field(default_factory=list)
 
-
-def choose(roots: list[Path], world: World, key: str, only_job: str | None, missing_ok: bool) -> Path | None:
-    """Newest complete checkpoint, chosen by rank 0 for all ranks.
-
-    IncompleteError if there is none (None with missing_ok), FormatError if there are only unusable ones: to start from
-    the beginning over a damaged checkpoint is nothing that may happen in silence.
-    """
-    if world.rank == 0:
-        word: dict[str, Any]
-        try:
-            found = [path for root in roots if (path := load.latest(root, only_job)) is not None]
-            newest = max(found, key=lambda path: load.open_checkpoint(path).manifest.published_unix_ns, default=None)
-            word = {"path": "" if newest is None else str(newest)}
-            if newest is None and (unusable := _unusable(roots, only_job)):
-                word["unusable"] = unusable
-        except LastWordsError as error:
-            word = {"path": "", "error": str(error)}
-        world.publish(key, word)
-    else:
-        word = world.read(key, STORE_WAIT_S, "rank 0 to choose the checkpoint")
-    if "error" in word:
-        raise FormatError(f"rank 0 cannot tell which checkpoint is the newest: {word['error']}")
-    if word["path"]:
-        return Path(word["path"])
-    if "unusable" in word:
-        raise FormatError(
-            f"no checkpoint can be used: {word['unusable']}. See `lastwords verify PATH`; mend it, or move it "
-            "away to start from the beginning"
-        )
-    if missing_ok:
-        return None
-    where = " or ".join(str(root) for root in roots)
-    whose = f" of job {only_job}" if only_job else ""
-    raise IncompleteError(
-        f"there is no complete checkpoint{whose} in {where}; start without resume (or give missing_ok=True), "
-        "or see what is there with `lastwords latest`",
-        missing=tuple(str(root) for root in roots),
-    )
-
-
-def _unusable(roots: list[Path], only_job: str | None) -> str:
-    """Checkpoints that are there and cannot be used, with the reason of each; "" if there are none."""
-    found = [entry for root in roots for entry in load.scan(root, job=only_job) if entry.status != load.Status.COMPLETE]
-    return "; ".join(f"{entry.path} ({entry.why})" for entry in found)
+    @property
+    def position(self) -> Position | None:
+        """What the loop calls the step that was saved; None if nobody who saved it knew."""
+        return None if self.epoch == EPOCH_UNKNOWN else Position(self.epoch, self.step)
 
 
 def resume_from(
@@ -115,43 +85,37 @@ def resume_from(
     facts_here: Mapping[str, Any],
     *,
     key: str,
-    only_job: str | None,
+    agreed: Agreement | None,
     missing_ok: bool,
+    named: bool = False,
 ) -> Resumed | None:
-    """Restore everything but the data position. See `TFTRegister.resume` for the errors."""
-    path = choose(roots, world, key, only_job, missing_ok)
-    if path is None:
+    """Restore everything but the data position; `named`: the user has given the job its name.
+
+    See `TFTRegister.resume` for the errors.
+    """
+    own = OwnJobs(agreed.job, agreed.jobs) if agreed and (agreed.restarted or named) else None
+    opened = open_chosen(roots, world, key, own, missing_ok)
+    if opened is None:
         return None
-    own: Exception | None = None
-    checkpoint: load.Checkpoint | None = None
-    fits = True
-    try:
-        checkpoint = load.open_checkpoint(path)
+    checkpoint, stamp = opened
+    with all_or_none(world, f"{key}/read"):
         fits = fits_as_it_is(checkpoint.manifest, recorder.units.table, world.rank, recorder.view)
-    except LastWordsError as error:
-        own = error
-    _all_or_none(world, f"{key}/opened", own)
-    assert checkpoint is not None
     elsewhere = world.problem_anywhere(f"{key}/layout", None if fits else "another layout", STORE_WAIT_S) is not None
-    resumed: Resumed | None = None
-    try:
+    with all_or_none(world, f"{key}/restored"), damage_told_from_replacement(checkpoint.path, stamp):
+        surveyed = None
         if elsewhere:
-            nothing_left_over = refuse_left_overs(world, key, checkpoint.manifest, recorder)
+            with all_or_none(world, f"{key}/surveyed"):
+                surveyed = survey(checkpoint.path, checkpoint.manifest, places_of(recorder))
+                nothing_left_over = refuse_left_overs(world, key, surveyed.names, recorder)
             nothing_left_over()
-        resumed = _restore(checkpoint, world, recorder, facts_here, key=key, elsewhere=elsewhere)
-    except LastWordsError as error:
-        own = error
-    _all_or_none(world, f"{key}/restored", own)
+        resumed = _restore(checkpoint, world, recorder, facts_here, key=key, surveyed=surveyed)
+    if world.rank == 0:
+        if agreed and resumed.job not in (agreed.job, *agreed.jobs):
+            starts.note_resumed(roots[0], agreed.generation, resumed.job)
+        _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
+        for reason in resumed.reasons:
+            _log.warning("not exact, because %s", reason)
     return resumed
-
-
-def _all_or_none(world: World, key: str, own: Exception | None) -> None:
-    """An error of one rank is an error on all."""
-    problem = world.problem_anywhere(key, None if own is None else str(own), STORE_WAIT_S)
-    if own is not None:
-        raise own
-    if problem is not None:
-        raise CheckpointError(f"another rank cannot resume, so none does: {problem}")
 
 
 def _restore(
@@ -161,31 +125,40 @@ def _restore(
     facts_here: Mapping[str, Any],
     *,
     key: str,
-    elsewhere: bool,
+    surveyed: Survey | None,
 ) -> Resumed:
-    """elsewhere: some rank's units are not those of the saved run, so the state is put together from slices."""
+    """surveyed: some rank's units are not those of the saved run, so the state is put together from slices."""
     manifest, path = checkpoint.manifest, checkpoint.path
-    moved = elsewhere or manifest.world_size != world.size
-    if moved:
-        taken = take_over(checkpoint, world, key, recorder)
-        local, owner, extras_of = taken.regions, taken.source, taken.extras_of
-        reasons = [reason_of(manifest, world.size), *taken.reasons]
-    else:
-        local, owner, reasons = _local(checkpoint, world.rank)
-        extras_of = owner
+    moved = surveyed is not None or manifest.world_size != world.size
+    with all_or_none(world, f"{key}/taken"):
+        if moved:
+            taken = take_over(checkpoint, world, key, recorder)
+            local, owner, extras_of = taken.regions, taken.source, taken.extras_of
+            reasons = [reason_of(manifest, world.size), *taken.reasons]
+        else:
+            local, owner, reasons = _local(checkpoint, world.rank)
+            extras_of = owner
+        order, amiss = _buckets(manifest, recorder) if surveyed is None else ({}, [])
     reasons += _reasons_of(manifest)
     reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 
-    if not elsewhere:
+    if surveyed is None:
         # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
         rng = recorder.rng.snapshot()
-        order, amiss = _buckets(manifest, recorder)
         with recorder.paused():
             reasons += amiss or ddp_buckets.replay(recorder.model, order)
         recorder.rng.restore(rng)
 
     local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}
-    history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, elsewhere=elsewhere)
+    if surveyed is None:
+        untouched = _changed_elsewhere_only(manifest, recorder.buffers.larger - local_buffers)
+        reasons += [
+            f"rank {world.rank}: the buffer {name!r} had changed on other ranks and not on this one, so no file has "
+            "this one's; it stays as the model was made"
+            for name in sorted(untouched)
+        ]
+        local_buffers |= untouched
+    history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed)
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
     epoch_start = {
@@ -193,11 +166,12 @@ def _restore(
     }
     reasons += recorder.buffers.restore(step_regions)
     if owner == world.rank or (moved and owner >= 0):
-        reasons += recorder.rng.restore(step_regions)
+        reasons += recorder.rng.restore(without_the_loaders(step_regions))
         local_history = None
         packed = manifest.locals[extras_of].meta.get("slot", {}).get("local_extras")
         if packed is not None:
-            local_history = restore_inline(recorder.local_extras, packed)
+            # In the black box it is JSON already, so that in the manifest it is packed twice.
+            local_history = restore_inline(recorder.local_extras, unpack(packed, f"{path}: local_extras"))
     else:
         step_regions, epoch_start, local_history = {}, {}, None
     recorder.history(history, local_history)
@@ -218,15 +192,15 @@ def _reasons_of(manifest: Manifest) -> list[str]:
     """Why the saved run was not exact. What every rank has said is said once, or each resume would multiply it.
 
     >>> from types import SimpleNamespace as N
-    >>> local = N(reasons=("it is resumed by 3 ranks from a checkpoint of 4: ...", "why"))
-    >>> _reasons_of(N(locals={0: local}, reasons=["rank 0: why"])) == [EARLIER_MOVE, "why"]
+    >>> local_reasons = {0: ("it is resumed by 3 ranks from a checkpoint of 4: ...", "why")}
+    >>> _reasons_of(N(local_reasons=local_reasons, reasons=["rank 0: why"])) == [EARLIER_MOVE, "why"]
     True
     """
-    by_rank = [entry.reasons for entry in manifest.locals.values()]
+    by_rank = list(manifest.local_reasons.values())
     by_all = (
         [reason for reason in dict.fromkeys(by_rank[0]) if all(reason in said for said in by_rank)] if by_rank else []
     )
-    lines = {f"rank {rank}: {reason}" for rank in manifest.locals for reason in by_all}
+    lines = {f"rank {rank}: {reason}" for rank in manifest.local_reasons for reason in by_all}
     said = [*by_all, *(str(reason) for reason in manifest.reasons if reason not in lines)]
     earlier = [reason for reason in said if reason.startswith(OF_A_MOVE)]
     # An earlier move is told in the past tense, and once: it says nothing of the ranks that there are now.
@@ -258,8 +232,7 @@ def _restore_units(
     recorder: StepRecorder,
     rank_local_buffers: frozenset[str],
     reasons: list[str],
-    *,
-    elsewhere: bool,
+    surveyed: Survey | None,
 ) -> ExtrasSnapshot:
     """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed.
 
@@ -270,9 +243,11 @@ def _restore_units(
     units.exclude_buffers(rank_local_buffers)
     into: dict[str, Callable[[TensorSpec], memoryview]] = {}
     plans: list[Reading] = []
-    of_extras = entries[UNIT_REPLICATED]
+    of_extras = entries.get(UNIT_REPLICATED)
+    if of_extras is None or "extras" not in of_extras.meta:
+        raise FormatError(f"{checkpoint.path}: no unit has the job's extras; use another checkpoint")
     extras = _ExtraTensors(of_extras.meta["extras"], of_extras.tensors)
-    resharding = Resharding(checkpoint, recorder) if elsewhere else None
+    resharding = Resharding(checkpoint, recorder, surveyed) if surveyed is not None else None
     if resharding is None:
         plans += [RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()]
         plans += [
@@ -288,11 +263,24 @@ def _restore_units(
         resharding.commit()
     for plan in plans:
         plan.commit()
-    if elsewhere or not units.pure:
+    if surveyed is not None and surveyed.optimizer_own:
+        reasons.append("the optimizer's state that is not kept by parameter and name is not moved to another layout")
+    if surveyed is not None or not units.pure:
         groups = recorder.view.optimizer.param_groups
-        used = [*entries] if elsewhere else [*units.views, *units.table.reads]
+        used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
         reasons += hyperparameters.align(groups, entries, used)
     return recorder.extras.restore(of_extras.meta["extras"], extras.read)
+
+
+def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[str]:
+    """Those of `wanted` that other ranks have saved for themselves, and that are in no unit."""
+    of_ranks = {
+        spec.name.split("/", 2)[2].removeprefix("buffer/")
+        for local in manifest.locals.values()
+        for spec in local.tensors
+    }
+    in_units = {name for unit in manifest.units.values() for name in unit.meta.get("buffers", ())}
+    return set(wanted & of_ranks) - in_units
 
 
 def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[str]]:
@@ -332,4 +320,4 @@ class _ExtraTensors:
         return memoryview(self._memory[spec.name])
 
     def read(self, name: str) -> torch.Tensor:
-        return tensor_over(self._memory[name], dtype_named(self._nodes[name]["dtype"]), self.specs[name].shape)
+        return tensor_over(self._memory[name], dtype_named(self._nodes[name]["dtype"]), self._nodes[name]["shape"])

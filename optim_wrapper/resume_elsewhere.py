@@ -28,15 +28,16 @@ from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.reshard import Resharded, VirtualUnit, saved_names
+from lastwords.optim_wrapper.reshard import Resharded, VirtualUnit
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
+from lastwords.optim_wrapper.survey import Survey
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.box_reader import RegionCopy
+from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
-STORE_WAIT_S = 300.0
 _SHOWN_MAX = 8
 _ACCELERATOR = re.compile(r"rng/[a-z]+:\d+")
 
@@ -59,9 +60,9 @@ class Resharding:
     The constructor raises MismatchError, FormatError or IncompleteError, and changes nothing.
     """
 
-    def __init__(self, checkpoint: Checkpoint, recorder: StepRecorder) -> None:
+    def __init__(self, checkpoint: Checkpoint, recorder: StepRecorder, found: Survey) -> None:
         self._checkpoint = checkpoint
-        saved = Resharded(checkpoint.path, checkpoint.manifest)
+        saved = Resharded(checkpoint.path, found.units, copies=checkpoint.manifest.moved)
         self._plans: list[tuple[Reading, VirtualUnit]] = []
         for unit, view in recorder.units.views.items():
             virtual = saved.unit(view, unit, view.names())
@@ -92,14 +93,14 @@ class Resharding:
             plan.commit()
 
 
-def refuse_left_overs(world: World, key: str, manifest: Manifest, recorder: StepRecorder) -> Callable[[], None]:
+def refuse_left_overs(world: World, key: str, saved: Collection[str], recorder: StepRecorder) -> Callable[[], None]:
     """MismatchError, when what it returns is called, for saved tensors that no rank here has a place for.
 
-    Every rank calls this, whatever happens to it afterwards: the others read its word.
+    saved: their names. Every rank calls this, whatever happens to it afterwards: the others read its word.
     """
     names = recorder.view.all_names()
     here = {*names.parameters, *names.buffers, *names.aliases, *names.owners, *recorder.view.exclude_buffers}
-    left = sorted(saved_names(manifest) - here)
+    left = sorted({*saved} - here)
     world.publish(f"{key}/left/{world.rank}", {"left": left})
 
     def check() -> None:
@@ -130,9 +131,9 @@ def source_rank(manifest: Manifest, rank: int) -> int:
     >>> [source_rank(saved, rank) for rank in (0, 1, 6, 7)]
     [0, 0, 2, 3]
     """
-    known = [rank for rank, entry in sorted(manifest.locals.items()) if entry.tensors]
-    own = rank % manifest.world_size
-    return own if own in known else next(iter(known), -1)
+    candidates = (rank % manifest.world_size, *sorted(manifest.locals))
+    # One after the other: of a large checkpoint, each look at an entry reads a writer's part.
+    return next((one for one in candidates if one in manifest.locals and manifest.locals[one].tensors), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Called in the writer's thread while this rank is settled, so neither weights nor
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,18 +14,25 @@ from typing import Any, NamedTuple
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name
 from lastwords.checkpoint.part import LocalState, UnitState
-from lastwords.errors import IncompleteError, LastWordsError
+from lastwords.errors import IncompleteError, LastWordsError, StorageError
 from lastwords.optim_wrapper import hyperparameters
-from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot
+from lastwords.optim_wrapper.device_reader import reader_for
+from lastwords.optim_wrapper.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot, left_out_of
+from lastwords.optim_wrapper.group_copies import copy_groups
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.rank_units import RankUnits
-from lastwords.optim_wrapper.state_view import copy_groups
+from lastwords.optim_wrapper.tensor_bytes import Stage
+from lastwords.optim_wrapper.weight_marks import NO_MARKS, Marks, WeightMarks
 from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 
 _log = logging.getLogger(__name__)
+
+BOX_PAUSES_S = (0.1, 0.4, 1.0)
+"""Before further tries to open a black box: no descriptor or no memory now is no reason to give its content up. Not
+for longer, since the units that this rank has to write wait for it."""
 
 EPOCH_PREFIX = "epoch/"
 """Rank-local tensors of an epoch's start stand under this prefix, beside those of the step itself."""
@@ -34,7 +42,7 @@ class Snapshot(NamedTuple):
     """What may move on after a step has ended, as it was at the end of global step `step`."""
 
     step: int
-    position: Position
+    position: Position | None
     groups: list[dict[str, Any]]
     extras: ExtrasSnapshot
 
@@ -42,8 +50,10 @@ class Snapshot(NamedTuple):
 class TrainerSource:
     """`StateSource` over a live model, optimizer and extras, and the black boxes of this host.
 
+    buffers_at: names of the buffers that are in no unit at a step, and why others are not what they were then.
     buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
-    each step's end, and saved instead of the live state where it is of the step that is asked for.
+    each step's end, and saved instead of the live state where it is of the step that is asked for. weights: marks of
+    weights, by which it is told that something else than the optimizer has written them.
     """
 
     def __init__(
@@ -51,81 +61,108 @@ class TrainerSource:
         units: RankUnits,
         extras: Extras,
         box_path: Callable[[int], Path],
-        rank_local_buffers: Callable[[], frozenset[str]],
+        buffers_at: Callable[[int], tuple[frozenset[str], Mapping[str, str]]],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
         copy: HostCopy | None = None,
+        weights: WeightMarks | None = None,
     ) -> None:
         self._units = units
         self._extras = extras
         self._box_path = box_path
-        self._rank_local_buffers = rank_local_buffers
+        self._buffers_at = buffers_at
         self._facts = facts
         self._buckets = buckets
         self._copy = copy
+        self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
         self._snapshot: Snapshot | None = None
         self._next_position: Position | None = None
+        self._weights = weights or WeightMarks(dict)
+        self._marks: Marks = NO_MARKS
+        self._marks_updated: Marks | None = None
 
     # ------------------------------------------------------------------ training thread
 
     def committed(self, snapshot: Snapshot) -> None:
-        """The step of `snapshot` has ended. One assignment: the writer sees the old one or the new one."""
+        """The step of `snapshot` has ended; what the next one is called is not known any more.
+
+        The name goes first: a writer in between finds none, and never the name of another step.
+        """
+        self._next_position = None
+        self._marks, self._marks_updated = self._weights.take(), None
         self._snapshot = snapshot
         if self._copy is not None:
             stand = Stand(Phase.COMPUTING, snapshot.step)
-            self._copy.take(snapshot.step, {unit: self._live(unit, snapshot.step, stand) for unit in self._units.names})
+            states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
+            self._copy.take(snapshot.step, states)
+
+    def updated(self) -> None:
+        """The optimizer has written everything; nothing else is to write weights from here to the step's end."""
+        self._marks_updated = self._weights.take()
 
     def under_way(self, position: Position) -> None:
-        """Epoch and step of the step that is being computed now."""
+        """What the loop calls the step that comes next, or is being computed now."""
         self._next_position = position
 
     # ------------------------------------------------------------------ writer's thread (StateSource)
 
-    def position(self, step: int) -> Position:
-        """Epoch and step in the epoch of global step `step`."""
+    def position(self, step: int) -> Position | None:
+        """What the loop calls global step `step`; None if it has not said so yet. Never a guess."""
         snapshot = self._snapshot
         if snapshot is not None and snapshot.step == step:
             return snapshot.position
-        if self._next_position is not None:
-            return self._next_position
-        before = snapshot.position if snapshot is not None else Position(1, 0)
-        return Position(before.epoch, before.step + 1)
+        return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
         """Tensors and JSON of the unit at `step`; IncompleteError if this rank does not hold it."""
         copied = None if self._copy is None else self._copy.get(unit, step)
-        return self._live(unit, step, stand) if copied is None else copied
+        if copied is not None:
+            return copied
+        with self._reader.aside():
+            return self._live(unit, step, stand, self._reader)
 
-    def _live(self, unit: str, step: int, stand: Stand) -> UnitState:
+    def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
         view = self._units.views.get(unit)
         if view is None:
             held = ", ".join(self._units.names)
             raise IncompleteError(f"this rank holds the units {held}, not {unit!r}", missing=(unit,))
         snapshot = self._snapshot
-        late: list[str] = []
+        of_extras: list[str] = []
+        of_weights: list[str] = []
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
+            of_weights = _foreign(
+                self._weights.moved(self._marks), f"outside of optimizer.step() after the end of step {step}"
+            )
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
-            extras, late = self._extras.after_update(None if snapshot is None else snapshot.extras)
+            extras, of_extras = self._extras.after_update(None if snapshot is None else snapshot.extras)
+            if self._marks_updated is not None:
+                where = f"after optimizer.step() in step {step}, which was cut off before its end"
+                of_weights = _foreign(self._weights.moved(self._marks_updated), where)
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")
-        self._units.exclude_buffers(self._rank_local_buffers())
+        apart, moved = self._buffers_at(step)
+        self._units.exclude_buffers(apart)
         self._units.check_layout()
-        state = view.state(groups)
+        state = view.state(groups, stage)
         meta: dict[str, Any] = dict(state.meta)
         tensors = list(state.tensors)
+        here = {*state.meta["buffers"], *(apart if unit == UNIT_REPLICATED else ())}
+        of_buffers = [why for name, why in moved.items() if name in here and stage is not None]  # None: it ends now
+        reasons = [*state.meta.get("reasons", ()), *of_weights, *of_buffers]
         if unit == UNIT_REPLICATED:
-            meta["extras"], of_extras = self._extras.store(extras, unit)
-            tensors += of_extras
+            meta["extras"], extra_tensors = self._extras.store(extras, unit, stage, json_bytes_max=JSON_BYTES_MAX)
+            tensors += extra_tensors
+            reasons += of_extras + left_out_of(meta["extras"])
         if not self._units.pure:
             ended = snapshot is not None and snapshot.step == step
             meta |= hyperparameters.moment(groups, unit=unit, ended=ended)
         if self._buckets is not None:
             meta["buckets"] = self._buckets(step)
-        return UnitState(tensors=tensors, meta={**meta, "reasons": late if unit == UNIT_REPLICATED else []})
+        return UnitState(tensors=tensors, meta={**meta, "reasons": reasons})
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
@@ -138,6 +175,16 @@ class TrainerSource:
     # ------------------------------------------------------------------ inside
 
     def _local_state(self, rank: int, step: int) -> LocalState:
+        for pause_s in (*BOX_PAUSES_S, None):
+            try:
+                return self._read_box(rank, step)
+            except (OSError, MemoryError, StorageError) as error:
+                if pause_s is None:
+                    return _nothing(f"{type(error).__name__}: {error}")
+                time.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    def _read_box(self, rank: int, step: int) -> LocalState:
         try:
             with BoxReader(self._box_path(rank)) as box:
                 copy = box.read(step)
@@ -145,6 +192,7 @@ class TrainerSource:
                     there = ", ".join(f"{kind.name.lower()} {at}" for kind, at in box.contents()) or "nothing"
                     return _nothing(f"its black box has no state of step {step} (it has: {there})")
                 reasons = [str(reason) for reason in box.facts().get("reasons", [])]
+                reasons += [str(reason) for reason in copy.json.get("reasons", [])]
                 if copy.problem:
                     reasons.append(copy.problem)
                 if copy.kind is SlotKind.TENTATIVE:
@@ -157,6 +205,8 @@ class TrainerSource:
                 start = box.read_epoch(epoch) if isinstance(epoch, int) else None
                 if start is None and copy.json.get("needs_epoch_start"):
                     reasons.append(f"its black box has no record of the start of epoch {epoch}")
+        except StorageError:
+            raise
         except LastWordsError as error:
             return _nothing(str(error))
         tensors = _tensors(rank, "", copy)
@@ -165,6 +215,13 @@ class TrainerSource:
             tensors += _tensors(rank, EPOCH_PREFIX, start)
             meta["epoch_start"] = start.json
         return LocalState(tensors, meta, exact=not reasons, reasons=tuple(reasons))
+
+
+def _foreign(names: list[str], where: str) -> list[str]:
+    """Why weights are not those of a step: they were written `where`."""
+    if not names:
+        return []
+    return [f"weights ({names[0]!r}, and perhaps others) were written {where}; local_copy=True saves those of the step"]
 
 
 def _nothing(reason: str) -> LocalState:

@@ -6,6 +6,7 @@ process group's store; everybody else waits for that word, so that an error on o
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
@@ -13,61 +14,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lastwords.controller import launch
+from lastwords.checkpoint import starts
+from lastwords.checkpoint.probe import probe
+from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 from lastwords.optim_wrapper.config import Config
-from lastwords.optim_wrapper.world import World, job_name, next_prefix
+from lastwords.optim_wrapper.space import check_space
+from lastwords.optim_wrapper.world import World, launch_of, next_prefix
+from lastwords.sharding.agree import STORE_WAIT_S
 
 _log = logging.getLogger(__name__)
-
-GENERATION_FILE = ".lastwords-generation"
-
-STORE_WAIT_S = 300.0
-"""How long a rank waits for another rank's word in the store; ranks may load data at very different speeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks of a job know before the first session. `token` never leaves memory, store and metadata."""
+    """What all ranks of a job know before the first session. `token` never leaves memory, store and metadata.
+
+    restarted: a launcher has started this job before. jobs: other jobs from whose checkpoints it has resumed then.
+    nonce: of this start, in the names of what it keeps in shared memory.
+    """
 
     job: str
     generation: int
     token: str
     prefix: str
+    restarted: bool = False
+    jobs: tuple[str, ...] = ()
+    nonce: str = ""
 
 
-def check_directory(path: Path, what: str) -> None:
-    """Create `path` if need be and prove that a file can be written there, now rather than at a death.
+def check_directory(path: Path, what: str) -> tuple[str, ...]:
+    """Create `path` if need be and try what a death will need there, now; what its file system cannot do (`probe`).
 
     Raises StorageError that names the path, the system's reason and what to do.
     """
-    probe = path / f".lastwords-probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        try:
-            os.write(descriptor, b"lastwords\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-            os.unlink(probe)
-    except OSError as error:
+        return probe(path)
+    except (OSError, StorageError) as error:
         raise StorageError(
-            f"{what} {str(path)!r} cannot be written: {error.strerror or error}; "
-            "last words would be lost there: choose a directory that every rank can write, or mend this one",
+            f"{what} {str(path)!r} cannot be written: {error}; last words would be lost there: choose a directory that "
+            "every rank can write, or mend this one",
             errno=error.errno or 0,
         ) from error
 
 
-def agree(world: World, config: Config, settings: dict[str, Any]) -> Agreement:
+def agree(world: World, config: Config, settings: dict[str, Any], checkpoint_bytes: int = 0) -> Agreement:
     """Start the controller on rank ctrl_rank_id and share job, generation and token with all ranks.
 
     `settings` must be equal on all ranks (JSON). Raises ConfigError on every rank where one of them cannot go on.
     """
     prefix = next_prefix()
     own: LastWordsError | None = None
+    launch = launch_of(os.environ, config.job)
+    if launch.restarted:
+        world.note(f"{prefix}/restarted")
     try:
         _check(world, config, prefix, settings)
+        if world.rank == config.ctrl_rank_id:
+            check_space(config.roots, checkpoint_bytes, require=config.require_space)
     except LastWordsError as error:
         own = error
     problem = world.problem_anywhere(f"{prefix}/check", None if own is None else str(own), STORE_WAIT_S)
@@ -79,19 +84,26 @@ def agree(world: World, config: Config, settings: dict[str, Any]) -> Agreement:
         word = world.read(f"{prefix}/job", STORE_WAIT_S, f"rank {config.ctrl_rank_id} to start the controller")
         if "error" in word:
             raise ConfigError(f"rank {config.ctrl_rank_id} could not start the controller: {word['error']}")
-        return Agreement(word["job"], word["generation"], word["token"], prefix)
+        return Agreement(prefix=prefix, **{**word, "jobs": tuple(word["jobs"])})
     try:
+        # One node's torchrun has seen a failure, the others only that the job starts again.
+        launch = dataclasses.replace(launch, restarted=launch.restarted or world.noted(f"{prefix}/restarted"))
+        drawn = starts.draw(config.roots, launch)
         agreement = Agreement(
-            job=job_name() or f"job-{secrets.token_hex(6)}",
-            generation=next_generation(config.ckpt_save_path),
-            token=config.token or secrets.token_hex(16),
-            prefix=prefix,
+            drawn.job,
+            drawn.generation,
+            config.token or secrets.token_hex(16),
+            prefix,
+            drawn.restarted,
+            drawn.jobs,
+            secrets.token_hex(4),
         )
         start_controller(world, config, agreement)
     except LastWordsError as error:
         world.publish(f"{prefix}/job", {"error": str(error)})
         raise
-    word = {"job": agreement.job, "generation": agreement.generation, "token": agreement.token}
+    word = dataclasses.asdict(agreement)
+    del word["prefix"]
     world.publish(f"{prefix}/job", word)
     return agreement
 
@@ -102,9 +114,10 @@ def _check(world: World, config: Config, prefix: str, settings: dict[str, Any]) 
             f"ctrl_rank_id is {config.ctrl_rank_id}, but this job has ranks 0 to {world.size - 1}; "
             "give the rank whose host has the address ctrl_ip"
         )
-    check_directory(config.ckpt_save_path, "ckpt_save_path")
-    if config.fallback_path is not None:
-        check_directory(config.fallback_path, "fallback_path")
+    level = logging.WARNING if world.rank == config.ctrl_rank_id else logging.DEBUG
+    for root, what in zip(config.roots, ("ckpt_save_path", "fallback_path"), strict=False):
+        for missing in check_directory(root, what):
+            _log.log(level, "%s %s: %s", what, root, missing)
     if world.size > 1:
         _compare(world, prefix, settings)
 
@@ -124,30 +137,11 @@ def _compare(world: World, prefix: str, settings: dict[str, Any]) -> None:
         raise ConfigError("the ranks were registered with different settings: " + "; ".join(different))
 
 
-def next_generation(root: Path) -> int:
-    """Draw the next generation of jobs that save under `root`; a file there remembers the newest.
-
-    Only rank ctrl_rank_id calls this. Raises StorageError if the file cannot be replaced.
-    """
-    path = root / GENERATION_FILE
-    try:
-        try:
-            newest = int(path.read_text())
-        except (FileNotFoundError, ValueError):
-            newest = 0
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(f"{newest + 1}\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}; last words need it", errno=error.errno or 0) from error
-    return newest + 1
-
-
-def start_controller(world: World, config: Config, agreement: Agreement) -> launch.ControllerHandle:
+def start_controller(world: World, config: Config, agreement: Agreement) -> controller_launch.ControllerHandle:
     """Start the controller's process; returns once it serves."""
     try:
-        return launch.start_controller(
-            launch.ControllerSpec(
+        return controller_launch.start_controller(
+            controller_launch.ControllerSpec(
                 ip=config.ctrl_ip,
                 port=config.ctrl_port,
                 job=agreement.job,
@@ -156,12 +150,10 @@ def start_controller(world: World, config: Config, agreement: Agreement) -> laun
                 root=config.ckpt_save_path,
                 fallback_root=config.fallback_path,
                 starter_pid=os.getpid(),
-                settle_timeout_s=config.settle_timeout_s,
-                lost_confirm_s=config.lost_confirm_s,
-                progress_timeout_s=config.progress_timeout_s,
-                leave_timeout_s=config.leave_timeout_s,
-                exit_timeout_s=config.exit_timeout_s,
-                start_timeout_s=config.start_timeout_s,
+                options=config.controller,
+                keepalive_time_s=config.keepalive_time_s,
+                keepalive_timeout_s=config.keepalive_timeout_s,
+                nonce=agreement.nonce,
             ),
             token=agreement.token,
         )

@@ -13,9 +13,10 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.meta_forms import require_version
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
-from lastwords.optim_wrapper.state_view import META_VERSION, Names, UnitView
+from lastwords.optim_wrapper.state_view import Names, UnitView
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_name, dtype_named, overwrite, spec_of, tensor_over
 from lastwords.optim_wrapper.tensor_tree import Tree, put_together, tensor_nodes
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
@@ -65,11 +66,7 @@ class RestorePlan(Reading):
         self._view = view
         self._meta = meta
         self._specs = {spec.name: spec for spec in specs}
-        if meta.get("version") != META_VERSION:
-            raise FormatError(
-                f"the unit's state is of version {meta.get('version')!r}, "
-                f"this lastwords reads {META_VERSION}; upgrade it"
-            )
+        require_version(meta, f"unit {view.unit}")
         self._names = view.names()
         self._new_buffers: dict[str, torch.Tensor] = {}
         self._check()
@@ -79,6 +76,8 @@ class RestorePlan(Reading):
         super().commit()
         for name, buffer in self._new_buffers.items():
             module, key = self._names.owners[name]
+            if key not in module._buffers:
+                module._non_persistent_buffers_set.add(key)
             module._buffers[key] = buffer
         for name in self._meta["absent_buffers"]:
             if name in self._names.owners:
@@ -137,12 +136,22 @@ class RestorePlan(Reading):
         for name, dtype in saved.items():
             if name in here or name in names.aliases or name in excluded:
                 continue
+            if kind == "buffer" and name in meta.get("volatile_buffers", ()):
+                self._find_owner(name)
             if kind == "buffer" and name in names.owners:  # registered here, but None so far
                 stored = unit_tensor_name(self._view.unit, kind, name)
                 device = next((p.device for p in self._view.model.parameters()), torch.device("cpu"))
                 self._make_buffer(name, stored, dtype, self._spec(stored), device)
             else:
                 extra.append(name)
+
+    def _find_owner(self, name: str) -> None:
+        """Where a cache belongs that the saved run registered in a forward pass, and this one has not yet."""
+        key = name.rpartition(".")[2]
+        for prefix, module in self._view.model.named_modules():
+            raw = f"{prefix}.{key}".replace("_orig_mod.", "") if prefix else key
+            if self._view.called(raw) == name and not hasattr(module, key):
+                self._names.owners[name] = module, key
 
     def _check_optimizer(self, names: Names, different: dict[str, str]) -> None:
         kind, saved_kind = optimizer_kind(self._view.optimizer), self._meta["optimizer"]
@@ -167,10 +176,15 @@ class RestorePlan(Reading):
         for name, tree in self._meta["optimizer_state"].items():
             parameter = self._names.parameters.get(name)
             current = self._view.stateful.state.get(parameter, {}) if parameter is not None else {}
+            if parameter is None and not name.startswith("~"):
+                raise FormatError(f"the unit has optimizer state of {name!r}, which is no parameter of it")
             for key, node in tree["dict"]:
                 for stored, leaf in tensor_nodes(node, f"optimizer state of {name!r}").items():
                     existing = current.get(key) if "tensor" in node else None
                     self._targets[stored] = self._state_tensor(stored, leaf, parameter, existing)
+        for name, _, tree in self._meta.get("optimizer_own", ()):
+            for stored, leaf in tensor_nodes(tree, "the optimizer's state").items():
+                self._targets[stored] = self._state_tensor(stored, leaf, self._names.parameters.get(name), None)
         for g, tree in enumerate(self._meta["groups"]):
             first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
             for stored, leaf in tensor_nodes(tree, f"optimizer.param_groups[{g}]").items():
@@ -200,6 +214,8 @@ class RestorePlan(Reading):
         if parameter is None or not is_dtensor(parameter):
             raise FormatError(f"{stored!r} was saved as a shard of a whole, but its parameter here is not sharded")
         spec, dtype, placements = self._spec(stored), dtype_named(leaf["dtype"]), leaf["placements"]
+        if len(placements) != parameter.device_mesh.ndim:  # type: ignore[attr-defined]
+            raise FormatError(f"{stored!r} was saved on a mesh of {len(placements)} dimensions; use that one")
         if (
             isinstance(existing, torch.Tensor)
             and is_dtensor(existing)
@@ -240,6 +256,10 @@ class RestorePlan(Reading):
         for name, tree in self._meta["optimizer_state"].items():
             key = names.parameters.get(name, name.removeprefix("~"))
             restored[key] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name!r}")
+        for name, key, tree in self._meta.get("optimizer_own", ()):
+            target = key if name is None else names.parameters[name]
+            restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name or key!r}")
+        self._keep_left_out(restored)
         own = {id(parameter) for parameter in names.parameters.values()}
         for key in list(stateful.state):
             if key not in restored and (self._view.members is None or id(key) in own):
@@ -249,6 +269,19 @@ class RestorePlan(Reading):
         for place, tree in enumerate(self._meta["groups"]):
             g = names.group_numbers[place]
             fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
+
+    def _keep_left_out(self, restored: dict[Any, dict[str, Any]]) -> None:
+        """What could not be stored stays as the constructor has made it here, if it has."""
+        live, parameters = self._view.stateful.state, self._names.parameters
+        left_out = self._meta.get("left_out", ())
+        for key in [key for key in live if not isinstance(key, torch.Tensor) and [f"~{key}", None] in left_out]:
+            restored.setdefault(key, live[key])
+        for name, key in left_out:
+            there = live.get(parameters[name]) if name in parameters else None
+            if there is not None and key is None:
+                restored[parameters[name]] = there
+            elif there is not None and key in there:
+                restored[parameters[name]][key] = there[key]
 
 
 def fill_group(group: dict[str, Any], tree: Tree, tensors: Mapping[str, torch.Tensor], where: str) -> None:

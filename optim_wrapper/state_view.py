@@ -8,22 +8,25 @@ their memory is handed to the writer as it lies.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from lastwords.checkpoint import saved_units
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.meta_forms import META_VERSION
 from lastwords.checkpoint.part import UnitState
-from lastwords.errors import ConfigError
+from lastwords.checkpoint.storable import refuse_unstorable
+from lastwords.errors import ConfigError, UnstorableError
+from lastwords.optim_wrapper.ddp_private import one_layer_off
 from lastwords.optim_wrapper.global_names import GlobalNames, Naming
+from lastwords.optim_wrapper.group_copies import copy_groups
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
-from lastwords.optim_wrapper.tensor_bytes import Source, dtype_name, refuse_unsupported, source_of, spec_of
-from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, take_apart
+from lastwords.optim_wrapper.optimizer_trees import OptimizerTrees, is_usual, placed
+from lastwords.optim_wrapper.tensor_bytes import Source, Stage, dtype_name, refuse_unsupported, source_of, spec_of
+from lastwords.optim_wrapper.tensor_tree import Tree
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import (
@@ -38,23 +41,17 @@ from lastwords.sharding.dtensor import (
 from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
-META_VERSION = saved_units.META_VERSION
 _COMPILED = "_orig_mod."
-_PLAIN = frozenset({type(None), bool, int, float, str, tuple, list})
 
 AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
 """torch's own optimizers that let weights differ from rank to rank although the model is DDP's."""
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module under DDP, DataParallel and torch.compile, in any order."""
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):  # torch.compile's OptimizedModule
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    """The user's own module under DDP, DataParallel, torch.compile and the like, in any order."""
+    while (inner := one_layer_off(model)) is not None:
+        model = inner
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +63,7 @@ class Names:
     aliases: dict[str, str]
     absent_buffers: tuple[str, ...]
     volatile_buffers: frozenset[str]
+    """Those that state_dict() leaves out, also of the ones that each rank saves for itself."""
     groups: tuple[tuple[str, ...], ...]
     """Names of each param group's parameters; of a unit that is a part, only groups that have one of its own."""
     group_numbers: tuple[int, ...]
@@ -171,7 +169,7 @@ class UnitView:
     def names(self) -> Names:
         """Enumerate again; the tensors are the live ones."""
         every = self.all_names()
-        return every if self.members is None else _restricted(every, self.members)
+        return every if self.members is None else _restricted(every, self.members, self.exclude_buffers)
 
     def all_names(self) -> Names:
         """Everything this rank has, whatever unit it belongs to."""
@@ -207,11 +205,11 @@ class UnitView:
         for prefix, module in self.model.named_modules(remove_duplicate=True):
             for key, buffer in module._buffers.items():
                 name = self.called(f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key)
+                if key in module._non_persistent_buffers_set:
+                    volatile.append(name)
                 if name in self.exclude_buffers:
                     continue
                 owners[name] = (module, key)
-                if key in module._non_persistent_buffers_set:
-                    volatile.append(name)
                 if buffer is None:
                     absent.append(name)
                 elif id(buffer) in first:
@@ -227,10 +225,19 @@ class UnitView:
         """ConfigError for anything that could not be stored now: found at start (and after step 1), not at death."""
         self.state()
 
-    def state(self, groups: list[dict[str, Any]] | None = None) -> UnitState:
+    def left_out(self) -> list[str]:
+        """What of the optimizer's state and groups cannot be stored now, and why: one line each."""
+        names, taken = self.names(), OptimizerTrees(self.unit)
+        self._optimizer_state(names, taken)
+        self._group_trees(names, None, taken)
+        return taken.reasons
+
+    def state(self, groups: list[dict[str, Any]] | None = None, stage: Stage | None = None) -> UnitState:
         """Everything of the unit, to be written by `lastwords.checkpoint.part.write_part`.
 
-        groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them.
+        groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them. stage: copies what
+        does not lie in host memory as it is needed. What of the optimizer cannot be stored is left out; the meta's
+        `reasons` say so. Weights are never left out.
         """
         names = self.names()
         tensors: list[tuple[TensorSpec, Source]] = []
@@ -242,7 +249,7 @@ class UnitView:
                     f"{path} and {taken[spec.name]} would both be stored as {spec.name!r}; rename one of them"
                 )
             taken[spec.name] = path
-            tensors.append((spec, source_of(tensor)))
+            tensors.append((spec, source_of(tensor, stage)))
 
         for name, parameter in names.parameters.items():
             stored = unit_tensor_name(self.unit, "model", name)
@@ -250,9 +257,10 @@ class UnitView:
         for name, buffer in names.buffers.items():
             stored = unit_tensor_name(self.unit, "buffer", name)
             add(self.spec_of(stored, name, buffer), buffer, f"buffer {name!r}")
-        optimizer_state, found = self._optimizer_state(names)
-        group_trees, found_in_groups = self._group_trees(names, groups)
-        for item in (*found, *found_in_groups):
+        taken_apart = OptimizerTrees(self.unit)
+        optimizer_state, optimizer_own = self._optimizer_state(names, taken_apart)
+        group_trees = self._group_trees(names, groups, taken_apart)
+        for item in taken_apart.tensors:
             add(spec_of(item.name, item.tensor, item.box), item.tensor, item.path)
         meta = {
             "version": META_VERSION,
@@ -266,33 +274,43 @@ class UnitView:
             "group_numbers": list(names.group_numbers),
             "volatile_buffers": sorted(names.volatile_buffers),
             "optimizer_state": optimizer_state,
+            "optimizer_own": optimizer_own,
+            "left_out": taken_apart.left_out,
+            "reasons": taken_apart.reasons,
         }
         if self.members is not None:
             meta["holders"] = list(self.holders)
         return UnitState(tensors=tensors, meta=meta)
 
-    def _optimizer_state(self, names: Names) -> tuple[dict[str, Tree], list[NamedTensor]]:
+    def _optimizer_state(self, names: Names, taken: OptimizerTrees) -> tuple[dict[str, Tree], list[list[Any]]]:
+        """Trees by parameter; and what is not of the usual form, as [parameter or None, key or None, tree]."""
         name_of = {id(parameter): name for name, parameter in names.parameters.items()}
         trees: dict[str, Tree] = {}
-        found: list[NamedTensor] = []
+        own: list[list[Any]] = []
         for key, value in list(self.stateful.state.items()):
-            name = name_of.get(id(key)) if isinstance(key, torch.Tensor) else f"~{key}"
+            parameter = key if isinstance(key, torch.Tensor) else None
+            name = f"~{key}" if parameter is None else name_of.get(id(key))
             if name is None:
                 continue  # of another unit, or of a parameter that has left every group
-            path = f"optimizer.state[{name!r}]"
-            if not isinstance(value, dict) or not all(isinstance(inner_key, str) for inner_key in value):
-                raise ConfigError(f"{path} is not a dict with string keys; such an optimizer cannot be stored")
-            if not isinstance(key, torch.Tensor) and self.members is not None:
-                raise ConfigError(
-                    f"{path} belongs to no parameter, so in a sharded job nobody knows which ranks hold it; "
-                    "keep it under a parameter, or in extras="
-                )
-            parameter = key if isinstance(key, torch.Tensor) else None
-            of_parameter: list[NamedTensor] = []
-            trees[name] = self._dict_tree(value, name, path, parameter, of_parameter)
-            box = None if parameter is None else self._plain_part(name, parameter)
-            found += of_parameter if box is None else [_placed(item, value, box) for item in of_parameter]
-        return trees, found
+            path = f"optimizer.state[{(key if parameter is None else name)!r}]"
+            if parameter is None and self.members is not None:
+                taken.leave_out(f"{path} (of no parameter, so nobody knows which ranks hold it)", name, None)
+            elif is_usual(key, value):
+                before = len(taken.tensors)
+                trees[name] = taken.dict_tree(value, name, path, parameter)
+                box = None if parameter is None else self._plain_part(name, parameter)
+                if box is not None:
+                    taken.tensors[before:] = [placed(item, value, box) for item in taken.tensors[before:]]
+            else:
+                stored = unit_tensor_name(self.unit, "optim", f"~own.{len(own)}", "~")
+                try:
+                    refuse_unstorable(None if parameter is not None else key, f"{path}'s key")
+                    tree = taken.tree(value, stored, path, parameter)
+                except UnstorableError as error:
+                    taken.leave_out(error.reason, name, None)
+                else:
+                    own.append([None if parameter is None else name, None if parameter is not None else key, tree])
+        return trees, own
 
     def _plain_part(self, name: str, parameter: torch.Tensor) -> Box | None:
         """Which part of a whole a parameter is although it is a plain tensor; None for all others."""
@@ -300,52 +318,19 @@ class UnitView:
             return box_of(parameter, f"parameter {name!r}")
         return self.cut_by_hand.get(name)
 
-    def _group_trees(self, names: Names, groups: list[dict[str, Any]] | None) -> tuple[list[Tree], list[NamedTensor]]:
-        found: list[NamedTensor] = []
+    def _group_trees(self, names: Names, groups: list[dict[str, Any]] | None, taken: OptimizerTrees) -> list[Tree]:
         trees = []
         live = copy_groups(self.optimizer)
         for place, g in enumerate(names.group_numbers):
             first = next(iter(self.optimizer.param_groups[g]["params"]), None)
             # A group that was added since has no older values than its own.
             group = live[g] if groups is None or g >= len(groups) else groups[g]
-            trees.append(self._dict_tree(group, f"~groups.{place}", f"optimizer.param_groups[{g}]", first, found))
-        return trees, found
-
-    def _dict_tree(
-        self, value: dict[str, Any], name: str, path: str, parameter: torch.Tensor | None, found: list[NamedTensor]
-    ) -> Tree:
-        pairs = []
-        home = None if parameter is None else parameter.device
-        sharded = parameter is not None and is_dtensor(parameter)
-        for key, item in list(value.items()):
-            stored = unit_tensor_name(self.unit, "optim", name, key)
-            node, more = take_apart(item, stored, f"{path}[{key!r}]", home, sharded=sharded)
-            if sharded:
-                _refuse_other_mesh(parameter, more)
-            pairs.append([key, node])
-            found += more
-        return {"dict": pairs}
+            trees.append(taken.dict_tree(group, f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
+        return trees
 
 
-def _placed(item: NamedTensor, state: dict[str, Any], box: Box) -> NamedTensor:
-    """A moment, which has its parameter's shape, is the part that its parameter is; a counter is no part."""
-    moment = tuple(item.tensor.shape) == box.shape
-    moment = moment and any(value is item.tensor and key != "step" for key, value in state.items())
-    return replace(item, box=box) if moment else item
-
-
-def _refuse_other_mesh(parameter: Any, found: list[NamedTensor]) -> None:
-    for item in found:
-        tensor: Any = item.tensor
-        if is_dtensor(tensor) and tensor.device_mesh != parameter.device_mesh:
-            raise ConfigError(
-                f"{item.path} lives on the mesh {tensor.device_mesh}, its parameter on {parameter.device_mesh}; "
-                "such an optimizer's state cannot be stored"
-            )
-
-
-def _restricted(every: Names, members: Members) -> Names:
-    """The part of `every` that belongs to one unit."""
+def _restricted(every: Names, members: Members, rank_local: frozenset[str]) -> Names:
+    """The part of `every` that belongs to one unit. Of rank-local buffers nothing else than this says what they are."""
     own, own_buffers = frozenset(members.parameters), frozenset(members.buffers)
     groups = [(number, tuple(name for name in group if name in own)) for number, group in enumerate(every.groups)]
     kept = [(number, group) for number, group in groups if group]
@@ -354,24 +339,8 @@ def _restricted(every: Names, members: Members) -> Names:
         buffers={name: b for name, b in every.buffers.items() if name in own_buffers},
         aliases={alias: name for alias, name in every.aliases.items() if name in own or name in own_buffers},
         absent_buffers=tuple(name for name in every.absent_buffers if name in own_buffers),
-        volatile_buffers=every.volatile_buffers & own_buffers,
+        volatile_buffers=every.volatile_buffers & (own_buffers | rank_local),
         groups=tuple(group for _, group in kept),
         group_numbers=tuple(number for number, _ in kept),
         owners={name: owner for name, owner in every.owners.items() if name in own_buffers},
     )
-
-
-def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Hyperparameters of every param group, without the parameters; tensors (a tensor lr) are cloned."""
-    copies = []
-    for group in optimizer.param_groups:
-        plain = group.copy()
-        del plain["params"]
-        # Called in every step, so first the question that C answers at once: is there any tensor at all?
-        if not _PLAIN.issuperset(map(type, plain.values())):
-            plain = {
-                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for key, value in plain.items()
-            }
-        copies.append(plain)
-    return copies

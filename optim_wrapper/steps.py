@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.config import DataMode
 from lastwords.optim_wrapper.data_position import (
     PERSISTENT,
-    DataMode,
     Kind,
     generators,
     loader_facts,
@@ -32,6 +33,7 @@ from lastwords.optim_wrapper.data_position import (
     set_epoch,
     skipping_iterator,
     static_reasons,
+    told_epochs,
 )
 from lastwords.optim_wrapper.global_samples import Carried, dealing
 from lastwords.optim_wrapper.own_streams import OwnStreams
@@ -59,6 +61,9 @@ class StepEvents(Protocol):
 class ResumeAt:
     """Go on after `step` of `epoch` (both 1-based; `step` may be the epoch's last).
 
+    epoch 0: the loop that was saved had no name for the step, and `step` is the global one. It is counted out then, as
+    if all epochs had equally many steps, which nobody can promise: the resume is not exact.
+
     restore_epoch_start puts every random stream (python, numpy, torch, accelerators and the loader's generators) back
     to the start of `epoch`, restore_step to the end of `step`. None: not known, and the resume is not exact.
     """
@@ -74,7 +79,8 @@ class Steps:
 
     `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
     body whether the batch in hand is its step's last. carried: what is left of the resumed epoch, where that is not
-    what comes after so many steps; not_carried: why it should be, and cannot.
+    what comes after so many steps; not_carried: why it should be, and cannot. placed: the loader's own state is back:
+    its next iterator goes on where the saved one stood.
     Raises ConfigError for a loader without a usable length.
     """
 
@@ -90,6 +96,7 @@ class Steps:
         show_progress: bool = False,
         carried: Carried | None = None,
         not_carried: str = "",
+        placed: bool = False,
     ) -> None:
         for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -103,19 +110,28 @@ class Steps:
         self._accumulate = accumulate
         self._events = events
         self._resume = resume
-        self._carried = carried
+        self._carried = None if placed else carried
+        self._placed = placed
         self._data: DataMode = data
         self._show_progress = show_progress
         self._begun = False
+        counted_out: list[str] = []
+        if resume is not None and resume.epoch == EPOCH_UNKNOWN:
+            resume = self._resume = self._counted_out(resume)
+            counted_out = [
+                f"the checkpoint does not say which step of which epoch it is of; taken for epoch {resume.epoch}, step "
+                f"{resume.step}, as if every epoch had had {self.steps_per_epoch} steps"
+            ]
         self.epoch = resume.epoch if resume is not None else 1
         self.step = resume.step if resume is not None else 0
         self.under_way = False
         self.ends_step = False
-        self.reasons: list[str] = [*static_reasons(loader, self._facts, data), *([not_carried] if not_carried else [])]
+        said = [*([not_carried] if not_carried else []), *counted_out]
+        self.reasons: list[str] = [*static_reasons(loader, self._facts, "skip" if placed else data), *said]
         """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
-        if not_carried and show_progress:
-            _log.warning("not exact, because %s", not_carried)
+        for reason in said if show_progress else ():
+            _log.warning("not exact, because %s", reason)
         if resume is not None and not (known and resume.epoch >= 1):
             raise ConfigError(
                 f"the checkpoint is of epoch {resume.epoch}, step {resume.step}, but an epoch has "
@@ -173,6 +189,7 @@ class Steps:
                     here.restore_step()
                 continue
             set_epoch(self._loader, epoch)
+            told = told_epochs(self._loader)
             if here is not None:
                 self._restore_epoch_start(here)
             self.epoch, self.step = epoch, 0 if here is None else here.step
@@ -182,12 +199,12 @@ class Steps:
             total = self._facts.batches
             if here is not None and self._carried is not None:
                 total = batches_done + self._carried.batches
-            yield from self._one(epoch, iterator, batches_done, total)
+            yield from self._one(epoch, iterator, batches_done, total, told)
         if resume is not None and resume.epoch > self._epochs and resume.restore_step is not None:
             resume.restore_step()
 
     def _one(
-        self, epoch: int, iterator: Iterator[Any], batches_done: int, total: int
+        self, epoch: int, iterator: Iterator[Any], batches_done: int, total: int, told: list[Any]
     ) -> Generator[tuple[int, int, Any]]:
         accumulate, events = self._accumulate, self._events
         last = -(-total // accumulate)
@@ -206,6 +223,11 @@ class Steps:
                 batch = next(iterator)
             except StopIteration:
                 break
+            if count == batches_done and told_epochs(self._loader) != told:
+                self._not_exact(
+                    f"the loader ({type(self._loader).__name__}) counts its epochs itself and told its sampler another "
+                    f"one than {epoch}, so the order of its data differs; give steps() the DataLoader inside it"
+                )
             count += 1
             if count > total:
                 raise ConfigError(
@@ -262,6 +284,8 @@ class Steps:
         iterator = None
         if self._carried is not None:
             batches, iterator = here.step * self._accumulate, self._carried.open(loader)
+        elif self._placed:
+            iterator = iter(loader)
         elif self._data == "skip" and batches < facts.batches:
             iterator = skipping_iterator(loader, facts, batches)
         if iterator is None:
@@ -273,6 +297,13 @@ class Steps:
         else:
             self._not_exact(f"this rank's random streams at the end of step {here.step} are not known")
         return iterator, batches
+
+    def _counted_out(self, here: ResumeAt) -> ResumeAt:
+        per_epoch = self.steps_per_epoch
+        if not per_epoch:
+            raise ConfigError("the loader is empty, so there is nothing to go on with")
+        epoch, step = epoch_and_step(here.step, per_epoch)
+        return replace(here, epoch=epoch, step=step)
 
     def _not_exact(self, reason: str) -> None:
         if reason not in self.reasons:

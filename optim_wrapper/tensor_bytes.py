@@ -6,11 +6,12 @@ Of a DTensor only the part on this rank is looked at, stored and overwritten.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, UnstorableError
 from lastwords.sharding.dtensor import Box, box_of, is_dtensor, is_shard, local_of
 
 _CODES: dict[torch.dtype, str] = {
@@ -21,9 +22,12 @@ Bytes = memoryview
 Source = Bytes | Callable[[], Bytes]
 """A tensor's bytes, or a function that makes them when their turn to be written has come."""
 
+Stage = Callable[[torch.Tensor], Bytes]
+"""Copies a tensor whose memory cannot be handed out as it lies."""
+
 
 def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False, meta: bool = False) -> None:
-    """ConfigError with `path` for a tensor whose bytes are not simply its elements.
+    """UnstorableError with `path` for a tensor whose bytes are not simply its elements.
 
     sharded: a DTensor is welcome, if its part on this rank is one box of the whole. meta: so is one without content.
     """
@@ -48,7 +52,7 @@ def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False
             else "tensors of such a class cannot be stored"
         )
     if what is not None:
-        raise ConfigError(f"{path} {what}")
+        raise UnstorableError(f"{path} {what}", f"{path} ({type(tensor).__qualname__}: {what})")
 
 
 def spec_of(name: str, tensor: torch.Tensor, box: Box | None = None) -> TensorSpec:
@@ -116,11 +120,14 @@ def bytes_of(tensor: torch.Tensor) -> Bytes | None:
     plain = local_of(tensor).detach()
     if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
         return None
-    return plain.view(-1).view(torch.uint8).numpy().data
+    if not plain.numel():
+        return memoryview(bytearray())  # numpy() would make the storage one that can never be resized
+    # The stride of a dimension of size 1 may be anything, and view(uint8) wants 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def staged_bytes(tensor: torch.Tensor) -> Bytes:
-    """A copy in C order, on the CPU."""
+    """A copy in C order, on the CPU. Of a device tensor it comes after what the current stream has to do before."""
     with torch.no_grad():
         copy = local_of(tensor).detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     view = bytes_of(copy)
@@ -128,10 +135,18 @@ def staged_bytes(tensor: torch.Tensor) -> Bytes:
     return view
 
 
-def source_of(tensor: torch.Tensor) -> Source:
-    """The tensor's memory itself where that is possible, else a function that copies it when it is called."""
+def source_of(tensor: torch.Tensor, stage: Stage | None = None) -> Source:
+    """The tensor's memory itself where that is possible, else a function that copies it when it is called.
+
+    stage: makes the copy; `staged_bytes` if None.
+    """
     view = bytes_of(tensor)
-    return view if view is not None else lambda: staged_bytes(tensor)
+    return view if view is not None else lambda: (stage or staged_bytes)(tensor)
+
+
+def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Inside, `tensor` may be written in place, also if it was made under `torch.inference_mode`."""
+    return torch.inference_mode() if local_of(tensor).is_inference() else torch.no_grad()
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -140,7 +155,7 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     for dimension, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:
             target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
-    with torch.no_grad():
+    with writing(tensor):
         target.copy_(source)
 
 

@@ -24,38 +24,48 @@ class UpdateHooks:
         fence: Callable[[], None] | None,
         gated: GatedStep | None,
         not_exact: Callable[[Iterable[str]], None],
+        updated: Callable[[], None],
     ) -> None:
         self._protection = protection
         self._not_exact = not_exact
-        self._begin_update = protection.begin_update
-        self._ensure_loop = ensure_loop
+        self._ensure_loop: Callable[[], None] | None = ensure_loop
+        self._hold_signals = protection.hold_signals
+        agent = protection.agent
+        self._enter_update = agent.begin_update if gated is None else agent.enter_update
         self._fence = fence
         self._gated = gated
         self.torn = protection.torn
-        # No layer more than needed: this is called in every step.
-        self.leave_update = protection.leave_update if fence is None else self._leave_behind_fence
+        self._updated = updated
+        self._leave_update = protection.leave_update
 
     def begin_update(self) -> None:
         """The gradients are final. May park."""
-        self._ensure_loop()
+        if self._ensure_loop is not None:
+            self._ensure_loop()
+            self._ensure_loop = None
         if self._fence is not None:
             self._fence()
         try:
-            if self._gated is None:
-                self._begin_update()
-            else:
+            # Others may need these gradients: an impatient Ctrl-C must not throw them away at the gate.
+            self._hold_signals()
+            if self._gated is not None:
                 self._gated.before_update()
-                self._protection.enter_update()
-        except ConfigError as error:
+            self._enter_update()
+        except BaseException as error:
+            self._protection.release_signals()
+            if not isinstance(error, ConfigError):
+                raise
             # The loop is wrong and ends here. What is saved of it lacks an update, or mixes steps, and says so.
             cut_off = self._protection.stand.phase is Phase.UPDATED
             self._not_exact((CUT_OFF if cut_off else f"the loop went wrong: {error}",))
             raise
 
-    def _leave_behind_fence(self) -> None:
-        assert self._fence is not None
-        self._fence()
-        self._protection.leave_update()
+    def leave_update(self) -> None:
+        """The optimizer has written everything."""
+        if self._fence is not None:
+            self._fence()
+        self._updated()
+        self._leave_update()
 
 
 class LoopEvents:

@@ -7,12 +7,14 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from lastwords.checkpoint.starts import Launch
 from lastwords.clock import mono_s
 from lastwords.errors import ConfigError, LastWordsError, UnavailableError
 from lastwords.liveness.process_id import host_id, start_ticks
@@ -88,6 +90,15 @@ class World:
             ) from error
         return None
 
+    def note(self, key: str) -> None:
+        """Set a flag that every rank sees after the next barrier (`problem_anywhere`)."""
+        if self.store is not None:
+            self.store.set(key, "1")
+
+    def noted(self, key: str) -> bool:
+        """Whether any rank has set this flag."""
+        return self.store is not None and self.store.check([key])
+
     def _wait(self, key: str, timeout_s: float) -> None:
         """For `key`, but no longer than until another rank says that it never comes: ConfigError then.
 
@@ -126,7 +137,7 @@ def tells_the_others(constructor: _Constructor) -> _Constructor:
 def next_prefix() -> str:
     """Store prefix of this process's next registration: every rank counts alike.
 
-    torchrun's own store outlives its workers, so what they wrote before a restart must not be found after it.
+    Where torchrun's own store outlives its workers, what they wrote before a restart must not be found after it.
     """
     global _agreements
     _agreements += 1
@@ -134,26 +145,35 @@ def next_prefix() -> str:
 
 
 def _prefix(number: int) -> str:
-    return f"lastwords/{restart_count()}/{number}"
+    # Each node's torchrun counts its own failures only, so in a store that is made anew for each restart the count
+    # would lead the nodes apart. (Where the store is torchrun's, torch itself can only restart a job of one.)
+    outlives_us = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return f"lastwords/{restart_count() if outlives_us else 0}/{number}"
 
 
-def job_name(environ: dict[str, str] | None = None) -> str | None:
-    """Name of the job that stays the same when torchrun restarts its workers; None outside torchrun.
+def launch_of(environ: Mapping[str, str], job: str = "") -> Launch:
+    """What the environment says of the launcher; `job` is the name that the user gave, if any.
 
-    torchrun's run id alone is not enough ("none" by default), so the launcher's own identity goes in too.
+    Nothing of it is a process id of the launcher's: with `torchrun --no-python ./wrap.sh python train.py` the parent is
+    another one after each restart. The directory of torchrun's error files is drawn once in the life of an agent.
     """
-    environ = dict(os.environ) if environ is None else environ
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
-    run_id = "".join(c if c.isalnum() else "-" for c in environ["TORCHELASTIC_RUN_ID"])[:20]
-    launcher = os.getppid()
-    return f"{run_id}-{host_id()[:8]}-{launcher}-{start_ticks(launcher)}"
+    error_file = PurePath(environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    in_its_directory = len(error_file.parents) > 3 and error_file.parents[1].name.startswith("attempt_")
+    pid = os.getpid()
+    return Launch(
+        job=job,
+        run=environ.get("TORCHELASTIC_RUN_ID", ""),
+        agent=str(error_file.parents[2]) if in_its_directory else "",
+        endpoint=f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}",
+        process=f"{host_id()}/{pid}/{start_ticks(pid)}",
+        restarted=restart_count(environ) > 0,
+    )
 
 
-def restart_count(environ: dict[str, str] | None = None) -> int:
-    """How often torchrun has restarted this job's workers; 0 outside torchrun."""
-    text = (dict(os.environ) if environ is None else environ).get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(text) if text.isdigit() else 0
+def restart_count(environ: Mapping[str, str] | None = None) -> int:
+    """How often this node's torchrun has restarted its workers; 0 outside torchrun. Differs between nodes."""
+    text = (os.environ if environ is None else environ).get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _default_store() -> Store:

@@ -30,11 +30,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError, NotAnOptimizerError
 from lastwords.optim_wrapper.closure_probe import fingerprint_of, same_fingerprint
+from lastwords.optim_wrapper.inner_steps import has_step_hooks, writer_of
 
 _HOOK_KEY = "lastwords"
 """Key of our entry in the inner optimizer's hook tables; torch's own keys are integers."""
@@ -80,11 +80,13 @@ class OptTFTWrapper(Optimizer):
         self.__dict__.pop("_inner", None)
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
-        self._writer = _writer_of(inner)
+        self._writer = writer_of(inner)
         self._hooks: StepHooks | None = None
         self._admit: Callable[[dict[str, Any]], None] | None = None
         self._entered = False
         self._left = False
+        self._stepping = False
+        self._guard: Any = None
         self._hook_tables_work = True
         self._writes_before_closure: bool | None = None
         _wrappers[inner] = weakref.ref(self)
@@ -106,11 +108,16 @@ class OptTFTWrapper(Optimizer):
         if self._hooks is not None:
             raise ConfigError("this optimizer is attached to a TFTRegister already; leave that one first")
         self._hooks = hooks
+        if "_optimizer_step_pre_hooks" in self._inner.__dict__:
+            self._guard = self._inner.register_step_pre_hook(self._refuse_foreign_step)
 
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""
         self._hooks = None
         self._admit = None
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
 
     def watch_groups(self, admit: Callable[[dict[str, Any]], None]) -> None:
         """Show each new group to `admit` first; it raises for one that nobody would save."""
@@ -122,13 +129,25 @@ class OptTFTWrapper(Optimizer):
         """The inner optimizer's step; see the head of this module for what is reported when."""
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return self._step_with_own_hooks(closure, *args, **kwargs)
-        if self._hooks is None:
+        hooks, inner = self._hooks, self._inner
+        if hooks is None:
             if closure is None and not args:
-                return self._inner.step(**kwargs)
-            return self._inner.step(closure, *args, **kwargs)  # type: ignore[call-overload]
-        if closure is None and not args and self._writer is self._inner and not _has_step_hooks(self._inner):
-            return self._simple_step(self._hooks, kwargs)
-        return self._reported_step(closure, args, kwargs)
+                return inner.step(**kwargs)
+            return inner.step(closure, *args, **kwargs)  # type: ignore[call-overload]
+        if closure is not None or args or self._writer is not inner or has_step_hooks(inner):
+            return self._reported_step(closure, args, kwargs)
+        # What nearly every step is: no closure and no hooks, so nothing of ours has to go between the inner one's.
+        hooks.begin_update()
+        self._stepping = True
+        try:
+            value = inner.step(**kwargs)
+        except BaseException as error:
+            hooks.torn(error)
+            raise
+        finally:
+            self._stepping = False
+        hooks.leave_update()
+        return value
 
     # torch would wrap `step` once more, to run hooks and to open a profiler range. The inner step does both
     # itself; done twice, torch's global step hooks would count every step twice.
@@ -152,25 +171,15 @@ class OptTFTWrapper(Optimizer):
             post_hook(self, call_args, kwargs)
         return value
 
-    def _simple_step(self, hooks: StepHooks, kwargs: dict[str, Any]) -> Any:
-        """What nearly every step is: no closure and no hooks, so nothing of ours has to go between the inner one's."""
-        hooks.begin_update()
-        try:
-            value = self._inner.step(**kwargs)
-        except BaseException as error:
-            hooks.torn(error)
-            raise
-        hooks.leave_update()
-        return value
-
     def _reported_step(self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hooks = self._hooks
         assert hooks is not None
         inner: Any = self._inner
         self._entered = self._left = False
-        in_tables = self._hook_tables_work and (self._writer is not inner or _has_step_hooks(inner))
+        in_tables = self._hook_tables_work and (self._writer is not inner or has_step_hooks(inner))
         if in_tables:
             self._put_into_tables(before=closure is None)
+        self._stepping = True
         try:
             if closure is not None:
                 value = inner.step(self._wrap_closure(closure), *args, **kwargs)
@@ -184,6 +193,7 @@ class OptTFTWrapper(Optimizer):
                 hooks.torn(error)
             raise
         finally:
+            self._stepping = False
             if in_tables:
                 self._take_from_tables()
         if not self._entered:
@@ -223,6 +233,15 @@ class OptTFTWrapper(Optimizer):
             return value
 
         return reported_closure
+
+    def _refuse_foreign_step(self, *_: object) -> None:
+        """Before the inner optimizer writes, whoever stepped it."""
+        if not self._stepping and self._hooks is not None:
+            raise ConfigError(
+                f"the {type(self._inner).__name__} inside OptTFTWrapper was stepped by itself, and nobody would know "
+                "which step its weights are of; call step() of the OptTFTWrapper, and hand that one to schedulers, "
+                "scalers and frameworks. Nothing was written"
+            )
 
     # -------- our place between the inner optimizer's hooks and its writing
 
@@ -375,22 +394,3 @@ def _refuse_second_wrapper(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"this {type(optimizer).__name__} is wrapped by another OptTFTWrapper already; wrap it once and use that"
         )
-
-
-def _writer_of(inner: Optimizer) -> Optimizer:
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(inner).__mro__):
-        local = getattr(inner, "optim", None)
-        if isinstance(local, Optimizer):
-            return local
-    return inner
-
-
-def _has_step_hooks(inner: Optimizer) -> bool:
-    own = inner.__dict__
-    if own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks"):
-        return True
-    return "_optimizer_step_pre_hooks" in own and bool(_global_pre_hooks or _global_post_hooks)
-
-
-_global_pre_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
-_global_post_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_post_hooks", {})

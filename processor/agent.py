@@ -19,7 +19,7 @@ from lastwords import clock
 from lastwords.processor import departure as ways_out
 from lastwords.processor import events, interfaces
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import Departure, Verdict
+from lastwords.processor.departure import Departure
 from lastwords.processor.interfaces import GateFailedError, GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaveJob, SaverSpec
 from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
@@ -41,12 +41,13 @@ class Agent:
         saver: SaverSpec,
         departure: Departure,
         on_incident: Callable[[bool], None] = lambda begins: None,
+        pass_on: Callable[[int], None] = lambda number: None,
+        hand_back: Callable[[], None] = lambda: None,
     ) -> None:
-        self._core = core
-        self._hello = hello
-        self._saver = saver
-        self._departure = departure
+        self._core, self._hello = core, hello
+        self._saver, self._departure = saver, departure
         self._on_incident = on_incident
+        self._pass_on, self._hand_back = pass_on, hand_back
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
@@ -55,6 +56,7 @@ class Agent:
         self._closed = False
         self._in_our_hands = 0
         self._status_sent: Stand | None = None
+        self._own_time = clock.OwnTime()
         self._pulse = threading.Thread(target=self._run_pulse, name="lastwords-pulse", daemon=True)
 
     # ------------------------------------------------------------------ life
@@ -222,7 +224,8 @@ class Agent:
         self._handle(events.FromController(order))
 
     def on_session_up(self) -> None:
-        """Session thread: connected; the core repeats what it still owes."""
+        """Session thread: connected; the core repeats what it still owes, and the pulse the status."""
+        self._status_sent = None
         self._handle(events.SessionUp())
 
     def on_session_down(self, reason: str) -> None:
@@ -266,7 +269,7 @@ class Agent:
     def _handle(self, event: events.Event) -> None:
         with self._condition:
             frozen = self._core.frozen
-            self._core.handle(event, clock.mono_s())
+            self._core.handle(event, self._own_time.at(clock.mono_s()))
             if self._core.frozen is not frozen:
                 self._on_incident(self._core.frozen)
             self._settle_calls()
@@ -283,23 +286,26 @@ class Agent:
 
     def _after_mark(self) -> None:
         """With the lock: the same as `_settle_calls`, for the calls of every step."""
-        core = self._core
+        phase, step, effects = self._core.after_mark()
         if self._phase_word is not None:
-            self._phase_word.set_stand(core.phase, core.stand_step)
-        if core.has_effects:
+            self._phase_word.set_stand(phase, step)
+        if effects:
             self._settle_calls()
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
             case events.SendReport(report):
                 self.report(report)
+            case events.SayHello():
+                self.report(self._hello(self._core.stand))
             case events.StartSave(order):
                 self._start_save(order)
-            case events.CancelSave():
-                if self._save_job is not None:
-                    self._save_job.cancel()
+            case events.CancelSave() if self._save_job is not None:
+                self._save_job.cancel()
             case events.Leave(order, reason):
                 self._leave(order, reason)
+            case events.PassOn(number):
+                self._pass_on(number)
             case events.Log(level, text):
                 _log.log(level, "%s", text)
             case events.Wake() | events.Released():
@@ -310,7 +316,7 @@ class Agent:
             order,
             self._core.settled_stand,
             self._saver,
-            progress=lambda o, n: self._handle(events.SaveProgressed(o.incident, o.attempt, n)),
+            progress=lambda o, n, syncing: self._handle(events.SaveProgressed(o.incident, o.attempt, n, syncing)),
             done=lambda o, n: self._handle(events.SaveFinished(o.incident, o.attempt, n)),
             failed=lambda o, why, storage: self._handle(events.SaveErrored(o.incident, o.attempt, why, storage)),
             after=self._save_job,
@@ -319,12 +325,12 @@ class Agent:
 
     def _leave(self, order: Exit | Refused | None, reason: str) -> None:
         """With the lock: this process has to end. Parked, the training thread ends it; stuck, this thread does."""
+        if order is None:
+            return self._departure.decide_alone(reason, self._end_from_here)
         if isinstance(order, Refused):
             self._departure.refuse(order.reason)
         else:
-            rank = self._core.rank
-            verdict = ways_out.verdict_of(rank, order) if order is not None else Verdict.controller_lost(rank, reason)
-            self._departure.decide(verdict)
+            self._departure.decide(ways_out.verdict_of(self._core.rank, order))
         self._condition.notify_all()
         if not self._in_our_hands and not isinstance(order, Refused):
             threading.Thread(target=self._end_from_here, name="lastwords-end", daemon=True).start()
@@ -332,12 +338,13 @@ class Agent:
     def _end_from_here(self) -> None:
         """The training thread sits in the user's code or in a collective; it gets a moment to come by by itself."""
         with self._condition:
-            verdict = self._departure.verdict
-            saved = verdict is not None and verdict.code == ways_out.EXIT_SAVED
-            if self._condition.wait_for(
-                lambda: self._in_our_hands > 0, ways_out.COME_BY_S if saved else ways_out.COME_BY_UNSAVED_S
-            ):
+            saved = (verdict := self._departure.verdict) is not None and verdict.code == ways_out.EXIT_SAVED
+            come_by_s = ways_out.COME_BY_S if saved else ways_out.COME_BY_UNSAVED_S
+            if ways_out.wait_out(lambda s: self._condition.wait_for(lambda: self._in_our_hands > 0, s), come_by_s):
                 return
+        if self._core.steps_done:  # it may be writing the user's last files, or hang: that is for its user to end
+            self._hand_back()
+            return self._departure.announce(ends=False)
         self.close(timeout_s=1.0)
         self._departure.end_now()
 
@@ -378,10 +385,9 @@ class Agent:
             with self._condition:
                 if self._closed:
                     return
-                now_mono_s = clock.mono_s()
-                due_s = core.deadline_s
-                if due_s is not None and due_s <= now_mono_s:
-                    core.handle(events.Tick(), now_mono_s)
+                now_s, due_s = self._own_time.at(clock.mono_s()), core.deadline_s
+                if due_s is not None and due_s <= now_s:
+                    core.handle(events.Tick(), now_s)
                     self._settle_calls()
                 stand = core.stand
             if stand != self._status_sent:
@@ -389,10 +395,6 @@ class Agent:
                 self.report(Status(core.rank, core.generation, stand))
             with self._condition:
                 if not self._closed:
-                    due_s = core.deadline_s
-                    wait_s = (
-                        interfaces.STATUS_INTERVAL_S
-                        if due_s is None
-                        else min(interfaces.STATUS_INTERVAL_S, due_s - clock.mono_s())
-                    )
+                    due_s, wait_s = core.deadline_s, interfaces.STATUS_INTERVAL_S
+                    wait_s = wait_s if due_s is None else min(wait_s, due_s - now_s)
                     self._condition.wait(max(wait_s, 0.001))

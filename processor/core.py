@@ -37,6 +37,7 @@ from lastwords.processor.events import (
     FromController,
     Leave,
     Log,
+    PassOn,
     ProcessorOptions,
     Released,
     SaveErrored,
@@ -200,7 +201,9 @@ class ProcessorCore(RankState):
 
     def mark_signalled(self, signal_number: int) -> None:
         """Any thread: this process was asked to stop. Training goes on until the controller freezes it."""
-        if self._said.signalled is None and not self._released:
+        if self._said.unprotected and not self._said.waits:
+            self._outbox.emit(PassOn(signal_number))
+        elif self._said.signalled is None and not self._released:
             self._said.signalled = Signalled(self.rank, self.generation, signal_number, self.stand)
             self._outbox.send(self._said.signalled)
 
@@ -253,8 +256,8 @@ class ProcessorCore(RankState):
                     self._outbox.emit(Log(WARNING, f"rank {self.rank} has a controller again and is protected"))
             case SessionDown():
                 self._said.on_session_down(now_s)
-            case SaveProgressed(incident, attempt, bytes_written):
-                self._part.on_save_progressed(incident, attempt, bytes_written)
+            case SaveProgressed(incident, attempt, bytes_written, syncing):
+                self._part.on_save_progressed(incident, attempt, bytes_written, syncing)
             case SaveFinished(incident, attempt, bytes_written):
                 self._part.on_save_finished(incident, attempt, bytes_written)
             case SaveErrored(incident, attempt, reason, storage):
@@ -270,6 +273,7 @@ class ProcessorCore(RankState):
         match order:
             case Welcome():
                 wakes, self._welcomed = not self._welcomed, True
+                self._said.on_welcome()
             case LoopGo():
                 wakes, self._said.loop_open = not self._said.loop_open, self._said.loop is not None
             case Freeze():
@@ -338,8 +342,11 @@ class ProcessorCore(RankState):
         lost_s = self.options.controller_lost_s
         if not self._said.waits:
             self._said.unprotected = True
-            text = f"rank {self.rank} has had no controller for {lost_s:g} s; training goes on unprotected"
+            text = f"rank {self.rank} has lost its controller; training goes on unprotected"
             self._outbox.emit(Log(ERROR, text))
+            if (signalled := self._said.signalled) is not None:
+                self._said.signalled = None
+                self._outbox.emit(PassOn(signalled.signal_number))
         elif self._said.only_left:
             text = f"rank {self.rank} has done its loop and has had no controller for {lost_s:g} s; it goes on alone"
             self._outbox.emit(Log(WARNING, text))

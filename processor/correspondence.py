@@ -6,7 +6,8 @@ session, and now and then in between, so that nothing that was lost with a strea
 
 from __future__ import annotations
 
-from lastwords.processor.events import RESEND_INTERVAL_S, ProcessorOptions
+from lastwords.processor.events import HELLO_PAUSE_MAX_S, RESEND_INTERVAL_S, ProcessorOptions, SayHello
+from lastwords.processor.grace import Grace
 from lastwords.processor.participation import Outbox, Participation
 from lastwords.vocabulary import Left, LoopBegin, Raised, Report, Signalled
 
@@ -26,8 +27,11 @@ class Correspondence:
         self.closed = False
         self.session_up = False
         self.unprotected = False  # training goes on without a controller, and that has been said
+        self._was_up = False
         self._down_since_s: float | None = None
         self._resend_at_s: float | None = None
+        self._unanswered = False  # nobody has welcomed the Hello of this session
+        self._hello_pause = Grace(RESEND_INTERVAL_S)
 
     # ------------------------------------------------------------------ what is owed
 
@@ -75,10 +79,15 @@ class Correspondence:
     def on_session_up(self) -> bool:
         """A session is open. True if this rank had said that it was unprotected."""
         was_unprotected, self.unprotected = self.unprotected, False
-        self.session_up = True
+        self.session_up = self._was_up = True
         self._down_since_s = None
+        self._unanswered, self._hello_pause = True, Grace(RESEND_INTERVAL_S)
         self.repeat()
         return was_unprotected
+
+    def on_welcome(self) -> None:
+        """The Hello of this session has arrived, and all ranks are registered."""
+        self._unanswered = False
 
     def on_session_down(self, now_s: float) -> None:
         """The session is broken; the first of several such words counts."""
@@ -105,6 +114,13 @@ class Correspondence:
         elif now_s >= self._resend_at_s:
             self._resend_at_s = now_s + RESEND_INTERVAL_S
             self.repeat()
+        if self._hello_pause.over(self._greets, now_s):
+            self._hello_pause = Grace(min(2 * self._hello_pause.seconds, HELLO_PAUSE_MAX_S))
+            self._outbox.emit(SayHello())
+
+    @property
+    def _greets(self) -> bool:
+        return self._unanswered and self.session_up and not self.closed
 
     def deadline_s(self, now_s: float) -> float | None:
         """When `run_timer` or `controller_lost` has to be asked again, at the latest."""
@@ -112,11 +128,13 @@ class Correspondence:
             return self._lost_at_s()
         if self._resend_at_s is None and self.owed():
             return now_s  # a call of the training thread has made it so: start the timer
-        return self._resend_at_s
+        wanted = (self._resend_at_s, self._hello_pause.deadline_s(self._greets, now_s))
+        return min((at_s for at_s in wanted if at_s is not None), default=None)
 
     def _lost_at_s(self) -> float | None:
         if self.session_up or self._down_since_s is None or self.closed:
             return None
-        if self.unprotected and not self.waits:
-            return None  # said already
-        return self._down_since_s + self._options.controller_lost_s
+        if not self.waits and self.unprotected:
+            return None
+        soon = self._was_up and not self.waits
+        return self._down_since_s + (self._options.unprotected_s if soon else self._options.controller_lost_s)

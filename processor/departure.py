@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lastwords.errors import ConfigError
 from lastwords.vocabulary import Exit, ExitKind
+
+_log = logging.getLogger(__name__)
 
 EXIT_SAVED = 75
 """Last words were published; start again with resume (sysexits' EX_TEMPFAIL: "try again")."""
@@ -28,12 +32,25 @@ EXIT_NOT_SAVED = 76
 """The incident is over and there is no new checkpoint; the line on stderr says why."""
 
 UNWIND_S = 5.0
-"""How long the user's `finally` blocks may take after an incident before the process ends regardless."""
+"""How long the user's `finally` blocks may take after an incident before the process ends regardless, unless they are
+writing files."""
 
+
+FLUSH_S = 2.0
+"""How long flushing may take at the end: a terminal or a log takes some milliseconds."""
+
+LOOK_UP_S = 5.0
+"""How long a rank without a controller looks for the record of how its job has ended; a file system may hang."""
 
 COME_BY_S = 0.5
 """How long the training thread may take to come by after an incident before the process is ended without it. By then
 the checkpoint is published, so this costs nothing but time; a rank in a dead collective never comes."""
+
+WRITES_QUIET_S = 5.0
+"""Whoever writes the user's files is not ended until so long after the last sign of it."""
+
+WRITES_BYTES_MIN = 256 << 10
+"""So much tells a writer in another thread from gRPC, which wakes its threads by writing a few bytes."""
 
 COME_BY_UNSAVED_S = 3.0
 """The same where nothing was saved: mostly errors that all ranks have at once, at the start or in resume(), and each
@@ -42,7 +59,10 @@ should end with its own traceback rather than with the news of another one's."""
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What this rank was told at the end of an incident."""
+    """What this rank was told at the end of an incident. is_cause: of that rank, or of nobody that is known.
+
+    line: for people; the exit code is added when it is said.
+    """
 
     code: int
     line: str
@@ -52,10 +72,10 @@ class Verdict:
     def controller_lost(rank: int, reason: str) -> Verdict:
         """The controller went away for good while this rank waited for it."""
         line = (
-            f"lastwords: rank {rank}: {reason}; NOTHING WAS SAVED by this rank "
-            f"(see `lastwords latest` for what is there); exit code {EXIT_NOT_SAVED}"
+            f"lastwords: rank {rank}: {reason}; nobody has told this rank whether anything was saved "
+            "(see `lastwords latest` for what is there)"
         )
-        return Verdict(EXIT_NOT_SAVED, line, is_cause=False)
+        return Verdict(EXIT_NOT_SAVED, line, is_cause=True)
 
 
 def verdict_of(rank: int, order: Exit) -> Verdict:
@@ -65,23 +85,25 @@ def verdict_of(rank: int, order: Exit) -> Verdict:
     >>> verdict_of(2, o).code
     75
     """
+    is_cause = rank in order.cause_ranks or not order.cause_ranks
     if order.kind is ExitKind.SAVED:
         line = (
             f"lastwords: rank {rank}: {order.reason}; the last words of step {order.step} are in {order.path}; "
             "start again with --is_recover=1 (or call resume()) to go on at "
-            f"step {order.step + 1}; exit code {EXIT_SAVED}"
+            f"step {order.step + 1}"
         )
-        return Verdict(EXIT_SAVED, line, rank in order.cause_ranks)
+        return Verdict(EXIT_SAVED, line, is_cause)
     what = "nothing to save yet" if order.kind is ExitKind.NOTHING_TO_SAVE else "NOTHING WAS SAVED"
-    line = f"lastwords: rank {rank}: {order.reason}; {what}; exit code {EXIT_NOT_SAVED}"
-    return Verdict(EXIT_NOT_SAVED, line, rank in order.cause_ranks)
+    line = f"lastwords: rank {rank}: {order.reason}; {what}"
+    return Verdict(EXIT_NOT_SAVED, line, is_cause)
 
 
 class Departure:
     """The decision to leave, made once, and the ways to carry it out. Methods may be called by any thread."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, recorded: Callable[[], Exit | None] = lambda: None) -> None:
         self.rank = rank
+        self._recorded = recorded
         self._verdict: Verdict | None = None
         self._refused: str | None = None
         self._lock = threading.Lock()
@@ -106,6 +128,22 @@ class Departure:
                 return True
             return False
 
+    def decide_alone(self, reason: str, then: Callable[[], None]) -> None:
+        """The controller is gone; it may have ended the job while this rank was stopped. Returns at once.
+
+        In threads of their own: look up how the job ended, for `LOOK_UP_S` at most, decide, and call `then`.
+        """
+        threading.Thread(target=self._decide_alone, args=(reason, then), name="lastwords-end", daemon=True).start()
+
+    def _decide_alone(self, reason: str, then: Callable[[], None]) -> None:
+        found: list[Exit | None] = []
+        looker = threading.Thread(target=lambda: found.append(self._recorded()), name="lastwords-look", daemon=True)
+        looker.start()
+        looker.join(LOOK_UP_S)
+        order = found[0] if found else None
+        self.decide(verdict_of(self.rank, order) if order is not None else Verdict.controller_lost(self.rank, reason))
+        then()
+
     def refuse(self, reason: str) -> None:
         """The controller refused this process; the training thread raises ConfigError with `reason`."""
         with self._lock:
@@ -122,13 +160,22 @@ class Departure:
         if self._refused is not None:
             raise ConfigError(self._refused)
 
-    def announce(self) -> None:
-        """Print the one line, once."""
+    @property
+    def exit_code(self) -> int | None:
+        """What this process ends with, once that is certain."""
+        return self._exit_code
+
+    def announce(self, *, ends: bool = True) -> None:
+        """Print the one line, once; it names the exit code if this process `ends` by our doing, which is ours to know.
+
+        Blocks where the reader of stderr has stopped.
+        """
         with self._lock:
             if self._announced or self._verdict is None:
                 return
             self._announced = True
-            line = self._verdict.line
+            code = self._verdict.code if self._exit_code is None else self._exit_code
+            line = f"{self._verdict.line}; exit code {code}" if ends else self._verdict.line
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
@@ -136,35 +183,124 @@ class Departure:
     def unwind(self) -> SystemExit:
         """Training thread: the exception to raise; arms the bound on how long unwinding may take."""
         assert self._verdict is not None
-        self.announce()
         self.end_within(UNWIND_S, self._verdict.code)
-        return SystemExit(self._verdict.code)
+        self.announce()
+        return SystemExit(self._verdict.code if self._exit_code is None else self._exit_code)
 
     def end_within(self, seconds: float, code: int) -> None:
-        """End the process with `code` after at most `seconds`, and at interpreter exit without clean-up."""
+        """End the process with `code` after at most `seconds`, and at interpreter exit without clean-up.
+
+        The first code that this or `end_now` is called with is the one.
+        """
         with self._lock:
             if self._exit_code is not None:
                 return
             self._exit_code = code
-        atexit.register(end_process, code)
-        timer = threading.Timer(seconds, end_process, (code,))
-        timer.daemon = True
-        timer.start()
+        hurry, pid = threading.Event(), os.getpid()
+
+        def at_exit() -> None:
+            if os.getpid() == pid:  # else a forked child, whose end is its own
+                hurry.set()
+                threading.Event().wait()  # the threads below end the process
+
+        if _end_later(code, hurry, seconds, self.announce):
+            atexit.register(at_exit)
+
+    def leave_to_user(self, error: BaseException, code: int) -> None:
+        """Training thread: this rank's own `error` goes to its user, whose code takes the time that it takes.
+
+        Only the interpreter's end is bounded, since a communicator with work in flight can block it for ever: where
+        `error` is what ends it, with `code` at once; where the user has handled it, the exit code is the user's, and 1
+        if nothing has come of that after `UNWIND_S`.
+        """
+        self.announce(ends=False)
+        hurry, pid = threading.Event(), os.getpid()
+
+        def at_exit() -> None:
+            if os.getpid() != pid:
+                return
+            if isinstance(error, SystemExit) or getattr(sys, "last_value", None) is error:
+                hurry.set()
+                threading.Event().wait()
+            _end_from_c_after(UNWIND_S)
+
+        if _end_later(code, hurry, None, self.announce):
+            atexit.register(at_exit)
 
     def end_now(self) -> None:
-        """Any thread: announce and end the process at once."""
-        self.announce()
-        end_process(self._verdict.code if self._verdict is not None else EXIT_NOT_SAVED)
+        """Any thread: announce and end the process at once. Does not return."""
+        with self._lock:
+            if self._exit_code is None:
+                self._exit_code = EXIT_NOT_SAVED if self._verdict is None else self._verdict.code
+            code = self._exit_code
+        hurry = threading.Event()
+        hurry.set()
+        if _end_later(code, hurry, 0.0, self.announce):
+            threading.Event().wait()
 
 
-def end_process(code: int) -> None:
-    """End this process without running destructors: flush what people may read, stop data-loader workers."""
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    with contextlib.suppress(OSError, ValueError):
-        logging.shutdown()
-    os._exit(code)
+def wait_out(wait: Callable[[float | None], bool], seconds: float | None) -> bool:
+    """Wait for `wait(seconds)` to become True, and longer as long as this process seems to write the user's files.
+
+    That is: the main thread writes anything, or the whole process a lot. What is written through a memory map is not
+    seen. Nothing of ours writes by then; whoever hangs in a collective does not either. False if it was in vain.
+    """
+    before = _bytes_written()
+    while not wait(seconds):
+        written = _bytes_written()
+        if written[0] == before[0] and written[1] < before[1] + WRITES_BYTES_MIN:
+            return False
+        before, seconds = written, WRITES_QUIET_S
+    return True
+
+
+def _bytes_written() -> tuple[int, int]:
+    """By the main thread, and by the whole process; zeros where the kernel does not count."""
+    counts = [0, 0]
+    for index, path in enumerate((f"/proc/self/task/{threading.main_thread().native_id}/io", "/proc/self/io")):
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
+            counts[index] = int(file.read().split("wchar:")[1].split()[0])
+    return counts[0], counts[1]
+
+
+def _end_from_c_after(seconds: float) -> None:
+    """End this process with 1 after `seconds` even if no Python runs any more; nothing if it has ended by then."""
+    with contextlib.suppress(OSError, RuntimeError):
+        faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
+
+
+def _end_later(code: int, hurry: threading.Event, seconds: float | None, announce: Callable[[], None]) -> bool:
+    """End this process, without running destructors, once `hurry` is set or `seconds` (None: never) have passed.
+
+    What people may read is flushed, `FLUSH_S` at most: the reader of a pipe may have stopped, and another thread may
+    hold a lock of logging. Both threads are started now, since none can be once the interpreter shuts down. False, and
+    no end, if that is so already.
+    """
+    go, flushed = threading.Event(), threading.Event()
+
+    def flush() -> None:
+        go.wait()
+        announce()
+        for stream in (sys.stderr, sys.stdout):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        with contextlib.suppress(OSError, ValueError):
+            logging.shutdown()
+        flushed.set()
+
+    def end() -> None:
+        wait_out(hurry.wait, seconds)
+        for child in multiprocessing.active_children():
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                child.kill()
+        go.set()
+        flushed.wait(FLUSH_S)
+        os._exit(code)
+
+    try:
+        for name, target in (("lastwords-flush", flush), ("lastwords-exit", end)):
+            threading.Thread(target=target, name=name, daemon=True).start()
+    except RuntimeError as error:
+        _log.error("this process cannot end by itself: %s", error)
+        return False
+    return True

@@ -15,19 +15,25 @@ RESEND_INTERVAL_S = 1.0
 """A report that still waits for its order goes out again this often. gRPC loses nothing while a stream lives, so
 in practice this repairs only what was lost with a stream; one small message a second per frozen rank is no load."""
 
+HELLO_PAUSE_MAX_S = 4.0
+"""A Hello goes out again after 1 s, then in pauses that double up to this: all ranks of a large job may wait for its
+last one, and 16 384 of them then say 4 096 Hellos a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessorOptions:
     """Deadlines of one rank.
 
     step_end_grace_s: how long a frozen rank in UPDATED may take to reach its step's end before it settles as it is
-    (a logging collective there may never return). controller_lost_s: how long a rank that can do nothing but wait
-    for the controller goes without a session before it leaves on its own. has_copy: this rank keeps a copy of its
-    state at the end of each step; a frozen rank that is UPDATING for longer than update_grace_s, or whose update has
-    torn, then stands by that copy.
+    (a logging collective there may never return). unprotected_s: how long a rank that trains goes without a session
+    before it says so, and before a signal takes the way that it would take without us. controller_lost_s: how long one
+    that can do nothing but wait for the controller goes without a session before it leaves on its own. has_copy: this
+    rank keeps a copy of its state at the end of each step; a frozen rank that is UPDATING for longer than
+    update_grace_s, or whose update has torn, then stands by that copy.
     """
 
     step_end_grace_s: float = 0.5
+    unprotected_s: float = 1.5
     controller_lost_s: float = 30.0
     has_copy: bool = False
     update_grace_s: float = 1.0
@@ -55,11 +61,12 @@ class SessionDown:
 
 @dataclass(frozen=True, slots=True)
 class SaveProgressed:
-    """The writer has written `bytes_written` so far."""
+    """The writer has written `bytes_written` so far; `syncing`: it is inside fsync or the like."""
 
     incident: int
     attempt: int
     bytes_written: int
+    syncing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,11 @@ class SendReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SayHello:
+    """Send another Hello in the session that is open: the first one has not been answered."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartSave:
     """Start to write what `order` names; answer with SaveProgressed and one of SaveFinished, SaveErrored."""
 
@@ -131,6 +143,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class PassOn:
+    """Nobody is there who could save anything: this signal has to do what it would do without us."""
+
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """The loop is over everywhere; this process may go on after its loop."""
 
@@ -143,4 +162,4 @@ class Log:
     text: str
 
 
-Effect = SendReport | StartSave | CancelSave | Wake | Leave | Released | Log
+Effect = SendReport | SayHello | StartSave | CancelSave | Wake | Leave | PassOn | Released | Log

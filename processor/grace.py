@@ -7,7 +7,7 @@ class Grace:
     """Runs while it is `wanted`, and is over `seconds` after that began."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._until_s: float | None = None
 
     def over(self, wanted: bool, now_s: float) -> bool:
@@ -20,7 +20,7 @@ class Grace:
         if not wanted:
             self._until_s = None
         elif self._until_s is None:
-            self._until_s = now_s + self._seconds
+            self._until_s = now_s + self.seconds
         elif now_s >= self._until_s:
             self._until_s = None
             return True

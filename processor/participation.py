@@ -144,10 +144,10 @@ class Participation:
             self._outbox.emit(StartSave(order))
             self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0))
 
-    def on_save_progressed(self, incident: int, attempt: int, bytes_written: int) -> None:
-        """The writer moves."""
+    def on_save_progressed(self, incident: int, attempt: int, bytes_written: int, syncing: bool) -> None:
+        """The writer moves, or is inside a call that makes it durable."""
         if self._is_saving(incident, attempt) is not None:
-            self._answer(SaveProgress(self._rank, self._generation, incident, attempt, bytes_written))
+            self._answer(SaveProgress(self._rank, self._generation, incident, attempt, bytes_written, syncing))
 
     def on_save_finished(self, incident: int, attempt: int, bytes_written: int) -> None:
         """The writer is done."""

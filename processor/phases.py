@@ -81,7 +81,7 @@ def misuse(rank: int, stand: Stand, method: str) -> ConfigError:
         text = "an update failed half-way, so the weights are of no step; this rank cannot train on"
     elif stand.phase is _DONE:
         text = "the training loop has been left already"
-    return ConfigError(f"rank {rank} at {stand}: {text} ({method})")
+    return ConfigError(f"rank {rank} at {stand}: {text}")
 
 
 def holds(stand: Stand, step: int) -> bool:

@@ -46,17 +46,18 @@ class RankState:
     @property
     def stand(self) -> Stand:
         """Exactly where this rank stands."""
-        return Stand(self._phase, self.stand_step)
+        return Stand(self._phase, self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1)
 
     @property
     def settled_stand(self) -> Stand:
         """What the controller is told: the stand, or that of the copy which this rank has gone back to."""
         return Stand(_COMPUTING, self._ended_step) if self._retreated else self.stand
 
-    @property
-    def stand_step(self) -> int:
-        """The step of `stand`, without making one: for the calls of every step."""
-        return self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1
+    def after_mark(self) -> tuple[Phase, int, bool]:
+        """Phase and step of `stand`, and whether there are effects: in one, for the calls of every step."""
+        phase = self._phase
+        step = self._ended_step if phase in ENDED_PHASES else self._ended_step + 1
+        return phase, step, bool(self._outbox.effects)
 
     @property
     def ended_step(self) -> int:
@@ -98,6 +99,13 @@ class RankState:
     def loop_open(self) -> bool:
         """True once all ranks have agreed on the loop that `begin_loop` announced."""
         return self._said.loop_open
+
+    @property
+    def steps_done(self) -> bool:
+        """True if every step of the loop that `begin_loop` announced has ended: what comes now is the user's alone."""
+        loop = self._said.loop
+        last = 0 if loop is None else loop.steps_per_epoch * loop.epochs
+        return 0 < last <= self._ended_step and self._phase in ENDED_PHASES
 
     @property
     def welcomed(self) -> bool:

@@ -21,7 +21,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from lastwords.errors import LastWordsError
+from lastwords.checkpoint.retry import PAUSES_S, patiently
+from lastwords.checkpoint.system import REAL_OS, storage_errors
+from lastwords.errors import LastWordsError, StorageError
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.robust_mutex import owner_of
 from lastwords.liveness.watch import HostWatch
@@ -45,6 +47,7 @@ class HostRing:
         job: str,
         generation: int,
         report: Callable[[PeerDied], None],
+        nonce: str = "",
         *,
         root: Path = paths.SHM_ROOT,
         watched_each: int = WATCHED_EACH,
@@ -52,12 +55,14 @@ class HostRing:
         self._rank = rank
         self._job = job
         self._generation = generation
+        self._nonce = nonce
         self._report = report
         self._root = root
         self._watched_each = watched_each
         self._lock = threading.Lock()
         self._after: list[int] = []  # ranks of this host that were never watched yet, next ones first
         self._watched: set[int] = set()
+        self._tried: dict[int, int] = {}
         self.is_first = False
         """Whether this is the lowest rank of its host; known after `start`."""
         self._stopped = False
@@ -66,7 +71,7 @@ class HostRing:
 
     def start(self) -> None:
         """Begin to watch; call it once all ranks are registered. A host that cannot be watched is only logged."""
-        ranks = ranks_here(self._job, self._generation, root=self._root)
+        ranks = ranks_here(self._job, self._generation, self._nonce, root=self._root)
         self.is_first = ranks[:1] == [self._rank]
         with self._lock:
             self._after = in_ring_order(self._rank, ranks)
@@ -96,11 +101,26 @@ class HostRing:
             self._watched.discard(gone)
             self._close_ring()
 
+    def _look_again(self, rank: int) -> None:
+        """With the lock: too many open files, say, may pass; then it is the next one to be watched."""
+        self._tried[rank] = tried = self._tried.get(rank, -1) + 1
+        if tried >= len(PAUSES_S):
+            return
+
+        def again() -> None:
+            with self._lock:
+                self._after.insert(0, rank)
+                self._close_ring()
+
+        timer = threading.Timer(PAUSES_S[tried], again)
+        timer.daemon = True
+        timer.start()
+
     def _close_ring(self) -> None:
         """With the lock: watch the next ranks, as long as there are any that were not looked at."""
         while self._after and len(self._watched) < self._watched_each and not self._stopped:
             rank = self._after.pop(0)
-            path = paths.life_path(self._job, self._generation, rank, root=self._root)
+            path = paths.life_path(self._job, self._generation, rank, self._nonce, root=self._root)
             self._watched.add(rank)
             try:
                 process = _process_of(path)
@@ -109,6 +129,7 @@ class HostRing:
             except LastWordsError as error:
                 self._watched.discard(rank)
                 _log.info("rank %d does not watch rank %d: %s", self._rank, rank, error)
+                self._look_again(rank)
             except Exception:  # the outermost frame of a watcher's thread; training must not notice
                 self._watched.discard(rank)
                 _log.exception("rank %d cannot watch rank %d", self._rank, rank)
@@ -123,15 +144,20 @@ def in_ring_order(rank: int, ranks: list[int]) -> list[int]:
     return [other for other in sorted(ranks) if other > rank] + [other for other in sorted(ranks) if other < rank]
 
 
-def ranks_here(job: str, generation: int, *, root: Path = paths.SHM_ROOT) -> list[int]:
+def ranks_here(job: str, generation: int, nonce: str = "", *, root: Path = paths.SHM_ROOT) -> list[int]:
     """Ranks with a life line on this host, sorted; none where nothing can be read."""
-    directory = paths.job_dir(job, generation, root=root)
+    directory = paths.job_dir(job, generation, nonce, root=root)
     try:
-        names = [entry.name for entry in directory.iterdir()]
-    except OSError as error:
-        _log.warning("nobody on this host is watched: cannot read %s: %s", directory, error)
+        names = patiently(lambda: _names_in(directory), REAL_OS)
+    except StorageError as error:
+        _log.warning("nobody on this host is watched: %s", error)
         return []
     return sorted(int(found[1]) for name in names if (found := _LIFE.fullmatch(name)))
+
+
+def _names_in(directory: Path) -> list[str]:
+    with storage_errors("reading", directory):
+        return os.listdir(directory)
 
 
 def _process_of(path: Path) -> ProcessId:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from lastwords import clock
 from lastwords.checkpoint import layout, part
+from lastwords.checkpoint.system import SyncWatch
 from lastwords.errors import StorageError
 from lastwords.vocabulary import Save, Stand
 
@@ -18,6 +19,9 @@ _log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.25
 """Progress goes out four times a second: well inside every progress time-out, and no load."""
+
+SYNC_INTERVAL_S = 1.0
+"""So often a writer inside fsync or close is reported to be there, by another thread: its own cannot."""
 
 
 class Position(NamedTuple):
@@ -30,8 +34,8 @@ class Position(NamedTuple):
 class StateSource(Protocol):
     """Where the writer finds the state. Called in the writer's thread while this rank is settled."""
 
-    def position(self, step: int) -> Position:
-        """Epoch and step in the epoch of global step `step`."""
+    def position(self, step: int) -> Position | None:
+        """What the loop calls global step `step`; None if it has not said so yet."""
         ...
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> part.UnitState:
@@ -64,7 +68,8 @@ class SaverSpec:
 class SaveJob:
     """One order to save, carried out by a daemon thread; exactly one of the callbacks `done`, `failed` follows.
 
-    `progress` gets the bytes written so far. After `cancel()` neither callback is called.
+    `progress` gets the bytes written so far, and whether the writer is inside fsync or the like. It is called by the
+    writer and by a thread of its own. After `cancel()` neither callback is called.
     """
 
     def __init__(
@@ -73,10 +78,11 @@ class SaveJob:
         stand: Stand,
         spec: SaverSpec,
         *,
-        progress: Callable[[Save, int], None],
+        progress: Callable[[Save, int, bool], None],
         done: Callable[[Save, int], None],
         failed: Callable[[Save, str, bool], None],
         after: SaveJob | None = None,
+        watch: SyncWatch | None = None,
     ) -> None:
         self.order = order
         self._stand = stand
@@ -86,6 +92,9 @@ class SaveJob:
         self._on_done = done
         self._on_failed = failed
         self._cancelled = threading.Event()
+        self._over = threading.Event()
+        self._watch = watch or SyncWatch()
+        self._written = 0
         self._reported_mono_s = clock.mono_s()
         self._thread = threading.Thread(target=self._run, name="lastwords-saver", daemon=True)
 
@@ -106,17 +115,29 @@ class SaveJob:
             if self._after is not None:
                 self._after.wait()
                 self._after = None
+            threading.Thread(target=self._report_syncs, name="lastwords-saver-sync", daemon=True).start()
             written = self._write()
         except SaveCancelledError:
             return
         except StorageError as error:
             self._fail(str(error), storage=True)
+        except (OSError, MemoryError, RuntimeError) as error:
+            # No descriptor for a black box, no memory (torch says RuntimeError), no thread: perhaps later.
+            _log.warning("rank %s could not write its part of step %s", self._spec.rank, self.order.step, exc_info=True)
+            self._fail(f"{type(error).__name__}: {error}", storage=True)
         except Exception as error:  # outermost loop of this thread: whatever it was, the controller must hear of it
             _log.exception("rank %s could not write its part of step %s", self._spec.rank, self.order.step)
             self._fail(f"{type(error).__name__}: {error}", storage=False)
         else:
             if not self._cancelled.is_set():
                 self._on_done(self.order, written)
+        finally:
+            self._over.set()
+
+    def _report_syncs(self) -> None:
+        while not self._over.wait(SYNC_INTERVAL_S) and not self._cancelled.is_set():
+            if self._watch.inside:
+                self._on_progress(self.order, self._written, True)
 
     def _fail(self, reason: str, storage: bool) -> None:
         if not self._cancelled.is_set():
@@ -125,10 +146,11 @@ class SaveJob:
     def _progress(self, written: int) -> None:
         if self._cancelled.is_set():
             raise SaveCancelledError
+        self._written = written
         now_mono_s = clock.mono_s()
         if now_mono_s - self._reported_mono_s >= PROGRESS_INTERVAL_S:
             self._reported_mono_s = now_mono_s
-            self._on_progress(self.order, written)
+            self._on_progress(self.order, written, False)
 
     def _write(self) -> int:
         order, source = self.order, self._spec.source
@@ -136,20 +158,31 @@ class SaveJob:
             raise StorageError(f"rank {self._spec.rank} has no directory number {order.target}: set fallback_path")
         units = {unit: source.unit_state(unit, order.step, self._stand) for unit in order.units}
         locals_ = source.local_states(order.local_ranks, order.step)
-        position = source.position(order.step)
+        position = source.position(order.step) or _named_by(locals_.values())
+        epoch, step_of_epoch = position or (layout.EPOCH_UNKNOWN, order.step)
         directory = self._spec.roots[order.target] / layout.tmp_dir_name(
-            order.step, order.generation, order.incident, order.attempt
+            order.step, self._spec.job, order.generation, order.incident, order.attempt
         )
         written = part.write_part(
             directory,
             rank=self._spec.rank,
-            epoch=position.epoch,
-            step=position.step,
+            epoch=epoch,
+            step=step_of_epoch,
             global_step=order.step,
             units=units,
             locals=locals_,
             facts=source.facts(order.step),
             progress=self._progress,
             job=self._spec.job,
+            os=self._watch,
         )
         return written.file.bytes
+
+
+def _named_by(locals_: Iterable[part.LocalState]) -> Position | None:
+    """What a rank that has ended the step calls it, by its black box."""
+    for local in locals_:
+        slot = local.meta.get("slot", {})
+        if slot.get("epoch") is not None:
+            return Position(slot["epoch"], slot["step"])
+    return None

@@ -29,7 +29,11 @@ OUTBOX_REPORTS_MAX = 1024
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
-"""A broken session is only a suspicion as long as the rank is back within the controller's lost_confirm_s (2 s)."""
+"""A broken session is only a suspicion as long as the rank is back within the controller's lost_confirm_s (2 s) or,
+where nothing else has happened, silence_timeout_s (10 s)."""
+
+REFUSED_PAUSE_MAX_S = 60.0
+"""A controller of another job is not to be bothered by thousands of ranks each second."""
 
 _FATAL = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -106,13 +110,16 @@ def _encoded(reports: list[Report]) -> Iterator[bytes]:
 class Session:
     """Keeps one rank connected with its controller until `close`. Methods may be called by any thread.
 
-    address: as `transport.host_port` gives it. `jitter` spreads the reconnects of thousands of ranks.
+    address: as `transport.host_port` gives it. A refusal ends the session if it is the first word that comes from
+    there (`on_refused`); later it is somebody else's, and the controller counts as lost. `jitter` spreads the
+    reconnects of thousands of ranks.
     """
 
     def __init__(
         self,
         address: str,
         token: str,
+        job: str,
         rank: int,
         *,
         on_order: Callable[[Order], None],
@@ -125,7 +132,7 @@ class Session:
     ) -> None:
         self.address = address
         self.rank = rank
-        self._metadata = call_metadata(token)
+        self._metadata = call_metadata(token, job)
         self._on_order = on_order
         self._on_up = on_up
         self._on_down = on_down
@@ -137,6 +144,8 @@ class Session:
         self._lock = threading.Lock()
         self._call: Any = None
         self._up = False
+        self._accepted = False  # by the controller of this job, once at least
+        self._refusals = 0  # since then, by somebody else
         self._closing = threading.Event()
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="lastwords-session", daemon=True)
@@ -178,6 +187,8 @@ class Session:
             except Exception:  # outermost loop of a thread: whatever it was, the next connection may do better
                 _log.exception("session of rank %d with %s failed", self.rank, self.address)
             pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10))
+            if self._refusals:
+                pause_s = min(REFUSED_PAUSE_MAX_S, BACKOFF_MAX_S * 2 ** min(self._refusals - 1, 10))
             self._failures += 1
             self._closing.wait(pause_s * self._jitter.uniform(0.5, 1.0))
 
@@ -193,9 +204,11 @@ class Session:
             if self._closing.is_set():
                 call.cancel()
             try:
-                call.initial_metadata()  # the controller sends it as soon as it has accepted the call
-                if not call.done():
-                    self._failures = 0
+                # The controller names its job as soon as it has accepted the call. A call that is refused, or over,
+                # has initial metadata too, and is not always done by then.
+                if codec.JOB_KEY in dict(call.initial_metadata() or ()):
+                    self._failures = self._refusals = 0
+                    self._accepted = True
                     self._up = True
                     self._on_up()
                 for raw in call:
@@ -212,10 +225,23 @@ class Session:
                 if was_up:
                     self._on_down(f"{code.name}: {details}")
         if code in _FATAL:
-            self._on_refused(f"the controller at {self.address} refuses rank {self.rank}: {details}")
-            return False
+            return self._on_refusal(details)
         if not was_up and self._failures in (0, 5):
             _log.info("rank %d cannot reach the controller at %s yet: %s", self.rank, self.address, details)
+        return True
+
+    def _on_refusal(self, details: str) -> bool:
+        """True if it says nothing about this process: its own controller is gone, and somebody else has the port."""
+        if not self._accepted:
+            self._on_refused(f"the controller at {self.address} refuses rank {self.rank}: {details}")
+            return False
+        if not self._refusals:
+            _log.error(
+                "rank %d has lost its controller: what listens at %s now serves another job; this one is unprotected",
+                self.rank,
+                self.address,
+            )
+        self._refusals += 1
         return True
 
     def _take(self, raw: bytes) -> None:

@@ -4,10 +4,11 @@ SIGTERM and SIGINT ask the job to stop; that is an incident like any other. They
 `signal.set_wakeup_fd`, from a thread of its own: C code writes the wake-up byte whatever the main thread is doing,
 while a Python-level handler waits until the main thread leaves its collective, which may be never.
 
-SIGCHLD belongs to others: torch's DataLoader sets a handler that raises in the main thread when a worker has died,
-even in the middle of `optimizer.step()`. Whatever handler is set (usually after ours) is wrapped: it runs at once
-outside an update, later when it arrives inside one, and not at all once an incident is on, when dead workers are
-nothing new (a launcher kills them together with their trainer).
+The others belong to their owners: torch's DataLoader sets a handler for SIGCHLD that raises in the main thread when a
+worker has died, even in the middle of `optimizer.step()`, and a user's own for SIGUSR1 (Slurm's notice before a time
+limit, on all ranks at once) may raise as well. Whatever Python handler is set (usually after ours) is wrapped: it runs
+at once outside an update, later when it arrives inside one, and not at all once an incident is on, when dead workers
+are nothing new (a launcher kills them together with their trainer). What has no Python handler is left alone.
 
 Forked children inherit handlers and wake-up fd; without the hook below the SIGTERM of a data-loader worker would be
 reported as one of its parent's.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # typeshed does not list it
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -25,17 +27,21 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
 _getsignal: Callable[[int], Any] = _signal.getsignal  # signal.getsignal makes an enum of it: 2 us instead of 0.05
 _STOPS = (signal.SIGINT, signal.SIGTERM)
+_DEFERRED = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP)
 _Handler = Callable[[int, types.FrameType | None], Any]
 
 
 class SignalGuard:
-    """Takes SIGTERM, SIGINT and SIGCHLD from `install` to `uninstall`. Made for the main thread, where handlers run.
+    """Takes SIGTERM and SIGINT, and puts off the handlers of others, from `install` to `uninstall`.
+
+    Made for the main thread, where handlers run.
 
     on_signal: called in the guard's own thread, once for SIGTERM and once for SIGINT.
     deferred: signals of other owners whose handlers must not run inside an update.
@@ -45,9 +51,7 @@ class SignalGuard:
     way; every further one at once.
     """
 
-    def __init__(
-        self, on_signal: Callable[[int], None], *, deferred: Iterable[signal.Signals] = (signal.SIGCHLD,)
-    ) -> None:
+    def __init__(self, on_signal: Callable[[int], None], *, deferred: Iterable[signal.Signals] = _DEFERRED) -> None:
         self._on_signal = on_signal
         self._deferred = tuple(deferred)
         self._updating = False
@@ -57,10 +61,13 @@ class SignalGuard:
         self._reasons: list[str] = []
         self._ours: dict[int, _Handler] = {}
         self._before: dict[int, Any] = {}
-        self._checks: tuple[tuple[int, _Handler], ...] = ()
+        self._numbers: tuple[int, ...] = ()  # signals that are looked at before each update
+        self._handlers: tuple[Any, ...] = ()  # what is set for them, if nobody else has set anything since
         self._pending: dict[int, _Handler] = {}
         self._interrupts = 0
         self._reported: set[int] = set()
+        self._passing: set[int] = set()  # reported, and now on their own way
+        self._handed_back = False
         self._outer_wakeup_fd = -1
         self._pid = os.getpid()
         self._write_end: socket.socket | None = None
@@ -121,18 +128,21 @@ class SignalGuard:
     # ------------------------------------------------------------------ hot path (training thread)
 
     def refresh(self) -> None:
-        """Take back what others have set since; call it before each update. About 0.3 us if nothing has changed."""
-        for number, ours in self._checks:
-            if _getsignal(number) is not ours:
+        """Take back what others have set since."""
+        for number, seen in zip(self._numbers, self._handlers, strict=True):
+            if _getsignal(number) is not seen:
                 self._take(number)
 
     def enter_update(self) -> None:
-        """From here on no handler runs that could raise."""
+        """`refresh`; and from here on no handler runs that could raise."""
+        if not all(map(is_, map(_getsignal, self._numbers), self._handlers)):
+            self.refresh()
         self._updating = True
 
-    def leave_update(self) -> None:
-        """The update is whole; `run_deferred` may follow at a place where an exception does no harm."""
+    def leave_update(self) -> bool:
+        """The update is whole. True if `run_deferred` should follow, at a place where an exception does no harm."""
         self._updating = False
+        return self.pending
 
     @property
     def pending(self) -> bool:
@@ -162,16 +172,40 @@ class SignalGuard:
         """A false alarm: training goes on. `run_deferred` catches up."""
         self._incident = False
 
+    # ------------------------------------------------------------------ without a controller (any thread)
+
+    def hand_back(self) -> None:
+        """From here on stop signals do what they would do without us, so that this process can be ended by them."""
+        self._handed_back = True
+        for number in self._ours.keys() & set(_STOPS):
+            self._default_if_it_was(number)
+
+    def pass_on(self, number: int) -> None:
+        """Let a stop signal that was reported do what it would have done without us; the next one is reported again."""
+        _log.warning("signal %d takes its own way: there is no controller that could save anything", number)
+        self._passing.add(number)
+        self._reported.discard(number)
+        self._stop_requested = False
+        self._default_if_it_was(number)
+        os.kill(self._pid, number)
+
+    def _default_if_it_was(self, number: int) -> None:
+        if self._before.get(number) is signal.SIG_DFL:
+            # Not signal.signal: that is for the main thread, which may sit in a collective that never returns.
+            ctypes.CDLL(None).signal(number, None)
+
     # ------------------------------------------------------------------ handlers
 
     def _take(self, number: int) -> None:
         """Put ours over the handler that is set now."""
-        before = signal.getsignal(number)
-        if before is None:
+        before, stops = signal.getsignal(number), number in _STOPS
+        if before is None and stops:
             self._degrade(f"{signal.Signals(number).name} has a handler that was not set by Python")
             return
-        stops = number in _STOPS
-        if stops and before is signal.SIG_IGN:
+        if not stops and not callable(before):
+            self._seen(number)  # nothing of Python's that could raise: looked at again before each update
+            return
+        if before is signal.SIG_IGN:
             return
         # Each time a new function: an older one may be called by the handler that it is put over.
         ours = self._stop_handler(before) if stops else self._deferring_handler(before)
@@ -184,11 +218,17 @@ class SignalGuard:
             _log.info("%s was taken by %r meanwhile; lastwords calls it", signal.Signals(number).name, before)
         self._ours[number] = ours
         self._before[number] = before
-        self._checks = tuple(sorted(self._ours.items()))
+        self._seen(number)
+
+    def _seen(self, number: int) -> None:
+        """The handler that is set now is as it should be."""
+        seen = {**dict(zip(self._numbers, self._handlers, strict=True)), number: _getsignal(number)}
+        self._numbers, self._handlers = tuple(seen), tuple(seen.values())
 
     def _stop_handler(self, before: Any) -> _Handler:
         def on_stop(number: int, frame: types.FrameType | None) -> None:
-            if not self._installed or os.getpid() != self._pid:
+            if not self._installed or self._handed_back or os.getpid() != self._pid or number in self._passing:
+                self._passing.discard(number)
                 _pass_on(before, number, frame)
                 return
             self._stop_requested = True
@@ -205,8 +245,6 @@ class SignalGuard:
 
     def _deferring_handler(self, before: Any) -> _Handler:
         def on_other(number: int, frame: types.FrameType | None) -> None:
-            if not callable(before):
-                return  # SIGCHLD's default is to do nothing
             if self._installed and self.deferring and os.getpid() == self._pid:
                 self._pending[number] = before
             else:
@@ -227,7 +265,7 @@ class SignalGuard:
                 signal.signal(number, self._before[number])
         self._ours.clear()
         self._before.clear()
-        self._checks = ()
+        self._numbers = self._handlers = ()
         current = signal.set_wakeup_fd(-1)
         mine = self._write_end.fileno() if self._write_end is not None else -1
         back = self._outer_wakeup_fd if current == mine else current

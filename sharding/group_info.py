@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,8 +116,8 @@ def write_group_info(environ: Mapping[str, str], rank: int, table: Units, *, sha
     for name in table.mine:
         message.units.add(name=name, holders=sorted(table.units[name]))
     make_directories(path.parent, REAL_OS)
-    # The rank is in the name, because ranks of several hosts may have the same process id.
-    temporary = path.with_name(f".{path.name}.tmp-{rank}-{os.getpid()}")
+    # A process id would not do: two hosts that share the file system may give one twice.
+    temporary = path.with_name(f".{path.name}.tmp-{rank}-{secrets.token_hex(4)}")
     with storage_errors("writing", path):
         try:
             temporary.write_bytes(message.SerializeToString())

@@ -246,7 +246,7 @@ def test_arbitrary_bytes_never_do_more_than_raise_protocol_error(raw: bytes) -> 
 SAMPLE = codec.reports_to_bytes([hello(), Raised(1, 0, "boom", True, Stand(Phase.UPDATED, 9))])
 SAMPLE_ORDERS = codec.orders_to_bytes(
     [
-        ((0, 1), Save(1, 1, 1, 7, ("replicated",), (0, 1, 2), 0, (0,), "lowest healthy rank")),
+        ((0, 1), Save(1, 1, 1, 7, ("replicated",), (0, 1, 2), 0, "lowest healthy rank")),
         ((0,), Exit(1, 1, ExitKind.SAVED, 7, "/ckpt/x", "rank 1 died", (1,))),
     ]
 )

@@ -72,14 +72,16 @@ def test_every_command_that_the_readme_shows_exists() -> None:
 
 
 def test_every_setting_that_the_readme_names_is_one_and_has_that_default() -> None:
-    fields = {field.name: field.default for field in dataclasses.fields(Config)}
+    config = Config.from_env(0, "127.0.0.1", 30051, "ckpt", environ={})
+    parts = (config, config.controller, config.processor)
+    settings = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
     rows = re.findall(r"^\| `LASTWORDS_([A-Z_]+_S)` \| ([0-9.]+) \|", README, flags=re.MULTILINE)
     named = {name.lower(): float(default) for name, default in rows}
-    assert named == {name: default for name, default in fields.items() if name.endswith("_s")}
+    assert named == {name: default for name, default in settings.items() if name.endswith("_s")}
 
 
 def test_exit_codes_in_the_readme_are_those_of_the_code() -> None:
     for code in (EXIT_SAVED, EXIT_NOT_SAVED):
         assert f"\n| {code} | " in README
-    assert [code.value for code in ExitCode] == [0, 1, 2, 3, 4]
+    assert [code.value for code in ExitCode] == [0, 1, 2, 3, 4, 5]
     assert "0 fine, 1 nothing found, 2 wrong usage, 3 damaged or incomplete, 4 the" in README

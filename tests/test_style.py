@@ -33,7 +33,7 @@ CORE_IMPORTS = frozenset(
     | {"lastwords.vocabulary", "lastwords.errors"}
 )
 MAY_PRINT = ("cli/",)
-MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py", "controller/main.py")
+MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py")
 MAY_READ_A_CLOCK = ("src/lastwords/clock.py",)
 MAY_IMPORT_TORCH = ("optim_wrapper/", "sharding/", "integrations/")
 MAY_PICKLE = ("integrations/dcp.py", "integrations/dcp_in.py")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -81,7 +80,7 @@ def main() -> None:
         )
     )
     with tft:
-        if args.is_recover or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        if args.is_recover or tft.restarted:
             point = tft.resume()
             if point is not None:
                 log.write_resumed(point.global_step, parallel.model, optimizer)
@@ -112,6 +111,8 @@ def taken_away(log: StepLog, model: nn.Module) -> None:
 
 class Unprotected(contextlib.AbstractContextManager[None]):
     """Takes the place of TFTRegister where torch is to train alone."""
+
+    restarted = False
 
     def __exit__(self, *_: object) -> None:
         pass

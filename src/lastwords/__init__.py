@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.integrations.transform_files import transform_checkpoints
     from lastwords.optim_wrapper.live_strategy import save_strategy
-    from lastwords.optim_wrapper.register import ResumePoint, TFTRegister
+    from lastwords.optim_wrapper.register import TFTRegister
+    from lastwords.optim_wrapper.resume_point import ResumePoint, peek
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
     from lastwords.sharding.declare import Unit, units_from_mesh
     from lastwords.sharding.group_info import get_ckpt_path_with_strategy, restore_group_info_list
@@ -58,6 +59,7 @@ __all__ = [
     "get_ckpt_path_with_strategy",
     "load_for_inference",
     "merge_pipeline_strategys",
+    "peek",
     "rank_list_for_transform",
     "restore_group_info_list",
     "save_strategy",
@@ -72,7 +74,8 @@ _WHERE = {
     "load_for_inference": "lastwords.integrations.inference",
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "TFTRegister": "lastwords.optim_wrapper.register",
-    "ResumePoint": "lastwords.optim_wrapper.register",
+    "ResumePoint": "lastwords.optim_wrapper.resume_point",
+    "peek": "lastwords.optim_wrapper.resume_point",
     "Part": "lastwords.sharding.parts",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",

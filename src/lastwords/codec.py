@@ -32,6 +32,7 @@ from lastwords.vocabulary import Order, Phase, ProcessId, Report, Stand
 PROTOCOL_VERSION = 1
 TOKEN_KEY = "lastwords-token"
 PROTOCOL_KEY = "lastwords-protocol"
+JOB_KEY = "lastwords-job"
 SESSION_METHOD = f"/{pb.DESCRIPTOR.package}.Controller/Session"
 STATE_METHOD = f"/{pb.DESCRIPTOR.package}.Controller/State"
 
@@ -292,8 +293,8 @@ def reports_from_bytes(raw: bytes) -> tuple[Report, ...]:
 
 
 def addressed_to_pb(ranks: Iterable[int], order: pb.Order) -> pb.AddressedOrder:
-    """An order, already encoded once, for these ranks of one session."""
-    return pb.AddressedOrder(ranks=ranks, order=order)
+    """An order, already encoded once, for these ranks of one session. Raises ProtocolError as the receiver would."""
+    return pb.AddressedOrder(ranks=_judge_addressees(tuple(ranks)), order=order)
 
 
 def orders_to_bytes(orders: Sequence[tuple[Sequence[int], Order]]) -> bytes:

@@ -21,6 +21,14 @@ class NotAnOptimizerError(ConfigError, TypeError):
     """`OptTFTWrapper` was given something that is not a `torch.optim.Optimizer`."""
 
 
+class UnstorableError(ConfigError):
+    """A value that a checkpoint cannot store. reason: its place and type, for whoever goes on without it."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class NotTextError(ConfigError, TypeError):
     """A path was given as something else than a str."""
 
@@ -66,6 +74,14 @@ class IncompleteError(CheckpointError):
     def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.missing: tuple[str, ...] = tuple(missing)
+
+
+class BusyError(CheckpointError):
+    """Another living process is writing to the same place. Worth a retry when it has ended."""
+
+
+class ReplacedError(CheckpointError):
+    """A checkpoint was replaced while it was read, so its files are of two; nothing is damaged. Worth a retry."""
 
 
 class MismatchError(CheckpointError):

@@ -164,13 +164,17 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
-    """A writer is alive and moving: `bytes_written` so far in this attempt."""
+    """A writer is alive and moving: `bytes_written` so far in this attempt.
+
+    syncing: it is inside fsync, or another call that can take long and shows no progress while it runs.
+    """
 
     rank: int
     generation: int
     incident: int
     attempt: int
     bytes_written: int
+    syncing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +194,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """This rank could not write its part. `storage` tells a refusing file system from everything else."""
+    """This rank could not write its part.
+
+    storage: the file system refused, or memory or descriptors could not be had; it may work later, or on another rank.
+    """
 
     rank: int
     generation: int
@@ -322,7 +329,6 @@ class Save:
     """Write these units, and the rank-local state of these ranks (read from the black boxes of this host).
 
     target: 0 is the configured directory, 1 the fallback directory.
-    `writers` are all ranks that write in this attempt, for the log.
     After the first `Save` of an incident a rank never trains on.
     """
 
@@ -333,7 +339,6 @@ class Save:
     units: tuple[str, ...]
     local_ranks: tuple[int, ...]
     target: int
-    writers: tuple[int, ...]
     reason: str
 
 
@@ -349,7 +354,8 @@ class Resume:
 class Exit:
     """The incident is over; leave. `path` is the published directory ("" if none).
 
-    cause_ranks: the ranks that started the incident (dead, raised or signalled).
+    cause_ranks: the ranks that started the incident (dead, raised or signalled): the first of them, and the receiver if
+    it is one.
     """
 
     generation: int

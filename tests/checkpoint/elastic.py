@@ -216,7 +216,7 @@ def save_naively(
                 own[f"optim/{fqn}/step"] = Box((), ())
                 own[f"optim/{fqn}/exp_avg"] = held.box
     units[everyone]["buffer/mean"] = whole(job.arrays["buffer/mean"][1].shape)
-    directory = root / layout.tmp_dir_name(step, 1, 1, 1)
+    directory = root / layout.tmp_dir_name(step, "job", 1, 1, 1)
     by_writer: dict[int, dict[str, UnitState]] = {}
     for ranks, own in units.items():
         name = "replicated" if ranks == everyone else unit_name(ranks)

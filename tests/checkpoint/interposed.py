@@ -31,7 +31,7 @@ class InterposedOs(Os):
             self.count += 1
             self._before(self.count, name, args)
         result = getattr(self._inner, name)(*args, **kwargs)
-        if name in ("create", "open_read", "open_directory"):
+        if name in ("create", "open_read", "open_lock", "open_directory"):
             self.open_fds.add(result)
         if name == "close":
             self.open_fds.discard(args[0])

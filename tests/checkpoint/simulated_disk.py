@@ -54,6 +54,7 @@ class SimulatedOs(Os):
         self._numbers = itertools.count(1)
         self._pending: list[_Change] = []
         self._fds: dict[int, int] = {}
+        self._locks: dict[int, dict[int, bool]] = {}  # inode -> descriptor -> shared
         self._fd_numbers = itertools.count(100)
         self._lock = threading.RLock()
         self._direct = direct
@@ -169,6 +170,13 @@ class SimulatedOs(Os):
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
             return self._open(path)
 
+    def open_lock(self, path: Path) -> int:
+        return self.open_read(path)
+
+    def modified_unix_s(self, path: Path) -> float:
+        self._find(path)
+        return 0.0
+
     def open_directory(self, path: Path) -> int:
         with self._lock:
             self._directory(path)
@@ -176,7 +184,7 @@ class SimulatedOs(Os):
 
     def close(self, fd: int) -> None:
         with self._lock:
-            del self._fds[fd]
+            self._locks.get(self._fds.pop(fd), {}).pop(fd, None)
 
     def mkdir(self, path: Path) -> None:
         with self._lock:
@@ -189,11 +197,15 @@ class SimulatedOs(Os):
 
     def rename(self, source: Path, target: Path) -> None:
         with self._lock:
-            assert source.parent == target.parent
-            parent, inode = self._directory(source.parent)
+            parent, inode = self._directory(target.parent)
             if target.name in inode.now:
                 raise FileExistsError(errno.EEXIST, "exists", str(target))
-            self._change(parent, {source.name: None, target.name: self._find(source)})
+            moved = self._find(source)
+            if source.parent == target.parent:
+                self._change(parent, {source.name: None, target.name: moved})
+            else:  # POSIX does not say that both become durable at once
+                self._change(parent, {target.name: moved})
+                self._change(self._find(source.parent), {source.name: None})
 
     def exchange(self, one: Path, other: Path) -> bool:
         with self._lock:
@@ -224,6 +236,12 @@ class SimulatedOs(Os):
     def is_directory(self, path: Path) -> bool:
         with self._lock:
             return self.exists(path) and isinstance(self._inodes[self._find(path)], _Directory)
+
+    def is_link(self, path: Path) -> bool:
+        return False
+
+    def leads_to_directory(self, path: Path) -> bool:
+        return self.is_directory(path)
 
     def exists(self, path: Path) -> bool:
         with self._lock:
@@ -267,13 +285,14 @@ class SimulatedOs(Os):
                 done += len(piece)
             return done
 
-    def size(self, fd: int) -> int:
-        with self._lock:
-            return len(self._file(fd).now)
+    def size(self, file: int | Path) -> int:
+        return self.stamp(file)[1]
 
-    def stamp(self, fd: int) -> tuple[int, ...]:
+    def stamp(self, file: int | Path) -> tuple[int, ...]:
         with self._lock:
-            return self._fds[fd], len(self._file(fd).now)
+            inode = self._fds[file] if isinstance(file, int) else self._find(file)
+            content = self._inodes[inode]
+            return inode, len(content.now) if isinstance(content, _File) else 0
 
     def fallocate(self, fd: int, size: int) -> None:
         with self._lock:
@@ -291,8 +310,16 @@ class SimulatedOs(Os):
     def advise_sequential(self, fd: int) -> None:
         pass
 
-    def try_lock(self, fd: int) -> bool:
-        return True
+    def try_lock(self, fd: int, *, shared: bool = False) -> bool:
+        with self._lock:
+            holders = self._locks.setdefault(self._fds[fd], {})
+            free = all(shared and theirs for other, theirs in holders.items() if other != fd)
+            if free:
+                holders[fd] = shared
+            return free
+
+    def pause(self, seconds: float) -> None:
+        pass
 
     def free_bytes(self, path: Path) -> int:
         return self._bytes_max - self._used()

@@ -54,7 +54,7 @@ class Job:
         )
 
     def tmp_dir(self, root: Path, step: int) -> Path:
-        return layout.tmp_dir(root, step, self.generation, self.incident, self.attempt)
+        return layout.tmp_dir(root, step, self.name, self.generation, self.incident, self.attempt)
 
     def write(self, root: Path, step: int, os: Os = REAL_OS) -> Path:
         """Both parts: rank 0 writes unit `a` and its own local state, rank 1 unit `bb` and its own."""

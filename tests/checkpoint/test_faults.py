@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import load
+from lastwords.checkpoint import load, publish
 from lastwords.checkpoint.system import Os
 from lastwords.errors import StorageError
 from tests.checkpoint.interposed import CALLS, InterposedOs, counting, failing
-from tests.checkpoint.simulated_disk import SimulatedOs
-from tests.checkpoint.states import Job, UnverifiedError
+from tests.checkpoint.simulated_disk import Content, SimulatedOs
+from tests.checkpoint.states import Job
 from tests.checkpoint.test_crash import CASES, NEWER, OLDER, ROOT, check, disk_with
 
 EIO = OSError(errno.EIO, "Input/output error")
@@ -30,10 +31,6 @@ def error_of_a_save(newer: tuple[Job, int], os: Os) -> StorageError | None:
         newer[0].save(ROOT, newer[1], os)
     except StorageError as error:
         return error
-    except UnverifiedError as error:  # the controller hears of it as a problem
-        [(_, text)] = error.args[0]
-        assert "(errno 5)" in text
-        return StorageError(text, errno=errno.EIO)
     return None
 
 
@@ -137,7 +134,55 @@ def test_a_file_whose_fsync_failed_is_never_fsynced_again() -> None:
             break
         assert not os.fsynced_again
         files += len(os.failed)
-    assert files == 3, "two files and one manifest"
+    assert files == 5, "two files, what each says of itself, and one manifest"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_publication_goes_on_after_any_call_that_failed_once(case: str) -> None:
+    """And what it then says is published is durable: power is lost at once, with everything that may get lost."""
+    older, newer, features = CASES[case]
+
+    def publish_with(os: Os, disk: SimulatedOs) -> Path:
+        stamp = newer[1] * 1000 + newer[0].generation
+        return publish.publish(ROOT, directory, newer[0].facts(newer[1]), os, published_unix_ns=stamp)
+
+    at, failed = 0, True
+    while failed:
+        at += 1
+        disk = disk_with(older, **features)
+        directory = newer[0].write(ROOT, newer[1], disk)
+        os = InterposedOs(lambda number, name, args, at=at: fail_at(number, at), disk)
+        try:
+            publish_with(os, disk)
+            failed = os.count >= at
+        except StorageError:
+            assert publish_with(disk, disk).name == f"tft_saved_checkpoints-step_{newer[1]}"
+        check(ROOT, disk, older=older, newer=newer, published=True)
+        check(ROOT, disk.crash((), Content.LOST), older=older, newer=newer, published=True)
+    assert at > 20
+
+
+def fail_at(number: int, at: int) -> None:
+    if number == at:
+        raise EIO
+
+
+@pytest.mark.parametrize("call", ["open_read", "preadv", "size", "close"])
+def test_a_part_that_could_not_be_looked_at_is_not_called_bad(call: str) -> None:
+    disk = disk_with((OLDER, 36))
+    directory = NEWER.write(ROOT, 37, disk)
+    for at in range(1, 5):
+        with pytest.raises(StorageError):
+            NEWER.verify(directory, 37, InterposedOs(failing(EIO, call, at), disk))
+    assert NEWER.verify(directory, 37, disk) == []
+
+
+def test_what_is_known_to_be_bad_counts_although_another_part_could_not_be_looked_at() -> None:
+    disk = disk_with((OLDER, 36))
+    directory = NEWER.write(ROOT, 37, disk)
+    disk.unlink(directory / "rank_1" / "part.json")
+    problems = NEWER.verify(directory, 37, InterposedOs(failing(EIO, "open_read"), disk))
+    assert [rank for rank, _ in problems] == [1]
 
 
 def test_a_failed_last_fsync_says_that_the_checkpoint_is_visible() -> None:
@@ -183,3 +228,37 @@ def test_unreadable_directories_are_storage_errors_and_not_nothing_found() -> No
         [found] = load.scan(ROOT, os)
         assert found.status is load.Status.UNREADABLE
         assert "Input/output error" in found.why
+
+
+@pytest.mark.parametrize("call", ["listdir", "open_read", "preadv", "size"])
+def test_a_newest_one_that_cannot_be_read_for_a_moment_is_asked_for_again(call: str) -> None:
+    for failures in range(1, 7):
+        disk, before = unreadable(call, failures)
+        assert load.latest(ROOT, os=InterposedOs(before, disk)) == ROOT / "tft_saved_checkpoints-step_37"
+
+
+@pytest.mark.parametrize("call", ["open_read", "preadv", "size"])
+def test_a_newest_one_that_stays_unreadable_is_an_error_and_no_older_one_is_taken(call: str) -> None:
+    disk, before = unreadable(call, 10_000)
+    with pytest.raises(StorageError, match=r"step_37.*Input/output error") as caught:
+        load.latest(ROOT, os=InterposedOs(before, disk))
+    assert caught.value.errno == errno.EIO
+    assert load.latest(ROOT, os=disk) == ROOT / "tft_saved_checkpoints-step_37", "the control"
+
+
+def unreadable(call: str, failures: int) -> tuple[SimulatedOs, Callable[[int, str, tuple[Any, ...]], None]]:
+    """Two checkpoints, of which the newer one's first reads fail so often."""
+    disk = disk_with((OLDER, 36))
+    NEWER.save(ROOT, 37, disk)
+    opened = ""
+    left = failures
+
+    def before(number: int, name: str, args: tuple[Any, ...]) -> None:
+        nonlocal opened, left
+        if name == "open_read":
+            opened = str(args[0])
+        if name == call and left and (name == "listdir" or "step_37" in opened):
+            left -= 1
+            raise EIO
+
+    return disk, before

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lastwords.checkpoint import layout
@@ -18,12 +18,13 @@ def test_checkpoint_names_come_back(step: int, replaced: int | None) -> None:
     assert layout.CheckpointName.parse(str(name)) == name
 
 
-@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+@given(NUMBERS, st.just("") | st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True), NUMBERS, NUMBERS, NUMBERS)
+@example(5, "g1-i1-a1", 2, 3, 4)
 def test_temporary_names_come_back_and_are_no_checkpoint_names(
-    step: int, gen: int, incident: int, attempt: int
+    step: int, job: str, gen: int, incident: int, attempt: int
 ) -> None:
-    name = layout.tmp_dir_name(step, gen, incident, attempt)
-    assert layout.TemporaryName.parse(name) == layout.TemporaryName(step, gen, incident, attempt)
+    name = layout.tmp_dir_name(step, job, gen, incident, attempt)
+    assert layout.TemporaryName.parse(name) == layout.TemporaryName(step, job, gen, incident, attempt)
     assert layout.CheckpointName.parse(name) is None
     assert name.startswith(".")
 

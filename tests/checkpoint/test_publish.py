@@ -18,6 +18,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import LocalState, Part, UnitState, read_part, write_part
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.states import Job, content_of, content_written
 
 JOB = Job()
@@ -186,7 +187,7 @@ DEFECTS: dict[str, tuple[Damage, int, str]] = {
     "another step": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, global_step=36)), 1, "global step 36"),
     "another rank": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, rank=5)), 1, "part of rank 5"),
     "another epoch": (lambda d: _move_epoch(d / "rank_1"), 1, "says epoch 9"),
-    "a unit too few": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, units={})), 1, "not those"),
+    "a unit too few": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, units={})), -1, "in no part"),
 }  # fmt: skip
 
 
@@ -202,20 +203,101 @@ def _flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def _move_epoch(rank_dir: Path) -> None:
-    old, new = "rank_1/ttp_rank_1-4_7.ckpt", "rank_1/ttp_rank_1-9_7.ckpt"
+def _move_epoch(rank_dir: Path, epoch: int = 9, step: int = 7) -> None:
+    rank = int(rank_dir.name.removeprefix("rank_"))
+    old, new = str(layout.PartPath(rank, 4, 7)), str(layout.PartPath(rank, epoch, step))
     (rank_dir.parent / old).rename(rank_dir.parent / new)
 
     def change(part: Part) -> Part:
         return replace(
             part,
-            epoch=9,
+            epoch=epoch,
+            step=step,
             file=replace(part.file, path=new),
             units={unit: replace(entry, file=new) for unit, entry in part.units.items()},
             locals={rank: replace(entry, file=new) for rank, entry in part.locals.items()},
         )
 
     rewrite_part(rank_dir, change)
+
+
+def test_a_writer_that_does_not_know_the_steps_name_contradicts_nobody_and_takes_theirs(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    _move_epoch(directory / "rank_0", layout.EPOCH_UNKNOWN, 37)
+    assert JOB.verify(directory, 37) == []
+    manifest = load.read_published(publish.publish(tmp_path, directory, JOB.facts(37)))
+    assert (manifest.epoch, manifest.step, manifest.exact) == (4, 7, True)
+    assert sorted(entry.path for entry in manifest.files) == [
+        "rank_0/ttp_rank_0-0_37.ckpt",
+        "rank_1/ttp_rank_1-4_7.ckpt",
+    ]
+
+
+def test_where_no_writer_knows_it_the_step_has_no_name_and_the_resume_is_not_exact(tmp_path: Path) -> None:
+    directory = JOB.write(tmp_path, 37)
+    for rank in (0, 1):
+        _move_epoch(directory / f"rank_{rank}", layout.EPOCH_UNKNOWN, 37)
+    assert JOB.verify(directory, 37) == []
+    manifest = load.read_published(publish.publish(tmp_path, directory, JOB.facts(37)))
+    assert (manifest.named, manifest.epoch, manifest.step, manifest.exact) == (False, 0, 37, False)
+    assert any("which step of which epoch" in reason for reason in manifest.reasons)
+
+
+def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:
+    def nameless(part: Part) -> Part:
+        local = {
+            rank: replace(entry, meta={"slot": {"epoch": None, "after": []}}) for rank, entry in part.locals.items()
+        }
+        return replace(part, locals=local)
+
+    directory = JOB.write(tmp_path, 37)
+    for rank in (0, 1):
+        _move_epoch(directory / f"rank_{rank}", layout.EPOCH_UNKNOWN, 37)
+        rewrite_part(directory / f"rank_{rank}", nameless)
+    assert load.read_published(publish.publish(tmp_path, directory, JOB.facts(37))).exact
+
+
+@pytest.mark.parametrize("tables_bytes_max", [0, publish.TABLES_BYTES_MAX])
+@pytest.mark.parametrize(("where", "refused"), [
+    ("units", "meta.groups is not a list"), ("locals", "meta.kind is not text"), ("facts", "buckets is not an object"),
+])  # fmt: skip
+def test_meta_that_readers_refuse_is_published_all_the_same(
+    tmp_path: Path, where: str, refused: str, tables_bytes_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one check too strict would cost the job the state that a reader with a milder one could still use."""
+    monkeypatch.setattr(publish, "TABLES_BYTES_MAX", tables_bytes_max)
+    whole = {"version": 1, "optimizer": "", "parameters": {}, "buffers": {}, "aliases": {}, "absent_buffers": []}
+
+    def odd(part: Part) -> Part:
+        return {
+            "units": lambda: replace(
+                part, units={unit: replace(one, meta={**whole, "groups": 3}) for unit, one in part.units.items()}
+            ),
+            "locals": lambda: replace(
+                part, locals={rank: replace(one, meta={"kind": 3}) for rank, one in part.locals.items()}
+            ),
+            "facts": lambda: replace(part, facts={"buckets": [1]}),
+        }[where]()
+
+    directory = JOB.write(tmp_path, 37)
+    for rank in (0, 1):
+        rewrite_part(directory / f"rank_{rank}", odd)
+    assert JOB.verify(directory, 37) == []
+    path = publish.publish(tmp_path, directory, JOB.facts(37))
+    assert publish.publish(tmp_path, JOB.write(tmp_path, 37), JOB.facts(37)) == path, "it knows its own again"
+    assert publish.later_than_all(tmp_path, 1) > 1
+    assert refused in load.verify(path)[0].text
+    with pytest.raises(FormatError, match=refused):
+        content_of(path)
+
+
+def test_a_part_without_a_name_still_says_its_global_step(tmp_path: Path) -> None:
+    """Negative control: what stands in the place of the name is checked."""
+    directory = JOB.write(tmp_path, 37)
+    _move_epoch(directory / "rank_1", layout.EPOCH_UNKNOWN, 36)
+    ((rank, text),) = JOB.verify(directory, 37)
+    assert rank == 1
+    assert "not of 37" in text
 
 
 def test_sound_parts_have_no_problem(tmp_path: Path) -> None:
@@ -284,6 +366,21 @@ def test_the_same_step_of_the_same_job_is_replaced(tmp_path: Path) -> None:
     path = newer.save(tmp_path, 37)
     assert content_of(path) == content_written(newer, 37)
     assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_older_start_never_removes_what_a_newer_one_has_published(can_exchange: bool) -> None:
+    """Two living starts of one LASTWORDS_JOB in one directory; the older one dies later, in the same step."""
+    disk, root = SimulatedOs(can_exchange=can_exchange), Path("/ckpt")
+    disk.mkdir(root)
+    later, earlier = JOB.again(generation=2, seed=3), JOB
+    later.save(root, 37, disk)
+    path = earlier.save(root, 37, disk)
+    assert content_of(path, disk) == content_written(earlier, 37)
+    assert sorted(disk.listdir(root)) == [path.name, f"{path.name}-replaced-1"]
+    found = load.latest(root, JOB.name, disk)
+    assert found is not None
+    assert content_of(found, disk) == content_written(later, 37)
 
 
 def test_the_same_step_of_another_job_is_kept_aside(tmp_path: Path) -> None:

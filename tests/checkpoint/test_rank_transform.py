@@ -21,10 +21,19 @@ from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.rank_files import RankFiles
 from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file
 from lastwords.checkpoint.system import Os
-from lastwords.errors import FormatError, IncompleteError, MismatchError, StorageError, StrategyError
+from lastwords.errors import (
+    BusyError,
+    FormatError,
+    IncompleteError,
+    MismatchError,
+    ReplacedError,
+    StorageError,
+    StrategyError,
+)
 from lastwords.integrations.transform import transform
 from lastwords.integrations.transform_files import transform_all
 from tests.checkpoint.elastic import QUICK, Whole, content_of, naive_holding, save_naively
@@ -453,7 +462,7 @@ def _factored(root: Path, whole: Whole, one: Strategy, two: Strategy) -> Path:
     from lastwords.checkpoint.part import UnitState, write_part
     from lastwords.checkpoint.publish import Incident, publish
 
-    directory = root / layout.tmp_dir_name(7, 1, 1, 1)
+    directory = root / layout.tmp_dir_name(7, "job", 1, 1, 1)
     for rank in range(2):
         unit = "replicated" if rank == 0 else "rank-1"
         name = layout.unit_tensor_name
@@ -487,8 +496,19 @@ def test_a_source_that_is_replaced_while_it_is_read_is_an_error(made: Made) -> N
             Path(made.files[1]).write_bytes(raw)
             return super().pwrite(fd, data, offset)
 
-    with pytest.raises(FormatError, match=r"p1.ckpt was changed while it was read"):
+    with pytest.raises(ReplacedError, match=r"p1.ckpt was replaced, changed or removed while it was read"):
         moved_on(Replacing(), made, made.tmp / "out.ckpt")
+    assert not list(made.tmp.glob("*out.ckpt*"))
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_has_been_changed_and_is_not_called_damaged(made: Made) -> None:
+    class Truncating(Os):
+        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+            Path(made.files[1]).write_bytes(b"")
+            return super().pwrite(fd, data, offset)
+
+    with pytest.raises(ReplacedError, match=r"p1.ckpt was replaced, changed or removed"):
+        moved_on(Truncating(), made, made.tmp / "out.ckpt")
     assert not list(made.tmp.glob("*out.ckpt*"))
 
 
@@ -530,14 +550,10 @@ def test_what_a_killed_process_left_is_no_obstacle_and_a_living_one_is(made: Mad
     assert made.is_right(made.move(), columns(3), 1)
     (made.tmp / "out.ckpt").unlink()
     hidden.write_bytes(b"half")
-    os = Os()
-    fd = os.open_read(hidden)
-    assert os.try_lock(fd)
-    try:
-        with pytest.raises(ValueError, match="being written by another process"):
+    with LockFile(made.tmp / ".tmp-out.ckpt.lock").held() as mine:
+        assert mine
+        with pytest.raises(BusyError, match="being written by another process"):
             made.move()
-    finally:
-        os.close(fd)
     assert hidden.read_bytes() == b"half"
 
 

@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastwords.checkpoint.boxes import Box, between, is_run, slabs, span, uncovered, whole, without
+from lastwords.checkpoint.boxes import (
+    Box,
+    BoxIndex,
+    between,
+    first_overlap,
+    is_run,
+    overlap,
+    slabs,
+    span,
+    uncovered,
+    whole,
+    without,
+)
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
 from lastwords.errors import FormatError, IncompleteError, MismatchError
 
@@ -160,3 +172,37 @@ def test_gaps_are_named_with_tensor_and_region() -> None:
     with pytest.raises(IncompleteError, match=r"w\[2:3\] is in no file") as caught:
         check_covered([divided((4,), [Box((0,), (2,)), Box((3,), (1,))])])
     assert caught.value.missing == ("w[2:3]",)
+
+
+@st.composite
+def any_boxes(draw: st.DrawFn) -> list[Box]:
+    """Up to ten boxes of one tensor, which may share elements or be empty."""
+    dimensions = draw(st.integers(0, 3))
+    numbers = st.lists(st.integers(0, 6), min_size=dimensions, max_size=dimensions).map(tuple)
+    return draw(st.lists(st.builds(Box, numbers, numbers), min_size=1, max_size=10))
+
+
+@given(any_boxes())
+def test_an_index_finds_what_a_look_at_every_box_finds(boxes: list[Box]) -> None:
+    index = BoxIndex(boxes)
+    for wanted in boxes:
+        by_hand = [number for number, box in enumerate(boxes) if overlap(box, wanted) is not None]
+        assert index.overlapping(wanted) == by_hand
+    pairs = [pair for pair in itertools.combinations(boxes, 2) if overlap(*pair) is not None]
+    assert (first_overlap(boxes) is not None) == bool(pairs)
+
+
+def test_a_slice_is_found_without_a_look_at_every_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Box] = []
+
+    def counted(one: Box, other: Box) -> Box | None:
+        looked.append(one)
+        return overlap(one, other)
+
+    monkeypatch.setattr("lastwords.checkpoint.reshard_plan.overlap", counted)
+    monkeypatch.setattr("lastwords.checkpoint.boxes.overlap", counted)
+    grid = [Box((row, 8 * column), (1, 8)) for row in range(32) for column in range(32)]
+    tensor = Divided("w", "F32", (32, 256), tuple(Shard(str(number), box) for number, box in enumerate(grid)))
+    check_shards(tensor)  # sorted by rows alone, each box would be held against the other 31 of its row
+    assert [piece.shard.name for piece in slices_for(tensor, Box((3, 12), (2, 8)))] == ["97", "98", "129", "130"]
+    assert len(looked) <= 8

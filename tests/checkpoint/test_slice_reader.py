@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lastwords.checkpoint import chunk_reader, slice_reader
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
+from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.part import FileEntry
 from lastwords.checkpoint.reshard_plan import Divided, Shard, slices_for
 from lastwords.checkpoint.slice_reader import SliceReader, StoredTensor, Target
 from lastwords.checkpoint.system import Os

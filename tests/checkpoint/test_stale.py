@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout
+from lastwords.checkpoint import layout, stale
 from lastwords.checkpoint.stale import Claim, remove_stale
-from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.checkpoint.system import REAL_OS, Os, boot_id
+from tests.checkpoint.interposed import InterposedOs
 from tests.checkpoint.states import Job
 
 OTHER = Job(name="other", generation=1)
@@ -37,17 +43,105 @@ def test_what_a_living_controller_is_about_to_publish_stays_and_goes_once_it_has
     claim = Claim.take(tmp_path, OTHER.name, OTHER.generation)
     assert claim is not None
     assert remove_stale(tmp_path, "mine", 3) == []
-    claim.release()
+    REAL_OS.close(claim._fd)  # as kill -9 does
     # Negative control: it was the claim that kept it.
     assert remove_stale(tmp_path, "mine", 3) == [directory]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_claim_whose_controller_was_killed_is_removed_with_what_it_wrote(tmp_path: Path) -> None:
+def test_another_jobs_directory_goes_at_once_only_if_its_controller_was_killed_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where locks end at a host's border, a lock that is free says nothing of another host's controller."""
+
     directory = nearly_published(tmp_path)
-    path = layout.claim_path(tmp_path, OTHER.name, OTHER.generation)
-    path.touch()  # the file is there, and nobody holds its lock
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(stale, "boot_id", lambda: b"another kernel")
+        claim = Claim.take(tmp_path, OTHER.name, OTHER.generation)
+    assert claim is not None
+    REAL_OS.close(claim._fd)
+    assert remove_stale(tmp_path, "mine", 3) == []
+    assert layout.claim_path(tmp_path, OTHER.name, OTHER.generation).exists()
+    # Negative control: the same job started again knows that what was before it has ended.
+    assert remove_stale(tmp_path, OTHER.name, 3) == [directory]
+
+
+def test_what_another_job_has_left_goes_after_a_day_without_a_change(tmp_path: Path) -> None:
+    directory = nearly_published(tmp_path)
+    assert remove_stale(tmp_path, "mine", 3) == []
+    for path in (directory, *directory.rglob("*")):
+        os.utime(path, (0, 0))
     assert remove_stale(tmp_path, "mine", 3) == [directory]
-    assert not path.exists()
+
+
+def test_generations_of_other_jobs_are_not_compared_with_this_ones(tmp_path: Path) -> None:
+    """Two jobs with one fallback directory drew their generations in two different places."""
+    later = Job(name="other", generation=9).tmp_dir(tmp_path, 30)
+    later.mkdir()
+    layout.claim_path(tmp_path, "other", 9).write_bytes(boot_id())
+    assert remove_stale(tmp_path, "mine", 3) == [later]
+
+
+class LikeNfs(Os):
+    """NFS: flock is a byte-range lock, which is exclusive only through a descriptor that can write."""
+
+    def try_lock(self, fd: int) -> bool:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        return super().try_lock(fd)
+
+
+def test_on_nfs_stale_directories_go_too(tmp_path: Path) -> None:
+    directory = nearly_published(tmp_path)
+    claim = Claim.take(tmp_path, OTHER.name, OTHER.generation, LikeNfs())
+    assert claim is not None
+    assert remove_stale(tmp_path, OTHER.name, 3, LikeNfs()) == []
+    REAL_OS.close(claim._fd)
+    assert remove_stale(tmp_path, OTHER.name, 3, LikeNfs()) == [directory]
+
+
+def test_a_claim_that_is_removed_between_its_creation_and_its_lock_is_taken_again(tmp_path: Path) -> None:
+    class Racing(Os):
+        raced = False
+
+        def try_lock(self, fd: int) -> bool:
+            if not self.raced:
+                self.raced = True
+                layout.claim_path(tmp_path, "mine", 3).unlink()  # another controller tidies up
+            return super().try_lock(fd)
+
+    claim = Claim.take(tmp_path, "mine", 3, Racing())
+    assert claim is not None
+    with open(layout.claim_path(tmp_path, "mine", 3), "rb+") as file:
+        assert not REAL_OS.try_lock(file.fileno())
+    claim.release()
+
+
+def test_a_claim_at_which_others_look_is_taken(tmp_path: Path) -> None:
+    """Each of them has it locked for a moment, so only time helps."""
+    path = layout.claim_path(tmp_path, "mine", 3)
+    path.touch()
+
+    class Waiting(Os):
+        pauses = 0
+
+        def pause(self, seconds: float) -> None:
+            self.pauses += 1
+            if self.pauses == 7:
+                REAL_OS.close(fd)
+
+    fd = REAL_OS.open_lock(path)
+    assert REAL_OS.try_lock(fd)
+    claim = Claim.take(tmp_path, "mine", 3, Waiting())
+    assert claim is not None
+    claim.release()
+
+
+def test_two_controllers_do_not_hold_one_claim(tmp_path: Path) -> None:
+    claim = Claim.take(tmp_path, "mine", 3)
+    assert claim is not None
+    assert Claim.take(tmp_path, "mine", 3) is None
+    claim.release()
 
 
 def test_the_claims_of_this_and_newer_generations_are_left_alone(tmp_path: Path) -> None:
@@ -76,6 +170,30 @@ def test_where_locks_do_not_work_nothing_is_claimed_and_whatever_may_be_in_use_s
     assert remove_stale(tmp_path, "mine", 3, WithoutLocks()) == []
 
 
+@pytest.mark.parametrize("call", ["create", "pwrite", "try_lock", "open_read"])
+def test_a_claim_that_is_refused_for_a_moment_is_taken(tmp_path: Path, call: str) -> None:
+    left = 2
+
+    def before(number: int, name: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if name == call and left:
+            left -= 1
+            raise OSError(errno.EIO, "Input/output error")
+
+    os = InterposedOs(before, Impatient())
+    claim = Claim.take(tmp_path, "mine", 3, os)
+    assert claim is not None
+    path = layout.claim_path(tmp_path, "mine", 3)
+    assert path.read_bytes() == boot_id()
+    assert len(os.open_fds) == 1
+    claim.release()
+
+
+class Impatient(Os):
+    def pause(self, seconds: float) -> None:
+        pass
+
+
 def test_a_root_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert Claim.take(tmp_path / "nowhere", "mine", 3) is None
 
@@ -89,5 +207,32 @@ def test_a_whole_checkpoint_that_only_lacks_its_name_is_left_for_a_person(
     assert remove_stale(tmp_path, OTHER.name, 3) == []
     assert f"rename it to {layout.checkpoint_dir(tmp_path, 30)}" in caplog.text
     # Negative control: with a checkpoint of that step in place, it is what was pushed aside, and may go.
-    layout.checkpoint_dir(tmp_path, 30).mkdir()
+    replace(OTHER, incident=2).save(tmp_path, 30)
+    assert remove_stale(tmp_path, OTHER.name, 3) == [directory]
+
+
+def test_finished_parts_of_a_controller_that_was_killed_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where only one writer had finished, and where another job has a checkpoint of that step."""
+    directory = OTHER.write(tmp_path, 30)
+    (directory / "rank_1/part.json").unlink()
+    Job(name="mine", generation=1).save(tmp_path, 30)
+    assert remove_stale(tmp_path, OTHER.name, 3) == []
+    kept = tmp_path / "unpublished-step_30-other-g1-i1-a1"
+    assert (kept / "rank_0/part.json").exists()
+    assert str(kept) in caplog.text
+    assert not directory.exists()
+
+
+def test_finished_parts_that_cannot_be_moved_stay(tmp_path: Path) -> None:
+    directory = OTHER.write(tmp_path, 30)
+    (tmp_path / "unpublished-step_30-other-g1-i1-a1").mkdir()
+    assert remove_stale(tmp_path, OTHER.name, 3) == []
+    assert (directory / "rank_0/part.json").exists()
+
+
+def test_finished_parts_of_a_step_that_the_job_has_published_go(tmp_path: Path) -> None:
+    directory = OTHER.write(tmp_path, 30)
+    replace(OTHER, incident=2).save(tmp_path, 30)
     assert remove_stale(tmp_path, OTHER.name, 3) == [directory]

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import datetime
 import enum
 import json
 import math
-from collections import Counter, OrderedDict, defaultdict
+import struct
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -11,12 +15,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastwords.checkpoint.storable import pack, refuse_unstorable, unpack
+from lastwords.checkpoint.storable import _FORMS, DEPTH_MAX, pack, refuse_unstorable, unpack
 from lastwords.errors import ConfigError, FormatError
 
-SCALARS = (
-    st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text() | st.binary()
+FLOATS = st.floats() | st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0])
+NUMPY = st.builds(
+    lambda code, content: np.frombuffer(content[: np.dtype(code).itemsize], code)[0],
+    st.sampled_from(["?", "i1", "<i2", "<i8", "u8", "<f2", "<f4", "<f8", "<c8", "<c16", "<M8[ns]", "<m8[s]", "<f16"]),
+    st.binary(min_size=32, max_size=32).map(lambda content: bytes([content[0] & 1]) + content[1:]),
 )
+ZONES = st.none() | st.sampled_from(
+    [datetime.UTC, datetime.timezone(datetime.timedelta(minutes=-90), "here"), datetime.timezone.min]
+)
+RARE = st.one_of(
+    NUMPY,
+    st.text().map(np.str_),
+    st.binary().map(np.bytes_),
+    st.complex_numbers(),
+    st.builds(range, st.integers(), st.integers(), st.integers(1)),
+    st.dates(),
+    st.timedeltas(),
+    st.datetimes(timezones=ZONES),
+    st.times(timezones=ZONES),
+    st.sampled_from([Path("a/b"), Path("/"), PurePosixPath("x"), PureWindowsPath("c:\\y"), Path("\udcff")]),
+)
+SCALARS = st.none() | st.booleans() | st.integers(-(2**200), 2**200) | FLOATS | st.text() | st.binary() | RARE
 KEYS = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=2), max_leaves=3)
 VALUES = st.recursive(
     SCALARS,
@@ -28,6 +51,13 @@ VALUES = st.recursive(
         | st.sets(KEYS, max_size=3)
         | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
         | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
+        | st.builds(deque, st.lists(inner, max_size=3), st.none() | st.integers(0, 3))
+        | st.builds(
+            lambda factory, items: defaultdict(factory, items),
+            st.sampled_from([None, int, list, dict, float]),
+            st.dictionaries(KEYS, inner, max_size=2),
+        )
+        | st.binary().map(bytearray)
     ),
     max_leaves=12,
 )
@@ -37,14 +67,24 @@ def same(one: Any, other: Any) -> bool:
     """Equal in type as well, all the way down: 1, True and 1.0 differ, and so do 0.0 and -0.0."""
     if type(one) is not type(other):
         return False
+    if isinstance(one, defaultdict) and one.default_factory is not other.default_factory:
+        return False
     if isinstance(one, dict):
-        return len(one) == len(other) and all(
-            same(a, b) and same(one[a], other[b]) for a, b in zip(one, other, strict=True)
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        pairs = zip(one.items(), other.items(), strict=True)
+        return len(one) == len(other) and all(same(a, b) and same(x, y) for (a, x), (b, y) in pairs)
+    if isinstance(one, list | tuple | deque):
+        lengths = (len(one), getattr(one, "maxlen", 0)) == (len(other), getattr(other, "maxlen", 0))
+        return lengths and all(map(same, one, other))
+    if isinstance(one, set | frozenset):
+        return sorted(map(str, map(pack, one))) == sorted(map(str, map(pack, other)))
+    if isinstance(one, np.generic):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if isinstance(one, float):
-        return one.hex() == other.hex()
+        return struct.pack("<d", one) == struct.pack("<d", other)
+    if isinstance(one, complex):
+        return same((one.real, one.imag), (other.real, other.imag))
+    if isinstance(one, datetime.datetime | datetime.time):
+        return (str(one), one.tzname(), one.fold) == (str(other), other.tzname(), other.fold)
     return bool(one == other)
 
 
@@ -63,8 +103,23 @@ def test_nan_comes_back_as_nan() -> None:
     assert math.isnan(unpack(pack([float("nan")]))[0])
 
 
-def test_a_numpy_float_comes_back_as_the_same_number() -> None:
-    assert unpack(pack(np.float64(0.1))) == 0.1
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = {level: value}
+    return value
+
+
+def test_what_a_user_may_store_can_be_packed_in_a_tree_and_then_once_more() -> None:
+    """So it is with `local_extras`; formerly values between 16 and 64 levels deep were found out at the death."""
+    value: Any = {"plain": nested(DEPTH_MAX)}
+    refuse_unstorable(value["plain"], "extras")
+    for _ in range(DEPTH_MAX):
+        value = {"dict": [[1, value]]}
+    packed = pack({"meta": pack(value)})
+    assert same(unpack(unpack(json.loads(json.dumps(packed)))["meta"]), value)
+    with pytest.raises(ConfigError, match="nested more than 32 deep"):
+        refuse_unstorable(nested(DEPTH_MAX + 1), "extras")
 
 
 def test_state_of_schedulers_is_storable() -> None:
@@ -76,16 +131,25 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
+class Ratio(float):
+    """Would come back as a mere float."""
+
+
+zoned = datetime.datetime(2026, 11, 22, tzinfo=zoneinfo.ZoneInfo("UTC"))
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
         ({"a": [1, object()]}, r"extras\['a'\]\[1\] is a builtins.object"),
         ({"a": (1, lambda: 0)}, r"extras\['a'\]\[1\] is a builtins.function"),
-        ({3: np.int64(1)}, r"extras\[3\] is a numpy.int64"),
+        ({3: np.zeros(1, "V4")[0]}, r"extras\[3\] is a numpy.void"),
+        ({"a": zoned}, r"extras\['a'\] is a datetime.datetime"),
+        ({"a": Ratio(0.5)}, r"extras\['a'\] is a .*Ratio"),
         ({"a": np.zeros(1)}, r"extras\['a'\] is a numpy.ndarray"),
         ({"a": Colour.RED}, r"extras\['a'\] is a .*Colour"),
-        ({"a": defaultdict(int)}, r"extras\['a'\] is a collections.defaultdict"),
-        ({"a": 1j}, "builtins.complex"),
+        ({"a": defaultdict(lambda: 1)}, r"extras\['a'\] is a collections.defaultdict"),
+        ({"a": deque([object()])}, r"extras\['a'\]\[0\] is a builtins.object"),
         ({Colour.RED: 1}, "extras key is a .*Colour"),
         ({"a": 1 << 10_000}, "10001 bits"),
     ],
@@ -110,6 +174,7 @@ JSONS = st.recursive(
             st.text(max_size=3)
             | st.sampled_from(
                 ["~tuple", "~dict", "~set", "~frozenset", "~ordered", "~counter", "~bytes", "~float", "~class"]
+                + [form.tag for form in _FORMS.values()]
             ),
             inner,
             max_size=2,
@@ -131,6 +196,27 @@ def test_no_json_raises_anything_but_format_error(value: Any) -> None:
     "value", [{"~class": []}, {"~tuple": 3}, {"~float": "1"}, {"~bytes": "?"}, {"~dict": [[1]]}, {"~a": 1, "b": 2}]
 )
 def test_forged_values_are_refused(value: Any) -> None:
+    with pytest.raises(FormatError):
+        unpack(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"~bytearray": 5},
+        {"~bytearray": [1, 2]},
+        {"~numpy": ["bytes", 5]},
+        {"~numpy": ["str", 5]},
+        {"~numpy": ["|u1", {"~bytearray": {"~bytes": "AA=="}}]},
+        {"~deque": {"~range": [0, 5, 1]}},
+        {"~complex": {"~range": [0, 2, 1]}},
+        {"~timedelta": {"~range": [0, 3, 1]}},
+        {"~range": {"~range": [0, 3, 1]}},
+    ],
+    ids=str,
+)
+def test_a_number_or_a_range_where_content_belongs_is_refused(value: Any) -> None:
+    """A larger one would take all of the memory; 10**13 bytes for a line of 30."""
     with pytest.raises(FormatError):
         unpack(value)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lastwords.checkpoint import strategy_needs
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
@@ -52,6 +53,32 @@ def test_the_ranks_that_a_rank_needs_are_those_of_the_boxes_it_shares(tmp_path: 
     copies = saved(rows(4, copies=2), tmp_path / "copies")
     assert rank_list_for_transform(0, copies, None) == [0, 1]
     assert rank_list_for_transform(2, None, four) == [0]
+
+
+def test_each_file_is_read_once_and_each_way_of_cutting_is_checked_once_for_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1024 ranks and 1000 tensors would take hours, with a second for one rank of eight."""
+    counts = dict.fromkeys(("load_sound_strategy", "overlap"), 0)
+    for name in counts:
+        plain = getattr(strategy_needs, name)
+
+        def counted(*arguments: Any, name: str = name, plain: Any = plain) -> Any:
+            counts[name] += 1
+            return plain(*arguments)
+
+        monkeypatch.setattr(strategy_needs, name, counted)
+    tensors = {f"model/{number}": rows(64, 256).tensors["model/w"] for number in range(50)}
+    source = saved(Strategy(64, tensors), tmp_path / "source")
+    tensors = {name: rows(32, 256).tensors["model/w"] for name in tensors}
+    wanted = saved(Strategy(32, tensors), tmp_path / "wanted")
+    assert [rank_list_for_transform(rank, source, wanted) for rank in range(32)] == [
+        [2 * k, 2 * k + 1] for k in range(32)
+    ]
+    assert counts == {"load_sound_strategy": 2, "overlap": 64}
+    Path(wanted).unlink()
+    saved(Strategy(64, {name: rows(64, 256).tensors["model/w"] for name in tensors}), Path(wanted))
+    assert rank_list_for_transform(3, source, wanted) == [3]  # another file by that name
 
 
 def test_boxes_that_overlap_or_leave_out_are_named() -> None:
@@ -190,7 +217,7 @@ def test_a_checkpoint_has_its_own_strategy_and_a_moment_lies_where_its_parameter
     from lastwords.checkpoint.part import UnitState, write_part
     from lastwords.checkpoint.publish import Incident, publish
 
-    directory = layout.tmp_dir(tmp_path, 1, 1, 1, 1)
+    directory = layout.tmp_dir(tmp_path, 1, "job", 1, 1, 1)
     for rank in range(2):
         unit = f"rank-{rank}"
         name = layout.unit_tensor_name

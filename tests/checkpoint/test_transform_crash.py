@@ -76,13 +76,13 @@ def test_power_lost_at_any_system_call_leaves_the_source_and_all_of_the_result_o
     assert states > 20
 
 
+@pytest.mark.thorough
 def test_after_any_loss_of_power_the_same_call_goes_on() -> None:
     finished = 0
     for label, after, _ in crashes(DISK.copy, move):
-        if not load.scan(OUT, after):
-            done = transform(ROOT, OUT, TO, os=after)
-            assert done.path is not None, label
-            finished += 1
+        finished += not load.scan(OUT, after)
+        done = transform(ROOT, OUT, TO, os=after)
+        assert done.path is not None, label
         check(after, published=True)
         assert [name for name in after.listdir(OUT) if name.startswith(".")] == [], label
     assert finished > 20
@@ -120,10 +120,12 @@ def test_killed_at_any_system_call_what_was_finished_is_kept() -> None:
     while not finished:
         fatal += 3  # about eighty places; losing power is tried at every one
         after = DISK.copy()
+        dying = InterposedOs(crashing_at(fatal), after)
         try:
-            move(ROOT, InterposedOs(crashing_at(fatal), after))
+            move(ROOT, dying)
             finished = True
         except Crash:
+            dying.close_leaked()
             if load.scan(OUT, after):
                 continue
             done = transform(ROOT, OUT, TO, os=after)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import load, publish
+from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import reasons
 from lastwords.cli.main import EXIT_CODES, ExitCode, exit_code_of, main
@@ -93,7 +93,7 @@ def test_nothing_found_has_its_own_exit_code(capsys: Capture, tmp_path: Path, co
         assert str(path) in err
         code, found = run_json(capsys, command, path)
         assert code == ExitCode.NOTHING_FOUND
-        assert found in ({"path": None, "incomplete": []}, {"checkpoints": []})
+        assert found in ({"path": None, "incomplete": []}, {"checkpoints": []}, {"checkpoints": [], "unpublished": []})
 
 
 def test_a_directory_with_nothing_but_damaged_ones_is_not_nothing(capsys: Capture, tmp_path: Path) -> None:
@@ -175,6 +175,26 @@ def test_inspect_lists_what_a_directory_holds(capsys: Capture, root: Path, newes
     assert [item["state"] for item in found["checkpoints"]] == ["incomplete", "complete"]
 
 
+def test_inspect_lists_what_was_never_published_and_says_which_only_lacks_its_name(
+    capsys: Capture, root: Path, newest: Path
+) -> None:
+    whole = newest.rename(layout.unpublished_dir(root, 37, JOB.name, 2, 1, 1))
+    parts = JOB.write(root, 40).rename(layout.unpublished_dir(root, 40, JOB.name, 1, 1, 1))
+    (parts / "rank_1" / layout.PART_NAME).unlink()
+    (root / "unpublished-notes").mkdir()
+    _, out, _ = run(capsys, "inspect", root)
+    assert "parts only" in " ".join(out.split())
+    _, found = run_json(capsys, "inspect", root)
+    listed = [(one["path"], one["step"], one["job"], one["ranks"], one["whole"]) for one in found["unpublished"]]
+    assert listed == [
+        (str(parts), 40, "job", [0], False),
+        (str(whole), 37, "job", [], True),
+    ]  # its parts are in the manifest
+    whole.rename(newest)  # what the README says
+    assert load.latest(root) == newest
+    assert not load.verify(newest, True)
+
+
 def test_inspect_of_a_single_file_lists_its_tensors(capsys: Capture, newest: Path) -> None:
     code, out, _ = run(capsys, "inspect", newest / FILE_1)
     assert code == ExitCode.OK
@@ -184,12 +204,14 @@ def test_inspect_of_a_single_file_lists_its_tensors(capsys: Capture, newest: Pat
     assert {tensor["dtype"] for tensor in found["tensors"]} == {"F32", "I64", "BOOL", "BF16", "U8"}
 
 
-def test_inspect_of_a_damaged_one_shows_what_can_still_be_read(capsys: Capture, newest: Path) -> None:
+@pytest.mark.parametrize("length", [1, 200])
+def test_inspect_of_a_damaged_one_shows_what_can_still_be_read(capsys: Capture, tmp_path: Path, length: int) -> None:
+    newest = JOB.save(tmp_path / ("long" * 50)[:length], 37)
     (newest / FILE_1).unlink()
     code, out, _ = run(capsys, "inspect", newest)
     assert code == ExitCode.DAMAGED
     assert "37 (epoch 4, step 7)" in out
-    assert "is missing" in out
+    assert f"problem          {newest / FILE_1} is missing; restore it or use another checkpoint\n" in out
     (newest / "manifest.json").write_text("{}")
     code, out, err = run(capsys, "inspect", newest)
     assert (code, out) == (ExitCode.DAMAGED, "")
@@ -248,10 +270,10 @@ def test_a_newer_format_is_told_to_upgrade(capsys: Capture, newest: Path) -> Non
 
     content = json.loads((newest / "manifest.json").read_bytes())
     del content["checksum"]
-    (newest / "manifest.json").write_bytes(encode_document({**content, "format_version": 2}))
+    (newest / "manifest.json").write_bytes(encode_document({**content, "format_version": 3}))
     code, _, err = run(capsys, "inspect", newest)
     assert code == ExitCode.DAMAGED
-    assert "written by a newer lastwords, format 2" in err
+    assert "written by a newer lastwords, format 3" in err
 
 
 def test_a_trailing_slash_or_a_relative_path_changes_nothing(

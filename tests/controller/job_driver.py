@@ -12,6 +12,7 @@ from lastwords.controller.events import (
     Effect,
     Event,
     FromRank,
+    Keep,
     Log,
     Published,
     PublishFailed,
@@ -23,6 +24,7 @@ from lastwords.controller.events import (
     Stop,
     Tick,
     Verified,
+    VerifyBlocked,
     VerifyFailed,
 )
 from lastwords.vocabulary import (
@@ -129,8 +131,10 @@ class JobDriver:
         """Its session breaks."""
         return self.tell(SessionClosed(rank))
 
-    def progress(self, rank: int, written: int, attempt: int = 1, incident: int = 1) -> list[Effect]:
-        return self.hear(SaveProgress(rank, GENERATION, incident, attempt, written))
+    def progress(
+        self, rank: int, written: int, attempt: int = 1, incident: int = 1, *, syncing: bool = False
+    ) -> list[Effect]:
+        return self.hear(SaveProgress(rank, GENERATION, incident, attempt, written, syncing))
 
     def saved(self, rank: int, step: int, attempt: int = 1, incident: int = 1) -> list[Effect]:
         return self.hear(Saved(rank, GENERATION, incident, attempt, step, 1000))
@@ -143,6 +147,9 @@ class JobDriver:
 
     def verify_failed(self, *ranks: int, attempt: int = 1) -> list[Effect]:
         return self.tell(VerifyFailed(1, attempt, tuple((rank, "12 bytes, 1000 expected") for rank in ranks)))
+
+    def verify_blocked(self, attempt: int = 1) -> list[Effect]:
+        return self.tell(VerifyBlocked(1, attempt, "Too many open files"))
 
     def published(self, attempt: int = 1, incident: int = 1) -> list[Effect]:
         return self.tell(Published(incident, attempt, "/c/step"))
@@ -171,6 +178,10 @@ class JobDriver:
     def discards(self) -> list[tuple[int, int]]:
         """Attempts and steps thrown away."""
         return [(effect.attempt, effect.step) for effect in self.effects if isinstance(effect, Discard)]
+
+    def keeps(self) -> list[tuple[int, int]]:
+        """Attempts and steps kept for a human."""
+        return [(effect.attempt, effect.step) for effect in self.effects if isinstance(effect, Keep)]
 
     def stops(self) -> bool:
         """True if the controller has ended."""

@@ -136,7 +136,7 @@ def test_a_suspect_that_does_not_come_back_is_dead() -> None:
     job.close(1)
     for rank in (0, 2):
         job.settle(rank, computing(5))
-    job.wait(2.0)
+    job.wait(10.0)
     assert job.core.state is State.SAVING
     job.hello(1)
     assert not job.sent(Resume)
@@ -237,12 +237,12 @@ def test_a_silent_rank_is_left_out_and_told_to_leave() -> None:
     job.settle(0, computing(5))
     job.wait(30.0)
     assert job.sent(Save)[0].step == 5
-    assert "rank 1 did not settle within 30 s" in job.logs()
+    assert "rank 1 did not settle within 15 s" in job.logs()
     job.settle(1, computing(6))
     job.saved(0, 5)
     job.verified()
     job.published()
-    assert sorted(job.sent(Exit)) == [0, 1]
+    assert sorted(job.sent(Exit)) == [0, 1, 2]
     assert job.sent(Exit)[1].step == 5
 
 
@@ -250,9 +250,35 @@ def test_had_it_answered_in_time_its_step_would_count() -> None:
     job = JobDriver(3)
     job.kill(2)
     job.settle(0, computing(5))
-    job.wait(29.0)
+    job.wait(14.0)
     job.settle(1, computing(6))
     assert job.sent(Save)[1].step == 6
+
+
+def test_a_rank_that_comes_back_late_has_the_whole_time_to_settle() -> None:
+    job = JobDriver(3)
+    job.kill(2)
+    job.close(1)
+    job.wait(14.0)  # rank 0 updates, for long
+    job.hello(1)
+    job.settle(0, computing(5))
+    job.wait(14.0)
+    assert "rank 1 did not settle" not in job.logs()
+    job.settle(1, computing(6))
+    assert job.sent(Save)[1].step == 6
+
+
+def test_and_no_more_than_that_and_the_others_get_nothing_of_it() -> None:
+    """Negative control: the time-out of the first ones still runs, and so does that of the late one."""
+    job = JobDriver(3)
+    job.kill(2)
+    job.close(1)
+    job.wait(14.0)
+    job.hello(1)
+    job.wait(1.0)
+    assert "rank 0 did not settle within 15 s" in job.logs()
+    job.wait(14.0)
+    assert "rank 1 did not settle within 15 s" in job.logs()
 
 
 def test_the_newest_of_several_answers_counts_whatever_their_order() -> None:
@@ -292,7 +318,7 @@ def test_a_rank_that_comes_back_too_late_is_only_told() -> None:
     job.close(1)
     for rank in (0, 2):
         job.settle(rank, computing(5))
-    job.wait(2.0)
+    job.wait(10.0)
     job.hello(1)
     assert 1 in job.sent(Freeze)
     job.settle(1, computing(6))
@@ -307,12 +333,58 @@ def test_a_rank_that_comes_back_before_the_choice_counts_and_is_waited_for_in_bo
     job = JobDriver(3)
     job.close(1)
     job.settle(0, computing(5))
-    job.wait(29.0)  # rank 1 is dead by now, rank 2 has not answered
+    job.wait(14.0)  # rank 1 is dead by now, rank 2 has not answered
     job.hello(1)
     job.settle(2, computing(5))
     assert job.core.state is State.SETTLING
-    job.wait(30.1)
+    job.wait(15.1)
     assert job.core.state is State.SAVING
+
+
+# --------------------------------------------------------------------------- an exception between gate and update
+
+
+def _only_holder_of_a_stays_behind(*, raised: bool) -> JobDriver:
+    """All have passed the gate of step 9. Rank 1 has ended it, rank 2 is dead, and rank 0 had not begun its update."""
+    job = JobDriver(4, units=("a", "b", "a", "b"))
+    job.kill(2)
+    if raised:
+        job.hear(Raised(0, GENERATION, "ValueError: a hook failed", False, computing(8)))
+    job.settle(1, computing(9))
+    job.settle(3, Stand(Phase.READY, 9))
+    job.settle(0, computing(8))
+    return job
+
+
+def test_a_step_that_a_unit_can_reach_no_more_is_given_up() -> None:
+    job = _only_holder_of_a_stays_behind(raised=True)
+    assert {rank: order.step for rank, order in job.sent(Save).items() if order.units} == {0: 8, 3: 8}
+    assert "one step is given up, since a cannot be saved at step 9" in job.logs()
+
+
+def test_a_rank_that_may_still_come_to_the_gate_is_waited_for() -> None:
+    """Negative control: it had answered while it still computed; its step is kept."""
+    job = _only_holder_of_a_stays_behind(raised=False)
+    assert not job.sent(Save)
+    job.settle(0, Stand(Phase.READY, 9))
+    assert list(job.sent(Proceed)) == [0]
+
+
+def test_and_no_longer_once_it_says_that_it_has_raised() -> None:
+    job = _only_holder_of_a_stays_behind(raised=False)
+    job.hear(Raised(0, GENERATION, "ValueError: a hook failed", False, computing(8)))
+    assert job.sent(Save)[3].step == 8
+
+
+def test_no_step_is_given_up_that_all_units_can_reach() -> None:
+    """Negative control: rank 2 lives and holds the step."""
+    job = JobDriver(4, units=("a", "b", "a", "b"))
+    job.hear(Raised(0, GENERATION, "ValueError: a hook failed", False, computing(8)))
+    job.settle(1, computing(9))
+    job.settle(2, computing(9))
+    job.settle(3, Stand(Phase.READY, 9))
+    job.settle(0, computing(8))
+    assert {rank: order.step for rank, order in job.sent(Save).items() if order.units} == {1: 9, 2: 9}
 
 
 # --------------------------------------------------------------------------- proceed
@@ -355,7 +427,7 @@ def test_a_rank_that_never_proceeds_is_left_out() -> None:
     job.wait(30.0)
     assert job.core.outcome is not None
     assert job.core.outcome.kind is OutcomeKind.NOT_SAVED
-    assert "rank 1 did not apply step 8 within 30 s" in job.core.outcome.reason
+    assert "rank 1 did not apply step 8 within 15 s" in job.core.outcome.reason
 
 
 def test_no_choice_is_made_while_a_rank_may_be_updating() -> None:
@@ -454,6 +526,51 @@ def test_a_dead_ranks_reports_change_nothing() -> None:
     job.settle(0, computing(5))
     job.settle(1, computing(5))
     assert job.sent(Save)[0].step == 5
+
+
+def _ends_without_rank_2(job: JobDriver) -> None:
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.verified()
+
+
+def test_a_rank_that_was_reported_dead_by_mistake_hears_how_it_ended() -> None:
+    job = JobDriver(3)
+    job.kill(2, DeathSource.PIDFD)
+    _ends_without_rank_2(job)
+    job.published()
+    assert sorted(job.sent(Exit)) == [0, 1, 2]
+    assert job.sent(Exit)[2].step == 5
+    job.wait(0.5)
+    assert 2 in job.sent(Exit), "it may have been lost"
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the end", "after it"])
+def test_a_rank_that_was_reported_dead_hears_it_on_a_new_session_and_counts_no_more(early: bool) -> None:
+    job = JobDriver(3)
+    job.kill(2, DeathSource.PIDFD)
+    job.close(2)
+    if early:
+        job.hello(2)
+        assert not job.replies()
+        job.settle(2, computing(6))
+    _ends_without_rank_2(job)
+    job.published()
+    assert (2 in job.sent(Exit)) == early
+    if not early:
+        job.hello(2)
+    assert job.sent(Exit)[2].step == 5
+
+
+def test_nobody_waits_for_a_rank_that_was_reported_dead() -> None:
+    job = JobDriver(3)
+    job.kill(2, DeathSource.PIDFD)
+    _ends_without_rank_2(job)
+    job.published()
+    job.hear(Goodbye(0, GENERATION))
+    job.hear(Goodbye(1, GENERATION))
+    assert job.stops()
 
 
 def test_a_stopped_controller_says_nothing() -> None:

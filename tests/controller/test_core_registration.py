@@ -75,8 +75,24 @@ def test_a_process_that_was_seen_dead_cannot_come_back() -> None:
     job = JobDriver(3)
     job.kill(1)
     job.hello(1)
-    (order,) = job.replies()
-    assert isinstance(order, Refused)
+    assert job.effects == [], "it will hear how this ends"
+    job.hear(LoopBegin(1, GENERATION, 10, 2, 0))
+    assert job.effects == []
+
+
+def test_a_hello_that_is_said_again_in_the_same_session_changes_nothing_and_is_answered() -> None:
+    job = JobDriver(3)
+    before = job.core.state
+    for _ in range(2):
+        job.hello(1)
+        assert list(job.sent(Welcome)) == [1]
+        assert not job.replies()
+        assert job.core.state is before
+    job.kill(0)
+    job.settle(1, computing(5))
+    job.hello(1)
+    job.settle(2, computing(5))
+    assert job.core.state is State.SAVING, "its answer still stands"
 
 
 def test_a_missing_rank_ends_the_start_with_its_number() -> None:
@@ -247,6 +263,73 @@ def test_a_rank_that_has_done_all_its_steps_waits_longer() -> None:
     job.wait(2.0)
     assert job.core.state is State.SETTLING
     assert "rank 1 did not finish the loop" in job.sent(Freeze)[0].reason
+
+
+def finishing(shape: tuple[int, int], done: tuple[int, ...], step: int, ranks: int = 3) -> JobDriver:
+    """All have ended `step`; those that are not `done` have not left the loop yet."""
+    job = JobDriver(ranks)
+    job.begin_loop(*shape)
+    for rank in range(ranks):
+        job.hear(Status(rank, GENERATION, computing(step)))
+    for rank in done:
+        left(job, rank, step)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("shape", "done"),
+    [((0, 0), (1, 2)), ((0, 0), (1,)), ((10, 2), (1, 2)), ((10, 2), (1,)), ((10, 3), (1, 2))],
+    ids=["own loop", "own loop, two of them", "last step", "last step, two of them", "all have broken out"],
+)
+def test_a_rank_that_stands_where_all_others_have_left_needs_no_last_words(
+    shape: tuple[int, int], done: tuple[int, ...]
+) -> None:
+    job = finishing(shape, done, 20)
+    job.wait(1000.0 if shape == (10, 2) else 599.0)
+    assert job.core.state is State.WATCHING
+    job.kill(1)
+    assert job.core.state is State.WATCHING, "it had done everything"
+    for rank in {0, 1, 2} - set(done):
+        left(job, rank, 20)
+    assert sorted(job.sent(Release)) == [0, 1, 2], "and should it live, it hears that it may go on"
+
+
+def test_several_that_stand_still_before_the_last_step_may_wait_for_one_that_left_too_early() -> None:
+    """Negative control."""
+    job = finishing((10, 3), (2,), 20)
+    job.wait(31.0)
+    assert "rank 2 left the loop early" in job.sent(Freeze)[0].reason
+
+
+@pytest.mark.parametrize("done", [(1, 2), (2,)], ids=["one", "two"])
+def test_who_stands_in_a_loop_of_ones_own_that_others_have_left_is_not_waited_for_for_ever(
+    done: tuple[int, ...],
+) -> None:
+    """It may wait in a collective for one that has left too early, and nobody can tell from outside."""
+    job = finishing((0, 0), done, 20)
+    job.wait(601.0)
+    assert "no other rank has moved for 600 s" in job.sent(Freeze)[0].reason
+
+
+def test_the_death_of_the_rank_that_is_not_done_is_a_death() -> None:
+    job = finishing((0, 0), (1, 2), 20)
+    job.kill(0)
+    assert sorted(job.sent(Freeze)) == [1, 2]
+
+
+def test_a_rank_that_died_when_all_seemed_done_is_missed_when_another_goes_on() -> None:
+    job = finishing((0, 0), (1, 2), 20)
+    job.kill(1)
+    job.hear(Status(0, GENERATION, Stand(Phase.READY, 21)))
+    assert sorted(job.sent(Freeze)) == [0, 2]
+    assert "rank 1 died" in job.sent(Freeze)[0].reason
+
+
+def test_a_lost_connection_of_a_rank_that_is_done_freezes_nobody() -> None:
+    job = finishing((0, 0), (1, 2), 20)
+    job.close(1)
+    job.wait(10.0)
+    assert not job.sent(Freeze)
 
 
 def test_ranks_that_leave_at_different_steps_are_an_incident() -> None:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import pytest
 
+from lastwords import codec
 from lastwords.controller.core import ControllerOptions
-from lastwords.controller.events import STORAGE_FAILURES_MAX, OutcomeKind, PartPlan, StartPublish, StartVerify, State
-from lastwords.vocabulary import Exit, ExitKind, Goodbye, Save
+from lastwords.controller.events import (
+    STORAGE_FAILURES_MAX,
+    OutcomeKind,
+    PartPlan,
+    StartPublish,
+    StartVerify,
+    State,
+    StorageProgress,
+    VerifyFailed,
+)
+from lastwords.processor.departure import verdict_of
+from lastwords.vocabulary import Exit, ExitKind, Goodbye, Raised, Save
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
 
@@ -256,6 +270,10 @@ def test_a_refused_directory_without_a_fallback_ends_with_the_reason() -> None:
     job = saving()
     job.save_failed(0, 5, storage=True)
     job.save_failed(1, 5, attempt=2, storage=True)
+    while job.core.state is not State.EXITING:
+        job.wait(0.25)
+        for rank, order in job.sent(Save).items():
+            job.save_failed(rank, 5, attempt=order.attempt, storage=True)
     order = job.sent(Exit)[0]
     assert order.kind is ExitKind.NOT_SAVED
     assert "it did not work" in order.reason
@@ -263,12 +281,19 @@ def test_a_refused_directory_without_a_fallback_ends_with_the_reason() -> None:
 
 def test_retries_in_a_refused_directory_are_bounded() -> None:
     job = saving(20)
-    attempts = 1
-    while job.core.state is State.SAVING:
-        (writer,) = job.sent(Save)
-        job.save_failed(writer, 5, attempt=attempts, storage=True)
-        attempts += 1
-    assert attempts - 1 == STORAGE_FAILURES_MAX
+    began_s = job.now_s
+    attempts = rounds = 0
+    while job.core.state is not State.EXITING:
+        rounds += 1
+        while job.core.state is State.SAVING:
+            (writer,) = job.sent(Save)
+            attempts += 1
+            job.save_failed(writer, 5, attempt=attempts, storage=True)
+        while job.core.state is State.SETTLING:
+            job.wait(0.25)
+    assert attempts == rounds * STORAGE_FAILURES_MAX
+    assert rounds == 10
+    assert job.now_s - began_s == pytest.approx(20.0, abs=0.5)
     assert job.sent(Exit)[0].kind is ExitKind.NOT_SAVED
 
 
@@ -308,6 +333,35 @@ def test_only_the_bad_part_is_written_again() -> None:
     assert sorted(job.sent(Save)) == [3]
 
 
+def test_a_part_that_is_bad_in_the_same_words_again_is_not_tried_a_third_time() -> None:
+    """Two writers that contradict each other, say: twenty seconds of patience would change nothing."""
+    job = JobDriver(3, units=("A", "B", "A"))
+    job.kill(2)
+    for rank in range(2):
+        job.settle(rank, computing(5))
+    for attempt in (1, 2):
+        job.saved(0, 5)
+        job.saved(1, 5, attempt=attempt)
+        job.verify_failed(1, attempt=attempt)
+        if attempt == 1:
+            job.wait(0.25)
+            assert job.sent(Save)[1].attempt == 2
+    assert job.sent(Exit)[0].kind is ExitKind.NOT_SAVED
+
+
+def test_the_control_other_words_are_a_reason_to_try_on() -> None:
+    job = JobDriver(3, units=("A", "B", "A"))
+    job.kill(2)
+    for rank in range(2):
+        job.settle(rank, computing(5))
+    for attempt in (1, 2):
+        job.saved(0, 5)
+        job.saved(1, 5, attempt=attempt)
+        job.tell(VerifyFailed(1, attempt, ((1, f"attempt {attempt} is damaged"),)))
+        job.wait(0.5)
+    assert job.sent(Save)[1].attempt == 3
+
+
 def test_a_complaint_about_nobody_is_about_all() -> None:
     job = saving()
     job.saved(0, 5)
@@ -320,7 +374,13 @@ def test_a_name_that_cannot_be_given_leads_to_the_fallback() -> None:
     job.saved(0, 5)
     job.verified()
     job.publish_failed()
+    began_s = job.now_s
+    while not job.sent(Save):
+        job.wait(0.25)
+        if job.starts() is not None:
+            job.publish_failed()
     assert job.sent(Save)[0].target == 1
+    assert job.now_s - began_s <= 2.5, "those who can write to the fallback may not live for long"
     assert not job.discards(), "the complete files stay for a human"
 
 
@@ -329,9 +389,18 @@ def test_a_name_that_cannot_be_given_without_a_fallback_ends_with_the_reason() -
     job.saved(0, 5)
     job.verified()
     job.publish_failed()
+    tries = 1
+    while job.core.state is State.PUBLISHING:
+        job.wait(0.25)
+        if job.starts() is not None:
+            tries += 1
+            job.publish_failed()
+    assert tries == 10
     assert job.sent(Exit)[0].kind is ExitKind.NOT_SAVED
     assert "read-only file system" in job.sent(Exit)[0].reason
     assert not job.discards()
+    assert job.keeps() == [(1, 5)]
+    assert "kept in the checkpoint directory as unpublished-step_5-*" in job.sent(Exit)[0].reason
 
 
 @pytest.mark.parametrize("stage", [State.VERIFYING, State.PUBLISHING])
@@ -346,7 +415,7 @@ def test_a_file_system_that_hangs_is_given_up(stage: State) -> None:
     job.wait(1.1)
     assert job.core.outcome is not None
     assert job.core.outcome.kind is OutcomeKind.NOT_SAVED
-    assert "longer than 120 s" in job.core.outcome.reason
+    assert "no progress for 120 s" in job.core.outcome.reason
 
 
 def test_a_publication_that_comes_late_still_counts() -> None:
@@ -358,6 +427,203 @@ def test_a_publication_that_comes_late_still_counts() -> None:
     job.published(attempt=1)
     assert job.sent(Exit)[0].kind is ExitKind.SAVED
     assert job.discards() == [(2, 5)]
+
+
+# --------------------------------------------------------------------------- fsync
+
+
+def test_a_writer_inside_fsync_is_waited_for_although_it_writes_nothing() -> None:
+    job = saving()
+    job.progress(0, 1000)
+    for _ in range(28):
+        job.wait(10.0)
+        job.progress(0, 1000, syncing=True)
+    assert job.core.state is State.SAVING
+    job.saved(0, 5)
+    assert job.core.state is State.VERIFYING
+
+
+def test_a_writer_that_never_leaves_fsync_is_given_up_after_sync_timeout_s() -> None:
+    job = saving()
+    job.progress(0, 1000)
+    began_s = job.now_s
+    while not job.sent(Save):
+        job.wait(1.0)
+        if not job.sent(Save):
+            job.progress(0, 1000, syncing=True)
+    assert sorted(job.sent(Save)) == [1]
+    assert 299.0 < job.now_s - began_s < 302.0
+    assert "was inside fsync or close for 300 s" in job.logs()
+
+
+def test_a_byte_between_two_fsyncs_starts_their_time_anew() -> None:
+    job = saving()
+    for written in range(10):
+        job.progress(0, written + 1)
+        for _ in range(8):
+            job.wait(25.0)
+            job.progress(0, written + 1, syncing=True)
+    assert job.core.state is State.SAVING
+
+
+def test_a_writer_that_is_not_inside_fsync_has_no_more_than_before() -> None:
+    job = saving()
+    job.progress(0, 1000)
+    job.wait(29.0)
+    job.progress(0, 1000)
+    job.wait(2.0)
+    assert sorted(job.sent(Save)) == [1]
+
+
+# --------------------------------------------------------------------------- transient failures
+
+
+def test_a_verification_that_could_not_look_discards_nothing_and_looks_again() -> None:
+    job = saving()
+    job.saved(0, 5)
+    first = job.starts()
+    job.kill(0)
+    job.verify_blocked()
+    assert job.core.state is State.VERIFYING
+    assert not job.discards()
+    assert not job.sent(Save)
+    assert "trying again in 0.25 s" in job.logs()
+    job.wait(0.25)
+    assert job.starts() == first, "the same parts, wherever they lie by now"
+    job.verified()
+    job.published()
+    assert job.sent(Exit)[1].kind is ExitKind.SAVED
+
+
+def test_a_verification_that_can_never_look_ends_with_the_files_kept() -> None:
+    job = saving()
+    job.saved(0, 5)
+    began_s = job.now_s
+    job.verify_blocked()
+    while job.core.state is State.VERIFYING:
+        job.wait(0.25)
+        if job.starts() is not None:
+            job.verify_blocked()
+    assert job.now_s - began_s == pytest.approx(20.0, abs=0.5)
+    assert not job.discards()
+    assert job.keeps() == [(1, 5)]
+    assert "Too many open files" in job.sent(Exit)[0].reason
+
+
+def test_a_late_word_that_nobody_could_look_changes_nothing() -> None:
+    job = saving()
+    job.saved(0, 5)
+    job.verified()
+    assert job.verify_blocked() == []
+    assert job.verify_blocked(attempt=7) == []
+    assert job.core.state is State.PUBLISHING
+
+
+def test_parts_that_were_not_gathered_yet_are_kept_too() -> None:
+    job = JobDriver(5, units=("A", "B", "A", "B", "A"))
+    job.kill(4)
+    for rank in range(4):
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.save_failed(1, 5, storage=True)
+    assert job.sent(Save)[3].attempt == 2
+    job.saved(3, 5, attempt=2)
+    while job.core.state is State.VERIFYING:
+        job.wait(0.25)
+        job.verify_blocked(attempt=2)
+    assert job.keeps() == [(1, 5), (2, 5)]
+
+
+def test_a_publication_that_failed_is_tried_again() -> None:
+    job = saving()
+    job.saved(0, 5)
+    job.verified()
+    first = job.starts()
+    job.publish_failed()
+    assert job.core.state is State.PUBLISHING
+    job.wait(0.25)
+    assert job.starts() == first
+    job.published()
+    assert job.sent(Exit)[0].kind is ExitKind.SAVED
+
+
+def test_a_writer_that_was_refused_may_try_again_when_nobody_else_is_left() -> None:
+    job = saving(2)
+    job.save_failed(0, 5, storage=True)
+    assert job.core.state is State.SETTLING
+    assert not job.sent(Exit)
+    job.wait(0.25)
+    assert job.sent(Save)[0].attempt == 2
+    job.saved(0, 5, attempt=2)
+    job.verified(attempt=2)
+    job.published(attempt=2)
+    assert job.sent(Exit)[0].kind is ExitKind.SAVED
+
+
+def test_a_finished_part_of_a_dead_writer_waits_for_the_refused_one() -> None:
+    job = JobDriver(3, units=("A", "B", "B"))
+    job.kill(2)
+    job.settle(0, computing(5))
+    job.settle(1, computing(5))
+    job.saved(0, 5)
+    job.kill(0)
+    job.save_failed(1, 5, storage=True)
+    assert not job.discards()
+    job.wait(0.25)
+    job.saved(1, 5, attempt=job.sent(Save)[1].attempt)
+    started = job.starts()
+    assert isinstance(started, StartVerify)
+    assert started.writers == (0, 1)
+
+
+def test_no_survivor_is_set_back_by_one_refusal() -> None:
+    """Rank 0 alone has ended step 6; its file system refuses once, and rank 1 could write step 5 at once."""
+    job = saving(3, hosts="abc", ahead=True)
+    order = job.sent(Save)[0]
+    job.save_failed(0, 6, storage=True)
+    assert not job.sent(Save)
+    job.wait(0.25)
+    assert job.sent(Save)[0].step == order.step == 6
+
+
+def test_a_short_wait_for_the_newer_step_then_the_older_one() -> None:
+    job = saving(3, hosts="abc", ahead=True)
+    began_s = job.now_s
+    attempt = 1
+    while 1 not in (orders := job.sent(Save)) or not orders[1].units:
+        if 0 in orders:
+            attempt = orders[0].attempt
+        if job.core.state is State.SAVING:
+            job.save_failed(0, 6, attempt=attempt, storage=True)
+        else:
+            job.wait(0.25)
+    assert job.sent(Save)[1].step == 5
+    assert 1.0 < job.now_s - began_s < 3.0
+
+
+def test_a_death_while_writers_wait_to_try_again_ends_it_at_once() -> None:
+    job = saving(2)
+    job.save_failed(0, 5, storage=True)
+    job.kill(0)
+    assert job.core.outcome is not None
+    assert job.core.outcome.kind is OutcomeKind.NOT_SAVED
+
+
+def test_what_a_dead_writer_has_finished_is_kept_where_nothing_can_be_published() -> None:
+    job = JobDriver(3, units=("A", "B", "B"))
+    job.kill(2)
+    job.settle(0, computing(5))
+    job.settle(1, computing(5))
+    job.saved(0, 5)
+    job.kill(1)
+    order = job.sent(Exit)[0]
+    assert order.kind is ExitKind.NOT_SAVED
+    assert job.keeps() == [(1, 5)]
+    assert not job.discards()
+    assert (
+        "finished files of rank 0 of step 5 are kept in the checkpoint directory as unpublished-step_5-*"
+        in order.reason
+    )
 
 
 # --------------------------------------------------------------------------- farewell
@@ -416,3 +682,109 @@ def test_a_death_during_the_farewell_is_only_a_farewell() -> None:
     job.kill(1)
     assert job.stops()
     assert job.core.incident == 1
+
+
+# --------------------------------------------------------------------------- thousands of writers
+
+
+def test_an_order_to_save_holds_what_its_writer_needs_and_no_more() -> None:
+    lengths = []
+    for ranks in (10, 400):
+        job = JobDriver(ranks, hosts="".join(chr(0x100 + rank) for rank in range(ranks)), units=_own_units(ranks))
+        job.hear(Raised(0, GENERATION, "x", False, computing(5)))
+        for rank in range(ranks):
+            job.settle(rank, computing(5))
+        orders = job.sent(Save)
+        assert len(orders) == ranks
+        lengths.append(max(len(codec.order_to_pb(order).SerializeToString()) for order in orders.values()))
+    assert lengths[1] <= lengths[0] + 64, "the reason names some ranks, never all"
+
+
+def test_a_farewell_holds_what_its_receiver_needs_and_no_more() -> None:
+    lengths = []
+    for ranks in (20, 400):
+        job = JobDriver(ranks, units=("u",) * ranks)
+        for rank in range(1, ranks):
+            job.hear(Raised(rank, GENERATION, f"ValueError: no {rank:03}", False, computing(5)))
+        for rank in range(ranks):
+            job.settle(rank, computing(5))
+        job.saved(0, 5)
+        job.verified()
+        job.published()
+        farewells = job.sent(Exit)
+        assert len(farewells) == ranks
+        assert [verdict_of(rank, order).is_cause for rank, order in farewells.items()] == [False] + [True] * (ranks - 1)
+        assert job.core.outcome is not None
+        assert job.core.outcome.cause_ranks == tuple(range(1, ranks)), "the record has them all"
+        lengths.append(max(codec.order_to_pb(order).ByteSize() for order in farewells.values()))
+        job.wait(1.0)
+        assert job.sent(Exit) == farewells, "it is repeated as it was"
+    assert lengths[1] <= lengths[0] + 64, "it names some of those that began the incident, never all"
+
+
+def test_what_a_report_costs_the_controller_does_not_grow_with_the_number_of_writers() -> None:
+    calls = [_calls_of_a_report(ranks) for ranks in (20, 200)]
+    assert calls[1] < 1.5 * calls[0], "a look at all parts is a call for each"
+
+
+def _calls_of_a_report(ranks: int) -> float:
+    """Calls of Python functions that a report of a finished part costs, steps of generators included."""
+    job = JobDriver(ranks, hosts="".join(chr(0x100 + rank) for rank in range(ranks)), units=_own_units(ranks))
+    job.hear(Raised(0, GENERATION, "x", False, computing(5)))
+    for rank in range(ranks):
+        job.settle(rank, computing(5))
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for rank in range(ranks):
+            job.saved(rank, 5)
+    finally:
+        sys.setprofile(before)
+    assert isinstance(job.starts(), StartVerify)
+    return calls / ranks
+
+
+def _own_units(ranks: int) -> tuple[str, ...]:
+    return tuple(f"u{rank}" for rank in range(ranks))
+
+
+def test_an_order_that_is_not_answered_is_sent_again_in_growing_pauses() -> None:
+    job = saving()
+    sent_s = []
+    for _ in range(60):
+        job.wait(0.25)
+        if 0 in job.sent(Save):
+            sent_s.append(job.now_s - 50.0)
+    pauses = [round(later - earlier, 1) for earlier, later in itertools.pairwise([0.0, *sent_s])]
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 4.0]
+
+
+def test_a_verification_that_comes_further_is_waited_for_and_one_that_hangs_is_not() -> None:
+    job = saving(fallback=True)
+    job.saved(0, 5)
+    for _ in range(10):
+        job.wait(100)
+        job.tell(StorageProgress(1, 1))
+        assert job.core.state is State.VERIFYING
+    job.tell(StorageProgress(1, 2))  # of another attempt: no news
+    job.wait(121)
+    assert job.core.state is State.SAVING
+    assert job.sent(Save)[0].target == 1
+
+
+def test_a_publication_that_comes_further_is_waited_for() -> None:
+    job = saving(fallback=True)
+    job.saved(0, 5)
+    job.verified()
+    for _ in range(10):
+        job.wait(100)
+        job.tell(StorageProgress(1, 1))
+        assert job.core.state is State.PUBLISHING
+    job.wait(121)
+    assert job.core.state is State.SAVING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lastwords.controller.roster import Roster
@@ -79,3 +80,16 @@ def test_a_death_is_news_once_and_only_of_a_rank_that_ever_came() -> None:
     roster, one = Roster(4), session()
     roster.bind(one, hello(1), 1.0)
     assert [roster.bury(1), roster.bury(1), roster.bury(2)] == [True, False, False]
+
+
+def test_the_dead_stay_dead_whatever_still_arrives_from_them() -> None:
+    roster, one = Roster(2), session()
+    roster.bind(one, hello(1), 1.0)
+    roster.bury(1)
+    roster.bind(session(), hello(1), 2.0)
+    assert roster.views(2.0)[1].dead
+    assert roster.live == 0
+    assert not roster.bury(1)
+    another = replace(hello(1), process=ProcessId("h", 2, 2, "n"))
+    roster.bind(session(), another, 3.0)
+    assert not roster.views(3.0)[1].dead

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lastwords.controller.events import ControllerOptions
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError
 
@@ -18,8 +19,10 @@ SPEC = ControllerSpec("127.0.0.1", 30051, "digits", 3, 4, Path("/ckpt"))
     "spec",
     [
         SPEC,
-        dataclasses.replace(SPEC, ip="fe80::1%eth0", fallback_root=Path("/other"), settle_timeout_s=0.25),
-        dataclasses.replace(SPEC, ip="node-3", root=Path("/with space/=and equals"), starter_pid=77),
+        dataclasses.replace(
+            SPEC, ip="fe80::1%eth0", fallback_root=Path("/other"), options=ControllerOptions(settle_timeout_s=0.25)
+        ),
+        dataclasses.replace(SPEC, ip="node-3", root=Path("/with space/=and equals"), starter_pid=77, nonce="5f3a"),
     ],
     ids=["plain", "every kind of value", "odd path"],
 )
@@ -36,13 +39,14 @@ def test_a_spec_survives_the_command_line(spec: ControllerSpec) -> None:
         ({"port": 0}, "ctrl_port"),
         ({"port": 65536}, "ctrl_port"),
         ({"job": "../escape"}, "job name"),
+        ({"nonce": "../escape"}, "nonce"),
         ({"world_size": 0}, "world size"),
         ({"generation": -1}, "generation"),
         ({"root": Path("relative")}, "absolute"),
         ({"fallback_root": Path("relative")}, "absolute"),
-        ({"settle_timeout_s": 0.0}, "settle_timeout_s"),
+        ({"options": ControllerOptions(settle_timeout_s=0.0)}, "settle_timeout_s"),
         ({"keepalive_time_s": float("nan")}, "keepalive_time_s"),
-        ({"exit_timeout_s": float("inf")}, "exit_timeout_s"),
+        ({"options": ControllerOptions(exit_timeout_s=float("inf"))}, "exit_timeout_s"),
     ],
 )
 def test_a_spec_is_refused_with_the_name_of_what_is_wrong(changes: dict[str, Any], named: str) -> None:

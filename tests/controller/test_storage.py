@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, stale
+from lastwords.checkpoint import layout, publish, retry, stale, system
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.load import open_checkpoint, verify
+from lastwords.checkpoint.load import latest, open_checkpoint, verify
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.controller import events, storage
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.storage import StorageJobs
+from tests.checkpoint.states import Job
 
 WAIT_S = 20.0
+JOB = Job()
 STEP = 7
 
 
@@ -36,7 +43,7 @@ class Answers:
         assert self.events.empty(), "an answer too many"
 
     def tmp_dir(self, attempt: int, target: int = 0) -> Path:
-        return layout.tmp_dir(self.root if target == 0 else self.root / "fallback", STEP, 2, 1, attempt)
+        return layout.tmp_dir(self.root if target == 0 else self.root / "fallback", STEP, "digits", 2, 1, attempt)
 
     def write(self, rank: int, attempt: int, units: tuple[str, ...], locals_: tuple[int, ...], target: int = 0) -> None:
         state = {
@@ -70,6 +77,15 @@ def test_sound_parts_are_verified_and_published(answers: Answers) -> None:
     manifest = open_checkpoint(final).manifest
     assert (manifest.reason, manifest.cause_ranks, manifest.facts["dead_ranks"]) == ("rank 1 died", (1,), [1])
     answers.settle()
+
+
+def test_work_that_takes_long_says_that_it_comes_further(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PROGRESS_INTERVAL_S", 0.0)
+    answers.write(0, 1, ("u",), (0, 1, 2))
+    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    assert [answers.next(), answers.next()] == [events.StorageProgress(1, 1), events.Verified(1, 1)]
+    answers.jobs.publish(publish_order(ALONE))
+    assert answers.next() == events.StorageProgress(1, 1)
 
 
 def test_a_part_that_an_earlier_attempt_finished_is_gathered(answers: Answers) -> None:
@@ -120,7 +136,7 @@ def test_a_mistake_in_the_code_is_answered_too(answers: Answers, monkeypatch: py
     monkeypatch.setattr(storage.publish, "verify_parts", fail)
     monkeypatch.setattr(storage.publish, "publish", fail)
     answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
-    assert isinstance(answers.next(), events.VerifyFailed)
+    assert answers.next() == events.VerifyBlocked(1, 1, "ZeroDivisionError: a mistake")
     answers.jobs.publish(publish_order(ALONE))
     assert isinstance(answers.next(), events.PublishFailed)
     monkeypatch.undo()
@@ -128,6 +144,68 @@ def test_a_mistake_in_the_code_is_answered_too(answers: Answers, monkeypatch: py
     answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
     assert answers.next() == events.Verified(1, 1)
     answers.settle()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ESTALE, "Stale"), MemoryError()]
+)
+@pytest.mark.parametrize("call", ["open_read", "exists", "preadv"])
+def test_a_verification_that_could_not_look_says_so_and_works_the_next_time(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch, error: Exception, call: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    answers.write(0, 1, ("u",), (0, 1))
+    answers.write(2, 2, ("v",), (2,))
+    parts = (events.PartPlan(0, 1, ("u",), (0, 1)), events.PartPlan(2, 2, ("v",), (2,)))
+    with monkeypatch.context() as patch:
+        patch.setattr(system.Os, call, fail)
+        answers.jobs.verify(events.StartVerify(1, 2, STEP, 0, parts))
+        assert isinstance(answers.next(), events.VerifyBlocked)
+    answers.jobs.verify(events.StartVerify(1, 2, STEP, 0, parts))
+    assert answers.next() == events.Verified(1, 2)
+    answers.settle()
+
+
+def test_what_is_kept_survives_the_next_start_of_the_job(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
+    answers.write(0, 1, ("u",), (0, 1, 2))
+    answers.jobs.keep(events.Keep(1, 1, STEP, 0))
+    answers.settle()
+    kept = answers.root / f"unpublished-step_{STEP}-digits-g2-i1-a1"
+    assert str(kept) in caplog.text
+    stale.remove_stale(answers.root, "digits", 9)
+    assert (kept / "rank_0" / layout.PART_NAME).exists()
+    assert latest(answers.root) is None
+
+
+def test_what_is_not_finished_is_not_kept(answers: Answers) -> None:
+    (answers.tmp_dir(1) / "rank_0").mkdir(parents=True)
+    (answers.tmp_dir(1) / "rank_0" / "ttp_rank_0-1_7.ckpt").write_bytes(b"half of it")
+    answers.jobs.keep(events.Keep(1, 1, STEP, 0))
+    answers.jobs.keep(events.Keep(1, 2, STEP, 0))
+    answers.settle()
+    assert not list(answers.root.glob("unpublished-*"))
+    assert not answers.tmp_dir(1).exists()
+
+
+def test_a_directory_that_cannot_be_renamed_at_once_is_kept_all_the_same(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.ESTALE, "Stale"), OSError(errno.EIO, "Input/output error")]
+    rename = system.Os.rename
+
+    def fail(self: system.Os, source: Path, target: Path) -> None:
+        if failures:
+            raise failures.pop()
+        rename(self, source, target)
+
+    monkeypatch.setattr(storage, "KEEP_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(system.Os, "rename", fail)
+    answers.write(0, 1, ("u",), (0, 1, 2))
+    answers.jobs.keep(events.Keep(1, 1, STEP, 0))
+    answers.settle()
+    assert (answers.root / f"unpublished-step_{STEP}-digits-g2-i1-a1").exists()
 
 
 def test_local_state_that_is_lost_makes_the_manifest_say_so(answers: Answers) -> None:
@@ -154,6 +232,37 @@ def test_discard_removes_one_attempt_only(answers: Answers) -> None:
     answers.settle()
     assert not answers.tmp_dir(1).exists()
     assert answers.tmp_dir(2).exists()
+
+
+@pytest.mark.parametrize("order", ["discard", "keep"])
+def test_what_could_not_be_removed_is_tried_once_more_at_the_end(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    def fail(self: system.Os, path: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    (answers.tmp_dir(1) / "rank_0").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(system.Os, "rmdir", fail)
+        if order == "discard":
+            answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+        else:
+            answers.jobs.keep(events.Keep(1, 1, STEP, 0))
+        answers.settle()
+        assert answers.tmp_dir(1).exists()
+    answers.jobs.release()
+    answers.settle()
+    assert not answers.tmp_dir(1).exists()
+
+
+def test_what_a_late_writer_makes_again_is_removed_at_the_end(answers: Answers) -> None:
+    answers.write(0, 1, ("u",), ())
+    answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+    answers.settle()
+    answers.write(0, 1, ("u",), ())
+    answers.jobs.release()
+    answers.settle()
+    assert not answers.tmp_dir(1).exists()
 
 
 def test_a_hanging_directory_does_not_hold_up_the_other_one(
@@ -184,8 +293,8 @@ def test_lines_are_appended_and_a_full_disk_is_only_mentioned(
 
 def test_a_new_controller_removes_what_dead_ones_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
     (tmp_path / "fallback").mkdir()
-    dead = [layout.tmp_dir(root, STEP, 1, 1, 1) for root in (tmp_path, tmp_path / "fallback")]
-    living = layout.tmp_dir(tmp_path, STEP, 0, 1, 1)
+    dead = [layout.tmp_dir(root, STEP, "digits", 1, 1, 1) for root in (tmp_path, tmp_path / "fallback")]
+    living = layout.tmp_dir(tmp_path, STEP, "slow", 0, 1, 1)
     for directory in (*dead, living):
         (directory / "rank_0").mkdir(parents=True)
     claim = stale.Claim.take(tmp_path, "slow", 0)
@@ -202,6 +311,84 @@ def test_a_new_controller_removes_what_dead_ones_left_and_nothing_of_a_living_on
     claim.release()
 
 
+def _file_of(rank_dir: Path) -> Path:
+    [path] = rank_dir.glob("*.ckpt")
+    return path
+
+
+LATE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file deleted": (lambda rank_dir: _file_of(rank_dir).unlink(), "is missing"),
+    "file cut": (lambda rank_dir: os.truncate(_file_of(rank_dir), 100), "truncated"),
+    "part.json deleted": (lambda rank_dir: (rank_dir / "part.json").unlink(), "its writer did not finish"),
+    "part.json cut": (lambda rank_dir: os.truncate(rank_dir / "part.json", 100), "damaged"),
+    "directory deleted": (shutil.rmtree, "its writer did not finish"),
+}
+"""What may happen to a writer's directory after it was verified, and what is said of it."""
+
+
+@pytest.mark.parametrize("tables_bytes_max", [publish.TABLES_BYTES_MAX, 0], ids=["version 1", "version 2"])
+@pytest.mark.parametrize("defect", LATE)
+def test_what_was_lost_after_it_was_verified_is_not_published(
+    answers: Answers,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    defect: str,
+    tables_bytes_max: int,
+) -> None:
+    monkeypatch.setattr(publish, "TABLES_BYTES_MAX", tables_bytes_max)
+    lose, words = LATE[defect]
+    final = layout.checkpoint_dir(answers.root, STEP)
+    for attempt in (1, 2):
+        alone = (events.PartPlan(0, attempt, ("u",), (0, 1, 2)),)
+        answers.write(0, attempt, ("u",), (0, 1, 2))
+        answers.jobs.verify(events.StartVerify(1, attempt, STEP, 0, alone))
+        assert answers.next() == events.Verified(1, attempt)
+        if attempt == 2:
+            lose(answers.tmp_dir(2) / "rank_0")
+        answers.jobs.publish(publish_order(alone, attempt=attempt))
+        answer = answers.next()
+        if attempt == 1:
+            assert answer == events.Published(1, 1, str(final))
+    assert isinstance(answer, events.PublishFailed)
+    assert words in answer.reason
+    assert "Traceback" not in caplog.text
+    assert open_checkpoint(final).manifest.attempt == 1, "the good one was exchanged for it"
+    assert verify(final) == []
+
+
+def test_a_file_that_is_lost_before_publication_is_tried_again_is_not_published(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers.write(0, 1, ("u",), (0, 1, 2))
+    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    assert answers.next() == events.Verified(1, 1)
+
+    def no_rename(*_: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(system.Os, "rename", no_rename)
+        answers.jobs.publish(publish_order(ALONE))
+        assert isinstance(answers.next(), events.PublishFailed)
+    _file_of(answers.tmp_dir(1) / "rank_0").unlink()
+    answers.jobs.publish(publish_order(ALONE))
+    answer = answers.next()
+    assert isinstance(answer, events.PublishFailed)
+    assert "is missing" in answer.reason
+    assert not layout.checkpoint_dir(answers.root, STEP).exists()
+
+
+def test_what_a_late_writer_made_again_is_published_as_it_is(answers: Answers) -> None:
+    answers.write(0, 1, ("u",), (0, 1, 2))
+    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    assert answers.next() == events.Verified(1, 1)
+    shutil.rmtree(answers.tmp_dir(1) / "rank_0")
+    answers.write(0, 1, ("u",), (0, 1, 2))
+    answers.jobs.publish(publish_order(ALONE))
+    assert isinstance(answers.next(), events.Published)
+    assert verify(layout.checkpoint_dir(answers.root, STEP)) == []
+
+
 def test_the_newest_checkpoint_is_looked_for_in_both_directories(answers: Answers) -> None:
     answers.jobs.look_for_newest()
     assert answers.next() == events.NewestKnown(0, "")
@@ -213,9 +400,36 @@ def test_the_newest_checkpoint_is_looked_for_in_both_directories(answers: Answer
     assert answers.next() == events.NewestKnown(STEP, str(path))
 
 
+def test_the_newest_is_that_of_the_highest_step_whatever_the_clocks_say(answers: Answers) -> None:
+    for root, step, stamp in ((answers.root, 500, 9000), (answers.root / "fallback", 900, 5000)):
+        directory = JOB.write(root, step)
+        publish.publish(root, directory, JOB.facts(step), published_unix_ns=stamp)
+    answers.jobs.look_for_newest()
+    path = layout.checkpoint_dir(answers.root / "fallback", 900)
+    assert answers.next() == events.NewestKnown(900, str(path))
+
+
 def test_a_search_that_fails_gives_nothing_and_says_so(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     (answers.root / "fallback").write_text("no directory")
     answers.jobs.look_for_newest()
     assert answers.jobs.wait_idle(WAIT_S)
     assert "cannot tell which checkpoint is the newest" in caplog.text
+
+
+def test_a_line_that_cannot_be_appended_for_a_moment_is_not_lost(
+    answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [errno.EMFILE, errno.EIO, errno.ESTALE]
+    open_file = os.open
+
+    def open_later(path: Any, *arguments: Any, **named: Any) -> int:
+        if str(path).endswith("lines") and failures:
+            raise OSError(failures.pop(), "not now")
+        return open_file(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", open_later)
+    monkeypatch.setattr(retry, "PAUSES_S", (0.001,) * len(failures))
+    answers.jobs.append_line(tmp_path / "lines", "one")
+    answers.settle()
+    assert (tmp_path / "lines").read_text() == "one\n"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from lastwords.controller.timeline import EVENTS_MAX, Timeline, sentence
+from lastwords.controller.events import Outcome, OutcomeKind
+from lastwords.controller.timeline import EVENTS_MAX, Timeline, recorded_exit, sentence
 from lastwords.vocabulary import Exit, ExitKind, Freeze, Phase, Raised, Resume, Save, Saved, Settled, Stand, Status
 
 AT_7 = Stand(Phase.COMPUTING, 7)
 FREEZE = Freeze(2, 1, 30.0, "rank 1 died")
-SAVE = Save(2, 1, 1, 7, ("replicated",), (0, 1), 0, (0,), "lowest healthy rank")
+SAVE = Save(2, 1, 1, 7, ("replicated",), (0, 1), 0, "lowest healthy rank")
 EXIT = Exit(2, 1, ExitKind.SAVED, 7, "/ckpt/step_7", "rank 1 died", (1,))
 WALL_NS = 1_700_000_000_000_000_000
 
@@ -47,12 +49,29 @@ def test_the_sentence_counts_from_the_moment_it_was_known() -> None:
     assert "settled 3.0 ms, decided 5.0 ms, saved 501.0 ms" in text
 
 
+def test_the_record_has_all_who_began_the_incident_although_no_order_names_them_all() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    outcome = Outcome(OutcomeKind.SAVED, 7, "/ckpt/step_7", "all raised", tuple(range(100)))
+    line = timeline.note_order(0, EXIT, 10.5, WALL_NS, outcome)
+    assert json.loads(line or "")["cause_ranks"] == list(range(100))
+
+
 def test_orders_that_are_repeated_after_the_end_open_nothing() -> None:
     timeline = Timeline("digits", 2)
     incident(timeline)
     assert timeline.note_order(2, EXIT, 11.0, WALL_NS) is None
     timeline.note_order(2, FREEZE, 11.0, WALL_NS)
-    assert timeline.close("NOT_SAVED", "end") is None
+    assert timeline.close(None, "end") is None
+
+
+def test_of_a_choice_every_writer_is_recorded_once() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    for rank in (0, 5, 0):  # the last one is sent again
+        timeline.note_order(rank, SAVE, 10.1, WALL_NS)
+    record = json.loads(timeline.note_order(0, EXIT, 10.53, WALL_NS) or "")
+    assert [event["writers"] for event in record["events"] if event["what"] == "decided"] == [[0, 5]]
 
 
 def test_a_false_alarm_is_recorded_as_one() -> None:
@@ -70,16 +89,26 @@ def test_what_happened_long_before_does_not_belong_to_an_incident() -> None:
     timeline.note_report(Raised(0, 2, "boom", False, AT_7), 9.5)
     timeline.note_report(Status(0, 2, AT_7), 9.6)
     timeline.note_order(0, FREEZE, 10.0, WALL_NS)
-    line = timeline.close("NOT_SAVED", "nobody is left")
+    line = timeline.close(None, "nobody is left")
     assert line is not None
     assert [event["what"] for event in json.loads(line)["events"]] == ["known", "raised", "frozen_sent"]
+
+
+def test_a_checkpoint_that_nobody_is_left_to_hear_of_is_saved_all_the_same() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    line = timeline.close(Outcome(OutcomeKind.SAVED, 7, "/c/step_7", "rank 1 died", (1,)), "every rank has left")
+    assert line is not None
+    record = json.loads(line)
+    assert (record["outcome"], record["step"], record["path"]) == ("SAVED", 7, "/c/step_7")
+    assert (record["reason"], record["cause_ranks"]) == ("rank 1 died", [1])
 
 
 def test_reports_of_another_incident_are_not_mixed_in() -> None:
     timeline = Timeline("digits", 2)
     timeline.note_order(0, FREEZE, 10.0, WALL_NS)
     timeline.note_report(Saved(0, 2, 9, 1, 7, 5), 10.1)
-    line = timeline.close("NOT_SAVED", "x")
+    line = timeline.close(None, "x")
     assert line is not None
     assert json.loads(line)["bytes"] == 0
 
@@ -89,6 +118,26 @@ def test_an_endless_incident_does_not_fill_the_memory() -> None:
     timeline.note_order(0, FREEZE, 10.0, WALL_NS)
     for count in range(EVENTS_MAX + 100):
         timeline.note("died", 10.0 + count, rank=1)
-    line = timeline.close("NOT_SAVED", "x")
+    line = timeline.close(None, "x")
     assert line is not None
     assert len(json.loads(line)["events"]) <= EVENTS_MAX
+
+
+def test_how_a_job_has_ended_is_read_back_from_its_record(tmp_path: Path) -> None:
+    path = tmp_path / "incidents.jsonl"
+    assert recorded_exit(path, "digits", 2) is None
+    lines = []
+    for job, generation in (("digits", 2), ("words", 2), ("digits", 3)):
+        timeline = Timeline(job, generation)
+        timeline.note_order(0, Freeze(generation, 1, 30.0, "rank 1 is in doubt"), 5.0, 0)
+        lines.append(timeline.note_order(0, Resume(generation, 1), 5.1, 0))
+        timeline.note_order(0, Freeze(generation, 2, 30.0, "rank 1 died"), 6.0, 0)
+        order = Exit(generation, 2, ExitKind.SAVED, 7, f"/ckpt/{job}/{generation}", "rank 1 died", (1,))
+        lines.append(timeline.note_order(0, order, 7.0, 0))
+    path.write_text("\n".join(["not json", *filter(None, lines), "[]", '{"job": "digits"}', '{"half": ']) + "\n")
+    for job, generation in (("digits", 2), ("words", 2), ("digits", 3)):
+        order = Exit(generation, 2, ExitKind.SAVED, 7, f"/ckpt/{job}/{generation}", "rank 1 died", (1,))
+        assert recorded_exit(path, job, generation) == order
+    assert recorded_exit(path, "digits", 4) is None
+    path.write_text(f"{lines[0]}\n")
+    assert recorded_exit(path, "digits", 2) is None, "a false alarm is no end"

@@ -32,6 +32,7 @@ def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path) -> No
 
 
 @pytest.mark.process
+@pytest.mark.thorough
 def test_the_demo_in_a_parallel_layout_ends_with_the_bits_of_torch_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "demo.transformer.run", "--windows", "128", "--out", str(tmp_path / "out")]
     demo = subprocess.run(

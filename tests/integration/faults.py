@@ -15,6 +15,8 @@ Actions, carried out in order:
     hang            do nothing until killed
     hold            from now on this rank does not see that a gate is passed, whatever the others do
     stop:1.0        SIGSTOP for so many seconds
+    pause:WHO,A,B   in A seconds, SIGSTOP for B seconds; WHO is "self" or "controller"
+    trouble:A,B     in A seconds, the file system is ill for B seconds (see trouble.py)
     term            SIGTERM to this process
     break           leave the loop
     lose_box        remove this rank's black box, as if its host were lost with it
@@ -24,6 +26,7 @@ Actions, carried out in order:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,6 +36,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.integration import trouble
 from tests.integration.plan import Fault, Plan
 
 AWAIT_S = 60.0
@@ -62,6 +66,16 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def controller_pid(port: int) -> int:
+    """The process that serves a job's controller at this port."""
+    words = {"lastwords.controller", f"--port={port}"}
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if words <= set(entry.read_bytes().decode(errors="replace").split("\0")):
+                return int(entry.parent.name)
+    raise AssertionError(f"no controller serves port {port}")
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this rank."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -81,6 +95,7 @@ class Faults:
         self.write_garbage: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
         self._directory = Path(plan.directory)
+        self._port = plan.ctrl_port
         restart = restart_count()
         self._armed: dict[tuple[str, int], list[Fault]] = {}
         for fault in plan.faults:
@@ -135,6 +150,11 @@ class Faults:
         elif verb == "stop":
             subprocess.Popen(["sh", "-c", f"sleep {float(value)}; kill -CONT {os.getpid()}"], start_new_session=True)
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif verb == "pause":
+            self._pause(*value.split(","))
+        elif verb == "trouble":
+            after_s, length_s = value.split(",")
+            trouble.order(float(after_s), float(length_s))
         elif verb == "term":
             os.kill(os.getpid(), signal.SIGTERM)
         elif verb == "break":
@@ -148,6 +168,11 @@ class Faults:
             self.flip()
         else:
             raise AssertionError(f"unknown action {action!r}")
+
+    def _pause(self, who: str, after_s: str, length_s: str) -> None:
+        pid = os.getpid() if who == "self" else controller_pid(self._port)
+        script = f"sleep {float(after_s)}; kill -STOP {pid} && sleep {float(length_s)}; kill -CONT {pid}"
+        subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL, start_new_session=True)
 
     @staticmethod
     def _sleep(seconds: float) -> None:

@@ -37,6 +37,18 @@ def stuck_in_c(plain: bool) -> None:
     libc.pthread_mutex_lock(mutex)
 
 
+def obeyed_in_c(plain: bool) -> None:
+    """The same, and nobody is there who could save: SIGTERM does what it does without us."""
+    guard: SignalGuard
+    guard = SignalGuard(lambda number: say("reported", number) if plain else guard.pass_on(number))
+    guard.install()
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    threading.Thread(target=lambda: (time.sleep(0.3), say("ready")), daemon=True).start()
+    libc.pthread_mutex_lock(mutex)
+
+
 def signalled_child(plain: bool) -> None:
     """A forked child (a data-loader worker) gets SIGTERM; its parent does not."""
     guard = SignalGuard(lambda number: say("reported", number))
@@ -115,7 +127,6 @@ def data_loader(plain: bool) -> None:
 
 
 def _update(guard: SignalGuard, half_done: Callable[[str, int], None]) -> None:
-    guard.refresh()
     guard.enter_update()
     try:
         for half in range(HALVES):
@@ -125,7 +136,7 @@ def _update(guard: SignalGuard, half_done: Callable[[str, int], None]) -> None:
         guard.leave_update()
 
 
-SCENES = {scene.__name__: scene for scene in (stuck_in_c, signalled_child, interrupted_sleep, data_loader)}
+SCENES = {scene.__name__: scene for scene in (stuck_in_c, obeyed_in_c, signalled_child, interrupted_sleep, data_loader)}
 
 if __name__ == "__main__":
     SCENES[sys.argv[1]](sys.argv[2:] == ["plain"])

@@ -216,15 +216,18 @@ class Job:
 
 
 class Cluster:
-    """One zygote and the jobs started from it. A context manager: leaving it ends everything."""
+    """One zygote and the jobs started from it. A context manager: leaving it ends everything.
 
-    def __init__(self) -> None:
+    preload: a library in each process of its jobs.
+    """
+
+    def __init__(self, preload: Path | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {name: value for name, value in os.environ.items() if name not in FORGOTTEN_ENVIRONMENT}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**env, **RANK_ENVIRONMENT},
+            env={**env, **RANK_ENVIRONMENT, **({"LD_PRELOAD": str(preload)} if preload else {})},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -31,6 +31,7 @@ from lastwords.processor import events as processor_events
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.ring import HostRing
 from lastwords.processor.session import Session
+from lastwords.transport import start_of
 from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Order, ProcessId, Refused, Resume, Save, Status
 
 WAIT_S = 20.0
@@ -72,6 +73,7 @@ class Puppet:
         self.session = Session(
             address,
             token,
+            start_of(job, generation),
             rank,
             on_order=self._on_order,
             on_up=lambda: self._feed(processor_events.SessionUp()),
@@ -185,7 +187,7 @@ class Puppet:
             self.save_hook(order)
             root = self._roots[order.target]
             assert root is not None
-            directory = layout.tmp_dir(root, order.step, order.generation, order.incident, order.attempt)
+            directory = layout.tmp_dir(root, order.step, self._job, order.generation, order.incident, order.attempt)
             weights = bytes([order.step % 256]) * self._weight_bytes
             epoch, step = layout.epoch_and_step(order.step, STEPS_PER_EPOCH)
             units = {

@@ -35,6 +35,7 @@ class Launch:
     plan: Plan
     directory: Path
     before: set[int] = field(default_factory=set)  # inodes of checkpoints that were there already
+    name: str = ""  # of the job, where another one saves to the same place
 
     @property
     def layout(self) -> Layout:
@@ -57,8 +58,10 @@ class Launch:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Published directories, oldest step first."""
+        """Published directories, oldest step first; of this job, if it has a name."""
         found = [path for path in Path(self.plan.checkpoints).glob(f"{FINAL_PREFIX}*") if path.name[-1].isdigit()]
+        if self.name:
+            found = [path for path in found if self.manifest(path)["job"] == self.name]
         return sorted(found, key=lambda path: int(path.name.removeprefix(FINAL_PREFIX).split("-")[0]))
 
     @property
@@ -169,7 +172,7 @@ class Rig:
             watched=[saved],
             ports=[port],
         )
-        launch = Launch(job, plan, directory, before)
+        launch = Launch(job, plan, directory, before, (env or {}).get("LASTWORDS_JOB", ""))
         self.launches.append(launch)
         return launch
 
@@ -239,7 +242,8 @@ class Rig:
         step = int(manifest["global_step"])
         if step not in expected:
             raise launch.fail(f"the last words are of step {step}, expected {sorted(expected)}: {manifest['reason']}")
-        assert checkpoint.name == f"{FINAL_PREFIX}{step}"
+        # Another job may have pushed it aside, which must not have moved anything in it.
+        assert checkpoint.name == f"{FINAL_PREFIX}{step}" or (launch.name and "-replaced-" in checkpoint.name)
         reached = max(launch.track.last_step(rank) for rank in survivors)
         if reached in (layout.inf_steps or ()):
             # A step without an update has been recorded, but not ended: nothing moves before its end (or its gate).

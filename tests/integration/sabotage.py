@@ -14,6 +14,7 @@ hangs_while_writing:0     rank 0 makes no progress in the middle of its part
 disk_full, disk_full:0    every write of a checkpoint fails with ENOSPC (on rank 0)
 disk_full_at:NAME         likewise, but only for files below a directory of that name
 fsync_fails:0             every fsync on rank 0 fails with EIO
+fsync_fails_once          the first fsync of each rank fails with EIO
 another_host              every rank says that it is of a host on which the controller is not
 no_controller             rank ctrl_rank_id believes that it has started a controller
 """
@@ -160,13 +161,15 @@ def _no_proceed(_: str) -> None:
 
 
 def _on_pwrite(act: Callable[[Path], None]) -> None:
-    """Call `act(path)` in front of every write of a checkpoint's file."""
+    """Call `act(path)` in front of every write of a checkpoint's file (and not in the probe at the start)."""
     from lastwords.checkpoint.system import Os
 
     original = Os.pwrite
 
     def pwrite(self: Os, fd: int, data: memoryview, offset: int) -> int:
-        act(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "/.tmp-" in path:
+            act(Path(path))
         return original(self, fd, data, offset)
 
     Os.pwrite = pwrite  # type: ignore[method-assign]
@@ -201,12 +204,27 @@ def _dies_while_writing(_: str) -> None:
 
 
 def _fsync_fails(_: str) -> None:
+    _on_fsync(times=1000)
+
+
+def _fsync_fails_once(_: str) -> None:
+    _on_fsync(times=1)
+
+
+def _on_fsync(times: int) -> None:
+    """So many times fsync fails in what is being saved (and not in the probe at the start)."""
     from lastwords.checkpoint.system import Os
 
-    def fsync(_self: Os, _fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    fsync = Os.fsync
+    left = [None] * times
 
-    Os.fsync = fsync  # type: ignore[method-assign]
+    def failing(self: Os, fd: int) -> None:
+        if left and "/.tmp-" in os.readlink(f"/proc/self/fd/{fd}"):
+            left.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(self, fd)
+
+    Os.fsync = failing  # type: ignore[method-assign]
 
 
 _SABOTAGE: dict[str, Callable[[str], None]] = {
@@ -215,6 +233,7 @@ _SABOTAGE: dict[str, Callable[[str], None]] = {
     "disk_full_at": _disk_full_at,
     "dies_while_writing": _dies_while_writing,
     "fsync_fails": _fsync_fails,
+    "fsync_fails_once": _fsync_fails_once,
     "hangs_while_writing": _hangs_while_writing,
     "no_bucket_replay": _no_bucket_replay,
     "no_controller": _no_controller,

@@ -95,10 +95,12 @@ def test_a_path_that_cannot_be_written_is_found_at_the_start(rig: Rig, tmp_path:
 
 
 def test_extras_that_cannot_be_stored_are_refused_with_their_path(rig: Rig) -> None:
-    refused(rig.launch(LAYOUT, bad_extra=True), r"ConfigError: .*odd.*thing")
+    refused(rig.launch(LAYOUT, bad_extra=True), r"UnstorableError: .*odd.*thing")
 
 
 # ---------------------------------------------------------------------- storage fails at the death
+
+IMPATIENT = {"LASTWORDS_STORAGE_RETRY_S": "1"}
 
 
 def test_a_disk_that_is_full_for_one_rank_makes_another_save(rig: Rig) -> None:
@@ -117,6 +119,13 @@ def test_a_failed_fsync_makes_another_rank_save(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+def test_a_failed_fsync_of_every_rank_is_tried_again(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("fsync_fails_once",))
+    launch.finish()
+    step = rig.check_last_words(launch, [3], {5})
+    rig.check_resume(launch, step)
+
+
 def test_a_full_disk_falls_back_to_the_other_directory(rig: Rig, tmp_path: Path) -> None:
     fallback = tmp_path / "fallback"
     launch = rig.launch(
@@ -132,7 +141,7 @@ def test_a_full_disk_falls_back_to_the_other_directory(rig: Rig, tmp_path: Path)
 
 def test_a_full_disk_costs_the_last_words_but_not_the_older_checkpoint(rig: Rig) -> None:
     older, step = rig.die(LAYOUT, BEHIND)
-    launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("disk_full",), recover=True)
+    launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("disk_full",), recover=True, env=IMPATIENT)
     launch.finish()
     assert launch.codes == dict.fromkeys(range(4), EXIT_NOT_SAVED) | {3: KILLED}, launch.job.report()
     for rank in range(3):

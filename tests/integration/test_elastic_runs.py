@@ -10,6 +10,7 @@ from tests.integration.moving import check_inference, check_losses, check_moved,
 from tests.integration.parallel_kills import ShardedKill
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import EXIT_SAVED, Launch, Rig
+from tests.selection import usually
 
 pytestmark = pytest.mark.process
 
@@ -52,6 +53,7 @@ MOVES: dict[str, tuple[Layout, Callable[[Rig, Layout], Launch], Layout]] = {
     "pp2xtp2xdp2-killed-tp2xdp2": (elastic("pp-tp", 8), ended_by_kill, elastic("tp", 4)),
     "ddp3-killed-ddp4": (elastic("ddp", 3, **TWELVE), ended_by_kill, elastic("ddp", 4, **TWELVE)),
 }
+USUAL_MOVES = ("tp4xdp2-killed-tp4", "ddp3-killed-ddp4")
 MORE_MOVES = {
     "fsdp2xtp2xdp2-killed-tp4": (elastic("fsdp-tp", 8), ended_by_kill, elastic("tp", 4, **TP4)),
     "sharded-tp4xdp2-error-tp2xfsdp2": (SHARDED, ended_by_error, elastic("sharded-tp", 4)),
@@ -59,7 +61,9 @@ MORE_MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", [*MOVES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MOVES)])
+@pytest.mark.parametrize(
+    "name", [*usually(MOVES, USUAL_MOVES), *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MOVES)]
+)
 def test_other_ranks_go_on_in_another_layout_and_then_one_process_answers(rig: Rig, name: str) -> None:
     before, ending, after = {**MOVES, **MORE_MOVES}[name]
     launch = ending(rig, before)

@@ -37,9 +37,9 @@ def ddp(world_size: int, sequences: int = 12, **more: Any) -> Layout:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({}, id="even"),
+        pytest.param({}, id="even", marks=pytest.mark.thorough),
         pytest.param({"accumulate": 2, "sequences": 24, "steps_per_epoch": 4}, id="accumulate"),
-        pytest.param({"workers": 2, "augment": True}, id="workers"),
+        pytest.param({"workers": 2, "augment": True}, id="workers", marks=pytest.mark.thorough),
     ],
 )
 def test_four_ranks_then_three_then_two_see_every_sample_of_both_epochs_once(rig: Rig, more: dict[str, Any]) -> None:

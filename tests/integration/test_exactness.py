@@ -9,6 +9,7 @@ import pytest
 from tests.integration.kills import Kill
 from tests.integration.plan import Layout
 from tests.integration.rig import Rig
+from tests.selection import usually
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +45,20 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+USUAL = (
+    "as simple as can be",
+    "large, killed in the all-reduce",
+    "buffers that differ by rank",
+    "tied and frozen parameters",
+    "accumulation, most without all-reduce",
+    "augmentation in workers",
+    "a skipped step at the kill",
+    "the last step of an epoch",
+    "a static graph",
+)
+
+
+@pytest.mark.parametrize("name", usually(LAYOUTS, USUAL))
 def test_the_resumed_run_has_the_same_bits(rig: Rig, name: str) -> None:
     layout, kill = LAYOUTS[name]
     rig.survive(layout, kill)

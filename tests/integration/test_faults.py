@@ -11,6 +11,7 @@ from tests.integration.harness import Port
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import EXIT_NOT_SAVED, EXIT_SAVED, KILLED, Launch, Rig
+from tests.selection import more
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +39,7 @@ def last_incident(launch: Launch) -> dict[str, object]:
 # ---------------------------------------------------------------------- exceptions
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [more(0), 2])
 def test_an_exception_in_a_forward_costs_nothing(rig: Rig, rank: int) -> None:
     kill = Kill("forward", 6, (rank,))
     faults = [fault for fault in kill.faults(LAYOUT) if fault.rank != rank]
@@ -79,7 +80,7 @@ def test_an_exception_without_a_with_block_is_held_by_the_excepthook(rig: Rig) -
     rig.check_resume(launch, step)
 
 
-@pytest.mark.parametrize("torn", [0, 3])
+@pytest.mark.parametrize("torn", [0, more(3)])
 def test_an_exception_inside_the_update_tears_one_rank_and_another_saves(rig: Rig, torn: int) -> None:
     ahead = 1
     faults = [
@@ -158,8 +159,8 @@ def test_a_saver_that_stops_writing_is_replaced(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "kill",
     [
-        Kill("slot_tentative", 6, (2,)),
-        Kill("slot_committed", 6, (2,), "ahead"),
+        more(Kill("slot_tentative", 6, (2,))),
+        more(Kill("slot_committed", 6, (2,), "ahead")),
         Kill("slot_committed", 6, (0,), "behind"),
     ],
     ids=str,
@@ -187,6 +188,27 @@ def test_a_stop_of_a_second_is_a_false_alarm_at_most_and_training_goes_on(rig: R
     rig.check_untouched(launch)
 
 
+def test_a_stop_far_longer_than_a_lost_host_is_given_is_a_false_alarm_where_the_process_is_seen_to_live(
+    rig: Rig,
+) -> None:
+    quick = {"LASTWORDS_KEEPALIVE_TIME_S": "0.2", "LASTWORDS_KEEPALIVE_TIMEOUT_S": "0.3"}
+    launch = rig.launch(
+        LAYOUT, faults=[Fault(1, 3, "forward", ("stop:3.0",))], env={**quick, "LASTWORDS_SILENCE_TIMEOUT_S": "0.3"}
+    )
+    launch.finish()
+    rig.check_untouched(launch)
+    assert {incident["outcome"] for incident in launch.incidents()} == {"FALSE_ALARM"}
+
+
+def test_a_rank_that_sleeps_through_the_end_of_its_job_learns_what_was_saved(rig: Rig) -> None:
+    quick = {"LASTWORDS_KEEPALIVE_TIME_S": "0.2", "LASTWORDS_KEEPALIVE_TIMEOUT_S": "0.3"}
+    waits = {"LASTWORDS_STALL_TIMEOUT_S": "0.5", "LASTWORDS_CONTROLLER_LOST_S": "1"}
+    launch = rig.launch(LAYOUT, faults=[Fault(1, 3, "forward", ("stop:8.0",))], env=quick | waits)
+    step = died(rig, launch, OTHERS, {2, 3})
+    (line,) = launch.last_words(1)
+    assert f"step_{step}" in line
+
+
 def test_a_terminated_job_saves_the_step_it_is_in(rig: Rig) -> None:
     faults = [Fault(rank, 6, "body", (f"mark:here-{rank}", "hang")) for rank in range(4)]
     launch = rig.launch(LAYOUT, faults=faults)
@@ -208,7 +230,7 @@ def await_marks(launch: Launch, names: list[str]) -> None:
     launch.job.wait_for(lambda: all(mark.exists() for mark in marks), 60, f"the marks {names}")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, more(2)])
 def test_torchruns_signals_do_not_tear_a_long_update(rig: Rig, workers: int) -> None:
     """torchrun's SIGTERM and the SIGCHLD of the loader's workers reach survivors in the middle of an update."""
     layout = Layout(augment=True, workers=workers)
@@ -224,6 +246,7 @@ def test_torchruns_signals_do_not_tear_a_long_update(rig: Rig, workers: int) -> 
 # ---------------------------------------------------------------------- again and again
 
 
+@pytest.mark.thorough
 def test_five_kills_in_a_row_cost_nothing(rig: Rig) -> None:
     layout = Layout(model="medium", augment=True, epochs=3)
     kills = [
@@ -241,6 +264,7 @@ def test_five_kills_in_a_row_cost_nothing(rig: Rig) -> None:
     assert [path.name.rpartition("_")[2] for path in launch.checkpoints] == ["1", "4", "6", "7", "11"]
 
 
+@pytest.mark.thorough
 def test_torchrun_restarts_and_resumes_by_itself(rig: Rig) -> None:
     layout = Layout(augment=True)
     faults = [

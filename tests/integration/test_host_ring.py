@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import signal
@@ -15,7 +16,9 @@ import pytest
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.errors import StorageError, UnavailableError
 from lastwords.liveness import paths
+from lastwords.processor import ring as ring_module
 from lastwords.processor.ring import HostRing, ranks_here
 from lastwords.vocabulary import DeathSource, PeerDied
 from tests.integration.kills import Kill
@@ -31,7 +34,7 @@ JOB = f"test-ring-{os.getpid()}"
 ME = 4
 LIVING = (0, 1, 2, 5)
 AT_ONCE_S = 0.5
-"""Far more than a death takes to be known, far less than `lost_confirm_s` or any keepalive."""
+"""Far more than a death takes to be known, far less than `silence_timeout_s` or any keepalive."""
 
 
 class Heard:
@@ -126,6 +129,35 @@ def test_a_forked_child_that_stops_its_copy_does_not_blind_its_parent(
     assert ring[1].deaths(1) == [5]
 
 
+def failing_first(times: int, call: Any, error: Exception) -> Any:
+    """`call`, but for its first calls."""
+    left = [error] * times
+
+    def instead(*args: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return call(*args, **named)
+
+    return instead
+
+
+def test_what_cannot_be_watched_for_a_moment_is_watched_soon(
+    neighbours: dict[int, Living], ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(ring_module, "PAUSES_S", (0.05, 0.05))
+    monkeypatch.setattr(
+        ring_module, "_names_in", failing_first(1, ring_module._names_in, StorageError("full", errno=errno.EMFILE))
+    )
+    monkeypatch.setattr(
+        ring[0]._watch, "add", failing_first(len(LIVING), ring[0]._watch.add, UnavailableError(str(full)))
+    )
+    ring[0].start()
+    for neighbour in neighbours.values():
+        neighbour.kill()
+    assert sorted(ring[1].deaths(4)) == list(LIVING)
+
+
 def test_a_host_without_a_job_directory_is_no_error(ring: Ring) -> None:
     ring[0].start()
     assert ring[1].nothing(0.0)
@@ -160,7 +192,7 @@ def kill_with_a_child_left(rank: PuppetProcess) -> tuple[float, int]:
 
 
 def test_a_kill_on_another_host_is_known_by_its_neighbours_before_any_connection_breaks(job: Job) -> None:
-    job.start(lost_confirm_s=30.0)
+    job.start(silence_timeout_s=30.0, lost_confirm_s=30.0)
     ranks = elsewhere(job, resident_mb=512)
     killed_mono_s, child = kill_with_a_child_left(ranks[1])
     try:
@@ -178,7 +210,7 @@ def test_a_kill_on_another_host_is_known_by_its_neighbours_before_any_connection
 
 def test_without_the_ring_the_same_kill_takes_the_keepalive_and_the_time_to_confirm(job: Job) -> None:
     """Negative control: nothing but the neighbours can know it at once."""
-    job.start(lost_confirm_s=1.0)
+    job.start(silence_timeout_s=1.0, lost_confirm_s=1.0)
     ranks = elsewhere(job, watching=False)
     killed_mono_s, child = kill_with_a_child_left(ranks[1])
     try:
@@ -207,7 +239,7 @@ def test_in_training_a_death_on_another_host_is_known_at_once_and_costs_nothing(
     """Real trainers with loader workers, which hold the dead rank's sockets open; only the ring can know in time."""
     trained = Layout(workers=2)
     kill = Kill("forward", 6, (2,))
-    late = {"LASTWORDS_LOST_CONFIRM_S": "30"}
+    late = {"LASTWORDS_SILENCE_TIMEOUT_S": "30", "LASTWORDS_LOST_CONFIRM_S": "30"}
     launch = rig.launch(trained, faults=kill.faults(trained), sabotage=("another_host",), env=late)
     launch.finish()
     step = rig.check_last_words(launch, [2], {5})

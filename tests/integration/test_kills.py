@@ -15,6 +15,7 @@ from tests.integration.kills import BEFORE_ALL_REDUCE, Kill
 from tests.integration.pairwise import pairs_of, pairwise
 from tests.integration.plan import Layout
 from tests.integration.rig import Rig
+from tests.selection import each_value_once, more
 
 pytestmark = pytest.mark.process
 
@@ -86,7 +87,7 @@ def row_id(row: Mapping[str, Any]) -> str:
     return f"{kill_of(row)}-{layout_of(row).key[:6]}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=row_id)
+@pytest.mark.parametrize("row", each_value_once(ROWS), ids=row_id)
 def test_a_killed_run_resumes_with_the_same_bits(rig: Rig, row: Mapping[str, Any]) -> None:
     rig.survive(layout_of(row), kill_of(row))
 
@@ -107,10 +108,10 @@ def test_the_selection_covers_every_pair_that_can_be() -> None:
     ("launcher", "kill"),
     [
         ("torchrun", Kill("forward", 5, (2,))),
-        ("torchrun", Kill("backward", 3, (0, 2))),
-        ("torchrun", Kill("before_step", 6, (0,), "split")),
-        ("torchrun", Kill("update", 4, (0, 1, 3), "ahead")),
-        ("hand", Kill("backward_last", 6, (1, 3), "split")),
+        more("torchrun", Kill("backward", 3, (0, 2))),
+        more("torchrun", Kill("before_step", 6, (0,), "split")),
+        more("torchrun", Kill("update", 4, (0, 1, 3), "ahead")),
+        more("hand", Kill("backward_last", 6, (1, 3), "split")),
         ("hand", Kill("update_end", 3, (0,), "behind")),
     ],
     ids=str,

@@ -93,7 +93,7 @@ class Rank:
         assert source is not None
         table = self.units.table
         mine = [unit for unit, holders in table.units.items() if holders[0] == self.world.rank]
-        directory = root / disk.tmp_dir_name(step, 1, 1, 1)
+        directory = root / disk.tmp_dir_name(step, "job", 1, 1, 1)
         with without_optimizer_state(self, leave_out):
             if mine:
                 states = {unit: source.unit_state(unit, step, Stand(Phase.COMPUTING, step)) for unit in mine}
@@ -107,7 +107,7 @@ class Rank:
 
     def resume(self, root: Path) -> list[str]:
         """Go on from what is in `root`; why it is not exact, but for the rank-local state, which is not saved."""
-        found = resume_from([root], self.world, self.recorder, {}, key=next_prefix(), only_job=None, missing_ok=False)
+        found = resume_from([root], self.world, self.recorder, {}, key=next_prefix(), agreed=None, missing_ok=False)
         assert found is not None
         self.recorder.begin(found.global_step, Position(found.epoch, found.step))
         return [reason for reason in found.reasons if "local state" not in reason and "own state" not in reason]

@@ -20,6 +20,7 @@ from lastwords.sharding.zero import stateful
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import LAYOUTS, TP, Block, Net, Trial, adamw, fsdp, fsdp_tp, mesh_of, trainable
 from tests.integration.test_layouts import SAVED, Rank, raw
+from tests.selection import more
 
 pytestmark = pytest.mark.process
 
@@ -184,6 +185,19 @@ def test_the_state_is_the_same_in_another_layout_bit_for_bit(
     different = [name for name in whole.keys() | found.keys() if whole.get(name) != found.get(name)]
     assert not different
     assert sum("in another order" in reason for reason in reasons) == 1
+
+
+@pytest.mark.parametrize(("saved", "here", "there"), [("fsdp", "fsdp", 3), more("fsdp x tp", "fsdp", 2)])
+def test_of_a_large_checkpoint_too(
+    saved: str, here: str, there: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lastwords.checkpoint.publish.TABLES_BYTES_MAX", 0)
+    whole = saved_as(saved, 4, tmp_path)
+    path = latest(tmp_path / "ckpt")
+    assert path is not None
+    assert open_checkpoint(path).manifest.format_version == 2
+    found, _, _ = resumed_as(here, there, tmp_path / "ckpt", tmp_path)
+    assert found == whole
 
 
 # ------------------------------------------------------------------ refusals

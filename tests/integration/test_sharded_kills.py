@@ -17,6 +17,7 @@ from tests.integration.parallel_kills import AFTER_GATE, BEFORE_GATE, ShardedKil
 from tests.integration.parallel_layouts import groups, parallel_layout
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import EXIT_NOT_SAVED, KILLED, Launch, Rig
+from tests.selection import each_value_once, more, usually
 
 pytestmark = pytest.mark.process
 
@@ -62,7 +63,7 @@ def row_id(row: Mapping[str, Any]) -> str:
     return f"{row['parallel']}-{kill_of(row)}-{layout_of(row).key[:6]}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=row_id)
+@pytest.mark.parametrize("row", each_value_once(ROWS), ids=row_id)
 def test_a_killed_run_resumes_with_the_same_bits(rig: Rig, row: Mapping[str, Any]) -> None:
     layout, kill = layout_of(row), kill_of(row)
     if kill.is_lost(layout):
@@ -74,10 +75,10 @@ def test_a_killed_run_resumes_with_the_same_bits(rig: Rig, row: Mapping[str, Any
 @pytest.mark.parametrize(
     "kill",
     [
-        ShardedKill("backward", 5, (0,)),
-        ShardedKill("gate", 3, (0, 7)),
+        more(ShardedKill("backward", 5, (0,))),
+        more(ShardedKill("gate", 3, (0, 7))),
         ShardedKill("update", 4, (7,), "split"),
-        ShardedKill("end", 1, (3,), "ahead"),
+        more(ShardedKill("end", 1, (3,), "ahead")),
     ],
     ids=str,
 )
@@ -125,7 +126,7 @@ def test_the_selection_covers_every_pair_that_can_be() -> None:
 LAGGARD = ShardedKill("update", 4, (3,), "split")
 
 
-@pytest.mark.parametrize("parallel", ["tp", "hsdp", "pp", "moe"])
+@pytest.mark.parametrize("parallel", usually(["tp", "hsdp", "pp", "moe"], ["tp", "pp"]))
 def test_a_laggard_that_is_the_last_holder_catches_up(rig: Rig, parallel: str) -> None:
     layout = parallel_layout(parallel)
     assert LAGGARD.must_proceed(layout)
@@ -171,7 +172,7 @@ def cut_off_after_update(rig: Rig, layout: Layout, slow_rank: int) -> Launch:
     return launch
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("slow_rank", [0, more(1)])
 def test_writers_at_different_places_of_a_step_give_one_learning_rate(rig: Rig, slow_rank: int) -> None:
     layout = parallel_layout("tp")
     rig.check_resume(cut_off_after_update(rig, layout, slow_rank), 4)
@@ -201,7 +202,7 @@ def test_plain_data_parallel_needs_no_gate(rig: Rig) -> None:
     assert rig.survive(layout, ShardedKill("backward", 4, (2,))) == 3
 
 
-@pytest.mark.parametrize("parallel", [*PARAMETERS["parallel"], "fsdp-tp"])
+@pytest.mark.parametrize("parallel", usually([*PARAMETERS["parallel"], "fsdp-tp"], ["pp", "zero1"]))
 def test_a_run_in_which_nobody_dies_has_the_bits_of_torch_alone(rig: Rig, parallel: str) -> None:
     launch = rig.launch(parallel_layout(parallel, inf_steps=(2,)))
     launch.finish()

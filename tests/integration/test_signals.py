@@ -49,6 +49,10 @@ class Scene:
         while (line := self.line()) != wanted:
             assert line, f"{wanted!r} was never said"
 
+    def ended_by(self) -> int:
+        """The signal that has ended it."""
+        return -self._process.wait(WAIT_S)
+
     def rest(self) -> list[str]:
         output, errors = self._process.communicate(timeout=WAIT_S)
         assert self._process.returncode == 0, errors.decode()
@@ -60,6 +64,13 @@ class Scene:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def test_sigterm_without_a_controller_ends_a_process_that_is_stuck_in_a_collective() -> None:
+    with Scene("obeyed_in_c") as scene:
+        scene.until("ready")
+        scene.send(signal.SIGTERM)
+        assert scene.ended_by() == signal.SIGTERM
 
 
 def test_sigterm_is_known_although_the_main_thread_is_stuck_in_a_collective() -> None:

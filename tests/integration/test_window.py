@@ -12,6 +12,7 @@ from lastwords.optim_wrapper.training_hooks import CUT_OFF
 from tests.integration.harness import Cluster
 from tests.integration.toy import Toy
 from tests.integration.window_training import STEPS
+from tests.selection import more
 
 pytestmark = pytest.mark.process
 
@@ -41,7 +42,14 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
 
 @pytest.mark.parametrize(
     ("victim", "place", "every"),
-    [(0, "window", 1), (1, "window", 1), (0, "between", 1), (1, "between", 1), (1, "window", 4), (0, "between", 4)],
+    [
+        more(0, "window", 1),
+        (1, "window", 1),
+        (0, "between", 1),
+        more(1, "between", 1),
+        more(1, "window", 4),
+        (0, "between", 4),
+    ],
 )
 def test_with_a_local_copy_a_death_between_two_updates_costs_nothing(
     runs: Runs, victim: int, place: str, every: int

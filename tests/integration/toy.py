@@ -72,6 +72,10 @@ class Toy:
             found.append(steps)
         return found
 
+    def resumed(self, name: str, rank: int = 0) -> Any:
+        """What resume() returned there: epoch, step, global step, exact and the reasons."""
+        return json.loads((self.directory / name / f"resumed_{rank}.json").read_text())
+
     def manifests(self) -> list[dict[str, Any]]:
         """Manifests of the published checkpoints, the oldest step first."""
         found = [json.loads(path.read_text()) for path in self.checkpoints.glob("tft_saved*/manifest.json")]

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -28,16 +29,23 @@ PLAN: dict[str, Any] = {
     "parts": 2,
     "steps": 6,
     "own_loop": False,  # step_end() instead of steps()
+    "per_epoch": 0,  # steps in an epoch of the own loop; 0: there is one epoch
+    "nameless": False,  # the own loop knows only global steps
+    "average": False,  # the loss is averaged over all ranks after the update
     "accumulate": 1,
     "closure": False,
     "existing": False,  # the loop has a world-wide collective before each update
     "options": {},  # of TFTRegister
     "declare": True,
     "kill": None,  # [rank, step, place]: "forward", "backward" (before the part's collective), "end"
+    "kill_after": (),  # [rank, place] each: where others have to be in that step before the kill
     "raises": None,  # [rank, step]: an exception in the forward pass
     "flip": None,  # [rank, step]: one bit of one weight flips at the end of this step
     "late": None,  # [rank, step, seconds]: this rank sleeps before its update
+    "slow_end": None,  # [rank, step, seconds]: this rank sleeps after its update
     "leaves_out": None,  # [rank, step]: an own loop goes on to the next batch, and says nothing of this one
+    "export": None,  # [rank, seconds]: this rank writes a file of the user's after its loop, inside `with`
+    "kill_waiting": None,  # a rank that dies meanwhile, when it has left its loop
     "skip_gate": None,  # [rank, step]: this rank updates behind lastwords' back, and never ends its step
 }
 
@@ -63,7 +71,12 @@ class Job:
         return word is not None and word[:2] == [self.rank, step] and (not place or word[2] == place)
 
     def come_by(self, step: int, place: str) -> None:
+        out = Path(self.plan["out"])
+        (out / f"{place}_{step}_{self.rank}").touch()
         if self.at("kill", step, place):
+            for rank, other in self.plan["kill_after"]:
+                while not (out / f"{other}_{step}_{rank}").exists():
+                    time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def gradients(self, step: int, batch: int) -> torch.Tensor:
@@ -75,6 +88,11 @@ class Job:
         loss: torch.Tensor = (out - y).square().mean() + 0.0 * shared
         loss.backward()
         return loss.detach()
+
+    def named(self, step: int) -> tuple[int, ...]:
+        """What the own loop calls a global step."""
+        per_epoch = self.plan["per_epoch"] or self.plan["steps"]
+        return () if self.plan["nameless"] else ((step - 1) // per_epoch + 1, (step - 1) % per_epoch + 1)
 
     def reduce(self) -> None:
         group = self.groups[self.part]
@@ -106,6 +124,10 @@ class Job:
             self.optimizer.step()
         value = float(loss)
         self.come_by(step, "end")
+        if self.at("slow_end", step):
+            time.sleep(plan["slow_end"][2])
+        if plan["average"]:
+            dist.all_reduce(torch.tensor(value))
         if self.at("flip", step):
             with torch.no_grad():
                 self.net[0].weight.view(torch.int32)[0, 0] ^= 1
@@ -117,14 +139,38 @@ class Job:
         self.reduce()
         return loss
 
-    def record(self, step: int, loss: float) -> None:
+    def export(self) -> None:
+        """The user's last file, in many small writes; whoever is to be killed meanwhile waits until it has begun."""
+        if self.plan["export"] is None:
+            return
+        writer, seconds = self.plan["export"]
+        path = Path(self.plan["out"]) / "export"
+        if self.rank == writer:
+            with path.open("w") as file:
+                for number in range(100):
+                    file.write(f"{number}\n")
+                    file.flush()
+                    time.sleep(seconds / 100)
+        elif self.plan["kill_waiting"] == self.rank:
+            threading.Timer(seconds / 3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif self.at("kill", self.plan["steps"], "export"):
+            while not path.exists():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def state(self) -> str:
+        """Weights, optimizer and buffers."""
         parts = [p.detach().numpy().tobytes().hex() for p in self.net.parameters()]
         for p in self.net.parameters():
             parts += [self.inner.state[p][key].numpy().tobytes().hex() for key in sorted(self.inner.state[p])]
         parts += [buffer.numpy().tobytes().hex() for buffer in self.net.buffers()]
-        line = {"step": step, "loss": loss.hex(), "state": "".join(parts)[-4000:]}
+        return "".join(parts)[-4000:]
+
+    def record(self, step: int, loss: float) -> None:
+        line = {"step": step, "loss": loss.hex(), "state": self.state()}
         with (Path(self.plan["out"]) / f"rank_{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self.come_by(step, "recorded")
 
     def protected(self) -> None:
         import lastwords
@@ -152,14 +198,18 @@ class Job:
                 point = tft.resume()
                 assert point is not None
                 done = point.global_step
+                said = [point.epoch, point.step, point.global_step, point.exact, point.reasons]
+                (Path(plan["out"]) / f"resumed_{self.rank}.json").write_text(json.dumps(said))
+                (Path(plan["out"]) / f"state_{self.rank}").write_text(self.state())
             if plan["own_loop"]:
                 for step in range(done + 1, plan["steps"] + 1):
                     if not self.at("leaves_out", step):
                         self.record(step, self.train(step))
-                        tft.step_end(1, step)
+                        tft.step_end(*self.named(step))
             else:
                 for _, step, _ in tft.steps(list(range(plan["steps"])), epochs=1):
                     self.record(step, self.train(step))
+            self.export()
 
 
 def main(arguments: list[str]) -> None:

@@ -282,10 +282,10 @@ class Trainer:
 
     def train_own_loop(self, tft: Any, point: Any) -> None:
         """A loop of the user's own: `step_end` once a step, and its own way back to where it was in the data."""
-        skipped = (0, 0) if point is None else (point.epoch, point.step)
+        done = 0 if point is None else point.global_step
         streams = None if point is None else get_streams()
         for epoch, step, batch in self.batches():
-            if (epoch, step) <= skipped:
+            if (epoch - 1) * self.layout.steps_per_epoch + step <= done:
                 assert streams is not None
                 set_streams(streams)  # fetching this batch again has moved them
                 continue

@@ -66,7 +66,7 @@ def published(
     world_size: int = 1,
 ) -> Path:
     """Checkpoint of these units: writer -> unit -> state."""
-    directory = root / layout.tmp_dir_name(step, 1, 1, 1)
+    directory = root / layout.tmp_dir_name(step, "job", 1, 1, 1)
     for place, (writer, units) in enumerate(states.items()):
         own = dict(locals_ or {}) if place == 0 else {}
         write_part(directory, writer, 1, step, step, units, own, {}, job="job")

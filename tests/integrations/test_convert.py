@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -64,6 +66,48 @@ def test_there_and_back_is_the_same_checkpoint_and_a_job_of_one_resumes_from_it(
     plan.commit()
     assert differing(whole(model, optimizer), whole(other, empty)) == []
     assert bits(other.cache) == bits(model.cache), "a buffer that no state_dict() has"
+
+
+def test_the_command_converts_what_is_chosen_in_another_type_and_shows_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    model, optimizer = trained(0)
+    path = saved(tmp_path / "ours", model, optimizer)
+    screen = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", screen)
+    command = ["convert", str(path), str(tmp_path / "dcp"), "--to", "dcp", "--name", "up.*", "--name", "[sc]*e"]
+    assert main([*command, "--dtype", "bfloat16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path / "dcp")}
+    assert "convert" in screen.getvalue()
+    assert main(["export", str(path), str(tmp_path / "out")]) == 0
+    assert "export" in screen.getvalue()
+    keys = set(FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata)
+    names = {"up.weight", "up.bias", "head.weight", "scale"}  # head.weight is up.weight by another name
+    assert {key for key in keys if key.startswith("model.")} == {f"model.{name}" for name in names}
+    assert {key.split(".exp_avg")[0] for key in keys if key.endswith(".exp_avg")} == {
+        "optim.state.up.weight",
+        "optim.state.up.bias",
+    }
+    state: dict[str, Any] = {"model": {"up.weight": torch.empty(4, 3, dtype=torch.bfloat16)}}
+    state["model"]["scale"] = torch.empty(2, 2, dtype=torch.bfloat16)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(state["model"]["up.weight"], model.up.weight.detach().bfloat16())
+    assert torch.equal(state["model"]["scale"], model.scale.bfloat16())
+    assert main(["convert", str(path), str(tmp_path / "no"), "--to", "dcp", "--name", "nothing*"]) == 2
+    assert main(["convert", str(path), str(tmp_path / "no"), "--to", "dcp", "--dtype", "int8"]) == 2
+    assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "no"), "--to", "lastwords", "--name", "up.*"]) == 2
+    assert not (tmp_path / "no").exists()
+    back = [str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "lastwords", "--json"]
+    capsys.readouterr()
+    assert main(["convert", *back]) == 0
+    found = open_checkpoint(Path(json.loads(capsys.readouterr().out)["path"])).manifest.units["replicated"].meta
+    assert found["parameters"] == {"up.weight": "bfloat16", "up.bias": "bfloat16"}
+    assert found["buffers"] == {"scale": "bfloat16", "cache": "float32"}, "what no state_dict() has keeps its type"
 
 
 def test_extras_with_tensors_come_back(tmp_path: Path) -> None:

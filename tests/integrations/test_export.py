@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from lastwords.checkpoint.system import Os
+from lastwords.cli.main import main
 from lastwords.errors import ConfigError, FormatError, StorageError
 from lastwords.integrations.export import export_safetensors
 from tests.integration.saved_layouts import bits
@@ -50,6 +51,29 @@ def test_a_single_file_is_loaded_by_safetensors_with_its_tied_weights(tmp_path: 
     assert torch.equal(other.head.weight, model.up.weight)
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["head.weight"] == "up.weight"
+
+
+def test_names_are_chosen_by_patterns_and_floating_point_tensors_get_another_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = trained(0)
+    model.register_buffer("count", torch.arange(3))
+    saved(tmp_path / "saved", model, optimizer)
+    out = tmp_path / "out"
+    command = ["export", str(tmp_path / "saved"), str(out), "--name", "head.*", "--name", "count", "--name", "scale"]
+    assert main([*command, "--dtype", "bfloat16", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert sorted(printed["files"]) == sorted(path.name for path in out.iterdir())
+    found = load_file(out / printed["files"][0])
+    # head.weight is tied: it stands under its first name.
+    assert set(found) == {"up.weight", "head.bias", "count", "scale"}
+    assert found["count"].dtype is torch.int64
+    assert torch.equal(found["up.weight"], model.up.weight.detach().to(torch.bfloat16))
+    index = json.loads((out / printed["files"][-1]).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    for wrong in (["--name", "nothing*"], ["--dtype", "int8"], ["--dtype", "float99"]):
+        assert main(["export", str(tmp_path / "saved"), str(tmp_path / "no"), *wrong]) == 2
+    assert not (tmp_path / "no").exists()
 
 
 def test_shards_of_a_sharded_job_are_joined(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lastwords.errors import (
     FormatError,
     IncompleteError,
     MismatchError,
+    ReplacedError,
     StorageError,
     StrategyError,
 )
@@ -176,7 +177,7 @@ def test_a_rank_that_another_process_is_writing_is_left_to_it(rooms: Rooms) -> N
     assert QUICK.try_lock(fd)
     try:
         done = rooms.move()
-        assert (done.path, done.written, done.missing) == (None, (2,), (1,))
+        assert (done.path, done.written, done.missing, done.busy) == (None, (2,), (1,), (1,))
     finally:
         QUICK.close(fd)
     assert rooms.move().path is not None
@@ -208,9 +209,13 @@ def test_a_model_s_state_comes_through_and_a_rank_s_file_goes_into_a_model_in_th
 # ------------------------------------------------------------------ refusals
 
 
-def test_a_checkpoint_of_the_same_step_in_the_destination_is_refused_at_the_start(rooms: Rooms) -> None:
+def test_another_checkpoint_of_the_same_step_in_the_destination_is_refused_and_this_very_one_is_the_result(
+    rooms: Rooms,
+) -> None:
     first = rooms.move()
-    with pytest.raises(ConfigError, match=f"{STEP} exists already and is left as it is"):
+    again = rooms.move()
+    assert (again.path, again.written, again.already) == (first.path, (), (0, 1, 2))
+    with pytest.raises(ConfigError, match=f"{STEP} exists already, is no transformation .* left as it is"):
         rooms.move(rooms.two)
     with pytest.raises(ConfigError, match="exists already"):
         rooms.move(out=rooms.source.parent)
@@ -236,7 +241,45 @@ def test_a_source_that_is_replaced_while_it_is_read_is_an_error(rooms: Rooms) ->
             fd: int = super().create(path, direct=direct)
             return fd
 
-    with pytest.raises(FormatError, match="was replaced while it was read"):
+    with pytest.raises(ReplacedError, match="was replaced or removed while it was read, nothing is damaged"):
+        transform(rooms.source, rooms.out, rooms.three, os=Replacing())
+    assert load.scan(rooms.out) == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "after"), [("manifest.json", "nothing"), ("rank_1", "nothing"), ("rank_1", "other content")]
+)
+def test_bytes_that_do_not_fit_are_no_damage_where_the_source_is_another_one_by_then(
+    rooms: Rooms, moment: str, after: str
+) -> None:
+    """Between finding and opening it, or while a part is written: rank 2's file is then another one, or not there."""
+
+    class Replacing(type(QUICK)):  # type: ignore[misc]
+        looks = 0
+
+        def open_read(self, path: Path) -> int:
+            if path.parent == rooms.source and path.name == moment:
+                self.looks += 1
+            if self.looks == 2:  # the first look is for the stamp
+                self.replace()
+            fd: int = super().open_read(path)
+            return fd
+
+        def create(self, path: Path, *, direct: bool) -> int:
+            if path.parent.name == moment and path.suffix == ".ckpt":
+                self.replace()
+            fd: int = super().create(path, direct=direct)
+            return fd
+
+        def replace(self) -> None:
+            self.looks = 3
+            shutil.rmtree(rooms.source)
+            if after == "other content":
+                other = job()
+                other.arrays["model/w"] = "F32", other.arrays["model/w"][1] + 1
+                save_naively(rooms.source.parent, other, rows(4), os=QUICK)
+
+    with pytest.raises(ReplacedError):
         transform(rooms.source, rooms.out, rooms.three, os=Replacing())
     assert load.scan(rooms.out) == []
 
@@ -309,7 +352,12 @@ def test_the_command_says_by_its_exit_code_what_is_wrong(rooms: Rooms, capsys: p
     source, out = str(rooms.source), str(rooms.out)
     assert main(["transform", source, out, "--to", "whole", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(rooms.out / STEP)
-    assert main(["transform", source, out, "--to", "whole"]) == 2
+    assert main(["transform", source, out, "--to", "whole", "--verify"]) == 0
+    file = next((rooms.out / STEP).rglob("*.ckpt"))
+    flip(file, file.stat().st_size - 1)
+    assert main(["transform", source, out, "--to", "whole", "--verify"]) == 3
+    assert "do not fit their checksum" in capsys.readouterr().err
+    assert main(["transform", source, out, "--to", str(rooms.two)]) == 2
     assert main(["transform", str(rooms.tmp / "nothing"), out, "--to", "whole"]) == 3
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", str(rooms.tmp / "nothing")]) == 3
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", "whole", "--ranks", "7-3"]) == 2
@@ -318,6 +366,38 @@ def test_the_command_says_by_its_exit_code_what_is_wrong(rooms: Rooms, capsys: p
     assert "no range of ranks: they go up to 1048575" in capsys.readouterr().err
     assert main(["transform", str(rooms.three), str(rooms.tmp / "new"), "--to", "whole"]) == 2
     assert "three is a file; give a checkpoint's directory" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_would_be_written_and_read_and_touches_nothing(
+    rooms: Rooms, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def everything() -> list[tuple[str, int, int]]:
+        return [(str(path), path.stat().st_mtime_ns, path.stat().st_ino) for path in sorted(rooms.tmp.rglob("*"))]
+
+    command = ["transform", str(rooms.source), str(rooms.out), "--to", str(rooms.three)]
+    before = everything()
+    assert main([*command, "--dry-run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert main([*command, "--dry-run"]) == 0
+    assert "nothing was touched" in capsys.readouterr().out
+    assert everything() == before
+    assert main([*command, "--ranks", "1"]) == 1
+    assert main([*command, "--dry-run", "--json", "--ranks", "0,1"]) == 0
+    capsys.readouterr()
+    path = rooms.move().path
+    assert path is not None
+    assert said["path"] == str(path)
+    assert [part["rank"] for part in said["writes"]] == [0, 1, 2]
+    written = {
+        entry.path: sum(spec.nbytes for spec in open_checkpoint(path).manifest.tensors_of(entry).values())
+        for entry in open_checkpoint(path).manifest.files
+    }
+    assert [part["bytes"] for part in said["writes"]] == list(written.values())
+    assert {Path(file) for part in said["writes"] for file in part["reads"]} <= set(rooms.source.rglob("*.ckpt"))
+    # What is there needs nothing more; another strategy, or one that does not fit, is refused as it would be.
+    assert main([*command, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["writes"] == []
+    assert main(["transform", str(rooms.source), str(rooms.out), "--to", str(rooms.two), "--dry-run"]) == 2
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,,2", "1-", "-1", "3-1", "1-99999999999"])

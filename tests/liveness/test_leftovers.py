@@ -13,6 +13,8 @@ from lastwords.liveness import paths
 from lastwords.liveness.leftovers import remove_dead_job_dirs
 from lastwords.liveness.robust_mutex import LifeLine
 
+NONCE = "5f3a7700"
+
 
 @pytest.fixture
 def root() -> Iterator[Path]:
@@ -24,11 +26,11 @@ def root() -> Iterator[Path]:
 
 
 def job(root: Path, name: str, *, ended: int, living: int = 0, extra: str = "") -> tuple[Path, list[LifeLine]]:
-    path = paths.make_job_dir(name, 1, root=root)
-    lives = [LifeLine.create(paths.life_path(name, 1, rank, root=root)) for rank in range(ended + living)]
+    path = paths.make_job_dir(name, 1, NONCE, root=root)
+    lives = [LifeLine.create(paths.life_path(name, 1, rank, NONCE, root=root)) for rank in range(ended + living)]
     for life in lives[:ended]:
         life.release()
-    paths.box_path(name, 1, 0, root=root).write_bytes(bytes(1000))
+    paths.box_path(name, 1, 0, NONCE, root=root).write_bytes(bytes(1000))
     if extra:
         (path / extra).write_text("")
     os.utime(path, (1, 1))
@@ -39,6 +41,13 @@ def test_a_job_whose_ranks_have_all_ended_is_removed(root: Path) -> None:
     path, _ = job(root, "over", ended=3)
     assert remove_dead_job_dirs(root=root) == [path]
     assert not path.exists()
+
+
+def test_what_a_version_without_nonces_left_is_removed(root: Path) -> None:
+    path, _ = job(root, "over", ended=3)
+    former = path.rename(paths.job_dir("over", 1, root=root))
+    os.utime(former, (1, 1))
+    assert remove_dead_job_dirs(root=root) == [former]
 
 
 def test_a_job_with_one_living_rank_stays_whole(root: Path) -> None:
@@ -59,7 +68,7 @@ def test_a_job_that_has_just_begun_stays(root: Path) -> None:
 def test_what_cannot_be_judged_stays(root: Path) -> None:
     without, _ = job(root, "without-life-lines", ended=0)
     broken, _ = job(root, "broken", ended=1)
-    paths.life_path("broken", 1, 1, root=root).write_bytes(b"x")
+    paths.life_path("broken", 1, 1, NONCE, root=root).write_bytes(b"x")
     os.utime(broken, (1, 1))
     for name in ("something-else", f"lastwords-{os.getuid() + 1}-other-g1", f"lastwords-{os.getuid()}-controllers"):
         (root / name).mkdir()

@@ -24,6 +24,12 @@ def test_a_plain_job_name_stays_below_the_root(job: str, tmp_path: Path) -> None
     assert path.name == f"lastwords-{os.getuid()}-{job}-g3"
 
 
+@pytest.mark.parametrize("nonce", ["../x", "g1", "a-b", "F", "a" * 33, "a\n"])
+def test_a_nonce_that_is_none_is_refused(nonce: str) -> None:
+    with pytest.raises(ConfigError, match="nonce"):
+        paths.job_dir("job", 0, nonce)
+
+
 def test_negative_ranks_and_generations_are_refused() -> None:
     with pytest.raises(ConfigError):
         paths.life_path("job", 0, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 from lastwords import OptTFTWrapper, TFTRegister
+from lastwords.controller.events import ControllerOptions
+from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper import config
 from lastwords.optim_wrapper.config import Config
+from lastwords.processor.events import ProcessorOptions
+from lastwords.transport import Keepalive
 
 GOOD: dict[str, Any] = {"ctrl_rank_id": 0, "ctrl_ip": "127.0.0.1", "ctrl_port": 30051, "ckpt_save_path": "./ckpt"}
 
@@ -89,6 +94,63 @@ def test_the_constructor_touches_no_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_duration_that_is_none_is_refused_by_the_name_of_its_variable(text: str) -> None:
     with pytest.raises(ConfigError, match="LASTWORDS_SETTLE_TIMEOUT_S="):
         Config.from_env(**GOOD, environ={"LASTWORDS_SETTLE_TIMEOUT_S": text})
+
+
+def durations(config: Config) -> dict[str, float]:
+    """Every duration of a job by the variable that sets it."""
+    options = (config, config.controller, config.processor)
+    fields = [(one, field.name) for one in options for field in dataclasses.fields(one) if field.name.endswith("_s")]
+    return {f"LASTWORDS_{name.upper()}": getattr(one, name) for one, name in fields}
+
+
+DEFAULTS = durations(Config.from_env(**GOOD, environ={}))
+
+
+def test_every_duration_of_every_part_can_be_set_and_reaches_that_part() -> None:
+    wanted = {variable: 1000.0 + number for number, variable in enumerate(DEFAULTS)}
+    config = Config.from_env(**GOOD, environ={variable: str(value) for variable, value in wanted.items()})
+    assert durations(config) == wanted
+    spec = ControllerSpec("127.0.0.1", 30051, "digits", 1, 4, Path("/ckpt"), options=config.controller)
+    assert ControllerSpec.from_argv(spec.to_argv()).options == config.controller
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("LASTWORDS_SETTLE_TIMOUT_S", "did you mean LASTWORDS_SETTLE_TIMEOUT_S?"),
+        ("LASTWORDS_STALL_TIMEOUT", "did you mean LASTWORDS_STALL_TIMEOUT_S?"),
+        ("LASTWORDS_REQUIRES_SPACE", "did you mean LASTWORDS_REQUIRE_SPACE?"),
+        ("LASTWORDS_XYZZY", "see Settings in the README"),
+    ],
+)
+def test_a_misspelt_setting_is_named_with_the_one_that_was_meant(
+    given: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Config.from_env(**GOOD, environ={given: "5", "LOCAL_RANK": "0"})
+    (record,) = caplog.records
+    assert given in record.getMessage()
+    assert meant in record.getMessage()
+    Config.from_env(**GOOD, environ={given: "5", "LOCAL_RANK": "3"})
+    assert len(caplog.records) == 1, "once a host"
+
+
+def test_what_can_be_set_is_not_taken_for_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    others = {"LASTWORDS_JOB": "j", "LASTWORDS_TOKEN": "t", "LASTWORDS_REQUIRE_SPACE": "1", "OTHER": "x"}
+    assert {*others, *DEFAULTS} - {"OTHER"} == set(config.variables())
+    Config.from_env(**GOOD, environ={**others, **dict.fromkeys(DEFAULTS, "5")})
+    assert caplog.records == []
+
+
+def test_a_job_has_the_defaults_of_its_parts() -> None:
+    config = Config.from_env(**GOOD, environ={})
+    spec = ControllerSpec("127.0.0.1", 30051, "digits", 1, 4, Path("/ckpt"))
+    assert (config.controller, config.processor) == (ControllerOptions(), ProcessorOptions())
+    assert (spec.options, spec.keepalive_time_s, spec.keepalive_timeout_s) == (
+        config.controller,
+        config.keepalive_time_s,
+        config.keepalive_timeout_s,
+    )
+    assert (config.keepalive_time_s, config.keepalive_timeout_s) == dataclasses.astuple(Keepalive())
 
 
 def test_the_examples_hold() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lastwords.checkpoint.part import UnitEntry
+from lastwords.checkpoint.entries import UnitEntry
 from lastwords.optim_wrapper.hyperparameters import align, moment
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import logging
 import random
 
 import numpy as np
@@ -15,6 +16,12 @@ from lastwords.optim_wrapper.own_loop import look_at_first_forward
 from lastwords.optim_wrapper.rank_local import RngCapture
 
 Log = pytest.LogCaptureFixture
+
+
+@pytest.fixture(autouse=True)
+def at_info(caplog: Log) -> None:
+    caplog.set_level(logging.INFO, logger="lastwords")
+
 
 LOADER = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 """It does not even shuffle; its iterator draws a seed all the same."""
@@ -34,6 +41,15 @@ def test_building_an_iterator_after_resume_is_told_once_at_the_first_forward(cap
     (record,) = caplog.records
     assert "random numbers (torch) were drawn" in record.getMessage()
     assert "after step 7" in record.getMessage()
+
+
+def test_a_step_that_draws_its_own_batch_is_not_warned_and_told_that_it_is_in_order(caplog: Log) -> None:
+    """Nobody can tell it from a loop that has drawn too many, and putting the streams back would spoil it."""
+    resumed()(torch.randn(1, 2))
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "If the step itself draws them (its batch, an augmentation), this is as it should be" in record.getMessage()
+    assert "drawn while the data was set back" in record.getMessage()
 
 
 def test_putting_the_streams_back_after_it_is_in_order(caplog: Log) -> None:

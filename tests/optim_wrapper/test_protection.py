@@ -9,15 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from lastwords.errors import StorageError
+from lastwords.controller.spec import ControllerSpec
+from lastwords.errors import ConfigError, StorageError
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.robust_mutex import LifeLine
+from lastwords.optim_wrapper import startup
 from lastwords.optim_wrapper.config import Config
-from lastwords.optim_wrapper.protection import Protection
+from lastwords.optim_wrapper.protection import Protection, refuse_watchdog
 from lastwords.optim_wrapper.startup import Agreement
 from lastwords.optim_wrapper.world import World
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Verdict
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Verdict, verdict_of
+from lastwords.vocabulary import Exit, ExitKind
 
 
 class Guard:
@@ -54,6 +58,19 @@ def test_a_launchers_sigterm_cannot_cut_off_a_process_that_leaves_after_its_last
     protection._departure.decide(Verdict(EXIT_SAVED, "lastwords: rank 0: ...", is_cause=False))
     protection.close()
     assert protection._signals.uninstalled == 0
+
+
+@pytest.mark.parametrize(("causes", "shown"), [((), True), ((2,), False)], ids=["nobody", "rank 2"])
+def test_an_echo_keeps_its_traceback_unless_somebody_is_known_to_be_the_cause(
+    protection: Any, causes: tuple[int, ...], shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(protection._departure, "end_within", lambda *_: None)
+    order = Exit(1, 1, ExitKind.SAVED, 7, "/c", "a collective failed on rank 0", causes)
+    protection._departure.decide(verdict_of(0, order))
+    with pytest.raises(SystemExit) as caught:
+        protection.depart(False, RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    assert caught.value.code == EXIT_SAVED
+    assert ("RuntimeError: [gloo" in capsys.readouterr().err) is shown
 
 
 @pytest.mark.parametrize(("others", "expected"), [((1, 2), 1), ((), 1)], ids=["lowest of three", "alone"])
@@ -104,3 +121,40 @@ def test_a_rank_that_finds_the_jobs_directory_gone_leaves_as_it_was_told(
     with pytest.raises(SystemExit) as caught:
         protection.use_box(make)
     assert caught.value.code == EXIT_NOT_SAVED
+
+
+def test_two_jobs_of_one_name_on_one_host_never_share_a_black_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draws generation 1, in a directory of its own. Who ends first takes only its own files away."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    started: list[ControllerSpec] = []
+    monkeypatch.setattr(startup.controller_launch, "start_controller", lambda spec, token: started.append(spec))
+    boxes = []
+    for number in (0, 1):
+        environ = {"LASTWORDS_JOB": f"test-one-name-{os.getpid()}"}
+        config = Config.from_env(0, "127.0.0.1", 30051 + number, tmp_path / str(number), environ=environ)
+        protection: Any = Protection(config, World(), lambda *_: None)  # type: ignore[arg-type, return-value]
+        protection._agreement = startup.agree(World(), config, {})
+        boxes.append(protection.box_path(0))
+    assert boxes[0].parent != boxes[1].parent
+    specs = [ControllerSpec.from_argv(spec.to_argv()) for spec in started]
+    for box, spec in zip(boxes, specs, strict=True):
+        assert paths.make_job_dir(spec.job, spec.generation, spec.nonce) == box.parent
+        box.touch()
+    paths.remove_job_dir(specs[0].job, specs[0].generation, specs[0].nonce)
+    assert [box.exists() for box in boxes] == [False, True]
+    paths.remove_job_dir(specs[1].job, specs[1].generation, specs[1].nonce)
+
+
+@pytest.mark.parametrize(("value", "why"), [(None, "kill the healthy"), ("2", "abort the collective"), ("1", "kill")])
+def test_nccls_watchdog_has_to_be_switched_off(monkeypatch: pytest.MonkeyPatch, value: str | None, why: str) -> None:
+    """2 is CleanUpOnly: it aborts the collective that hangs, and what is queued behind it goes on with rubbish."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    environ = {} if value is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}
+    with pytest.raises(ConfigError, match=f"{why}.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
+        refuse_watchdog(environ)
+    refuse_watchdog({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    refuse_watchdog(environ)

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper import buffer_capture, rng_streams
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
+from lastwords.optim_wrapper.resume import _changed_elsewhere_only
 from lastwords.optim_wrapper.rng_streams import NumpyStream, PythonStream, TorchStream
 from lastwords.processor import black_box
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotCopy, SlotKind
@@ -68,6 +70,7 @@ def test_the_fast_way_is_taken_here() -> None:
     # Otherwise the cost of a step is several times the budget on this very platform.
     assert PythonStream().fast
     assert NumpyStream().fast
+    assert TorchStream("torch", torch.default_generator).fast
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -110,12 +113,15 @@ def test_the_fast_and_the_public_way_take_the_same_bytes() -> None:
     for seed in range(50):
         random.seed(seed)
         np.random.seed(seed)
+        torch.manual_seed(seed)
         for _ in range(seed * 37):
             random.random()
             np.random.rand()
+            torch.rand(1)
         for _ in range(seed % 3):
             random.gauss(0.0, 1.0)
             np.random.randn()
+            torch.randn(1)
         one, other = fast.snapshot(), public.snapshot()
         for name in ("rng/python", "rng/torch"):
             assert bytes(one[name].data) == bytes(other[name].data)
@@ -125,8 +131,10 @@ def test_the_fast_and_the_public_way_take_the_same_bytes() -> None:
 
 def test_the_fast_way_follows_a_new_seed_and_a_state_that_was_set() -> None:
     capture = RngCapture()
+    torch_state = torch.Generator().manual_seed(9).get_state()
     for change in (lambda: np.random.seed(5), lambda: np.random.set_state(np.random.RandomState(9).get_state())):
         change()
+        torch.set_rng_state(torch_state)
         random.setstate(random.Random(3).getstate())
         taken = capture.snapshot()
         expected = draw()
@@ -141,8 +149,10 @@ def test_a_platform_whose_objects_look_different_takes_the_public_way(monkeypatc
         return memoryview(bytes(reversed(real(thing, nbytes))))
 
     monkeypatch.setattr(rng_streams, "_memory_of", shuffled)
+    monkeypatch.setattr(rng_streams, "_memory_at", lambda address, nbytes: memoryview(bytes(nbytes)))
     assert not PythonStream().fast
     assert not NumpyStream().fast
+    assert not TorchStream("torch", torch.default_generator).fast
     capture = RngCapture()
     taken = capture.snapshot()
     expected = draw()
@@ -160,6 +170,27 @@ def test_bytes_that_are_not_the_streams_own_are_not_trusted(monkeypatch: pytest.
         lambda thing, nbytes: real(decoy if thing is random.random.__self__ else thing, nbytes),  # type: ignore[attr-defined]
     )
     assert not PythonStream().fast
+    other = torch.Generator().manual_seed(1)
+    address = rng_streams._address
+    monkeypatch.setattr(rng_streams, "_address", lambda g: address(other if g is torch.default_generator else g))
+    assert not TorchStream("torch", torch.default_generator).fast
+
+
+def test_a_normal_number_that_torch_keeps_for_the_next_draw_is_part_of_the_state() -> None:
+    stream = TorchStream("torch", torch.default_generator)
+    taken = bytearray(stream.region.nbytes)
+    take = stream.into(memoryview(taken))
+    torch.manual_seed(2)
+    for kept in (False, True, False):
+        take()
+        assert bytes(taken) == torch.get_rng_state().numpy().tobytes()
+        assert any(taken[rng_streams._TORCH_TAIL]) is kept
+        torch.randn(1)
+    take()
+    expected = torch.randn(1)
+    # Negative control: without what is kept the next number is another one.
+    stream.restore(taken[: rng_streams._TORCH_TAIL.start] + bytes(40))
+    assert torch.randn(1) != expected
 
 
 def test_another_numpy_bit_generator_is_said_and_never_read_as_a_twister() -> None:
@@ -266,6 +297,28 @@ def test_large_batch_norm_is_taken_from_the_first_step_on(tmp_path: Path) -> Non
     }
 
 
+def test_buffers_that_were_made_under_inference_mode_are_taken_and_put_back(tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        net = nn.Module()
+        with torch.inference_mode():
+            for name, size in (("small", 4), ("table", LARGE), ("still", LARGE)):
+                net.register_buffer(name, torch.zeros(size))
+        return net
+
+    net = made()
+    record = recorder(tmp_path, BufferCapture(net))
+    record.committed(1, b"{}")
+    with torch.inference_mode():
+        net.get_buffer("table").add_(1)
+        net.get_buffer("small").add_(2)
+    record.committed(2, b"{}")
+    assert held(record, 2).regions.keys() == {"buffer/small", "buffer/table", "buffer/still"}
+    fresh = made()
+    assert BufferCapture(fresh).restore(held(record, 2).regions) == ()
+    assert fresh.get_buffer("small").tolist() == [2.0] * 4
+    assert fresh.get_buffer("table").eq(1).all()
+
+
 def test_a_large_buffer_joins_once_it_has_changed(tmp_path: Path) -> None:
     net = Net()
     made = recorder(tmp_path, BufferCapture(net))
@@ -316,6 +369,122 @@ def test_a_buffer_of_another_form_is_given_up_and_it_is_said(tmp_path: Path, rep
     assert "buffer/bn.running_mean" in held(made, 3).regions
     (reason,) = made.reasons
     assert reason.startswith("the buffer 'small' was re")
+
+
+def form_of(name: str, count: int = LARGE) -> Callable[[nn.Module], None]:
+    """What user code does to the buffer `b` in a forward pass, after which it does not fit any more."""
+    replaced = {
+        "longer": torch.zeros(2 * count),
+        "one element": torch.ones(1),
+        "bf16": torch.zeros(count, dtype=torch.bfloat16),
+        "sparse": torch.zeros(count).to_sparse(),
+        "none": None,
+    }
+    if name in replaced:
+        return lambda module: module.register_buffer("b", replaced[name])
+    written = {
+        "data longer": torch.zeros(2 * count),
+        "data one": torch.ones(1),
+        "data f64": torch.zeros(count).double(),
+    }
+
+    def write(module: nn.Module) -> None:
+        module.b.data = written[name]  # type: ignore[union-attr]
+
+    return write
+
+
+@pytest.mark.parametrize("count", [4, LARGE])
+@pytest.mark.parametrize("changed_before", [False, True])
+@pytest.mark.parametrize(
+    "form", ["longer", "one element", "bf16", "sparse", "none", "data longer", "data one", "data f64"]
+)
+def test_a_buffer_of_any_other_form_neither_ends_the_run_nor_is_cast(
+    tmp_path: Path, form: str, changed_before: bool, count: int
+) -> None:
+    net = nn.Module()
+    net.register_buffer("b", torch.zeros(count))
+    net.register_buffer("kept", torch.zeros(2))
+    capture = BufferCapture(net)
+    made = recorder(tmp_path, capture)
+    made.committed(1, b"{}")
+    if changed_before:
+        net.b.add_(1)  # type: ignore[operator, union-attr]
+        made.committed(2, b"{}")
+    form_of(form, count)(net)
+    if count == LARGE and not changed_before and form.startswith("data"):
+        net.b.add_(1)  # type: ignore[operator, union-attr]
+    made.tentative(3)
+    made.committed(3, b"{}")
+    assert held(made, 3).regions.keys() == {"buffer/kept"}
+    (reason,) = made.reasons
+    assert reason.startswith("the buffer 'b' ")
+    apart, moved = capture.at(made.slot_of(3))
+    assert apart == ({"kept", "b"} if form == "sparse" else {"kept"})
+    assert moved.keys() == (set() if form == "none" else {"b"})
+    (tmp_path / "second").mkdir()
+    again = recorder(tmp_path / "second", capture)
+    again.committed(3, b"{}")
+    assert held(again, 3).regions.keys() == {"buffer/kept"}, "zeros of a new box are no buffer"
+
+
+def test_a_buffer_that_a_step_s_copy_lacks_belongs_to_the_unit_and_it_is_said(tmp_path: Path) -> None:
+    net = Net()
+    capture = BufferCapture(net)
+    made = recorder(tmp_path, capture)
+    small = {"small", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
+    capture.look()
+    made.committed(1, b"{}")
+    assert capture.at(made.slot_of(1)) == (small, {})
+    net.large.add_(1)
+    assert capture.at(made.slot_of(1))[1].keys() == {"large"}, "before any copy has seen it"
+    made.tentative(2)
+    apart, moved = capture.at(made.slot_of(1))
+    assert (apart, moved.keys()) == (small, {"large"})
+    assert capture.at(made.slot_of(2)) == (small | {"large"}, {})
+    made.committed(2, b"{}")
+    assert capture.at(made.slot_of(2)) == (small | {"large"}, {})
+    apart, moved = capture.at(None)
+    assert (apart, moved.keys()) == (set(), small | {"large"})
+
+
+def test_a_buffer_that_came_later_is_exact_only_while_it_stays_as_it_was_at_a_step_s_end(tmp_path: Path) -> None:
+    net = Net()
+    capture = BufferCapture(net)
+    made = recorder(tmp_path, capture)
+    capture.look()
+    made.committed(1, b"{}")
+    assert capture.at(made.slot_of(1))[1] == {}
+    net.nothing = torch.zeros(3)
+    net.register_buffer("new", torch.zeros(3), persistent=False)
+    assert capture.at(made.slot_of(1))[1].keys() == {"nothing", "new"}
+    capture.look()
+    assert capture.at(made.slot_of(1))[1] == {}
+    net.nothing += 1
+    net.empty = torch.zeros(2)
+    assert capture.at(made.slot_of(1))[1].keys() == {"nothing", "empty"}
+
+
+def test_a_large_buffer_that_changed_on_other_ranks_only_is_not_missed_on_resume() -> None:
+    def spec(name: str) -> Any:
+        return SimpleNamespace(name=name)
+
+    other = SimpleNamespace(
+        tensors=[spec("local/1/buffer/bank"), spec("local/1/buffer/both"), spec("local/1/rng/numpy")]
+    )
+    unit = SimpleNamespace(meta={"buffers": {"both": "float32"}})
+    manifest: Any = SimpleNamespace(locals={0: SimpleNamespace(tensors=[]), 1: other}, units={"replicated": unit})
+    # Negative control: what nobody has saved is still missing.
+    assert _changed_elsewhere_only(manifest, frozenset({"bank", "both", "of another model"})) == {"bank"}
+
+
+def test_a_buffer_made_in_inference_mode_is_captured(tmp_path: Path) -> None:
+    net = nn.Module()
+    with torch.inference_mode():
+        net.register_buffer("b", torch.ones(LARGE))
+    made = recorder(tmp_path, BufferCapture(net))
+    made.committed(1, b"{}")
+    assert held(made, 1).regions.keys() == {"buffer/b"}
 
 
 def test_a_tied_buffer_is_taken_once_and_empty_ones_not_at_all() -> None:

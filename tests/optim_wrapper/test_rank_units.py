@@ -12,12 +12,18 @@ from torch import nn
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, MismatchError
+from lastwords.optim_wrapper.extras import Extras
+from lastwords.optim_wrapper.group_copies import copy_groups
 from lastwords.optim_wrapper.rank_units import RankUnits
+from lastwords.optim_wrapper.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.state_restore import RestorePlan
 from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.weight_marks import WeightMarks
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.saver import Position
 from lastwords.sharding.discover import pieces_of
 from lastwords.sharding.pieces import Members, UnitTable
+from lastwords.vocabulary import Phase, Stand
 
 
 class Net(nn.Module):
@@ -209,10 +215,33 @@ def test_a_model_that_was_converted_after_the_agreement_is_refused() -> None:
         units.check_layout()
 
 
-def test_state_that_belongs_to_no_parameter_is_refused_in_a_sharded_job() -> None:
+def test_state_that_belongs_to_no_parameter_is_left_out_and_named_in_a_sharded_job() -> None:
     net, optimizer = trained(0, 1)
     units = units_of(net, optimizer)
-    units.check()
     optimizer.state["global"] = {"count": 3}  # type: ignore[index]
-    with pytest.raises(ConfigError, match="belongs to no parameter"):
-        units.check()
+    units.check()
+    for view in units.views.values():
+        [reason] = view.state().meta["reasons"]
+        assert reason == (
+            "optimizer.state['global'] (of no parameter, so nobody knows which ranks hold it) cannot be stored"
+        )
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("stand", [Stand(Phase.COMPUTING, 1), Stand(Phase.UPDATED, 2)])
+def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(stand: Stand, written: bool) -> None:
+    net, optimizer = trained(1, 1)
+    units, extras = units_of(net, optimizer), Extras({}, "extras")
+    weights = WeightMarks(lambda: dict(net.named_parameters()))
+    weights.choose()
+    source = TrainerSource(
+        units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, weights=weights  # type: ignore[arg-type, return-value]
+    )  # fmt: skip
+    source.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(None)))
+    source.updated()
+    if written:
+        for parameter in net.parameters():
+            parameter.data.mul_(2)
+    for unit in units.names:
+        reasons = source.unit_state(unit, stand.step, stand).meta["reasons"]
+        assert any("and perhaps others) were written" in reason for reason in reasons) == written, unit

@@ -46,7 +46,8 @@ def test_streams_of_several_cards_or_of_another_kind_keep_their_names() -> None:
 def manifest(by_rank: dict[int, tuple[str, ...]], *more: str) -> Any:
     lines = [f"rank {rank}: {reason}" for rank, reasons in by_rank.items() for reason in reasons]
     return SimpleNamespace(
-        locals={rank: SimpleNamespace(reasons=reasons, tensors=(1,)) for rank, reasons in by_rank.items()},
+        locals={rank: SimpleNamespace(tensors=(1,)) for rank in by_rank},
+        local_reasons=by_rank,
         reasons=(*lines, *more),
         world_size=4,
     )

@@ -132,6 +132,35 @@ def loader(kind: str, draw: str = "none", workers: int = 0, **kwargs: Any) -> An
     raise AssertionError(kind)
 
 
+class CountsItsEpochs:
+    """As Fabric's loader: it tells its sampler how often it has been iterated over."""
+
+    def __init__(self) -> None:
+        self._inner = loader("distributed")
+        self.sampler = self._inner.sampler
+        self._begun = 0
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.set_epoch(self._begun)
+        self._begun += 1
+        yield from self._inner
+
+
+@pytest.mark.parametrize(("resumed_in", "differs"), [(1, False), (2, True)])
+def test_a_loader_that_counts_its_epochs_itself_is_found_out(resumed_in: int, differs: bool) -> None:
+    class Nothing:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args: None
+
+    at = ResumeAt(resumed_in, 2, lambda: None, lambda: None)
+    steps = Steps(CountsItsEpochs(), 2, events=Nothing(), resume=at)
+    next(iter(steps))
+    assert any("counts its epochs itself" in reason for reason in steps.reasons) is differs
+
+
 # ------------------------------------------------------------------ a run in miniature
 
 
@@ -245,6 +274,14 @@ KINDS = [
 def points(steps: int) -> list[tuple[int, int]]:
     """In the first epoch, in a later one, at the first step, at the end of an epoch, at the very end."""
     return [(1, 1), (1, 3), (2, 2), (1, steps), (2, steps), (3, steps)]
+
+
+def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact() -> None:
+    """What another kind of loop has saved: the global step is all that is known."""
+    loader = DataLoader(Items(), BATCH)
+    steps = Steps(loader, epochs=3, events=Run(), resume=ResumeAt(0, BATCHES + 2, None, None))
+    assert (steps.epoch, steps.step) == (2, 2)
+    assert any(f"taken for epoch 2, step 2, as if every epoch had had {BATCHES} steps" in why for why in steps.reasons)
 
 
 @pytest.mark.parametrize("draw", ["none", "python", "numpy", "torch", "all"])

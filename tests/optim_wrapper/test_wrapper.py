@@ -128,6 +128,27 @@ def test_detached_or_never_attached_nothing_is_said() -> None:
     assert trace.words == []
 
 
+@pytest.mark.parametrize("own_hook", [False, True])
+def test_a_step_of_the_inner_optimizer_by_itself_is_refused_before_it_writes(own_hook: bool) -> None:
+    model = net()
+    optimizer = wrapped(model)
+    trace = Trace()
+    if own_hook:
+        optimizer.inner.register_step_post_hook(lambda *_: None)
+    optimizer.attach(trace)
+    backward(model)
+    before = model.weight.detach().clone()
+    with pytest.raises(ConfigError, match=r"AdamW inside OptTFTWrapper was stepped by itself"):
+        optimizer.inner.step()
+    assert torch.equal(model.weight, before)
+    assert trace.words == []
+    optimizer.step()
+    assert trace.words == WHOLE
+    optimizer.detach()
+    optimizer.inner.step()  # nobody counts steps any more
+    assert trace.words == WHOLE
+
+
 def test_an_update_that_raises_is_torn_and_the_error_goes_on() -> None:
     model = net()
     optimizer = wrapped(model)

@@ -67,7 +67,7 @@ class RankDriver:
         return self.order(Proceed(GENERATION, incident, step))
 
     def save(self, step: int, attempt: int = 1, incident: int = 1, units: tuple[str, ...] = ("u",)) -> list[Effect]:
-        return self.order(Save(GENERATION, incident, attempt, step, units, (1,), 0, (1,), "chosen"))
+        return self.order(Save(GENERATION, incident, attempt, step, units, (1,), 0, "chosen"))
 
     def exit(self, incident: int = 1) -> list[Effect]:
         return self.order(Exit(GENERATION, incident, ExitKind.SAVED, 7, "/c", "rank 0 died", (0,)))

@@ -432,8 +432,12 @@ def test_equal_copies_are_counted_and_trusted(box: BlackBox) -> None:
         assert reader.tentative_trust() == (True, "equal to the committed copy in all 3 steps compared")
 
 
+@pytest.mark.parametrize("copied", [True, False], ids=["small", "large"])
 @pytest.mark.parametrize("region", [region.name for region in LAYOUT.regions])
-def test_one_different_bit_ends_the_trust_for_good_and_is_named(box: BlackBox, region: str) -> None:
+def test_one_different_bit_ends_the_trust_for_good_and_is_named(
+    box: BlackBox, region: str, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(black_box, "_COPY_BYTES_MAX", 1 << 20 if copied else 0)
     for step in (1, 2, 3):
         fill(box, TENTATIVE, step)
         slot = fill(box, COMMITTED, step)

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lastwords.processor.core import ProcessorOptions
-from lastwords.processor.events import Leave, Log, Released, SaveFinished, SessionDown, SessionUp
+from lastwords.processor.events import (
+    Leave,
+    Log,
+    PassOn,
+    Released,
+    SaveFinished,
+    SayHello,
+    SessionDown,
+    SessionUp,
+    Tick,
+)
 from lastwords.vocabulary import (
     Left,
     LoopBegin,
@@ -29,6 +41,25 @@ def test_a_new_session_gets_everything_that_is_owed() -> None:
     rank.core.mark_raised("RuntimeError: gloo", secondary=True)
     rank.tell(SaveFinished(1, 1, 900))
     assert [type(report) for report in reports(rank.tell(SessionUp()))] == [Signalled, Raised, Settled, Saved]
+
+
+def test_hello_is_said_again_until_it_is_welcome() -> None:
+    """One of the first messages of a living stream was lost; in growing pauses, as all may wait for a last rank."""
+    rank = RankDriver()
+    said = [effect for effect in rank.wait(64.0) if isinstance(effect, SayHello)]
+    assert len(said) == 17, "after 1, 3, 7, 11, ... 63 s"
+    rank.order(Welcome(GENERATION, 0, 2))
+    assert rank.wait(300.0) == []
+    assert rank.core.deadline_s is None
+
+
+def test_each_session_has_its_own_hello() -> None:
+    rank = RankDriver()
+    rank.order(Welcome(GENERATION, 0, 2))
+    rank.tell(SessionDown())
+    assert not any(isinstance(effect, SayHello) for effect in rank.wait(60.0)), "there is nobody to say it to"
+    rank.tell(SessionUp())
+    assert any(isinstance(effect, SayHello) for effect in rank.wait(1.0))
 
 
 def test_an_agreed_loop_is_not_announced_again() -> None:
@@ -64,10 +95,61 @@ def test_training_goes_on_unprotected_and_that_is_said_once() -> None:
     assert "protected" in back.text
 
 
+def test_a_rank_that_never_had_a_controller_says_so_once_and_waits_for_nothing_more() -> None:
+    """Its deadline stayed in the past: the pulse spun, and said it again and again."""
+    rank = RankDriver(connected=False)
+    rank.tell(Tick())
+    rank.now_s += 30.0
+    (log,) = rank.tell(Tick())
+    assert isinstance(log, Log)
+    assert "unprotected" in log.text
+    assert rank.tell(Tick()) == []
+    assert rank.core.deadline_s is None
+    rank.core.begin_loop(10, 2, 0)
+    assert any(isinstance(effect, Leave) for effect in rank.wait(30.0)), "it waits for others, but not for ever"
+
+
+def test_the_loss_of_protection_is_said_within_two_seconds() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.tell(SessionDown())
+    assert any(isinstance(effect, Log) and "unprotected" in effect.text for effect in rank.wait(2.0))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 300.0], ids=["at once", "a second later", "long after"])
+def test_a_signal_without_a_controller_goes_its_own_way(seconds: float) -> None:
+    rank = RankDriver(ended_step=7)
+    rank.tell(SessionDown())
+    rank.wait(seconds)
+    rank.core.mark_signalled(15)
+    effects = rank.core.take_effects() + rank.wait(2.0)
+    assert [effect for effect in effects if isinstance(effect, PassOn)] == [PassOn(15)]
+    rank.core.mark_signalled(2)
+    assert rank.core.take_effects() == [PassOn(2)]
+    assert not any(isinstance(report, Signalled) for report in reports(rank.tell(SessionUp()))), "it has been obeyed"
+
+
+def test_a_signal_waits_for_a_session_that_returns_in_time() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.tell(SessionDown())
+    rank.core.mark_signalled(15)
+    rank.core.take_effects()
+    assert not any(isinstance(effect, PassOn) for effect in rank.wait(1.4))
+    assert [type(report) for report in reports(rank.tell(SessionUp()))] == [Signalled]
+    assert not any(isinstance(effect, PassOn) for effect in rank.wait(60.0))
+
+
+def test_a_signal_in_an_incident_does_not_end_a_rank_that_may_have_to_write() -> None:
+    rank = RankDriver(ended_step=7)
+    rank.freeze()
+    rank.tell(SessionDown())
+    rank.core.mark_signalled(15)
+    assert not any(isinstance(effect, PassOn) for effect in rank.wait(29.9))
+
+
 def test_a_short_break_is_not_mentioned() -> None:
     rank = RankDriver(ended_step=7)
     rank.tell(SessionDown())
-    assert rank.wait(29.9) == []
+    assert rank.wait(1.4) == []
     assert rank.tell(SessionUp()) == []
 
 
@@ -126,8 +208,25 @@ def test_a_rank_that_left_repeats_it() -> None:
 
 def test_nothing_is_sent_while_training() -> None:
     rank = RankDriver(ended_step=7)
+    rank.order(Welcome(GENERATION, 0, 2))
     for _ in range(5):
         rank.walk(Phase.UPDATED, rank.core.ended_step + 1)
         rank.core.try_end_step()
     assert rank.core.take_effects() == []
     assert rank.core.deadline_s is None
+
+
+def test_a_rank_is_done_when_every_step_of_its_loop_has_ended() -> None:
+    rank = RankDriver(ended_step=19)
+    rank.core.begin_loop(10, 2, 19)
+    assert not rank.core.steps_done
+    rank.walk(Phase.UPDATED, 20)
+    assert not rank.core.steps_done, "its last step has not ended"
+    rank.core.try_end_step()
+    assert rank.core.steps_done
+
+
+def test_a_loop_without_a_known_end_is_never_known_to_be_done() -> None:
+    rank = RankDriver(ended_step=19)
+    rank.core.begin_loop(0, 0, 19)
+    assert not rank.core.steps_done

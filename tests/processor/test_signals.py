@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ import pytest
 from lastwords.processor.signals import SignalGuard
 
 WAIT_S = 20.0
-TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+OTHERS = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP)
+TAKEN = (signal.SIGINT, signal.SIGTERM, *OTHERS)
 
 
 class Reports:
@@ -73,7 +76,6 @@ def guard(reports: Reports) -> Iterator[SignalGuard]:
 
 @contextlib.contextmanager
 def update(guard: SignalGuard) -> Iterator[None]:
-    guard.refresh()
     guard.enter_update()
     try:
         yield
@@ -151,10 +153,10 @@ def raise_in_main(number: int, frame: types.FrameType | None) -> None:
     raise RuntimeError("DataLoader worker is killed by signal")
 
 
-def interrupted_update(halves: list[int]) -> None:
+def interrupted_update(halves: list[int], number: signal.Signals = signal.SIGCHLD) -> None:
     for half in (1, 2):
         halves.append(half)
-        signal.raise_signal(signal.SIGCHLD)
+        signal.raise_signal(number)
 
 
 def test_a_handler_that_raises_would_tear_an_update() -> None:
@@ -166,11 +168,15 @@ def test_a_handler_that_raises_would_tear_an_update() -> None:
     assert halves == [1]
 
 
-def test_a_handler_set_after_the_guard_waits_for_the_end_of_the_update(guard: SignalGuard) -> None:
-    signal.signal(signal.SIGCHLD, raise_in_main)
+@pytest.mark.parametrize("number", OTHERS)
+def test_a_handler_set_after_the_guard_waits_for_the_end_of_the_update(
+    guard: SignalGuard, number: signal.Signals
+) -> None:
+    """torch's for SIGCHLD, a user's own for what a scheduler sends to all ranks before a time limit."""
+    signal.signal(number, raise_in_main)
     halves: list[int] = []
     with update(guard):
-        interrupted_update(halves)
+        interrupted_update(halves, number)
     assert halves == [1, 2]
     assert guard.pending
     with pytest.raises(RuntimeError, match="DataLoader worker"):
@@ -264,7 +270,7 @@ def test_everything_is_as_before_after_the_guard(reports: Reports, before: Any) 
         guard.refresh()
         guard.uninstall()
         guard.uninstall()
-    assert [signal.getsignal(number) for number in TAKEN] == [before] * 3
+    assert [signal.getsignal(number) for number in TAKEN] == [before] * len(TAKEN)
     assert signal.set_wakeup_fd(-1) == -1
     assert "lastwords-signals" not in [thread.name for thread in threading.enumerate()]
 
@@ -351,3 +357,57 @@ def test_a_guard_that_is_not_installed_costs_nothing_and_takes_nothing() -> None
     assert not guard.deferring
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert os.getpid() == guard._pid
+
+
+def test_a_signal_that_is_passed_on_runs_the_handler_that_was_there(reports: Reports) -> None:
+    theirs = Calls()
+    signal.signal(signal.SIGTERM, theirs)
+    guard = SignalGuard(reports)
+    guard.install()
+    for count in (1, 2):
+        signal.raise_signal(signal.SIGTERM)
+        assert reports.wait(count) == [signal.SIGTERM] * count
+        assert len(theirs.numbers) == count - 1, "only when nobody is there who could save"
+        guard.pass_on(signal.SIGTERM)
+        assert theirs.numbers == [signal.SIGTERM] * count
+        assert not guard.deferring
+    guard.uninstall()
+
+
+def test_signals_that_are_handed_back_run_the_handlers_that_were_there_every_time(reports: Reports) -> None:
+    """Of a rank that hangs after its last step, when the job is over: it has to be possible to end it."""
+    theirs = Calls()
+    signal.signal(signal.SIGTERM, theirs)
+    guard = SignalGuard(reports)
+    guard.install()
+    signal.raise_signal(signal.SIGTERM)
+    reports.wait(1)
+    guard.begin_incident()
+    guard.hand_back()
+    for count in (1, 2, 3):
+        signal.raise_signal(signal.SIGTERM)
+        assert theirs.numbers == [signal.SIGTERM] * count
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    guard.uninstall()
+
+
+def test_what_has_no_python_handler_is_left_alone(guard: SignalGuard, tmp_path: Path) -> None:
+    """Its default may be to end the process, and a handler in C (faulthandler's) cannot raise."""
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    with (tmp_path / "stacks").open("w+") as stacks:
+        faulthandler.register(signal.SIGUSR2, stacks)
+        try:
+            guard.refresh()
+            signal.raise_signal(signal.SIGUSR2)
+            assert "test_signals.py" in (tmp_path / "stacks").read_text()
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+    assert not guard.degraded
+
+
+def test_a_ctrl_c_that_is_passed_on_interrupts_at_once(guard: SignalGuard, reports: Reports) -> None:
+    signal.raise_signal(signal.SIGINT)
+    reports.wait(1)
+    with pytest.raises(KeyboardInterrupt):
+        guard.pass_on(signal.SIGINT)

@@ -27,6 +27,7 @@ from lastwords.vocabulary import (
     ProcessId,
     Report,
     Stand,
+    Status,
 )
 from tests.scenarios.wording import controller_line, numbers, order_words, processor_line, report_words
 
@@ -99,11 +100,13 @@ class Story:
         for rank in _ranks(ranks):
             trainer = self.trainers[rank]
             trainer.connected = True
-            hello = Hello(
-                rank, GENERATION, len(self.trainers_wanted), trainer.process, trainer.units, trainer.core.stand
-            )
-            self._post((rank, "up"), hello)
+            self._say_hello(rank)
             self._tell_rank(rank, to_processor.SessionUp())
+
+    def _say_hello(self, rank: int) -> None:
+        trainer = self.trainers[rank]
+        hello = Hello(rank, GENERATION, len(self.trainers_wanted), trainer.process, trainer.units, trainer.core.stand)
+        self._post((rank, "up"), hello)
 
     def do_impostor(self, rank: str) -> None:
         """impostor RANK: another process says that it is this rank."""
@@ -132,6 +135,11 @@ class Story:
                 self.trainers[rank].goal = stand
                 self._walk(rank)
                 self._take(rank)
+
+    def do_status(self, ranks: str) -> None:
+        """status RANKS: the newest stand, as a rank streams it."""
+        for rank in _ranks(ranks, self.trainers):
+            self._post((rank, "up"), Status(rank, GENERATION, self.trainers[rank].core.stand))
 
     def do_tear(self, rank: str) -> None:
         """tear RANK: its update raises half-way."""
@@ -213,7 +221,7 @@ class Story:
         self._tell_rank(number, event)
 
     def do_files(self, what: str, *words: str) -> None:
-        """files good | bad RANK TEXT | published | unpublished TEXT"""
+        """files good | bad RANK TEXT | blocked TEXT | published | unpublished TEXT"""
         effect = self.storage
         assert effect is not None, "no file is being looked at"
         self.storage = None
@@ -222,6 +230,8 @@ class Story:
             event = to_controller.Verified(effect.incident, effect.attempt)
         elif what == "bad":
             event = to_controller.VerifyFailed(effect.incident, effect.attempt, ((int(words[0]), words[1]),))
+        elif what == "blocked":
+            event = to_controller.VerifyBlocked(effect.incident, effect.attempt, words[0])
         elif what == "published":
             event = to_controller.Published(effect.incident, effect.attempt, f"/ckpt/step_{effect.step}")
         else:
@@ -356,6 +366,8 @@ class Story:
                 case to_processor.SendReport(report):
                     if trainer.connected:
                         self._post((rank, "up"), report)
+                case to_processor.SayHello():
+                    self._say_hello(rank)
                 case _:
                     line = processor_line(rank, effect)
                     self.lines += [line] if line else []

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from lastwords import vocabulary
-from lastwords.controller.events import NEXT_STATES, RESEND_INTERVAL_S, STORAGE_FAILURES_MAX, ControllerOptions
+from lastwords.controller.events import (
+    NEXT_STATES,
+    RESEND_INTERVAL_MAX_S,
+    RESEND_INTERVAL_S,
+    STORAGE_FAILURES_MAX,
+    ControllerOptions,
+)
 from lastwords.processor import events as processor_events
 from lastwords.processor.core import ProcessorOptions
 from lastwords.processor.phases import PARKED, TRANSITIONS
@@ -23,15 +29,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 WAITS = {
     "start_timeout_s": ("for all ranks to register, and for all to begin the loop", "everybody is refused, by name"),
-    "lost_confirm_s": ("for a lost session to come back", "the rank is dead"),
+    "silence_timeout_s": ("for a lost session to come back, where nothing else has happened", "the rank is dead"),
+    "lost_confirm_s": ("for a lost session to come back, once the job ends anyway", "the rank is dead"),
+    "stall_timeout_s": ("for one whose process the controller sees to live (stopped, frozen)", "the rank is given up"),
     "settle_timeout_s": ("for `Settled` after `Freeze` or `Proceed`", "the rank is excluded"),
     "progress_timeout_s": ("for a writer's next byte", "the rank is excluded, another one writes"),
-    "verify_timeout_s": ("for the files to be read back", "the directory is given up"),
-    "publish_timeout_s": ("for the final name", "the directory is given up"),
-    "leave_timeout_s": ("of a rank that left early, for any other rank to move", "an incident"),
-    "finish_timeout_s": ("of a rank that has done all its steps, for any other rank to move", "an incident"),
+    "sync_timeout_s": ("for a writer inside fsync or close", "the rank is excluded, another one writes"),
+    "storage_timeout_s": ("for the next file that is read back or published", "the directory is given up"),
+    "storage_retry_s": (
+        "for a file system that refuses to take it after all",
+        "writers: the choice without them; files: the directory is given up",
+    ),
+    "leave_timeout_s": ("of a rank that left early, or a loop of one's own, for any other rank to move", "an incident"),
+    "finish_timeout_s": (
+        "of a rank that has done all its steps, or left a loop of one's own where all others stand, for any to move",
+        "an incident",
+    ),
     "exit_timeout_s": ("for the last session to end", "the controller ends"),
     "step_end_grace_s": ("for the end of a step after a frozen update", "the rank settles in UPDATED"),
+    "unprotected_s": (
+        "for a controller, of a rank that trains",
+        "the rank says that it is unprotected; a signal ends it as without us",
+    ),
     "controller_lost_s": ("for a controller, of a rank that can do nothing else", "the rank leaves with the reason"),
     "update_grace_s": (
         "for the end of a frozen update, of a rank with a copy of the last step",
@@ -96,7 +115,7 @@ def test_the_page_has_a_line_for_every_message(union: object) -> None:
 
 def test_the_page_names_the_intervals_of_the_code() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert f"every {RESEND_INTERVAL_S:g} s until" in page
+    assert f"after {RESEND_INTERVAL_S:g} s, then in pauses that double up to {RESEND_INTERVAL_MAX_S:g} s, until" in page
     assert processor_events.RESEND_INTERVAL_S == 1.0, "the page says `every second`"
     assert f"{STORAGE_FAILURES_MAX} refusals (and one more for every fourth host)" in page
 

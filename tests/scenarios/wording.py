@@ -117,6 +117,8 @@ def controller_line(effect: to_controller.Effect) -> str:
             return f"ctl publishes a{effect.attempt} of step {effect.step} ({why}{lost})"
         case to_controller.Discard():
             return f"ctl discards a{effect.attempt} of step {effect.step}"
+        case to_controller.Keep():
+            return f"ctl keeps a{effect.attempt} of step {effect.step} for a human"
         case to_controller.Log():
             return f"ctl says: {effect.text}"
         case to_controller.Stop():

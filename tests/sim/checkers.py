@@ -100,11 +100,15 @@ def _can_be_had(job: Job, ledger: Ledger, step: int, target: int) -> bool:
 def i4_no_survivor_is_set_back(job: Job, ledger: Ledger) -> Iterator[str]:
     """I4: N is at least every step that a rank which survives to the end of the incident has ended.
 
-    A rank that can write nowhere is not asked: losing one step is better than losing all.
+    A rank that can write nowhere is not asked, and a step that some unit can no longer reach, because a rank has left
+    its loop with its gradients not applied, may be given up: losing one step is better than losing all.
     """
     for publication in ledger.publications:
         for rank, record in enumerate(ledger.ranks):
             if ledger.survives(rank, job.targets) and record.ended > publication.step:
+                gave_up = any(other.gave_up for other in ledger.ranks)
+                if gave_up and not any(_can_be_had(job, ledger, record.ended, target) for target in job.targets):
+                    continue
                 yield f"step {publication.step} was published, but healthy rank {rank} had ended step {record.ended}"
 
 
@@ -176,10 +180,28 @@ def rank_local_state_is_saved_or_said_to_be_lost(job: Job, ledger: Ledger) -> It
             mates = [mate for mate, home in enumerate(job.hosts) if home == host]
             if any((mate, publication.target) in ledger.refused for mate in mates):
                 continue
+            if ledger.refused_for_a_moment.intersection(mates):
+                continue  # it is tried again, but not so long that the weights would be at risk
             for mate in mates:
                 if ledger.ranks[mate].healthy():
                     yield f"step {publication.step}: rank {mate} was healthy, but the state of rank {rank} is lost"
                     break
+
+
+def finished_files_are_never_thrown_away(job: Job, ledger: Ledger) -> Iterator[str]:
+    """Where nothing was published, the finished files of the newest step are left for a human."""
+    if not ledger.ended or not ledger.controller_stopped or ledger.publications or not ledger.heard_saved:
+        return
+    step = max(step for _, _, step, _ in ledger.heard_saved)
+    finished = {saved for saved in ledger.heard_saved if saved[2] == step}
+    if finished.isdisjoint(ledger.left_on_disk):
+        yield f"nothing was published, and the finished files of step {step} are gone: {sorted(finished)}"
+
+
+def whoever_can_be_told_is_told(job: Job, ledger: Ledger) -> Iterator[str]:
+    """A rank that lives and has a session hears how the job ended, whatever the controller believes of it."""
+    for rank in sorted(ledger.untold):
+        yield f"rank {rank} had a session to the end, and was told nothing"
 
 
 CHECKERS: tuple[Checker, ...] = (
@@ -192,6 +214,8 @@ CHECKERS: tuple[Checker, ...] = (
     i7_nobody_waits_for_ever,
     a_false_alarm_is_not_noticed,
     rank_local_state_is_saved_or_said_to_be_lost,
+    finished_files_are_never_thrown_away,
+    whoever_can_be_told_is_told,
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lastwords.controller.context import JobContext
 from lastwords.controller.core import ControllerCore
-from lastwords.controller.events import ControllerOptions, State
+from lastwords.controller.events import NEXT_STATES, ControllerOptions, State
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.phases import PARKED, TRANSITIONS
 from lastwords.vocabulary import Phase
@@ -20,31 +20,7 @@ WANTED_PHASES: frozenset[PhaseStep] = frozenset(
 """Every entry of the processor core's tables."""
 
 WANTED_STATES: frozenset[StateStep] = frozenset(
-    {
-        (State.REGISTERING, State.WATCHING),
-        (State.REGISTERING, State.SETTLING),  # somebody is lost before all are there
-        (State.REGISTERING, State.REFUSING),
-        (State.WATCHING, State.SETTLING),
-        (State.WATCHING, State.RELEASING),
-        (State.WATCHING, State.REFUSING),
-        (State.SETTLING, State.WATCHING),  # a false alarm
-        (State.SETTLING, State.REGISTERING),  # ... before all ranks were there
-        (State.SETTLING, State.PROCEEDING),
-        (State.SETTLING, State.SAVING),
-        (State.SETTLING, State.EXITING),
-        (State.PROCEEDING, State.SETTLING),  # the rank that was to proceed is lost, and had boxes to copy
-        (State.PROCEEDING, State.EXITING),
-        (State.PROCEEDING, State.SAVING),
-        (State.SAVING, State.SETTLING),  # a writer was lost
-        (State.SAVING, State.VERIFYING),
-        (State.VERIFYING, State.SETTLING),
-        (State.VERIFYING, State.PUBLISHING),
-        (State.PUBLISHING, State.SETTLING),
-        (State.PUBLISHING, State.EXITING),
-        (State.EXITING, State.STOPPED),
-        (State.RELEASING, State.STOPPED),
-        (State.REFUSING, State.STOPPED),
-    }
+    (before, after) for before, following in NEXT_STATES.items() for after in following
 )
 """The picture of docs/protocol.md: nothing else may happen, and all of it has to."""
 

@@ -99,6 +99,16 @@ class Disk:
         """Remove a temporary directory, if it is there."""
         self.attempts.pop((effect.target, effect.step, effect.incident, effect.attempt), None)
 
+    def unpublished(self) -> set[tuple[int, int, int, str]]:
+        """(target, writer, step, unit) of whole files without a final name."""
+        return {
+            (target, rank, step, unit)
+            for (target, step, _, _), files in self.attempts.items()
+            for rank, file in files.items()
+            if file.whole
+            for unit, _, _ in file.units
+        }
+
     def visible(self) -> tuple[tuple[str, Directory], ...]:
         """What stands under final names."""
         return tuple(

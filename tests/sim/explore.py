@@ -177,12 +177,16 @@ class _Search:
     def _judge(self, numbers: Numbers, taken: list[Action]) -> None:
         parts, world = self.parts, self.parts.world
         shared = parts.shared[numbers[-1]]
-        key = (tuple(parts.looks[number].record for number in numbers[:-1]), shared[-4:])
+        key = (
+            tuple(parts.looks[number].record for number in numbers[:-1]),
+            shared[-5:],
+        )  # the disk, and what the ledger has of it
         texts = self._judged.get(key)
         if texts is None:
             parts.put(numbers)
             self.found.ends.add(_end(world))
             world.ledger.ended = True
+            world.ledger.left_on_disk = world.disk.unpublished()
             texts = self._judged[key] = complaints(self.job, world.ledger)
         self.found.bad += [(text, taken) for text in texts]
 

@@ -160,23 +160,17 @@ def _returned(core: Any, value: Any) -> tuple[Any, ...]:
 
 
 def _returned_and_tidied(core: Any, value: Any) -> tuple[Any, ...]:
-    """Forget what makes no difference any more: timers that would find nobody, and in which order parts came."""
+    """Forget what makes no difference any more: timers that would find nobody."""
     suspects, timers, incident = core.members.suspects, core._timers, core._incident
     if not suspects:
         timers.clear("suspects")
     for rank, member in core.members.members.items():
         if rank not in suspects:
-            member.suspect_until_s = 0.0
-    if incident is not None:
-        incident._saving.finished.sort(key=_part_order)
-        if not incident._proceeding:
-            timers.clear("proceed")
-            incident._proceed_step = 0
+            member.suspect_since_s = 0.0
+    if incident is not None and not incident._proceeding:
+        timers.clear("proceed")
+        incident._proceed_step = 0
     return tuple(value)
-
-
-def _part_order(part: Any) -> tuple[int, int]:
-    return part.attempt, part.rank
 
 
 def _taken(core: Any, value: Any) -> tuple[Any, ...]:

@@ -94,6 +94,10 @@ class Ledger:
     """(rank, target): what this rank writes there fails, hangs, or cannot be read back."""
     closed_targets: set[int] = field(default_factory=set)
     """Directories in which nothing can be verified, or renamed."""
+    refused_for_a_moment: set[int] = field(default_factory=set)
+    """Ranks whose writes failed, and would have worked again."""
+    left_on_disk: set[tuple[int, int, int, str]] = field(default_factory=set)
+    """(target, writer, step, unit) of whole files that are there at the end without having been published."""
     storage_failures: int = 0
     """How often a file system has refused so far: the controller does not try for ever."""
     stale_effects: list[str] = field(default_factory=list)
@@ -102,6 +106,8 @@ class Ledger:
     """Faults after which a job cannot simply train on (a death, an exception, a signal, an early leave)."""
     controller_killed: bool = False
     controller_stopped: bool = False
+    untold: set[int] = field(default_factory=set)
+    """Ranks that lived and had a session when the controller stopped, and never heard how the job ended."""
     ended: bool = False
     """Nothing can happen any more, or the simulation's horizon has been reached."""
     crossed_horizon: bool = False

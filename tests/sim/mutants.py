@@ -28,12 +28,14 @@ class Mutant:
     """rule: what is broken, in words. patches: full name -> replacement. caught_by: checkers one of which must see it.
 
     small: the exhaustive exploration of this job (of `tests.sim.small_jobs`) must see it as well.
+    seeds: schedules that have caught it; `python -m tests.sim.run --seed 1 --count 8000 --mutant NAME` finds others.
     """
 
     rule: str
     patches: Mapping[str, Any]
     caught_by: tuple[str, ...]
     small: str = ""
+    seeds: tuple[int, ...] = ()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -48,6 +50,7 @@ class Mutant:
 
 
 _INCIDENT = "lastwords.controller.incident.Incident"
+_SAVING = "lastwords.controller.saving.Saving"
 _PROCESSOR = "lastwords.processor.core.ProcessorCore"
 _PART = "lastwords.processor.participation.Participation"
 _SELECTION = "lastwords.controller.selection"
@@ -68,7 +71,7 @@ def _carry_out_the_dead_ranks_step(self: Any, decision: Any) -> None:
 def _publish_at_once(self: Any) -> None:
     if self._context.state is State.SAVING and not self._saving.writing:
         self._context.state = State.PUBLISHING
-        self._saving.start_publish(self.words(), self.causes.ranks, ())
+        self._saving.start_publish(self.words(), self.causes.ranks)
 
 
 def _resume_after_select(self: Any, rank: int, *, was_dead: bool) -> None:
@@ -85,16 +88,6 @@ def _accept_any_settled(self: ControllerCore, member: Any, report: Settled) -> N
 
 def _ended_steps_the_least_first(survey: Any) -> list[int]:
     return sorted({view.stand.ended_step for view in survey.usable})
-
-
-def _keep_parts_of_any_step(parts: Any, place: Any) -> list[Any]:
-    kept: list[Any] = []
-    units: set[str] = set()
-    for part in parts:
-        if units.isdisjoint(part.units):
-            kept.append(part)
-            units.update(part.units)
-    return kept
 
 
 def _mark_ready_and_check(self: Any) -> None:
@@ -125,8 +118,23 @@ def _update_if_still_ready(self: Any) -> bool:
     return self._phase is Phase.READY and _shipped_try_update(self)
 
 
-def _never(self: Any) -> None:
-    pass
+def _give_up_at_once(self: Any, words: str) -> None:
+    self._give_up_target(words)
+
+
+def _discard_finished(self: Any) -> str:
+    self._spared.clear()
+    self.discard_all()
+    return ""
+
+
+def _as_the_clock_says(self: Any, now_mono_s: float) -> float:
+    self._seen_mono_s = now_mono_s
+    return now_mono_s
+
+
+def _nobody(self: Any) -> list[tuple[int, str]]:
+    return []
 
 
 def _ignored(*_: Any) -> bool:
@@ -143,6 +151,7 @@ MUTANTS: Mapping[str, Mutant] = {
         {f"{_INCIDENT}._carry_out": _carry_out_the_dead_ranks_step},
         ("i3_what_can_be_saved_is_saved",),
         small="ddp-two",
+        seeds=(890, 1285, 1354),
     ),
     "obedient-saver": Mutant(
         "the same, and a saver writes a step that it does not hold",
@@ -152,67 +161,91 @@ MUTANTS: Mapping[str, Mutant] = {
         },
         ("i1_every_file_is_of_the_published_step",),
         small="ddp-two",
+        seeds=(1083, 1285, 1354),
     ),
     "publish-before-verify": Mutant(
         "a directory is published without being verified",
         {f"{_INCIDENT}._verify_if_written": _publish_at_once},
         ("i2_only_whole_verified_directories_are_published",),
         small="ddp-two",
+        seeds=(2, 3, 6),
     ),
     "no-lock": Mutant(
         "the freeze is checked some time before UPDATING is set, without a lock around both",
         {f"{_PROCESSOR}.mark_ready": _mark_ready_and_check, f"{_PROCESSOR}.try_update": _update_as_checked_before},
         ("i1_every_file_is_of_the_published_step", "i4_no_survivor_is_set_back", "i3_what_can_be_saved_is_saved"),
         small="ddp-two",
+        seeds=(193, 600, 850),
     ),
     "settle-in-update": Mutant(
         "a rank settles while its update is still running",
         {f"{_PROCESSOR}._after_move": _settle_whatever_happens},
         ("i1_every_file_is_of_the_published_step", "i4_no_survivor_is_set_back", "i3_what_can_be_saved_is_saved"),
         small="ddp-two",
+        seeds=(35, 38, 115),
     ),
     "resume-after-select": Mutant(
         "a rank that comes back turns an incident into a false alarm although savers have their orders",
         {f"{_INCIDENT}.on_return": _resume_after_select},
         ("i7_nobody_waits_for_ever", "i3_what_can_be_saved_is_saved", "i1_every_file_is_of_the_published_step"),
         small="ddp-two-break",
+        seeds=(496, 3328, 3684),
     ),
     "any-settled": Mutant(
         "a Settled of an older incident counts",
         {"_HANDLERS": {Settled: _accept_any_settled}},
         ("i6_nothing_older_changes_anything_newer",),
+        seeds=(89, 256, 659),
     ),
     "minimum": Mutant(
         "N is the smallest step that is held, not the largest",
         {f"{_SELECTION}._candidate_steps": _ended_steps_the_least_first},
         ("i4_no_survivor_is_set_back", "i3_what_can_be_saved_is_saved"),
         small="ddp-two",
-    ),
-    "keep-partial-files": Mutant(
-        "finished files are kept although N has become smaller",
-        {f"{_SELECTION}._kept_parts": _keep_parts_of_any_step},
-        ("i3_what_can_be_saved_is_saved", "i1_every_file_is_of_the_published_step"),
+        seeds=(3, 7, 12),
     ),
     "no-progress-time-out": Mutant(
         "a writer may take as long as it likes",
-        {f"{_INCIDENT}._drop_overdue": _never},
+        {f"{_SAVING}.drop_overdue": _nobody},
         ("i7_nobody_waits_for_ever",),
+        seeds=(109, 181, 310),
     ),
     "deaf-to-proceed": Mutant(
         "a rank that is told to proceed stays where it is",
         {f"{_PART}.on_proceed": _ignored},
         ("i3_what_can_be_saved_is_saved",),
         small="mixed",
+        seeds=(115, 234, 664),
     ),
     "gate-failed-gives-up": Mutant(
         "a rank whose gate has failed gives its gradients up, as after any other exception",
         {f"{_PROCESSOR}.mark_gate_failed": _give_the_gradients_up, f"{_PROCESSOR}.try_update": _update_if_still_ready},
         ("i3_what_can_be_saved_is_saved",),
         small="mixed",
+        seeds=(112, 115, 234),
+    ),
+    "delete-after-a-glitch": Mutant(
+        "what could not be read back once is given up, and thrown away",
+        {f"{_INCIDENT}._on_blocked": _give_up_at_once, f"{_SAVING}.keep_finished": _discard_finished},
+        ("i3_what_can_be_saved_is_saved", "finished_files_are_never_thrown_away"),
+        seeds=(11, 15, 39),
+    ),
+    "discard-unpublished": Mutant(
+        "finished files of an incident that ends without a publication are removed",
+        {f"{_SAVING}.keep_finished": _discard_finished},
+        ("finished_files_are_never_thrown_away",),
+        seeds=(42, 310, 312),
+    ),
+    "counts-its-own-pause": Mutant(
+        "a controller that was stopped takes its own pause for the silence of the ranks",
+        {"lastwords.clock.OwnTime.at": _as_the_clock_says},
+        ("i3_what_can_be_saved_is_saved",),
+        seeds=(493,),
     ),
     "late-exit": Mutant(
         "a rank obeys an Exit of an incident that is over",
         {f"{_PART}.concerns": _always},
         ("i6_nothing_older_changes_anything_newer", "a_false_alarm_is_not_noticed"),
+        seeds=(1, 15, 210),
     ),
 }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
 from lastwords.vocabulary import UNIT_REPLICATED
+from tests.sim import troubles as around
 from tests.sim.job import Job
+from tests.sim.troubles import NONE, Troubles
 from tests.sim.world import At
 
 
@@ -71,6 +74,7 @@ class Plan:
     slow_messages: float = 0.02  # share of messages that take up to half a second
     update_s: float = 0.01
     log_s: float = 0.002
+    troubles: Troubles = NONE
 
 
 PLACES = (
@@ -206,8 +210,17 @@ def _draw_fault(dice: random.Random, job: Job, kind: str, in_incident: bool) -> 
     return Fault(kind, trigger, ranks, duration_s)
 
 
-def draw(seed: int, with_death: bool = True) -> Plan:
-    """The plan of a seed. `with_death`: at least one process is killed, otherwise none is."""
+def draw(seed: int, with_death: bool = True, kinds: frozenset[str] = around.AS_SHIPPED) -> Plan:
+    """The plan of a seed. `with_death`: at least one process is killed, otherwise none is. `kinds`: of troubles."""
+    plan = _draw(seed, with_death)
+    troubles = around.draw(seed, plan.job, kinds)
+    if around.needs_fallback(troubles):
+        job = dataclasses.replace(plan.job, fallback=True)
+        plan = dataclasses.replace(plan, job=job, publish_failures=0)  # each try takes minutes there
+    return dataclasses.replace(plan, troubles=troubles)
+
+
+def _draw(seed: int, with_death: bool) -> Plan:
     dice = random.Random(seed)
     job = _draw_job(dice)
     faults: list[Fault] = []
@@ -257,7 +270,7 @@ def draw(seed: int, with_death: bool = True) -> Plan:
         refused=frozenset(refused),
         hanging=frozenset({dice.choice(ranks)}) if 0.13 <= quirk < 0.16 else frozenset(),
         unreadable=frozenset({dice.choice(ranks)}) if 0.16 <= quirk < 0.19 else frozenset(),
-        publish_failures=dice.choice((1, 9)) if 0.19 <= quirk < 0.21 else 0,
+        publish_failures=dice.choice((1, 5)) if 0.19 <= quirk < 0.21 else 0,
         hanging_verify=0.21 <= quirk < 0.215,
         hanging_publish=0.215 <= quirk < 0.22,
         older_directory=dice.random() < 0.3,

@@ -38,10 +38,10 @@ SKIPPED = frozenset({1})
 JOBS: dict[str, Explored] = {
     "ddp-two": Explored("2 ranks, one unit, 2 steps", data_parallel(2, 2), 1),
     "ddp-two-break": Explored("2 ranks, one unit, 1 step", data_parallel(2, 1), 1, 1),
-    "ddp": Explored("3 ranks, one unit, 2 steps", data_parallel(3, 2), 2),
+    "ddp": Explored("3 ranks, one unit, 2 steps", data_parallel(3, 2), 2, slow=True),
     "two-break": Explored("2 ranks, a unit on each, 1 step", _gated(TWO), 1, 1),
     "mixed": Explored("3 ranks, units on {0,2} {1}, 1 step", _gated(MIXED), 1),
-    "mixed-break": Explored("3 ranks, units on {0,2} {1}, 1 step", _gated(MIXED), 0, 1),
+    "mixed-break": Explored("3 ranks, units on {0,2} {1}, 1 step", _gated(MIXED), 0, 1, slow=True),
     "mixed-skip": Explored(
         "3 ranks, units on {0,2} {1}, 2 steps, the first one skipped", _gated(MIXED, 2, skipped=SKIPPED), 1
     ),
@@ -49,12 +49,13 @@ JOBS: dict[str, Explored] = {
         "3 ranks, units on {0,2} {1}, 2 steps, the first one skipped, which only the optimizer finds out",
         _gated(MIXED, 2, skipped=SKIPPED, skips_inside=True),
         1,
+        slow=True,
     ),
     "mixed-hang": Explored(
         "3 ranks, units on {0,2} {1}, 1 step that ends with a collective", _gated(MIXED, log_collective=True), 1
     ),
-    "ring": Explored("3 ranks, units on {0,1} {1,2} {2,0} and on all, 1 step", _gated(RING_AND_ALL), 2),
-    "pairs": Explored("4 ranks, units on {0,2} {1,3}, 1 step", _gated(PAIRS), 1),
+    "ring": Explored("3 ranks, units on {0,1} {1,2} {2,0} and on all, 1 step", _gated(RING_AND_ALL), 2, slow=True),
+    "pairs": Explored("4 ranks, units on {0,2} {1,3}, 1 step", _gated(PAIRS), 1, slow=True),
     "ddp-three-steps": Explored("3 ranks, one unit, 3 steps", data_parallel(3, 3), 2, slow=True),
     "mixed-two-steps": Explored("3 ranks, units on {0,2} {1}, 2 steps", _gated(MIXED, 2), 2, slow=True),
     "mixed-death-and-break": Explored("3 ranks, units on {0,2} {1}, 1 step", _gated(MIXED), 1, 1, slow=True),

@@ -5,9 +5,10 @@ What is left out, and why nothing is lost by it:
 * Registration has happened, and every rank is about to compute its first step. Before that there is nothing to save;
   random schedules do kill there.
 * Reports of where a rank stands while it trains are not sent: the controller uses them for people, and to be patient
-  with those who have left the loop. A step's places in which nothing is decided are passed in one go. In particular a
-  rank computes and has contributed its gradients at once: if it is killed before, the others can do what they can do
-  if it is killed just after and their collective never returns.
+  with those who have left the loop (who may even die where all are done; random schedules do that). A step's places in
+  which nothing is decided are passed in one go. In particular a rank computes and has contributed its gradients at
+  once: if it is killed before, the others can do what they can do if it is killed just after and their collective
+  never returns.
 * Nothing is sent again by a timer, only with a new session: that brings every order and every report back that can
   have been lost. (The intervals would only add copies of messages.)
 * A session that breaks takes with it a tail of what was on its way, in both directions. Orders that still arrive have
@@ -56,6 +57,11 @@ OUT_OF_REACH_S = 1e6
 NOT_ASKED, ASKED, ANSWERED = range(3)
 """Whether a rank has been sent a Freeze (or a Proceed that it follows), and has sent its Settled."""
 
+_ONLY_FOR_TIMERS = frozenset(
+    {("ProcessorCore", "_now_s"), ("Correspondence", "_unanswered"), ("Correspondence", "_hello_pause")}
+)
+"""Fields of the processor's core that decide nothing but when something is sent again."""
+
 CLOSED = -1
 """What stands in a channel where the controller notices that a session is over."""
 
@@ -73,7 +79,7 @@ class Tables:
     def __init__(self, whole: bool = False) -> None:
         ignored = frozenset() if whole else ONLY_FOR_PEOPLE
         self.controllers = Table(InternedController.QUERIES, ignored, tidies=not whole)
-        self.processors = Table(InternedProcessor.QUERIES, frozenset({("ProcessorCore", "_now_s")}))
+        self.processors = Table(InternedProcessor.QUERIES, _ONLY_FOR_TIMERS)
         self.things: list[Any] = [None]
         self.number_of_thing: dict[Any, int] = {None: 0}
         self.disks: list[Disk] = []
@@ -477,7 +483,7 @@ class SmallWorld(World):
         if incident is None or not incident.opened:
             return False
         if isinstance(report, Raised):
-            return report.secondary and bool(incident._certain)
+            return report.secondary and bool(core._context.certain)
         waits = report.rank in incident._unsettled and len(incident._unsettled) > 1
         return waits and core.state is ControllerState.SETTLING and report.incident == incident.number and not may_break
 

@@ -79,7 +79,7 @@ def older_orders(generation: int, over: int, step: int) -> list[Order]:
         orders += [
             Freeze(made_in, incident, 30.0, "old"),
             Proceed(made_in, incident, step + 1),
-            Save(made_in, incident, 9, step, ("replicated",), (0,), 0, (0,), "old"),
+            Save(made_in, incident, 9, step, ("replicated",), (0,), 0, "old"),
             Resume(made_in, incident),
             Exit(made_in, incident, ExitKind.SAVED, step, "/old", "old", (0,)),
         ]
@@ -118,7 +118,7 @@ def _inject_above(world: TimedWorld, rank: int, report: Report) -> None:
         return  # the first Hello of a rank is taken, whoever says it
     world.tell("fault", f"the controller gets {report}")
     before = fingerprint(world.controller)
-    effects = world.controller.handle(to_controller.FromRank(report), world.now_s)
+    effects = world.controller.handle(to_controller.FromRank(report), world.controller_now_s())
     _compare(world, f"controller, {report}", before, fingerprint(world.controller), effects, _HARMLESS_ABOVE)
 
 
@@ -127,7 +127,7 @@ def _inject_below(world: TimedWorld, rank: int, order: Order) -> None:
     world.feed(world.trainers[rank], to_processor.Tick())
     world.tell("fault", f"rank {rank} gets {order}")
     before = fingerprint(core)
-    core.handle(to_processor.FromController(order), world.now_s)
+    core.handle(to_processor.FromController(order), world.rank_now_s(world.trainers[rank]))
     _compare(world, f"rank {rank}, {order}", before, fingerprint(core), core.take_effects(), _HARMLESS_BELOW)
 
 

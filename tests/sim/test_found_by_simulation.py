@@ -28,7 +28,7 @@ FREEZE = Freeze(1, 1, 30.0, "rank 1 died")
 
 
 def _save(units: tuple[str, ...], step: int) -> Save:
-    return Save(1, 1, 1, step, units, (2,), 0, (0, 2), "a reason")
+    return Save(1, 1, 1, step, units, (2,), 0, "a reason")
 
 
 def _ready_and_frozen() -> ProcessorCore:
@@ -100,10 +100,14 @@ def test_a_dead_writers_file_is_used_although_another_directory_was_tried_meanwh
     # when the file of rank 0 cannot be read back, all is to be written to the fallback directory ...
     orders = _saves(job.happens(to_controller.VerifyFailed(1, 1, ((0, "a checksum differs"),))))
     assert {order.target for order in orders.values()} == {1}
-    # ... but rank 2 dies before it can
-    effects = job.dies(2)
+    # ... but rank 2 dies before it can; rank 0 gets another chance in the first directory, where its file still lies
+    job.dies(2)
+    job.now_s += 0.3
+    orders = _saves(job.happens(to_controller.Tick()))
+    assert (orders[0].units, orders[0].target) == ((), 0)
+    effects = job.hear(Saved(0, 1, 1, orders[0].attempt, 4, 10))
     (verify,) = [effect for effect in effects if isinstance(effect, to_controller.StartVerify)]
-    assert (verify.step, verify.target, verify.units, verify.writers) == (4, 0, ("replicated",), (2,))
+    assert (verify.step, verify.target, verify.units, verify.writers) == (4, 0, ("replicated",), (0, 2))
 
 
 def test_a_rank_that_answered_before_it_came_to_the_gate_is_waited_for() -> None:

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lastwords.clock import OwnTime
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions
 from lastwords.processor import events as to_processor
 from lastwords.processor.core import ProcessorCore
-from lastwords.vocabulary import DeathSource, Exit, Freeze, Order, Refused, Report, Resume, Status
+from lastwords.vocabulary import DeathSource, Exit, Freeze, Order, Refused, Release, Report, Resume, Status
 from tests.sim import stale
 from tests.sim.disk import Disk
 from tests.sim.ledger import Directory, Ledger, Life, Renaming
@@ -26,14 +27,26 @@ GROUP_TIMEOUT_S = 1800.0
 HORIZON_S = 5000.0
 """Far beyond the sum of all named deadlines: who is there then waits for ever."""
 
+EVENTS_MAX = 100_000
+"""The longest schedules have a few thousand: more is a protocol that goes round in circles."""
+
 WELCOME_TIMEOUT_S = 330.0
 """How long a process waits for all ranks to be registered before it gives up."""
 
 KEEPALIVE_S = 1.8
 """After so much silence the controller's transport breaks a session."""
 
+STORAGE_TIMEOUT_S = 120.0
+"""The controller gives up a verification, or a publication, that takes longer."""
+
+CLIENT_KEEPALIVE_S = 10.0
+"""The same at a rank's end."""
+
 SILENT_S = 1.5
 """A rank that could not be heard of for so long may be taken for dead (lost_confirm_s is 2 s)."""
+
+UNASKED_S = 5.0
+"""A rank that has heard no Freeze for so long may be left out (settle_timeout_s is 15 s): its answers are lost, too."""
 
 _STAY_S: Mapping[At, tuple[float, float]] = {
     At.OPENING: (0.0, 0.001),
@@ -107,16 +120,26 @@ class TimedWorld(World):
         self.blocked_until_s = [0.0] * ranks  # no session can be opened before
         self.up_clear_s = [0.0] * ranks
         self.down_clear_s = [0.0] * ranks
+        self.told: set[int] = set()  # ranks that were sent word of the job's end
         self.unheard_since_s = [-1.0] * ranks
         self.frozen_since_s = [-1.0] * ranks
+        self.asked_since_s = [-1.0] * ranks  # the first of several Freezes that were all lost
         self.over = [0] * ranks  # newest incident whose Resume has arrived
         self.known: set[int] = set()  # ranks whose Hello has arrived
         self.tick_s: list[float] = [-1.0] * ranks
         self.controller_tick_s = -1.0
+        self.controller_time = OwnTime()
+        self.own_times = [OwnTime() for _ in range(ranks)]
         self.deaths: Counter[str] = Counter()
         self.place_faults: dict[tuple[int, At, int], list[Fault]] = {}
         self.stage_faults: dict[str, list[Fault]] = {}
         self.publish_failures = plan.publish_failures
+        self.troubles = plan.troubles
+        self.gate_break = plan.troubles.gate_break
+        self.glitches = {"verify": plan.troubles.verify_glitches, "publish": plan.troubles.publish_glitches}
+        self.write_glitches = dict(plan.troubles.write_glitches)
+        self.controller_free_s = 0.0
+        self.luck = random.Random(plan.seed ^ 0x10CC)  # of the troubles, so that older seeds stay what they were
         for rank, step, place in plan.raises:
             self.trainers[rank].raise_at = (step, place)
         for rank, step in plan.tears:
@@ -129,12 +152,19 @@ class TimedWorld(World):
         if plan.odd_loop[0] >= 0:
             self.trainers[plan.odd_loop[0]].loop_start = plan.odd_loop[1]
             self.ledger.certain_faults += 1
+        if plan.troubles.before_update[0] >= 0:
+            self.trainers[plan.troubles.before_update[0]].raise_at = (plan.troubles.before_update[1], At.READY)
         for rank, step in plan.leaves_inside:
             self.trainers[rank].leave_inside = step
         ledger = self.ledger
         ledger.refused = set(plan.refused)
         ledger.refused |= {(rank, target) for rank in plan.hanging | plan.unreadable for target in job.targets}
-        if plan.hanging_verify or plan.hanging_publish:
+        too_late = max(plan.troubles.late_verify_s, plan.troubles.late_publish_s) > STORAGE_TIMEOUT_S - 0.1
+        # One try takes longer than storage_retry_s, so what fails twice is given up.
+        slow = (plan.troubles.late_verify_s and plan.troubles.verify_glitches > 1) or (
+            plan.troubles.late_publish_s and plan.troubles.publish_glitches > 1
+        )
+        if plan.hanging_verify or plan.hanging_publish or too_late or slow:
             ledger.closed_targets = set(job.targets)
 
     # ------------------------------------------------------------------ the queue
@@ -149,16 +179,18 @@ class TimedWorld(World):
                 self.stage_faults.setdefault(trigger.stage, []).append(fault)
             else:
                 self.after(trigger.time_s, self.strike, fault)
+        self._plan_troubles()
         for trainer in self.trainers:
             self.on_moved(trainer)
             self.waiting[trainer.rank] = True
             self.feed(trainer, to_processor.Tick())
             self.after(self.dice.random() * 0.05, self.connect, trainer)
         self.feed_controller(to_controller.Tick())
-        queue = self.queue
+        queue, popped = self.queue, 0
         while queue:
             self.now_s, _, action, arguments = heapq.heappop(queue)
-            if self.now_s > HORIZON_S:
+            popped += 1
+            if self.now_s > HORIZON_S or popped > EVENTS_MAX:
                 self.ledger.crossed_horizon = True
                 break
             action(*arguments)
@@ -167,10 +199,12 @@ class TimedWorld(World):
 
     def _close_books(self) -> None:
         self.ledger.ended = True
+        self.ledger.left_on_disk = self.disk.unpublished()
         for trainer in self.trainers:
             if trainer.record.life is Life.ALIVE:
                 trainer.record.reach = trainer.reach()
             self._thawed(trainer)
+            self._asked(trainer)
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         self.sequence += 1
@@ -308,9 +342,15 @@ class TimedWorld(World):
 
     def on_controller_ended(self) -> None:
         self.tell("controller", "has ended")
+        if self.ledger.controller_stopped:
+            self.ledger.untold = {rank for rank in self.bound if self._is_untold(rank)}
         for rank in range(self.job.world_size):
             self.blocked_until_s[rank] = HORIZON_S * 2
             self.break_session(rank, lose_tail=self.ledger.controller_killed, seen_s=0.0)
+
+    def _is_untold(self, rank: int) -> bool:
+        alive = self.trainers[rank].record.life is Life.ALIVE and not self.trainers[rank].core.leaving
+        return alive and rank not in self.told and self.session[rank] not in self.cut_s
 
     # ------------------------------------------------------------------ sessions
 
@@ -343,6 +383,8 @@ class TimedWorld(World):
             self.after_in(trainer, 0.0005 + 0.05 * dice.random(), self._noticed, trainer, session)
 
     def _closed(self, rank: int, session: int) -> None:
+        if self._controller_is_busy(self._closed, rank, session):
+            return
         self.cut_s[session] = min(self.cut_s[session], self.now_s)
         if self.story is not None and self.bound.get(rank) == session:
             self.tell("controller", f"the session of rank {rank} is closed")
@@ -377,7 +419,9 @@ class TimedWorld(World):
 
     def send_up(self, trainer: Trainer, report: Report) -> None:
         rank = trainer.rank
-        at_s = max(self.now_s + self._delay_s(), self.up_clear_s[rank])
+        if self._is_lost():
+            return
+        at_s = max(self._passes_s(self.troubles.mute, rank), self.up_clear_s[rank])
         self.up_clear_s[rank] = at_s
         self.sequence += 1
         heapq.heappush(self.queue, (at_s, self.sequence, self._arrive_up, (rank, self.session[rank], report)))
@@ -385,7 +429,10 @@ class TimedWorld(World):
     def _arrive_up(self, rank: int, session: int, report: Report) -> None:
         if not self.controller_lives or self.cut_s.get(session, HORIZON_S) < self.now_s:
             return
-        self._heard(rank)
+        if self._controller_is_busy(self._arrive_up, rank, session, report):
+            return
+        if self.paused_until_s[rank] <= self.now_s:  # what it had said before it was stopped is no sign of life
+            self._heard(rank)
         self.known.add(rank)
         if self.story is not None:
             self.tell("controller", f"hears {report}")
@@ -395,7 +442,13 @@ class TimedWorld(World):
         session = self.bound.get(rank)
         if session is None:
             return
-        at_s = max(self.now_s + self._delay_s(), self.down_clear_s[rank])
+        if isinstance(order, Exit | Release | Refused):
+            self.told.add(rank)
+        if self._is_lost():
+            if type(order) is Freeze and self.asked_since_s[rank] < 0:
+                self.asked_since_s[rank] = self.now_s
+            return
+        at_s = max(self._passes_s(self.troubles.deaf, rank), self.down_clear_s[rank])
         self.down_clear_s[rank] = at_s
         self.sequence += 1
         trainer = self.trainers[rank]
@@ -409,6 +462,7 @@ class TimedWorld(World):
             self.tell_of(trainer, f"is told {order}")
         kind = type(order)
         if kind is Freeze:
+            self._asked(trainer)
             if self.frozen_since_s[trainer.rank] < 0:
                 self.frozen_since_s[trainer.rank] = self.now_s
         elif kind is Resume or kind is Exit or kind is Refused:
@@ -416,6 +470,13 @@ class TimedWorld(World):
             if kind is Resume:
                 self.over[trainer.rank] = max(self.over[trainer.rank], order.incident)  # type: ignore[union-attr]
         self.feed(trainer, to_processor.FromController(order))
+
+    def _asked(self, trainer: Trainer) -> None:
+        """Who was sent every Freeze in vain for too long was out of reach, as if it had been silent."""
+        since_s = self.asked_since_s[trainer.rank]
+        self.asked_since_s[trainer.rank] = -1.0
+        if since_s >= 0 and self.now_s - since_s >= UNASKED_S:
+            trainer.record.ill.add("silent")
 
     def _thawed(self, trainer: Trainer) -> None:
         since_s = self.frozen_since_s[trainer.rank]
@@ -431,6 +492,7 @@ class TimedWorld(World):
         if due_s is None or trainer.record.life is not Life.ALIVE:
             return
         rank = trainer.rank
+        due_s = self._world_s(rank, self.own_times[rank].look_mono_s(due_s))
         if self.tick_s[rank] < 0 or due_s < self.tick_s[rank]:
             self.tick_s[rank] = due_s
             self.after_in(trainer, max(0.0, due_s - self.now_s) + 1e-6, self._tick, trainer, due_s)
@@ -442,12 +504,17 @@ class TimedWorld(World):
 
     def on_controller_deadline(self) -> None:
         due_s = self.controller.deadline_s
-        if due_s is not None and (self.controller_tick_s < 0 or due_s < self.controller_tick_s):
+        if due_s is None:
+            return
+        due_s = self.controller_time.look_mono_s(due_s)
+        if self.controller_tick_s < 0 or due_s < self.controller_tick_s:
             self.controller_tick_s = due_s
             self.after(max(0.0, due_s - self.now_s) + 1e-6, self._tick_controller, due_s)
 
     def _tick_controller(self, due_s: float) -> None:
         if self.controller_tick_s == due_s:
+            if self._controller_is_busy(self._tick_controller, due_s):
+                return
             self.controller_tick_s = -1.0
             self.feed_controller(to_controller.Tick())
 
@@ -464,6 +531,10 @@ class TimedWorld(World):
         if dice.random() < 0.1:
             self.after_in(trainer, 0.5 * written_s, self._progress, trainer, order)
         failure = "storage" if (rank, order.target) in self.plan.refused else ""
+        if not failure and self.write_glitches.get(rank):
+            self.write_glitches[rank] -= 1
+            failure = "for a moment"
+            self.ledger.refused_for_a_moment.add(rank)
         self.after_in(trainer, written_s, self._written, trainer, order, failure)
 
     def _progress(self, trainer: Trainer, order: object) -> None:
@@ -478,22 +549,120 @@ class TimedWorld(World):
     def on_controller_job(self) -> None:
         if self.publishing is not None:
             if not self.plan.hanging_publish:
-                self.after(0.001 + 0.03 * self.dice.random(), self._renamed, self.publishing)
+                delay_s = 0.001 + 0.03 * self.dice.random() + self.troubles.late_publish_s
+                self.after(delay_s, self._renamed, self.publishing)
         elif self.verifying is not None and not self.plan.hanging_verify:
-            self.after(0.001 + 0.05 * self.dice.random(), self._checked, self.verifying)
+            delay_s = 0.001 + 0.05 * self.dice.random() + self.troubles.late_verify_s
+            self.after(delay_s, self._checked, self.verifying)
 
-    def _checked(self, effect: object) -> None:
-        if self.verifying is effect:
+    def _checked(self, effect: to_controller.StartVerify) -> None:
+        if self._controller_is_busy(self._checked, effect) or self.verifying is not effect:
+            return
+        if self.glitches["verify"]:
+            self.glitches["verify"] -= 1
+            self.tell("disk", "the parts cannot be looked at for a moment")
+            self.cannot_look()
+        else:
             self.finish_verify()
 
-    def _renamed(self, effect: object) -> None:
+    def _renamed(self, effect: to_controller.StartPublish) -> None:
+        if self._controller_is_busy(self._renamed, effect) or not self.controller_lives:
+            return
+        if self.publishing is not effect and self.troubles.late_publish_s:
+            self.tell("disk", f"step {effect.step} gets its final name after all")
+            self.rename(effect)
+            path = f"/t{effect.target}/step_{effect.step}"
+            self.feed_controller(to_controller.Published(effect.incident, effect.attempt, path))
         if self.publishing is effect:
+            if self.glitches["publish"]:
+                self.glitches["publish"] -= 1
+                self.tell("disk", f"step {effect.step} cannot be renamed for a moment")
+                self.cannot_rename()
+                return
             if self.publish_failures:
                 self.publish_failures -= 1
                 self.finish_publish("no space left on device")
                 return
             self.tell("disk", f"step {self.publishing.step} gets its final name")
             self.finish_publish()
+
+    # ------------------------------------------------------------------ troubles
+
+    def _plan_troubles(self) -> None:
+        """What happens at a time of its own (the rest is looked up where it matters)."""
+        troubles = self.troubles
+        for rank, from_s, until_s in (troubles.mute, troubles.deaf):
+            if rank >= 0 and until_s - from_s > KEEPALIVE_S:
+                self.after(from_s + KEEPALIVE_S, self._break_one_way, rank, until_s)
+        from_s, until_s = troubles.controller_pause
+        if until_s > 0.0:
+            self.after(until_s, self._controller_goes_on)
+            if until_s - from_s >= SILENT_S:
+                self.ledger.certain_faults += 1
+            if until_s - from_s > CLIENT_KEEPALIVE_S:
+                self.after(from_s + CLIENT_KEEPALIVE_S, self._give_the_controller_up, until_s)
+        rank, at_s = troubles.false_death
+        if rank >= 0:
+            self.after(at_s, self._falsely_reported_dead, rank)
+
+    def _is_lost(self) -> bool:
+        return self.troubles.loss > 0.0 and self.luck.random() < self.troubles.loss
+
+    def _passes_s(self, held_up: tuple[int, float, float], rank: int) -> float:
+        """When a message that is sent now arrives. What is held up one way is sent again when the way is free."""
+        stuck_rank, from_s, until_s = held_up
+        arrives_s = self.now_s + self._delay_s()
+        return until_s + 0.2 * self.luck.random() if rank == stuck_rank and from_s <= arrives_s < until_s else arrives_s
+
+    def _break_one_way(self, rank: int, until_s: float) -> None:
+        if self.trainers[rank].record.life is Life.ALIVE:
+            self._isolate(rank, max(0.0, until_s - self.now_s))
+
+    def _controller_is_busy(self, action: Callable[..., None], *arguments: Any) -> bool:
+        """True if the controller takes this in later; it takes in one thing after the other."""
+        if not self.controller_lives:
+            return False
+        from_s, until_s = self.troubles.controller_pause
+        free_s = until_s if from_s <= self.now_s < until_s else self.controller_free_s
+        if free_s > self.now_s:
+            self.after(free_s - self.now_s, action, *arguments)
+            return True
+        self.controller_free_s = self.now_s + self.troubles.controller_slow_s
+        return False
+
+    def _give_the_controller_up(self, until_s: float) -> None:
+        for rank in range(self.job.world_size):
+            self._isolate(rank, max(0.0, until_s - self.now_s))
+
+    def _controller_goes_on(self) -> None:
+        """Whoever it has not heard of meanwhile was not silent."""
+        self.tell("controller", "goes on")
+        for rank, since_s in enumerate(self.unheard_since_s):
+            if since_s >= 0 and self.paused_until_s[rank] <= self.now_s:
+                self.unheard_since_s[rank] = self.now_s
+        self.feed_controller(to_controller.Tick())  # the worst order: its timers ring before it hears anything
+
+    def _falsely_reported_dead(self, rank: int) -> None:
+        record = self.trainers[rank].record
+        if record.life is Life.ALIVE and rank in self.bound:
+            self.tell("fault", f"rank {rank} lives and is reported dead")
+            record.ill.add("said to be dead")
+            self.ledger.certain_faults += 1
+            self.feed_controller(to_controller.Died(rank, DeathSource.PIDFD))
+
+    def rank_now_s(self, trainer: Trainer) -> float:
+        offset_s, rate = self.troubles.skew[trainer.rank] if self.troubles.skew else (0.0, 1.0)
+        return self.own_times[trainer.rank].at(offset_s + self.now_s * rate)
+
+    def controller_now_s(self) -> float:
+        return self.controller_time.at(self.now_s)
+
+    def _world_s(self, rank: int, rank_s: float) -> float:
+        """The inverse of `rank_now_s`."""
+        if not self.troubles.skew:
+            return rank_s
+        offset_s, rate = self.troubles.skew[rank]
+        return (rank_s - offset_s) / rate
 
     # ------------------------------------------------------------------ faults
 
@@ -554,7 +723,8 @@ class TimedWorld(World):
     def _continue(self, trainer: Trainer) -> None:
         rank = trainer.rank
         self.paused_until_s[rank] = 0.0
-        self._heard(rank)
+        if trainer.linked and self.session[rank] not in self.cut_s:
+            self._heard(rank)
         if trainer.record.life is Life.ALIVE:
             self.tell_of(trainer, "goes on")
             deferred, self.deferred[rank] = self.deferred[rank], []
@@ -585,6 +755,8 @@ class TimedWorld(World):
                 self.after_in(trainer, 0.0, self.signal, trainer, 15)
 
     def _stale(self, fault: Fault) -> None:
+        if self._controller_is_busy(self._stale, fault):
+            return
         stale.inject(self, fault.ranks[0])
 
     def on_log(self, who: str, text: str) -> None:

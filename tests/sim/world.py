@@ -166,6 +166,7 @@ class World:
         self.bound: dict[int, int] = {}  # rank -> the session that its orders go to
         self.incident = 0  # newest one that ranks were told of
         self.gate_breaks = job.gate_breaks
+        self.gate_break = (-1, -1)  # rank, step whose gate fails there although everybody lives
         self.stage = ""  # of the incident, as the controller's effects show it
         self.verifying: to_controller.StartVerify | None = None
         self.publishing: to_controller.StartPublish | None = None
@@ -178,7 +179,7 @@ class World:
         if at in PARKED:
             return GO if trainer.waking else WAIT
         if at is At.START:
-            return GO if trainer.core.welcomed else WAIT
+            return GO if trainer.core.welcomed and trainer.loop_start >= 0 else WAIT
         if at is At.REDUCE:
             return self._collective(trainer.contributed, "contributed")
         if at is At.UPDATE and self.job.update_collective:
@@ -196,6 +197,8 @@ class World:
     def _gate(self, trainer: Trainer) -> tuple[str, ...]:
         if trainer.core.frozen or trainer.core.leaving:
             return GO
+        if (trainer.rank, trainer.gated) == self.gate_break:
+            return ("break",)
         complete = all(other.gated >= trainer.gated for other in self.trainers)
         if trainer.rank in self.gate_breaks and any(o.record.life is not Life.ALIVE for o in self.trainers):
             return ("go", "break") if complete else ("break",)  # that all have entered is no promise that all pass
@@ -219,6 +222,7 @@ class World:
         if choice == "go":
             _MOVES[trainer.at](self, trainer)
         elif choice == "break":
+            self.ledger.certain_faults += (trainer.rank, trainer.gated) == self.gate_break
             trainer.core.mark_gate_failed("connection closed by peer")
             self._move_to(trainer, At.PARK_END if trainer.core.stand.phase is Phase.SKIPPED else At.PARK_UPDATE)
         elif choice == "stuck":
@@ -249,9 +253,8 @@ class World:
         self._move_to(trainer, At.HELD)
 
     def _from_start(self, trainer: Trainer) -> None:
-        if trainer.loop_start >= 0:
-            trainer.core.begin_loop(0, 0, trainer.loop_start)
-            self._move_to(trainer, At.OPENING)
+        trainer.core.begin_loop(0, 0, trainer.loop_start)
+        self._move_to(trainer, At.OPENING)
 
     def _from_opening(self, trainer: Trainer) -> None:
         if trainer.core.loop_open:
@@ -443,15 +446,17 @@ class World:
     def link(self, trainer: Trainer) -> None:
         """A session opens: Hello first, then what was left in the outbox, then what the core still owes."""
         trainer.linked = True
-        job = self.job
-        core = trainer.core
-        process, units = job.process(trainer.rank), job.units[trainer.rank]
-        self.send_up(trainer, Hello(trainer.rank, job.generation, job.world_size, process, units, core.stand))
+        self._say_hello(trainer)
         waiting = list(trainer.outbox.values())
         trainer.outbox.clear()
         for report in waiting:
             self.send_up(trainer, report)
         self.feed(trainer, to_processor.SessionUp())
+
+    def _say_hello(self, trainer: Trainer) -> None:
+        job, rank = self.job, trainer.rank
+        hello = Hello(rank, job.generation, job.world_size, job.process(rank), job.units[rank], trainer.core.stand)
+        self.send_up(trainer, hello)
 
     def unlink(self, trainer: Trainer) -> None:
         """The rank notices that its session is broken."""
@@ -474,7 +479,7 @@ class World:
 
     def feed(self, trainer: Trainer, event: to_processor.Event) -> None:
         """One event for a rank's core, and what follows from it."""
-        trainer.core.handle(event, self.now_s)
+        trainer.core.handle(event, self.rank_now_s(trainer))
         self.drain(trainer)
 
     def drain(self, trainer: Trainer) -> None:
@@ -485,6 +490,8 @@ class World:
                 kind = type(effect)
                 if kind is to_processor.SendReport:
                     self._report(trainer, effect.report)  # type: ignore[union-attr]
+                elif kind is to_processor.SayHello:
+                    self._say_hello(trainer)
                 elif kind is to_processor.Wake:
                     if trainer.at in _WOKEN:
                         trainer.waking = True
@@ -497,6 +504,9 @@ class World:
                     trainer.save = None
                 elif kind is to_processor.Leave:
                     self.on_leave(trainer, _farewell(effect))  # type: ignore[arg-type]
+                elif kind is to_processor.PassOn:
+                    self.on_log(f"rank {trainer.rank}", "obeys the signal by itself")
+                    self.on_leave(trainer, "signalled")
                 elif kind is to_processor.Released:
                     self.on_leave(trainer, "released")
                 else:
@@ -504,12 +514,12 @@ class World:
         self.on_deadline(trainer)
 
     def finish_save(self, trainer: Trainer, failure: str = "") -> None:
-        """The saver's thread ends. `failure`: "", "storage" (ENOSPC, a failed fsync) or anything else."""
+        """The saver's thread ends. `failure`: "", "storage" (ENOSPC), "for a moment" (works again), anything else."""
         order, trainer.save = trainer.save, None
         assert order is not None
         if failure:
-            reason, storage = f"could not write: {failure}", failure == "storage"
-            self.ledger.storage_failures += storage
+            reason, storage = f"could not write: {failure}", failure in ("storage", "for a moment")
+            self.ledger.storage_failures += failure == "storage"
             self.feed(trainer, to_processor.SaveErrored(order.incident, order.attempt, reason, storage))
             return
         content = trainer.record.held
@@ -540,14 +550,14 @@ class World:
             return
         if not self.controller_lives:
             return
-        effects = self.controller.handle(to_controller.FromRank(report), self.now_s)
+        effects = self.controller.handle(to_controller.FromRank(report), self.controller_now_s())
         if not any(type(effect) is to_controller.Reply for effect in effects):
             self.bound[report.rank] = session
         self._carry_out_all(effects)
 
     def _note_saved(self, report: Saved) -> None:
-        """The controller knows of a finished file. One that a rank tells of after a long silence is not owed a use."""
-        if "silent" in self.ledger.ranks[report.rank].ill:
+        """The controller knows of a finished file. It owes no use of the file of a rank that it had to give up."""
+        if self.ledger.ranks[report.rank].ill & {"silent", "said to be dead"}:
             return
         for (target, step, incident, attempt), files in self.disk.attempts.items():
             if (step, incident, attempt) != (report.step, report.incident, report.attempt) or report.rank not in files:
@@ -565,7 +575,7 @@ class World:
     def feed_controller(self, event: to_controller.Event) -> None:
         """One event for the controller's core, and what follows from it."""
         if self.controller_lives:
-            self._carry_out_all(self.controller.handle(event, self.now_s))
+            self._carry_out_all(self.controller.handle(event, self.controller_now_s()))
 
     def _carry_out_all(self, effects: list[to_controller.Effect]) -> None:
         for effect in effects:
@@ -588,6 +598,8 @@ class World:
             self.on_controller_job()
         elif kind is to_controller.Discard:
             self.disk.discard(effect)  # type: ignore[arg-type]
+        elif kind is to_controller.Keep:
+            pass  # it gets another name, and nobody looks at it any more
         elif kind is to_controller.Stop:
             self.on_log("controller", f"stops: {effect.reason}")  # type: ignore[union-attr]
             self.ledger.controller_stopped = True
@@ -629,13 +641,25 @@ class World:
         else:
             self.feed_controller(to_controller.Verified(effect.incident, effect.attempt))
 
+    def cannot_look(self) -> None:
+        """The controller's storage thread could not read the parts this time."""
+        effect, self.verifying = self.verifying, None
+        assert effect is not None
+        reason = "OSError: [Errno 24] Too many open files"
+        self.feed_controller(to_controller.VerifyBlocked(effect.incident, effect.attempt, reason))
+
+    def cannot_rename(self) -> None:
+        """The controller's storage thread could not rename this time."""
+        effect, self.publishing = self.publishing, None
+        assert effect is not None
+        reason = "OSError: [Errno 116] Stale file handle"
+        self.feed_controller(to_controller.PublishFailed(effect.incident, effect.attempt, reason))
+
     def finish_publish(self, failure: str = "") -> None:
         """The controller's storage thread has renamed the directory, or could not."""
         effect, self.publishing = self.publishing, None
         assert effect is not None
         if failure:
-            self.ledger.closed_targets.add(effect.target)
-            self.ledger.storage_failures += 1
             self.feed_controller(to_controller.PublishFailed(effect.incident, effect.attempt, failure))
             return
         self.rename(effect)
@@ -701,6 +725,14 @@ class World:
 
     def on_log(self, who: str, text: str) -> None:
         """A line for people."""
+
+    def rank_now_s(self, trainer: Trainer) -> float:
+        """What the clock of this rank's process says."""
+        return self.now_s
+
+    def controller_now_s(self) -> float:
+        """What the clock of the controller's process says."""
+        return self.now_s
 
 
 def _farewell(effect: to_processor.Leave) -> str:

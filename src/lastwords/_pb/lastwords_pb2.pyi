@@ -160,18 +160,20 @@ class Settled(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., sequence: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ...) -> None: ...
 
 class SaveProgress(_message.Message):
-    __slots__ = ("rank", "generation", "incident", "attempt", "bytes_written")
+    __slots__ = ("rank", "generation", "incident", "attempt", "bytes_written", "syncing")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    SYNCING_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     incident: int
     attempt: int
     bytes_written: int
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., bytes_written: _Optional[int] = ...) -> None: ...
+    syncing: bool
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., bytes_written: _Optional[int] = ..., syncing: bool = ...) -> None: ...
 
 class Saved(_message.Message):
     __slots__ = ("rank", "generation", "incident", "attempt", "step", "bytes_written")
@@ -346,7 +348,7 @@ class Proceed(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("generation", "incident", "attempt", "step", "units", "local_ranks", "target", "writers", "reason")
+    __slots__ = ("generation", "incident", "attempt", "step", "units", "local_ranks", "target", "reason")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -354,7 +356,6 @@ class Save(_message.Message):
     UNITS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANKS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
-    WRITERS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     generation: int
     incident: int
@@ -363,9 +364,8 @@ class Save(_message.Message):
     units: _containers.RepeatedScalarFieldContainer[str]
     local_ranks: _containers.RepeatedScalarFieldContainer[int]
     target: int
-    writers: _containers.RepeatedScalarFieldContainer[int]
     reason: str
-    def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ..., local_ranks: _Optional[_Iterable[int]] = ..., target: _Optional[int] = ..., writers: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ..., local_ranks: _Optional[_Iterable[int]] = ..., target: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("generation", "incident")

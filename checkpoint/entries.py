@@ -1,0 +1,216 @@
+"""What manifest.json and part.json say of files, units and local states, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lastwords.checkpoint import layout
+from lastwords.checkpoint.document import Fields
+from lastwords.checkpoint.format import TensorSpec, is_checksum
+from lastwords.checkpoint.meta_forms import local_problem, unit_problem
+from lastwords.checkpoint.storable import pack, unpack
+from lastwords.errors import ConfigError, FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A .ckpt file: `path` below the checkpoint's directory, sizes in bytes, xxh3_64 as hexadecimal.
+
+    part_bytes, part_sum: of the part.json beside it, where a manifest leaves the chunks and tables to that.
+    """
+
+    path: str
+    bytes: int
+    header_bytes: int
+    header_sum: str
+    chunks: tuple[str, ...]
+    part_bytes: int = 0
+    part_sum: str = ""
+
+    @property
+    def description(self) -> str:
+        """Path of the part.json beside the file."""
+        return f"{self.path.partition('/')[0]}/{layout.PART_NAME}"
+
+    def to_json(self) -> dict[str, Any]:
+        said = {
+            "path": self.path,
+            "bytes": self.bytes,
+            "header_bytes": self.header_bytes,
+            "header_sum": self.header_sum,
+        }
+        if self.part_sum:
+            return said | {"part_bytes": self.part_bytes, "part_sum": self.part_sum}
+        return said | {"chunks": list(self.chunks)}
+
+    @staticmethod
+    def from_json(fields: Fields, where: Path, *, described: bool = False) -> FileEntry:
+        """described: the rest stands in a part.json."""
+        path = str(layout.PartPath.parse(fields.text("path"), where=str(where)))
+        header_sum = fields.text("header_sum")
+        chunks = () if described else fields.texts("chunks")
+        part_sum = fields.text("part_sum") if described else ""
+        if not all(is_checksum(text) for text in (*chunks, header_sum, *((part_sum,) if described else ()))):
+            fields.refuse(f"a checksum of {path} is not 16 hexadecimal digits")
+        size, header_bytes = fields.integer("bytes"), fields.integer("header_bytes", least=8)
+        part_bytes = fields.integer("part_bytes", least=1) if described else 0
+        return FileEntry(path, size, header_bytes, header_sum, chunks, part_bytes, part_sum)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where something of a checkpoint is: the rank that wrote it, its file, its tensors and its `meta`."""
+
+    writer: int
+    file: str
+    tensors: tuple[TensorSpec, ...]
+    meta: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "writer": self.writer,
+            "file": self.file,
+            "tensors": map(_spec_to_json, self.tensors),
+            "meta": pack(dict(self.meta), "meta"),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEntry(Entry):
+    """Where a unit is."""
+
+    @staticmethod
+    def from_json(fields: Fields, where: Path) -> UnitEntry:
+        return UnitEntry(*_entry_from_json(fields, where))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEntry(Entry):
+    """Where one rank's local state is; `writer` is of the same host, and not the rank itself if that died."""
+
+    exact: bool
+    reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return Entry.to_json(self) | {"exact": self.exact, "reasons": list(self.reasons)}
+
+    @staticmethod
+    def from_json(fields: Fields, where: Path) -> LocalEntry:
+        return LocalEntry(*_entry_from_json(fields, where), fields.truth("exact"), fields.texts("reasons"))
+
+
+def _entry_from_json(fields: Fields, where: Path) -> tuple[int, str, tuple[TensorSpec, ...], dict[str, Any]]:
+    path = str(layout.PartPath.parse(fields.text("file"), where=str(where)))
+    return fields.integer("writer"), path, _specs_from_json(fields, where), _meta(fields, where)
+
+
+def unit_summary(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What publication needs of a unit: who held it, and why it is not exact."""
+    holders = meta.get("holders")
+    told = isinstance(holders, list | tuple) and all(type(rank) is int and rank >= 0 for rank in holders)
+    summary: dict[str, Any] = {"holders": list(holders)} if told and holders is not None else {}
+    return summary | {"reasons": list(meta.get("reasons", ()))}
+
+
+def local_summary(entry: LocalEntry) -> dict[str, Any]:
+    """What publication needs of a local state; `after`: the step that the loop has named last, as epoch and step."""
+    slot = entry.meta.get("slot")
+    after = slot.get("after") if isinstance(slot, Mapping) else None
+    summary: dict[str, Any] = {"exact": entry.exact, "reasons": list(entry.reasons)}
+    return summary if after is None else summary | {"after": list(after)}
+
+
+def owners_contradiction(
+    units: Mapping[str, UnitEntry], locals: Mapping[int, LocalEntry], paths: Collection[str]
+) -> str | None:
+    """First thing in which units and local states contradict each other or the files that there are, in words."""
+    names: set[str] = set()
+    owners: list[tuple[str, Entry]] = [
+        *((f"unit/{unit}/", entry) for unit, entry in units.items()),
+        *((f"local/{rank}/", entry) for rank, entry in locals.items()),
+    ]
+    for prefix, owner in owners:
+        if owner.file not in paths:
+            return f"{prefix[:-1]} is in {owner.file}, which is not among its files"
+        if layout.PartPath.parse(owner.file, where="manifest").rank != owner.writer:
+            return f"{prefix[:-1]} was written by rank {owner.writer}, but its file is {owner.file}"
+        for spec in owner.tensors:
+            if not spec.name.startswith(prefix) or spec.name in names:
+                return f"tensor {spec.name!r} is listed twice or under {prefix[:-1]}"
+            names.add(spec.name)
+    return None
+
+
+def meta_problem(units: Mapping[str, UnitEntry], locals: Mapping[int, LocalEntry]) -> str | None:
+    """First thing in the meta of units and local states that no reader could use, in words; None if there is none."""
+    for unit, entry in units.items():
+        problem = unit_problem(entry.meta, entry.tensors, unit)
+        if problem is not None:
+            return f"units.{unit}.{problem}"
+    for rank, local in locals.items():
+        problem = local_problem(local.meta)
+        if problem is not None:
+            return f"locals.{rank}.{problem}"
+    return None
+
+
+def units_from_json(fields: Fields, where: Path) -> dict[str, UnitEntry]:
+    return {unit: UnitEntry.from_json(fields.inner(unit), where) for unit in fields.keys()}  # noqa: SIM118
+
+
+def locals_from_json(fields: Fields, where: Path) -> dict[int, LocalEntry]:
+    return {rank: LocalEntry.from_json(inner, where) for rank, inner in sorted(ranks_of(fields).items())}
+
+
+def ranks_of(fields: Fields) -> dict[int, Fields]:
+    """Objects by rank, out of an object whose keys are ranks."""
+    found: dict[int, Fields] = {}
+    for key in fields.keys():  # noqa: SIM118
+        rank = layout.parse_number(key)
+        if rank is None:
+            fields.refuse(f"{key[:40]!r} is not a rank")
+        found[rank] = fields.inner(key)
+    return found
+
+
+def facts_from_json(fields: Fields, where: Path) -> dict[str, Any]:
+    facts = unpack(fields.raw("facts"), f"{where}: facts")
+    if not isinstance(facts, dict):
+        fields.refuse("facts is not an object")
+    return facts
+
+
+def _meta(fields: Fields, where: Path) -> dict[str, Any]:
+    meta = unpack(fields.raw("meta"), f"{where}: meta")
+    if not isinstance(meta, dict):
+        fields.refuse("meta is not an object")
+    return meta
+
+
+def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "global_shape": list(spec.global_shape),
+        "offsets": list(spec.offsets),
+    }
+
+
+def _specs_from_json(fields: Fields, where: Path) -> tuple[TensorSpec, ...]:
+    try:
+        return tuple(
+            TensorSpec(
+                item.text("name"),
+                item.text("dtype"),
+                item.integers("shape"),
+                item.integers("global_shape"),
+                item.integers("offsets"),
+            )
+            for item in fields.inners("tensors")
+        )
+    except ConfigError as error:
+        raise FormatError(f"{where} is damaged: {error}; use another checkpoint") from error

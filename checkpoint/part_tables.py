@@ -1,0 +1,163 @@
+"""The tables of a large checkpoint, which stay in its writers' part.json and are read when somebody asks for them.
+
+What a reader needs to choose a checkpoint, and to find who wrote what, stands in the manifest. The rest is looked up
+here, a writer's part at a time, and held against the manifest: whoever reads one rank's share opens one rank's files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from lastwords.checkpoint import layout
+from lastwords.checkpoint.document import Fields, damage
+from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry, meta_problem
+from lastwords.checkpoint.meta_forms import facts_problem
+from lastwords.checkpoint.part import Part
+from lastwords.checkpoint.partfile import open_description, read_exactly
+from lastwords.checkpoint.system import Os, close
+from lastwords.errors import FormatError
+
+K = TypeVar("K", str, int)
+E = TypeVar("E", UnitEntry, LocalEntry)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitHead:
+    """Who wrote a unit, and who held it (None: the writer did not say)."""
+
+    writer: int
+    holders: tuple[int, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"writer": self.writer} | ({} if self.holders is None else {"holders": list(self.holders)})
+
+    @staticmethod
+    def from_json(fields: Fields) -> UnitHead:
+        holders = fields.integers("holders") if "holders" in fields.keys() else None  # noqa: SIM118
+        return UnitHead(fields.integer("writer"), holders)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHead:
+    """Who wrote a rank's local state, and why a resume from it is not exact, if it is not."""
+
+    writer: int
+    exact: bool
+    reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"writer": self.writer, "exact": self.exact, "reasons": list(self.reasons)}
+
+    @staticmethod
+    def from_json(fields: Fields) -> LocalHead:
+        return LocalHead(fields.integer("writer"), fields.truth("exact"), fields.texts("reasons"))
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What the manifest itself says of units, local states and files, the files by their writers."""
+
+    units: Mapping[str, UnitHead]
+    locals: Mapping[int, LocalHead]
+    files: Mapping[int, FileEntry]
+
+
+class PartTables:
+    """Each writer's part of one checkpoint, read once. May be used by any thread."""
+
+    def __init__(self, directory: Path, heads: Heads, global_step: int, os: Os) -> None:
+        self.heads = heads
+        self._directory = directory
+        self._global_step = global_step
+        self._os = os
+        self._read: dict[int, Part] = {}
+        self._lock = threading.Lock()
+
+    def of(self, rank: int) -> Part:
+        """What this rank wrote. IncompleteError, FormatError or StorageError, naming the file."""
+        with self._lock:
+            if rank not in self._read:
+                self._read[rank] = self._checked(rank)
+            return self._read[rank]
+
+    def forget(self, unit: str) -> None:
+        """Drop from memory what the writer of a unit wrote; it is read again when somebody asks."""
+        with self._lock:
+            self._read.pop(self.heads.units[unit].writer, None)
+
+    def _checked(self, rank: int) -> Part:
+        heads, entry = self.heads, self.heads.files[rank]
+        path = self._directory / layout.rank_dir_name(rank) / layout.PART_NAME
+        fd = open_description(self._directory, entry, self._os)
+        try:
+            raw = read_exactly(fd, entry.part_bytes, 0, path, self._os)
+        finally:
+            close(fd, path, self._os)
+        if xxhash.xxh3_64_hexdigest(raw) != entry.part_sum:
+            raise FormatError(damage(path, "its bytes do not fit the checksum in the manifest"))
+        part = Part.decode(raw, path)
+        said = replace(part.file, chunks=(), part_bytes=entry.part_bytes, part_sum=entry.part_sum)
+        if part.rank != rank or said != entry or part.global_step != self._global_step:
+            raise FormatError(damage(path, "it does not describe the file that the manifest names"))
+        units = {unit for unit, head in heads.units.items() if head.writer == rank}
+        locals_ = {owner for owner, head in heads.locals.items() if head.writer == rank}
+        if part.units.keys() != units or part.locals.keys() != locals_:
+            raise FormatError(damage(path, "it has other units or local states than the manifest says"))
+        problem = part.contradiction() or meta_problem(part.units, part.locals) or facts_problem(part.facts)
+        if problem is not None:
+            raise FormatError(damage(path, problem))
+        return part
+
+
+class UnitTables(Mapping[str, UnitEntry]):
+    """Unit -> its entry, out of its writer's part. Names and number are known without reading."""
+
+    def __init__(self, tables: PartTables) -> None:
+        self.tables = tables
+
+    def __getitem__(self, unit: str) -> UnitEntry:
+        return self.tables.of(self.tables.heads.units[unit].writer).units[unit]
+
+    def __contains__(self, unit: object) -> bool:
+        return unit in self.tables.heads.units
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables.heads.units)
+
+    def __len__(self) -> int:
+        return len(self.tables.heads.units)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnitTables) and other.tables.heads == self.tables.heads
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class LocalTables(Mapping[int, LocalEntry]):
+    """Rank -> its local state's entry, out of its writer's part. Ranks and number are known without reading."""
+
+    def __init__(self, tables: PartTables) -> None:
+        self.tables = tables
+
+    def __getitem__(self, rank: int) -> LocalEntry:
+        return self.tables.of(self.tables.heads.locals[rank].writer).locals[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.tables.heads.locals
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tables.heads.locals)
+
+    def __len__(self) -> int:
+        return len(self.tables.heads.locals)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LocalTables) and other.tables.heads == self.tables.heads
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,34 @@
+"""When to try again what a file system has refused: after growing pauses, and not for ever. Pure."""
+
+from __future__ import annotations
+
+FIRST_PAUSE_S = 0.25
+PAUSE_S_MAX = 4.0
+"""A descriptor or a page is free again within a second; a mount that fails over takes minutes, and is not helped by
+being asked more often."""
+
+
+class Patience:
+    """Pauses between tries of one thing; the first call of `pause_s` starts the clock."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._pauses = 0
+
+    def pause_s(self, now_s: float, limit_s: float) -> float | None:
+        """How long to wait before the next try; None once `limit_s` have passed since the first call.
+
+        The last try comes at the limit, so the number of tries is bounded.
+
+        >>> patience = Patience()
+        >>> [patience.pause_s(now_s, 1.0) for now_s in (7.0, 7.25, 7.75, 8.0)]
+        [0.25, 0.5, 0.25, None]
+        """
+        if self._began_s is None:
+            self._began_s = now_s
+        left_s = self._began_s + limit_s - now_s
+        if left_s < 0.001:  # what rounding may leave
+            return None
+        pause_s = min(FIRST_PAUSE_S * 2.0**self._pauses, PAUSE_S_MAX, left_s)
+        self._pauses += 1
+        return pause_s

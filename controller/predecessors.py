@@ -1,0 +1,65 @@
+"""What controllers of earlier starts are still about to publish, and waiting for it.
+
+Whoever starts again wants the checkpoint of the incident before. On the same address the new controller waits for the
+old one (`handover`); a start that takes another port each time, or whose controller runs on another host, finds it by
+what it does in the checkpoint directory: its claim is locked while it lives, and its files lie in a temporary
+directory until they are published or given up. On the same host its run file says in addition which stage it is in.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lastwords import clock
+from lastwords.checkpoint import stale
+from lastwords.controller import handover
+from lastwords.controller.spec import ControllerSpec
+from lastwords.errors import UnavailableError
+from lastwords.liveness import paths
+
+_log = logging.getLogger(__name__)
+
+_BEFORE_PUBLICATION = ("settling", "proceeding", "saving", "verifying", "publishing")
+
+
+def await_publications(
+    spec: ControllerSpec,
+    *,
+    shm_root: Path = paths.SHM_ROOT,
+    stall_s: float = handover.STALL_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return once no controller of an earlier generation is about to publish in this job's directories.
+
+    One that does not move for `stall_s` is given up: UnavailableError if it is of this very job, else a warning.
+    """
+    newest: object = None
+    moved_mono_s = clock.mono_s()
+    while found := _under_way(spec, shm_root):
+        if found != newest:
+            if newest is None:
+                _log.info("waiting for what an earlier start may still publish: %s", ", ".join(sorted(found)))
+            newest, moved_mono_s = found, clock.mono_s()
+        if clock.mono_s() - moved_mono_s > stall_s:
+            what = f"{', '.join(sorted(found))}: no progress for {stall_s:g} s"
+            if any(f"-{spec.job}-g" in name or f" {spec.job}," in name for name in found):
+                raise UnavailableError(
+                    f"an earlier start of this job may still publish a checkpoint: {what}; look at the controllers' "
+                    f"logs in {spec.log_path.parent}, and end that controller if it hangs"
+                )
+            _log.warning("%s; going on without it", what)
+            return
+        sleep(handover.POLL_INTERVAL_S)
+
+
+def _under_way(spec: ControllerSpec, shm_root: Path) -> dict[str, object]:
+    roots = [spec.root] if spec.fallback_root is None else [spec.root, spec.fallback_root]
+    found: dict[str, object] = dict(stale.under_way(roots, (spec.job, spec.generation)))
+    for record in handover.running_here(root=shm_root):
+        in_this_directory = Path(record.log).parent == spec.log_path.parent and record.generation < spec.generation
+        if in_this_directory and record.stage in _BEFORE_PUBLICATION:
+            found[str(record)] = record
+    return found

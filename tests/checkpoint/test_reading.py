@@ -1,0 +1,102 @@
+"""What was replaced while it was read is told from what is damaged, and read once more."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.reading import read_checkpoint
+from lastwords.errors import FormatError, IncompleteError, MismatchError, ReplacedError
+from tests.checkpoint.elastic import QUICK, Whole, save_naively
+from tests.checkpoint.test_rank_transform import rows
+from tests.integrations.made import flip
+
+
+def job(value: float) -> Whole:
+    made = Whole(parameters=["w"])
+    made.arrays["model/w"] = "F32", np.full((8, 6), value, np.float32)
+    made.arrays["buffer/mean"] = "F64", np.zeros(2)
+    return made
+
+
+def save(root: Path, value: float) -> Path:
+    return save_naively(root, job(value), rows(2), os=QUICK)
+
+
+def first_weight(checkpoint: Checkpoint) -> float:
+    name = next(name for name in checkpoint.names if "model/w" in name)
+    unit = name.split("/")[1]
+    return float(np.frombuffer(checkpoint.read_unit(unit)[name][1], np.float32)[0])
+
+
+def test_a_checkpoint_that_is_replaced_once_is_read_once_more(tmp_path: Path) -> None:
+    path = save(tmp_path, 1.0)
+    tries = 0
+
+    def read(checkpoint: Checkpoint) -> float:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            shutil.rmtree(path)
+            save(tmp_path, 2.0)
+        return first_weight(checkpoint)
+
+    assert read_checkpoint(tmp_path, read) == 2.0
+    assert tries == 2
+
+
+def test_one_that_is_replaced_again_and_again_says_so(tmp_path: Path) -> None:
+    path = save(tmp_path, 1.0)
+
+    def read(checkpoint: Checkpoint) -> float:
+        shutil.rmtree(path)
+        save(tmp_path, checkpoint.manifest.published_unix_ns % 1000)
+        return first_weight(checkpoint)
+
+    with pytest.raises(ReplacedError, match="was replaced or removed while it was read"):
+        read_checkpoint(path, read)
+
+
+def test_a_success_without_checksums_counts_only_if_nothing_was_replaced(tmp_path: Path) -> None:
+    path = save(tmp_path, 1.0)
+    tries = 0
+
+    def read(checkpoint: Checkpoint) -> int:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            shutil.rmtree(path)
+            save(tmp_path, 2.0)
+        return tries
+
+    assert read_checkpoint(path, read, checked=False) == 2
+
+
+def test_damage_and_another_model_are_what_they_are_and_read_once(tmp_path: Path) -> None:
+    path = save(tmp_path, 1.0)
+    file = next(iter(path.rglob("*.ckpt")))
+    tries: list[int] = []
+
+    def read(checkpoint: Checkpoint) -> None:
+        tries.append(1)
+        for unit in checkpoint.manifest.units:
+            checkpoint.read_unit(unit)
+
+    flip(file, file.stat().st_size - 1)
+    with pytest.raises(FormatError, match="do not fit their checksum"):
+        read_checkpoint(path, read)
+
+    def refuse(checkpoint: Checkpoint) -> None:
+        tries.append(1)
+        raise MismatchError("another model")
+
+    with pytest.raises(MismatchError):
+        read_checkpoint(path, refuse)
+    assert len(tries) == 2
+    file.unlink()
+    with pytest.raises(IncompleteError, match="is missing"):
+        read_checkpoint(path, read)

@@ -1,0 +1,77 @@
+"""Jobs whose controller is killed: what they say, how they are stopped, and who takes its port."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lastwords.controller.launch import start_controller
+from lastwords.controller.spec import ControllerSpec
+from lastwords.liveness import leftovers
+from tests.integration.plan import Fault, Layout
+from tests.integration.rig import Launch, Rig
+
+pytestmark = pytest.mark.process
+
+LAYOUT = Layout(world_size=2, augment=True)
+AT_ONCE = {"LASTWORDS_CONTROLLER_LOST_S": "1"}
+"""A rank that has done its loop waits so long for a controller that could release the others."""
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_is_cleared(rig: Rig) -> Iterator[None]:
+    """What a killed controller leaves is removed by the next job; here there is none."""
+    yield
+    rig.close()
+    leftovers.remove_dead_job_dirs()
+
+
+def kill_controller(launch: Launch, step: int) -> None:
+    """kill -9, while every rank is in the forward of `step`."""
+    ranks = range(launch.layout.world_size)
+    launch.job.wait_for(lambda: all((launch.directory / f"mark-here-{rank}").exists() for rank in ranks), 60, "marks")
+    (pid,) = [int(line.split()[0]) for line in launch.job.processes() if "lastwords.controller" in line]
+    os.kill(pid, signal.SIGKILL)
+
+
+def waiting(layout: Layout, step: int) -> list[Fault]:
+    """Every rank waits in the forward of `step` until the test lets it go on."""
+    return [Fault(rank, step, "forward", (f"mark:here-{rank}", "await:go")) for rank in range(layout.world_size)]
+
+
+def await_words(launch: Launch, words: str) -> None:
+    ranks = range(launch.layout.world_size)
+    launch.job.wait_for(lambda: all(words in launch.job.output(rank) for rank in ranks), 60, f"the words {words!r}")
+
+
+def test_the_loss_is_said_and_sigterm_ends_a_rank_as_without_us(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, faults=waiting(LAYOUT, 6))
+    kill_controller(launch, 6)
+    await_words(launch, "has lost its controller; training goes on unprotected")
+    for rank in range(LAYOUT.world_size):
+        launch.job.signal(rank, signal.SIGTERM)
+    launch.job.wait(60)
+    assert launch.codes == dict.fromkeys(range(LAYOUT.world_size), -signal.SIGTERM), launch.job.report()
+
+
+@pytest.mark.parametrize("token", ["another", None], ids=["another token", "the same token"])
+def test_another_job_on_the_port_does_not_end_this_one(rig: Rig, tmp_path: Path, token: str | None) -> None:
+    launch = rig.launch(LAYOUT, faults=waiting(LAYOUT, 6), env={**AT_ONCE, "LASTWORDS_TOKEN": "ours"})
+    kill_controller(launch, 6)
+    spec = ControllerSpec(
+        "127.0.0.1", launch.plan.ctrl_port, "words", 1, 2, tmp_path / "words", starter_pid=os.getpid()
+    )
+    other = start_controller(spec, token or "ours")
+    try:
+        await_words(launch, "now serves another job")
+        await_words(launch, "training goes on unprotected")
+        (launch.directory / "mark-go").touch()
+        launch.job.wait(60)
+        rig.check_untouched(launch)
+    finally:
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait(10.0)

@@ -1,0 +1,33 @@
+"""A checkpoint of a compiled model that is resumed without the compiler says just that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from lastwords.optim_wrapper import ddp_buckets
+from lastwords.optim_wrapper.facts import differences, is_compiled, run_facts
+from tests.integration.forked import on_ranks
+
+
+def test_a_compiled_model_is_told_in_whatever_place_it_was_compiled() -> None:
+    plain, within, itself = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    assert not is_compiled(within)
+    within[0] = torch.compile(within[0])  # type: ignore[assignment]
+    itself.compile()
+    assert [is_compiled(model) for model in (plain, within, itself, torch.compile(plain))] == [False, True, True, True]  # type: ignore[arg-type]
+    facts = [run_facts(net, torch.optim.SGD(net.parameters(), lr=0.1), "gloo") for net in (itself, plain)]
+    assert differences(*facts) == ["torch.compile: True when it was saved, False here"]
+
+
+def test_names_of_a_compiled_model_are_no_other_parameters(tmp_path: Path) -> None:
+    def body(rank: int) -> list[str]:
+        plain = DDP(nn.Linear(2, 2))
+        compiled = DDP(torch.compile(nn.Linear(2, 2)))  # type: ignore[arg-type]
+        record = ddp_buckets.BucketOrder.observe(compiled).record()
+        return ddp_buckets.replay(plain, record)
+
+    assert on_ranks(body, tmp_path, 1) == [[]]

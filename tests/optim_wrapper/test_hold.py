@@ -1,0 +1,103 @@
+"""Which exceptions are the echo of another rank's end, and which are the user's own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lastwords.optim_wrapper.hold import is_collective_error
+
+
+def of_a_socket() -> BaseException:
+    """A real ConnectionResetError of the user's own client."""
+    here, there = socket.socketpair()
+    here.sendall(b"x")  # unread when the other end closes: that resets
+    there.close()
+    try:
+        here.send(b"more")
+        here.recv(1)
+    except OSError as error:
+        return error
+    finally:
+        here.close()
+    raise AssertionError("the socket has not noticed")
+
+
+def raised_by_gloo() -> BaseException:
+    """A real one: the peer of an all-reduce never comes."""
+    store = dist.HashStore()
+    groups: list[object] = []
+
+    def join(rank: int) -> None:
+        groups.append((rank, dist.ProcessGroupGloo(dist.PrefixStore("hold", store), rank, 2, timedelta(seconds=0.3))))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (group,) = [one for rank, one in groups if rank == 0]  # type: ignore[misc,attr-defined]
+    with pytest.raises(RuntimeError) as caught:
+        group.allreduce([torch.ones(1)]).wait()  # type: ignore[has-type]
+    return caught.value
+
+
+def by(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        of_a_socket(),
+        ConnectionResetError(104, "Connection reset by peer"),
+        BrokenPipeError(32, "Broken pipe"),
+        TimeoutError("timed out"),
+        TimeoutError("the NCCL licence server timed out"),
+        RuntimeError("the workers of the tokenizer timed out"),
+        RuntimeError("DataLoader worker (pid 4) timed out"),
+        RuntimeError("Connection refused by the feature store"),
+        OSError("Broken pipe"),
+        by(RuntimeError("cannot fetch the shard"), ConnectionResetError(104, "Connection reset by peer")),
+        torch.OutOfMemoryError("NCCL could not have its buffers"),
+        ValueError("gloo"),
+    ],
+    ids=repr,
+)
+def test_the_users_own_error_is_no_collectives(error: BaseException) -> None:
+    assert not is_collective_error(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]"),
+        RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+        dist.DistNetworkError("Broken pipe"),
+        RuntimeError("ProcessGroupNCCL's watchdog got stuck"),
+        by(ValueError("my step failed"), dist.DistBackendError("Connection reset")),
+    ],
+    ids=repr,
+)
+def test_what_comes_out_of_a_backend_is_a_collectives(error: BaseException) -> None:
+    assert is_collective_error(error)
+
+
+def test_a_real_failure_of_gloo_is_a_collectives() -> None:
+    assert is_collective_error(raised_by_gloo())
+
+
+def test_a_time_out_inside_torch_distributed_is_a_collectives(tmp_path: Path) -> None:
+    """Plain Python exceptions count where torch.distributed itself has raised them."""
+    source = compile("raise TimeoutError('timed out')", str(Path(dist.__file__).parent / "rendezvous.py"), "exec")
+    with pytest.raises(TimeoutError) as caught:
+        exec(source, {"__name__": "torch.distributed.rendezvous"})
+    assert is_collective_error(caught.value)

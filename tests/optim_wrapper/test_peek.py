@@ -1,0 +1,258 @@
+"""What a loop of one's own, or an adaptor, asks for around `resume()`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lastwords
+from lastwords.checkpoint import starts
+from lastwords.checkpoint.part import LocalState
+from lastwords.checkpoint.starts import Launch
+from lastwords.errors import ConfigError, FormatError, IncompleteError
+from lastwords.optim_wrapper.extras import Extras
+from lastwords.optim_wrapper.rank_local import RngCapture
+from lastwords.optim_wrapper.source import _tensors
+from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.steps import ResumeAt, Steps
+from tests.integrations.made import published, saved
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_peek_says_where_the_newest_checkpoint_stands(tmp_path: Path) -> None:
+    saved(tmp_path, *trained(), step=7)
+    newest = saved(tmp_path, *trained(), step=9)
+    point = lastwords.peek(tmp_path)
+    assert point is not None
+    assert (point.epoch, point.step, point.global_step, point.path) == (1, 9, 9, str(newest))
+    assert not point.exact
+    assert "local state" in point.reasons[0]
+
+
+def test_peek_takes_a_checkpoint_itself_and_needs_no_torch(tmp_path: Path) -> None:
+    older = saved(tmp_path, *trained(), step=7)
+    saved(tmp_path, *trained(), step=9)
+    code = "import sys, lastwords; print(lastwords.peek(sys.argv[1]).global_step, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(older)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["7", "False"]
+
+
+def test_peek_at_nothing_and_at_damage_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(IncompleteError, match="no complete checkpoint"):
+            lastwords.peek(path)
+    damaged = saved(tmp_path, *trained())
+    with (damaged / "manifest.json").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(FormatError, match="damaged"):
+        lastwords.peek(damaged)
+
+
+def test_peek_at_what_is_not_there_yet_is_none_if_that_is_asked_for(tmp_path: Path) -> None:
+    assert lastwords.peek(tmp_path, missing_ok=True) is None
+    damaged = saved(tmp_path, *trained())
+    (damaged / "manifest.json").write_bytes(b"{")
+    with pytest.raises(FormatError, match="no checkpoint can be used"):
+        lastwords.peek(tmp_path, missing_ok=True)
+
+
+def test_peek_never_calls_a_checkpoint_exact_of_which_a_file_is_missing(tmp_path: Path) -> None:
+    older, newest = saved(tmp_path, *trained(), step=7), saved(tmp_path, *trained(), step=9)
+    next(newest.rglob("*.ckpt")).unlink()
+    with pytest.raises(IncompleteError):
+        lastwords.peek(newest)
+    point = lastwords.peek(tmp_path)
+    assert point is not None
+    assert point.path == str(older)
+
+
+@pytest.mark.parametrize("missing_ok", [False, True])
+def test_peek_at_a_file_says_that_it_is_one(tmp_path: Path, missing_ok: bool) -> None:
+    manifest = saved(tmp_path, *trained()) / "manifest.json"
+    with pytest.raises(ConfigError, match="is a file: give the directory"):
+        lastwords.peek(manifest, missing_ok)
+
+
+def test_peek_in_a_restart_takes_what_resume_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("LASTWORDS_JOB", "mine")
+    assert lastwords.peek(tmp_path) is None, "as resume() does in a restart"
+    saved(tmp_path, *trained())
+    with pytest.raises(ConfigError, match="of other jobs"):
+        lastwords.peek(tmp_path)
+    monkeypatch.setenv("LASTWORDS_JOB", "job")
+    starts.draw([tmp_path], Launch(job="job"))
+    point = lastwords.peek(tmp_path)
+    assert point is not None
+    assert point.global_step == 7
+
+
+def test_peek_in_a_start_by_hand_takes_its_own_jobs_checkpoint_where_that_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, *trained())
+    monkeypatch.setenv("LASTWORDS_JOB", "mine")
+    with pytest.raises(ConfigError, match="of other jobs"):
+        lastwords.peek(tmp_path)
+    monkeypatch.setenv("LASTWORDS_JOB", "job")
+    point = lastwords.peek(tmp_path)
+    assert point is not None
+    assert point.global_step == 7
+
+
+def register(path: Path, monkeypatch: pytest.MonkeyPatch) -> lastwords.TFTRegister:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:0}")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model, optimizer = trained()
+    wrapped = lastwords.OptTFTWrapper(optimizer)
+    return lastwords.TFTRegister(0, "127.0.0.1", 30051, path, model=model, optimizer=wrapped)
+
+
+def test_the_streams_are_put_back_after_what_was_drawn_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    wanted = torch.get_rng_state()
+    copies: Any = RngCapture().snapshot()
+    local = LocalState(_tensors(0, "", _Copy(copies)), {"slot": {"epoch": 1, "step": 7}})  # type: ignore[arg-type]
+    model, optimizer = trained()
+    state = UnitView(model, optimizer).state()
+    state.meta["extras"] = Extras({}).store(Extras({}).first(), "replicated")[0]  # type: ignore[index]
+    published(tmp_path, {0: {"replicated": state}}, locals_={0: local})
+    with register(tmp_path, monkeypatch) as tft:
+        tft.restore_streams()  # nothing was resumed: nothing to put back
+        assert tft.resume() is not None
+        torch.rand(3)
+        assert not torch.equal(torch.get_rng_state(), wanted), "the control"
+        tft.restore_streams()
+        assert torch.equal(torch.get_rng_state(), wanted)
+        tft.step_end()
+        with pytest.raises(ConfigError, match="their first step"):
+            tft.restore_streams()
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_loaders_own_generator_is_left_to_steps_and_named_where_that_is_not_called(
+    own_loop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = torch.Generator().manual_seed(3)
+    copies: Any = RngCapture(generators={"loader": mine}).snapshot()
+    wanted = mine.get_state()
+    local = LocalState(_tensors(0, "", _Copy(copies)), {"slot": {"epoch": 1, "step": 7}})  # type: ignore[arg-type]
+    model, optimizer = trained()
+    state = UnitView(model, optimizer).state()
+    state.meta["extras"] = Extras({}).store(Extras({}).first(), "replicated")[0]  # type: ignore[index]
+    published(tmp_path, {0: {"replicated": state}}, locals_={0: local})
+    mine.manual_seed(4)
+    said: list[str] = []
+    with register(tmp_path, monkeypatch) as tft:
+        monkeypatch.setattr(tft._recorder, "not_exact", said.extend)
+        point = tft.resume()
+        assert point is not None
+        assert not [reason for reason in point.reasons if "generator" in reason]
+        if own_loop:
+            tft.step_end()
+        else:
+            next(iter(tft.steps(DataLoader(list(range(20)), batch_size=2, generator=mine), epochs=2)))  # type: ignore[arg-type, call-overload]
+            assert torch.equal(mine.get_state(), wanted)
+    assert bool([reason for reason in said if "generators (loader)" in reason]) is own_loop
+
+
+class _Copy:
+    def __init__(self, regions: Any) -> None:
+        self.regions = regions
+
+
+class StatefulLoader:
+    """As torchdata's StatefulDataLoader: its state is where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self._ahead = 0
+
+    def __iter__(self) -> Any:
+        while self.at < 6:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "_sampler": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Quiet:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+class Counted(StatefulLoader):
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_loader_that_knows_its_place_is_not_moved_again_by_steps(placed: bool) -> None:
+    loader = Counted()
+    loader.load_state_dict({"at": 4})
+    at = ResumeAt(1, 4, lambda: None, lambda: None)
+    steps = Steps(loader, 1, events=Quiet(), resume=at, placed=placed)
+    if placed:
+        assert list(steps) == [(1, 5, 5), (1, 6, 6)]
+    else:
+        with pytest.raises(ConfigError, match="ended after"):  # the control: what was done is passed over twice
+            list(steps)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_goes_on_in_the_order_of_its_epoch(workers: int) -> None:
+    """Asked for its state, it makes its iterator, whose workers fetch before the sampler knows its epoch."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        data = list(range(40))
+        sampler: Any = DistributedSampler(data, 1, 0, shuffle=True)  # type: ignore[arg-type]
+        return stateful.StatefulDataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
+
+    def order(steps: Steps) -> list[Any]:
+        return [(epoch, step, batch.tolist()) for epoch, step, batch in steps]
+
+    whole = loader()
+    batches = iter(Steps(whole, 3, events=Quiet()))
+    for _ in range(14):
+        next(batches)  # four of the second epoch
+    state = whole.state_dict()
+    rest = [(epoch, step, batch.tolist()) for epoch, step, batch in batches]
+    again = loader()
+    extras = Extras({"data": again}, "local_extras")
+    again.load_state_dict(state)
+    extras.first()
+    extras.reopen_loaders()
+    at = ResumeAt(2, 4, lambda: None, lambda: None)
+    assert order(Steps(again, 3, events=Quiet(), resume=at, placed=True)) == rest
+
+
+def test_a_loader_that_knows_its_place_is_the_data_position_of_a_loop_of_ones_own() -> None:
+    """Named as `local_extras`, it is saved at each step's end and set back by resume()."""
+    loader = StatefulLoader()
+    extras = Extras({"data": loader}, "local_extras")
+    batches, now = iter(loader), extras.first()
+    for _ in range(4):
+        next(batches)
+        now = extras.ended(now)
+    tree, _ = extras.store(now)
+    other = StatefulLoader()
+    Extras({"data": other}, "local_extras").restore(tree, lambda name: torch.empty(0))
+    assert list(other) == [5, 6]

@@ -1,0 +1,227 @@
+"""How a process ends: within a bound whatever blocks, and with the exit code that its last line names."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WAIT_S = 30.0
+
+BEGIN = """
+import logging, os, sys, threading, time
+from lastwords.processor import departure as ways_out
+from lastwords.processor.departure import Departure, Verdict, verdict_of
+from lastwords.vocabulary import Exit, ExitKind
+ways_out.FLUSH_S = 0.3
+saved = verdict_of(2, Exit(1, 1, ExitKind.SAVED, 37, "/c/step_37", "rank 1 died", (1,)))
+failed = verdict_of(2, Exit(1, 1, ExitKind.NOT_SAVED, 0, "", "rank 1 died", (1,)))
+departure = Departure(2)
+"""
+
+
+def run(code: str, stdout: int = subprocess.PIPE, pass_fds: tuple[int, ...] = ()) -> tuple[int, str]:
+    """Exit code and stderr of a process that does this."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code], stdout=stdout, stderr=subprocess.PIPE, pass_fds=pass_fds
+    )
+    try:
+        _, errors = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, errors.decode()
+
+
+BLOCKED_STDOUT = """
+import fcntl
+sys.stdout.write("x" * 4096)  # stays in the buffer
+fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 4096)
+os.set_blocking(1, False)
+try:
+    while True:
+        os.write(1, b"y" * 4096)
+except BlockingIOError:
+    os.set_blocking(1, True)
+"""
+LOCKED_LOGGING = """
+handler = logging.StreamHandler()
+logging.getLogger().addHandler(handler)
+threading.Thread(target=lambda: (handler.acquire(), time.sleep(1000)), daemon=True).start()
+time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("blocked", [BLOCKED_STDOUT, LOCKED_LOGGING], ids=["stdout's reader", "a lock of logging"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "departure.decide(saved); departure.end_now(); time.sleep(1000)",
+        "departure.decide(saved); raise departure.unwind()",
+        "departure.decide(saved); departure.end_within(0.1, 75); time.sleep(1000)",
+    ],
+    ids=["now", "unwinding", "within"],
+)
+def test_a_process_ends_whatever_blocks_its_flush(blocked: str, way: str) -> None:
+    read_end, write_end = os.pipe()
+    try:
+        code, errors = run(blocked + way, stdout=write_end)
+        assert code == 75, errors
+        assert "the last words of step 37" in errors
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_a_process_ends_where_even_its_line_cannot_be_said() -> None:
+    blocked = BLOCKED_STDOUT + "os.dup2(1, 2); departure.decide(saved); departure.end_now(); time.sleep(1000)"
+    read_end, write_end = os.pipe()
+    try:
+        assert run(blocked, stdout=write_end)[0] == 75
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_what_was_printed_is_flushed() -> None:
+    """Negative control of the bound: where nothing blocks, nothing is lost."""
+    read_end, write_end = os.pipe()
+    try:
+        code, _ = run(
+            "sys.stdout.write('last line'); departure.decide(saved); departure.end_now(); time.sleep(99)", write_end
+        )
+        assert (code, os.read(read_end, 100)) == (75, b"last line")
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+OWN_ERROR = """
+departure.decide({verdict})
+error = {error}
+try:
+    raise error
+except BaseException as seen:
+    departure.leave_to_user(seen, {code}); {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "code"),
+    [
+        ("departure.decide(saved); departure.end_now(); time.sleep(99)", 75),
+        ("departure.decide(failed); departure.end_now(); time.sleep(99)", 76),
+        ("departure.decide(failed); raise departure.unwind()", 76),
+        ("departure.end_now(); time.sleep(99)", 76),
+        ("departure.decide(Verdict.controller_lost(2, 'no controller')); departure.end_now(); time.sleep(99)", 76),
+    ],
+)
+def test_the_exit_code_in_the_line_is_that_of_the_process(way: str, code: int) -> None:
+    found, errors = run(way)
+    assert found == code, errors
+    assert re.findall(r"exit code (\d+)", errors) in ([str(code)], [])
+    assert "departure.decide" not in way or f"exit code {code}" in errors
+
+
+HANGS = """
+class Hangs:
+    def __del__(self, sleep=time.sleep): sleep(99)
+hangs = Hangs()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "then", "code"),
+    [
+        ("ValueError('mine')", "raise", 1),
+        ("ValueError('mine')", "time.sleep(2.5); sys.exit(2)", 2),
+        ("ValueError('mine')", "pass", 0),
+        ("SystemExit(3)", "raise", 3),
+    ],
+    ids=["goes up", "is handled, and then an exit", "is handled", "is an exit"],
+)
+def test_an_error_of_the_users_own_leaves_time_and_exit_code_to_the_user(error: str, then: str, code: int) -> None:
+    """A report that takes longer than our patience, say; which is long enough for an interpreter to end in it."""
+    fast = "from lastwords.processor import departure as ways\nways.UNWIND_S = 2.0\n"
+    found, errors = run(fast + OWN_ERROR.format(verdict="saved", error=error, code=code, then=then))
+    assert found == code, errors
+    assert "the last words of step 37" in errors
+    assert "exit code" not in errors, "that is not ours to know"
+
+
+@pytest.mark.parametrize("then", ["raise", "pass"])
+def test_an_interpreter_that_cannot_end_is_ended(then: str) -> None:
+    fast = "from lastwords.processor import departure as ways\nways.UNWIND_S = 0.1\n"
+    own = OWN_ERROR.format(verdict="saved", error="ValueError('mine')", code=1, then=then)
+    assert run(fast + HANGS + own)[0] == 1
+
+
+def test_a_forked_child_of_a_process_that_is_about_to_end_has_its_own_end() -> None:
+    code, errors = run(
+        """
+departure.decide(saved); departure.end_within(99.0, 75)
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
+"""
+    )
+    assert (code, errors.split()[0]) == (75, "5")
+
+
+# ---------------------------------------------------------------------- what the user's code writes
+
+WRITES = """
+ways_out.UNWIND_S, ways_out.COME_BY_S, ways_out.WRITES_QUIET_S = 0.3, 0.3, 1.0
+def export():
+    with open({path!r}, "wb", buffering=0) as file:
+        for _ in range(12):
+            {work}
+            time.sleep(0.15)
+        file.write(b"whole")
+"""
+UNWINDS = """
+departure.decide(saved)
+try:
+    raise departure.unwind()
+finally:
+    {export}
+"""
+IN_THE_USERS_CODE = """
+from lastwords.processor.agent import Agent
+from lastwords.processor.core import ProcessorCore
+class Nobody:
+    def send(self, report): pass
+    def close(self, timeout_s): pass
+agent = Agent(ProcessorCore(2, 1, 0), None, None, departure)
+agent.start(Nobody())
+agent.on_session_up()
+agent.on_order(Exit(1, 1, ExitKind.SAVED, 37, "/c/step_37", "rank 1 died", (1,)))
+{export}
+agent.left()
+"""
+HERE = "export()"
+IN_A_THREAD = "thread = threading.Thread(target=export); thread.start(); thread.join()"
+
+
+@pytest.mark.parametrize("course", [UNWINDS, IN_THE_USERS_CODE], ids=["while it unwinds", "in the user's code"])
+@pytest.mark.parametrize(
+    ("export", "work", "whole"),
+    [
+        (HERE, "file.write(b'x' * 1000)", True),
+        (IN_A_THREAD, "file.write(b'x' * 1000_000)", True),
+        (HERE, "pass", False),
+    ],
+    ids=["writes", "writes in a thread", "the control, stands still"],
+)
+def test_a_process_that_writes_the_users_files_is_not_ended_meanwhile(
+    course: str, export: str, work: str, whole: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "export.bin"
+    code, _ = run(WRITES.format(path=str(path), work=work) + course.format(export=export))
+    assert code == 75
+    assert path.read_bytes().endswith(b"whole") is whole

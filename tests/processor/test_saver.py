@@ -1,0 +1,130 @@
+"""The writer's thread: what it reports while the file system takes its time, and what its failures mean."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords.checkpoint import layout, part
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.system import SyncWatch
+from lastwords.processor import saver
+from lastwords.processor.saver import Position, SaveJob, SaverSpec
+from lastwords.vocabulary import Phase, Save, Stand
+
+WAIT_S = 20.0
+ORDER = Save(1, 1, 1, 7, ("u",), (0,), 0, "rank 1 died")
+
+
+class Source:
+    """One small tensor; `error` comes instead of the black boxes."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def position(self, step: int) -> Position:
+        return Position(1, step)
+
+    def unit_state(self, unit: str, step: int, stand: Stand) -> part.UnitState:
+        return part.UnitState([(TensorSpec("unit/u/model/w", "U8", (64,)), bytes(64))])
+
+    def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, part.LocalState]:
+        if self.error is not None:
+            raise self.error
+        return {rank: part.LocalState([]) for rank in ranks}
+
+    def facts(self, step: int) -> dict[str, Any]:
+        return {}
+
+
+class SlowSync(SyncWatch):
+    """A file system whose fsync (or close) takes until it is let go."""
+
+    def __init__(self, slow: str) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+        self._slow = slow
+
+    def fsync(self, fd: int) -> None:
+        with self._noted():
+            assert self._slow != "fsync" or self.let_go.wait(WAIT_S)
+        super().fsync(fd)
+
+    def close(self, fd: int) -> None:
+        with self._noted():
+            assert self._slow != "close" or self.let_go.wait(WAIT_S)
+        super().close(fd)
+
+
+Said = tuple[Any, ...]
+
+
+def job(tmp_path: Path, said: queue.Queue[Said], source: Source, watch: SyncWatch | None = None) -> SaveJob:
+    return SaveJob(
+        ORDER,
+        Stand(Phase.COMPUTING, 7),
+        SaverSpec(0, "digits", (tmp_path,), source),
+        progress=lambda order, count, syncing: said.put(("progress", count, syncing)),
+        done=lambda order, count: said.put(("done", count)),
+        failed=lambda order, reason, storage: said.put(("failed", reason, storage)),
+        watch=watch,
+    )
+
+
+@pytest.mark.parametrize("slow", ["fsync", "close"])
+def test_a_writer_inside_fsync_or_close_is_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    monkeypatch.setattr(saver, "SYNC_INTERVAL_S", 0.01)
+    said: queue.Queue[Said] = queue.Queue()
+    watch = SlowSync(slow)
+    job(tmp_path, said, Source(), watch).start()
+    syncs = 0
+    while syncs < 3:  # beside them there are words of bytes written, where that took long
+        what, _, syncing = said.get(timeout=WAIT_S)
+        assert what == "progress"
+        syncs += syncing
+    watch.let_go.set()
+    while (last := said.get(timeout=WAIT_S))[0] == "progress":
+        pass
+    assert last[0] == "done"
+    assert not watch.inside
+    assert (layout.tmp_dir(tmp_path, 7, "digits", 1, 1, 1) / "rank_0" / layout.PART_NAME).exists()
+
+
+def test_a_cancelled_writer_says_nothing_more_from_inside_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "SYNC_INTERVAL_S", 0.01)
+    said: queue.Queue[Said] = queue.Queue()
+    watch = SlowSync("fsync")
+    writer = job(tmp_path, said, Source(), watch)
+    writer.start()
+    said.get(timeout=WAIT_S)
+    writer.cancel()
+    watch.let_go.set()
+    writer.wait()
+    assert all(word[0] == "progress" for word in list(said.queue))
+
+
+@pytest.mark.parametrize(
+    ("error", "storage"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (ValueError("a mistake"), False),
+    ],
+)
+def test_what_may_work_later_is_told_from_what_will_not(tmp_path: Path, error: Exception, storage: bool) -> None:
+    said: queue.Queue[Said] = queue.Queue()
+    job(tmp_path, said, Source(error)).start()
+    what, reason, later = said.get(timeout=WAIT_S)
+    assert (what, later) == ("failed", storage)
+    assert type(error).__name__ in reason

@@ -1,0 +1,88 @@
+"""A random schedule for the shells: the job, and what strikes it when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from lastwords.vocabulary import UNIT_REPLICATED
+from tests.sim.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """`kind` is a method of `Stack`: kill, stop, cut, one_way, glitch, kill_controller, stop_controller."""
+
+    kind: str
+    at_s: float
+    rank: int = -1
+    lasts_s: float = 0.0
+    count: int = 0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.lasts_s:.2f} s" if self.lasts_s else ""
+        return f"{self.kind} {self.rank if self.rank >= 0 else ''}{lasts}{f' x {self.count}' if self.count else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """Everything that one simulation does on purpose."""
+
+    seed: int
+    job: Job
+    blows: tuple[Blow, ...]
+    raises: tuple[int, int] = (-1, -1)  # rank, step
+    delay_s: float = 0.001
+    slow_disk_s: float = 0.01
+    older_is_ahead: bool = False  # an older checkpoint was written where the clock was years ahead
+    names_late: bool = False  # a step has a name only when its loop has ended it
+
+
+KINDS = ("kill", "stop", "cut", "one_way", "glitch", "stop_controller", "kill_controller")
+
+
+def draw(seed: int, kinds: frozenset[str] = frozenset(KINDS)) -> StackPlan:
+    """The plan of a seed."""
+    dice = random.Random(seed)
+    ranks = dice.choices((1, 2, 3, 4), (5, 35, 40, 20))[0]
+    per_host = dice.randint(1, 4)
+    sharded = ranks > 2 and dice.random() < 0.4
+    units = tuple((f"tp{rank % 2}",) if sharded else (UNIT_REPLICATED,) for rank in range(ranks))
+    job = Job(
+        tuple(rank // per_host for rank in range(ranks)),
+        units,
+        dice.randint(3, 6),
+        log_collective=dice.random() < 0.3,
+    )
+    about_s = 0.06 + 0.03 * job.steps
+    blows = []
+    if dice.random() < 0.85:
+        blows.append(Blow("kill", dice.uniform(0.05, about_s), dice.randrange(ranks)))
+    for _ in range(dice.choice((0, 1, 1, 2, 3))):
+        kind = dice.choices(KINDS, (6, 4, 4, 4, 6, 2, 1))[0]
+        if kind not in kinds:
+            continue
+        at_s = dice.choice((about_s, 2.0, 0.3)) * dice.random()
+        lasts_s = dice.choice((dice.random(), 3 * dice.random(), 20 * dice.random()))
+        rank = (
+            -1 if kind.endswith("controller") or (kind == "glitch" and dice.random() < 0.6) else dice.randrange(ranks)
+        )
+        blows.append(
+            Blow(
+                kind,
+                at_s,
+                rank,
+                0.0 if kind in ("kill", "kill_controller", "glitch") else lasts_s,
+                dice.randint(1, 3) if kind == "glitch" else 0,
+            )
+        )
+    return StackPlan(
+        seed,
+        job,
+        tuple(sorted(blows, key=lambda blow: blow.at_s)),
+        raises=(dice.randrange(ranks), dice.randint(1, job.steps)) if dice.random() < 0.1 else (-1, -1),
+        delay_s=dice.choice((0.0003, 0.002, 0.01)),
+        slow_disk_s=dice.choice((0.001, 0.01, 0.1)),
+        names_late=dice.random() < 0.5,
+        older_is_ahead=random.Random(seed ^ 0xC10C).random() < 0.2,  # older seeds stay what they were
+    )
