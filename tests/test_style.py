@@ -231,7 +231,7 @@ def _core_modules() -> frozenset[str]:
 
 
 def no_clock_is_waited_for_in_a_test(source: Source) -> Iterator[str]:
-    if source.path.startswith("tests/integration/") or source.path.startswith("tests/bench/"):
+    if source.path.startswith(("tests/integration/", "tests/bench/", "tests/zoo/")):
         return
     for line, name in _calls(source):
         if name in {"time.sleep", "sleep"}:

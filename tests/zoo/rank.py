@@ -1,0 +1,224 @@
+"""One rank of a recipe: `python -m tests.zoo.rank PLAN.json`.
+
+The plan: recipe (its name, or several names joined by `+`), plain, recover, checkpoints, port, out, kill ([rank, step,
+phase, delay in milliseconds] or null), without (mechanisms that are taken out).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.integration.odd_training import described
+from tests.integration.recording import digest, random_streams, text_digest
+from tests.zoo import mixtures, without
+from tests.zoo.loop import Loop
+
+WAIT_S = 60.0
+STANDING_S = 0.03
+"""What a survivor needs to get from its update into the collective after it, on an idle machine."""
+
+
+class Stage:
+    """Where this rank dies, if it does, and where the others are by then."""
+
+    def __init__(self, plan: dict[str, Any], rank: int, size: int) -> None:
+        self.out, self.rank, self.size = Path(plan["out"]), rank, size
+        self.victim, self.step, self.phase, self.delay_ms = plan["kill"] or (-1, 0, "", 0.0)
+        self.loop: Loop | None = None
+
+    def at(self, phase: str) -> None:
+        """The rank comes by here: the victim dies as soon as the others are where the phase wants them."""
+        loop = self.loop
+        if loop is None or loop.step != self.step:
+            return
+        if phase == "begin":
+            if self.phase == "bwd" and self.rank == self.victim:
+                threading.Timer(self.delay_ms / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif phase == self.phase:
+            (self.out / f"{phase}_{self.rank}").touch()
+            if self.rank == self.victim:
+                self.wait(phase)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(self, phase: str) -> None:
+        """In the forward pass, until the others have ended the step before; elsewhere until they are there too."""
+        deadline_mono_s = time.monotonic() + WAIT_S
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        while not all(self.is_there(rank, phase) for rank in others):
+            assert time.monotonic() < deadline_mono_s, f"the others never came to {phase} of step {self.step}"
+            time.sleep(0.001)
+        if phase != "fwd":
+            time.sleep(STANDING_S)
+
+    def is_there(self, rank: int, phase: str) -> bool:
+        """Whether another rank has come by."""
+        if phase != "fwd":
+            return (self.out / f"{phase}_{rank}").exists()
+        path = self.out / f"rank_{rank}.jsonl"
+        return self.step == 1 or (path.exists() and f'"step": {self.step - 1},' in path.read_text())
+
+
+class Recorder:
+    """Writes what a rank computed, and all of its state, after each step."""
+
+    def __init__(self, loop: Loop, out: Path) -> None:
+        self.loop = loop
+        self.path = out / f"rank_{loop.rank}.jsonl"
+
+    def write(self, kind: str, step: int, **more: Any) -> None:
+        """One record."""
+        line = json.dumps({"kind": kind, "step": step, **more})
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+    def step_done(self) -> None:
+        """Everything at the end of a step's body."""
+        loop = self.loop
+        values = {name: said(value) for name, value in loop.values.items()}
+        loop.values = {}
+        self.write("step", loop.step, values={**values, **self.state()})
+
+    def state(self) -> dict[str, str]:
+        """A digest of each piece of state."""
+        loop, found = self.loop, {}
+        for part, module in loop.modules().items():
+            prefix = f"{part}." if part else ""
+            found |= {f"model/{prefix}{name}": digest(value) for name, value in module.named_parameters()}
+            found |= {f"buffer/{prefix}{name}": digest(value) for name, value in module.named_buffers()}
+        names = {id(p): name for module in loop.modules().values() for name, p in module.named_parameters()}
+        for number, optimizer in enumerate(loop.inner):
+            found |= optimizer_state(f"optim{number}", optimizer, names)
+        for kind, extras in (("extra", loop.extras), ("local", loop.local_extras)):
+            for name, value in extras.items():
+                found[f"{kind}/{name}"] = said(value if isinstance(value, dict) else value.state_dict())
+        for name, generator in loop.generators.items():
+            found[f"gen/{name}"] = said(generator)
+        return found | random_streams()
+
+
+def optimizer_state(label: str, optimizer: Any, names: dict[int, str]) -> dict[str, str]:
+    """State, groups and whatever else its `state_dict()` holds."""
+    found = {}
+    for key, state in getattr(optimizer, "optim", optimizer).state.items():
+        where = names.get(id(key), str(key) if isinstance(key, str) else "?")
+        items = state.items() if isinstance(state, dict) else [("", state)]
+        found |= {f"{label}/{where}/{name}": said(value) for name, value in items}
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"{label}/group{number}"] = said({key: value for key, value in group.items() if key != "params"})
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict and not hasattr(optimizer, "optim"):
+        whole = optimizer.state_dict()
+        found[f"{label}/own"] = said({key: whole[key] for key in whole if key not in ("state", "param_groups")})
+    return dict(sorted(found.items()))
+
+
+def said(value: Any) -> str:
+    """A digest of any value, short enough to be read in a message."""
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator.state
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.layout is torch.strided:
+        return float(value.detach()).hex()
+    if isinstance(value, torch.Tensor):
+        return digest(value)
+    text = re.sub(r" at 0x[0-9a-f]+", "", described(value))
+    return text if len(text) < 80 else text_digest(text)
+
+
+@contextlib.contextmanager
+def protected(plan: dict[str, Any], loop: Loop) -> Iterator[Any]:
+    """The register, entered."""
+    import lastwords
+
+    tft = lastwords.TFTRegister(
+        0,
+        "127.0.0.1",
+        plan["port"],
+        plan["checkpoints"],
+        model=loop.registered(),
+        optimizer=loop.opts if len(loop.opts) > 1 else loop.opt,
+        extras=loop.extras or None,
+        local_extras=loop.local_extras or None,
+        **loop.options(),
+    )
+    with tft:
+        yield tft
+
+
+def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: Stage) -> None:
+    """With lastwords, resumed or not."""
+    with protected(plan, loop) as tft:
+        done = 0
+        if plan["recover"]:
+            point = tft.resume()
+            done = loop.step = point.global_step
+            recorder.write("resumed", done, values=recorder.state(), exact=point.exact, reasons=point.reasons)
+        loop.resumed()
+
+        def ended(epoch: int, step: int) -> None:
+            recorder.step_done()
+            stage.at("end")
+            if loop.own_loop:
+                tft.step_end(epoch, step)
+
+        if loop.own_loop:
+            loop.run(loop.plain(loop.loader(), done, tft.restore_streams), ended)
+        else:
+            loop.run(named_steps(tft, loop), ended)
+
+
+def named_steps(tft: Any, loop: Loop) -> Iterator[tuple[int, int, Any]]:
+    """`steps()`, and which batch of its step each one is."""
+    micro = 0
+    for item in tft.steps(loop.loader(), loop.epochs, accumulate=loop.accumulate):
+        loop.micro, loop.ends_step = micro, tft.ends_step
+        micro = 0 if tft.ends_step else micro + 1
+        yield item
+
+
+def nothing() -> None:
+    """There is nothing to put back where nothing was resumed."""
+
+
+def main(arguments: list[str]) -> None:
+    plan = json.loads(Path(arguments[0]).read_text())
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    shield: Any = lambda optimizer: optimizer  # noqa: E731
+    if not plan["plain"]:
+        import lastwords
+
+        without.take_out(plan["without"])
+        shield = lastwords.OptTFTWrapper
+    stage = Stage(plan, rank, dist.get_world_size())
+    loop = stage.loop = mixtures.card_of(plan["recipe"]).loop(rank, shield, stage.at)
+    recorder = Recorder(loop, Path(plan["out"]))
+    if plan["plain"]:
+        loop.resumed()
+        loop.run(loop.plain(loop.loader(), 0, nothing), lambda epoch, step: recorder.step_done())
+        dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the interpreter's end is not what reference runs are for
+    run_protected(plan, loop, recorder, stage)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

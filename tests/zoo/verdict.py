@@ -1,0 +1,147 @@
+"""Kills a rank of a recipe, resumes, compares with torch alone, and says what came of it."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integration.compare import Track, differing, first_difference
+from tests.integration.harness import Cluster
+from tests.integration.toy import Toy
+from tests.zoo import mixtures
+from tests.zoo.loop import Card
+
+KILLED, SAVED, NOT_SAVED = -9, 75, 76
+MODULE = "tests.zoo.rank"
+SETTINGS = {"LASTWORDS_SETTLE_TIMEOUT_S": "3"}
+DELAY_MS_MAX = 12.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one kill.
+
+    kind: "exact" (equal, and called so), "told" (not exact, and said so), "silent" (called exact, and different),
+    "nothing" (no checkpoint), "broken" (anything that should never happen).
+    """
+
+    kind: str
+    text: str
+    reasons: tuple[str, ...] = ()
+    equal: bool = False
+    step: int = 0
+
+    def problem(self, card: Card, phase: str) -> str:
+        """Why this is not what the recipe asks for; empty if it is."""
+        if self.kind == "exact":
+            return "it is equal, but documented to be out of reach" if card.silent else ""
+        if self.kind == "silent" and card.silent:
+            return ""
+        if self.kind == "nothing" and phase in card.nothing:
+            return ""
+        words = card.words(phase)
+        if self.kind == "told" and any(word in reason for word in words for reason in self.reasons):
+            return ""
+        wanted = f"one of {words} in the reasons" if words else "exactness"
+        return f"{self.kind} (wanted: {wanted}): {self.text}"
+
+
+class Keeper:
+    """Runs recipes in a directory of the test's own; the uninterrupted runs are kept for the session."""
+
+    def __init__(self, cluster: Cluster, directory: Path, references: Path) -> None:
+        self.cluster, self.directory, self.references = cluster, directory, references
+        self.toys: list[Toy] = []
+
+    def toy(self, directory: Path, ranks: int) -> Toy:
+        """A place to launch from."""
+        directory.mkdir(parents=True, exist_ok=True)
+        toy = Toy(self.cluster, directory, MODULE, ranks)
+        self.toys.append(toy)
+        return toy
+
+    def reference(self, card: Card) -> Track:
+        """What torch alone computes."""
+        place, ranks = self.references / card.name, card.loop.ranks
+        if not (place / "complete").exists():
+            toy = self.toy(place, ranks)
+            plan: dict[str, Any] = {"recipe": card.name, "plain": True, "recover": False, "kill": None, "without": []}
+            codes = toy.run("plain", **plan)
+            assert set(codes.values()) == {0}, f"torch alone ended with {codes}\n{toy.report()}"
+            (place / "complete").touch()
+        track = Track(place / "plain", ranks)
+        steps = card.loop.epochs * card.loop.per_epoch
+        assert all(track.last_step(rank) == steps for rank in range(ranks)), "the uninterrupted run is not whole"
+        return track
+
+    def judge(self, name: str, phase: str, without: Sequence[str] = ()) -> Verdict:
+        """Kill a rank in that phase, resume, and compare."""
+        card = mixtures.card_of(name)
+        reference = self.reference(card)
+        toy = self.toy(self.directory, card.loop.ranks)
+        plan: dict[str, Any] = {"recipe": name, "plain": False, "without": list(without)}
+        kill = kill_of(card, phase)
+        codes = toy.run("killed", env=SETTINGS, recover=False, kill=kill, **plan)
+        before = first_difference(reference, Track(self.directory / "killed", card.loop.ranks))
+        if before is not None:
+            return Verdict("broken", f"already before the kill {before}\n{toy.report()}")
+        if codes[kill[0]] != KILLED or {code for rank, code in codes.items() if rank != kill[0]} - {SAVED, NOT_SAVED}:
+            return Verdict("broken", f"the ranks ended with {codes}\n{toy.report()}")
+        if not toy.manifests():
+            return Verdict("nothing", toy.report())
+        codes = toy.run("resumed", env=SETTINGS, recover=True, kill=None, **plan)
+        resumed = Track(self.directory / "resumed", card.loop.ranks)
+        if any(codes.values()) or resumed.one(0, "resumed") is None:
+            return Verdict("broken", f"the resumed ranks ended with {codes}\n{toy.report()}")
+        return compared(card, reference, resumed, toy)
+
+    def close(self) -> None:
+        """End everything."""
+        for toy in self.toys:
+            toy.close()
+
+
+def kill_of(card: Card, phase: str) -> list[Any]:
+    """Rank, step, phase and delay; drawn from the names, so that each run of the tests has the same."""
+    draw = random.Random(zlib.crc32(f"{card.name}:{phase}".encode()))
+    victim = draw.randrange(card.loop.ranks) if card.victim < 0 else card.victim
+    return [victim, card.phases[phase], phase, draw.uniform(0, DELAY_MS_MAX)]
+
+
+def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
+    """The verdict on a resumed run."""
+    points = [resumed.one(rank, "resumed") for rank in range(card.loop.ranks)]
+    records = [point for point in points if point is not None]
+    if len(records) < card.loop.ranks or len({record["step"] for record in records}) > 1:
+        return Verdict("broken", f"the ranks resumed at different steps\n{toy.report()}")
+    step = int(records[0]["step"])
+    reasons = tuple(dict.fromkeys(reason for record in records for reason in record["reasons"]))
+    difference = restored_difference(reference, resumed, step) or later_difference(card, reference, resumed, step)
+    text = f"resumed after step {step}; reasons: {list(reasons)}; {difference or 'equal in all bits'}"
+    if not all(record["exact"] for record in records):
+        return Verdict("told", text, reasons, not difference, step)
+    if difference:
+        return Verdict("silent", f"{text}\n{toy.report()}", reasons, False, step)
+    return Verdict("exact", text, reasons, True, step)
+
+
+def restored_difference(reference: Track, resumed: Track, step: int) -> str:
+    """What resume() left against the state after that step; empty if nothing differs."""
+    for rank in range(reference.world_size):
+        record = resumed.one(rank, "resumed")
+        assert record is not None
+        theirs = reference.steps(rank).get(step, {})
+        state = {name: value for name, value in theirs.items() if "/" in name}
+        if step and (names := differing(state, record["values"])):
+            return f"restored on rank {rank}: {names[:8]}"
+    return ""
+
+
+def later_difference(card: Card, reference: Track, resumed: Track, step: int) -> str:
+    """The first step after the resume that differs; empty if none does."""
+    steps = range(step + 1, card.loop.epochs * card.loop.per_epoch + 1)
+    return str(first_difference(reference, resumed, steps) or "")
