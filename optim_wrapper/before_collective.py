@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.optim_wrapper.staying_hook import StayingHook
+
 
 class BeforeCollective:
     """Calls `act` at that moment, at least once in each step that has a backward pass, from `__init__` to `remove`."""
@@ -27,7 +29,7 @@ class BeforeCollective:
         self._due = False
         always = _always_reduced(model)
         self._hook: Any = (
-            model.register_forward_hook(self._after_forward)
+            model.register_forward_hook(StayingHook(self._after_forward))
             if always is None
             else always.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         )

@@ -17,6 +17,7 @@ import torch
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.rank_local import RngCapture
+from lastwords.optim_wrapper.staying_hook import StayingHook
 from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.saver import Position
 
@@ -64,7 +65,7 @@ def look_at_first_forward(model: torch.nn.Module, rng: RngCapture, step: int, is
         if moved:
             _log.info("%s", moved_text(step, sorted(name.removeprefix("rng/") for name in moved)))
 
-    hook = model.register_forward_pre_hook(look)
+    hook = model.register_forward_pre_hook(StayingHook(look))
 
 
 def moved_text(step: int, streams: list[str]) -> str:

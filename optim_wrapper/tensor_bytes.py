@@ -1,13 +1,19 @@
 """Tensors as plain bytes in C order, and back: without a copy where the memory allows it.
 
 Of a DTensor only the part on this rank is looked at, stored and overwritten.
+
+`Tensor.numpy()` is never called on a user's tensor: it makes the storage one that can never be resized, of which
+observers of quantization-aware training and growing caches die in their next forward pass. A view made here leaves the
+tensor as it is. It keeps the storage alive, though not the old memory of one that is resized while the view is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
+import numpy as np
 import torch
 
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
@@ -17,6 +23,9 @@ from lastwords.sharding.dtensor import Box, box_of, is_dtensor, is_shard, local_
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for code, name in TYPE_NAMES.items() if hasattr(torch, name)
 }
+
+COPIED_BYTES_MAX = 4096
+"""Observers and their like hold a value, or one for each channel; a copy of a page takes less than a microsecond."""
 
 Bytes = memoryview
 Source = Bytes | Callable[[], Bytes]
@@ -120,15 +129,37 @@ def bytes_of(tensor: torch.Tensor) -> Bytes | None:
     plain = local_of(tensor).detach()
     if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
         return None
-    if not plain.numel():
-        return memoryview(bytearray())  # numpy() would make the storage one that can never be resized
-    # The stride of a dimension of size 1 may be anything, and view(uint8) wants 1.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    if not plain.nbytes:
+        return memoryview(bytearray())
+    _refuse_without_memory(plain)
+    return np.asarray(_Memory(plain)).data
+
+
+def _refuse_without_memory(plain: torch.Tensor) -> None:
+    """UnstorableError for a tensor whose storage has been freed (resized to nothing) behind it."""
+    last = plain.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
+    there = plain.untyped_storage().nbytes()
+    if plain.numel() and there < last * plain.element_size():
+        what = f"a tensor of {plain.dtype} {tuple(plain.shape)} whose storage has {there} bytes now"
+        raise UnstorableError(f"{what} has no content; resize the storage back before the step ends", what)
+
+
+class _Memory:
+    """What numpy needs to make an array over a tensor's memory. The array keeps this, and this keeps the storage."""
+
+    def __init__(self, plain: torch.Tensor) -> None:
+        self._plain = plain
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        plain = self._plain
+        return {"version": 3, "typestr": "|u1", "shape": (plain.nbytes,), "data": (plain.data_ptr(), False)}
 
 
 def staged_bytes(tensor: torch.Tensor) -> Bytes:
     """A copy in C order, on the CPU. Of a device tensor it comes after what the current stream has to do before."""
     with torch.no_grad():
+        _refuse_without_memory(local_of(tensor).detach())
         copy = local_of(tensor).detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     view = bytes_of(copy)
     assert view is not None
@@ -138,9 +169,12 @@ def staged_bytes(tensor: torch.Tensor) -> Bytes:
 def source_of(tensor: torch.Tensor, stage: Stage | None = None) -> Source:
     """The tensor's memory itself where that is possible, else a function that copies it when it is called.
 
+    A small tensor is copied at once: it costs as much as the view, and the user's code may resize it meanwhile.
     stage: makes the copy; `staged_bytes` if None.
     """
     view = bytes_of(tensor)
+    if view is not None and view.nbytes <= COPIED_BYTES_MAX:
+        return memoryview(bytearray(view))
     return view if view is not None else lambda: (stage or staged_bytes)(tensor)
 
 

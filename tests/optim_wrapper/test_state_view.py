@@ -17,6 +17,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError
+from lastwords.optim_wrapper import tensor_bytes
 from lastwords.optim_wrapper.ddp_private import find_ddp
 from lastwords.optim_wrapper.group_copies import GroupCopies, copy_groups
 from lastwords.optim_wrapper.host_copy import HostCopy
@@ -171,7 +172,10 @@ def test_state_that_is_nested_in_lists_comes_back_with_lbfgs() -> None:
     assert_same(restored, saved)
 
 
-def test_contiguous_tensors_are_handed_out_without_a_copy_and_others_when_their_turn_comes() -> None:
+def test_contiguous_tensors_are_handed_out_without_a_copy_and_others_when_their_turn_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_bytes, "COPIED_BYTES_MAX", 0)
     model, optimizer = made(0)
     sources = {spec.name: source for spec, source in UnitView(model, optimizer).state().tensors}
     live = sources["unit/replicated/model/embedding.weight"]

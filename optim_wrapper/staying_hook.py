@@ -1,0 +1,33 @@
+"""Hooks on the user's model that stay with it: a copy or a pickle of the model has a function there that does nothing.
+
+`best = copy.deepcopy(model)`, `AveragedModel(model)` and `torch.save(model)` take a module's hooks along. Ours hold
+on to the black box, which can be neither copied nor pickled, and would count the copy's passes as the model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+
+class StayingHook:
+    """Calls `act`; for `register_forward_hook` and its like.
+
+    >>> import copy
+    >>> hook = StayingHook(print)
+    >>> hook("called"), copy.deepcopy(hook)("not called")
+    called
+    (None, None)
+    """
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return self._act(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function of the standard library that takes anything and returns None: who loads the model needs no
+        # lastwords for it.
+        return getattr, (contextlib.nullcontext(), "__exit__")
