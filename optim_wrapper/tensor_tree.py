@@ -86,8 +86,8 @@ def _take_apart(value: Any, name: str, path: str, found: dict[str, NamedTensor],
 
 def _leaf(tensor: torch.Tensor, name: str, path: str, found: dict[str, NamedTensor], sharded: bool) -> Tree:
     refuse_unsupported(tensor, path, sharded=sharded)
-    # Keys that differ may read alike ("1" and 1, or a dot inside), and a name has to be text that UTF-8 can express.
-    stored = unique = name.encode("utf-8", "backslashreplace").decode()
+    # Keys that differ may read alike ("1" and 1, or a dot inside), and a name has to be text that can be printed.
+    stored = unique = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in name)
     number = 2
     while unique in found:
         unique, number = f"{stored}~{number}", number + 1

@@ -20,7 +20,7 @@ from lastwords.controller.query import query_state
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore, ProcessorOptions
 from lastwords.processor.departure import EXIT_NOT_SAVED, Departure
-from lastwords.vocabulary import LoopGo, Welcome
+from lastwords.vocabulary import LoopBegin, LoopGo, Welcome
 from tests.integration.puppet import WAIT_S, PuppetProcess
 from tests.integration.test_controller_shell import TOKEN, Job, wait_for
 
@@ -94,10 +94,14 @@ def test_a_controller_that_was_stopped_blames_nobody_for_its_pause(job: Job) -> 
 
 
 class _Nobody:
-    """A session that says nothing."""
+    """A session that delivers nothing."""
+
+    def __init__(self) -> None:
+        self.asked_to_begin = threading.Event()
 
     def send(self, report: Any) -> None:
-        pass
+        if isinstance(report, LoopBegin):
+            self.asked_to_begin.set()
 
     def close(self, timeout_s: float) -> None:
         pass
@@ -111,11 +115,13 @@ def wait_for_a_controller(own_time: bool) -> None:
     departure = Departure(0)
     core = ProcessorCore(0, 1, 0, ProcessorOptions(controller_lost_s=4.0))
     agent = Agent(core, hello=unused, saver=unused, departure=departure)
-    agent.start(_Nobody())
+    session = _Nobody()
+    agent.start(session)
     agent.on_session_up()
     agent.on_order(Welcome(1, 0, 1))
 
     def course() -> None:
+        session.asked_to_begin.wait()
         agent.on_session_down("the connection broke")
         print("down", flush=True)
         sys.stdin.readline()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -193,6 +193,7 @@ def through_optimizer(value: Any) -> Any:
 @pytest.mark.parametrize("through", [through_extras, through_local_extras, through_optimizer])
 @settings(max_examples=40, deadline=None)
 @given(value=VALUES)
+@example(value={"\x1f\u200b": torch.Generator()})
 def test_every_storable_value_comes_back_bit_for_bit(through: Any, value: Any) -> None:
     before = through_text({"": None}) and value
     back = through(value)
