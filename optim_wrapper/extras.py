@@ -15,7 +15,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,12 @@ class Extras:
             if name in regular and (not differs or _moves(was, states[name]) != 1):
                 regular.discard(name)
         return ExtrasSnapshot(states, before.steps + 1, frozenset(regular), frozenset(moved))
+
+    def again(self, before: ExtrasSnapshot) -> tuple[ExtrasSnapshot, list[str]]:
+        """States at another look after the step end of `before`, and the names of what has moved since."""
+        taken = {name: self._taken(name, before.states[name]) for name in self._objects}
+        moved = [f"{self._label}[{name!r}]" for name, (_, differs) in taken.items() if differs]
+        return (replace(before, states={name: one[0] for name, one in taken.items()}), moved) if moved else (before, [])
 
     # ------------------------------------------------------------------ writer's thread
 

@@ -84,6 +84,14 @@ def _is_fixed(value: Any) -> bool:
     return kind in _ATOMS or (kind is tuple and all(map(_is_fixed, value)))
 
 
+def copied_differs(before: Any, now: Any) -> bool:
+    """Whether two copies differ; True where that cannot be told."""
+    try:
+        return advance(before, now)[1]
+    except (UnstorableError, RecursionError):
+        return True
+
+
 def copied(value: Any) -> Any:
     """A copy that shares nothing that can change; of what cannot be stored, the value itself."""
     try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.config import Config
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.describe import describe, warnings_of
@@ -50,6 +52,14 @@ class Options:
         """With what these optimizers need. LBFGS runs backward passes, collectives and all, on weights half-way."""
         needed = any(isinstance(wrapper.inner, torch.optim.LBFGS) for wrapper in optimizers)
         return replace(self, local_copy=True) if needed and not self.local_copy else self
+
+
+def settings_of(config: Config, options: Options, optimizers: int, world_size: int) -> dict[str, Any]:
+    """What all ranks of a job have to have been told alike."""
+    names = ("ctrl_rank_id", "ctrl_ip", "ctrl_port", "ckpt_save_path", "fallback_path", "data", "job")
+    given = {name: getattr(config, name) for name in names}
+    written = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    return {**written, **asdict(options), "optimizers": optimizers, "world_size": world_size}
 
 
 def wrappers_of(optimizer: OptTFTWrapper | Sequence[OptTFTWrapper]) -> tuple[OptTFTWrapper, ...]:

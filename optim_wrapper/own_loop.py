@@ -20,6 +20,7 @@ from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.staying_hook import StayingHook
 from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.saver import Position
+from lastwords.vocabulary import Phase, Stand
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,18 @@ def moved_text(step: int, streams: list[str]) -> str:
         "be. If they were drawn while the data was set back (building a DataLoader's iterator draws some), call "
         "restore_streams() after that, or the resume is not exact: see 'A loop of your own' in the README"
     )
+
+
+def refuse_update_after_end(stand: Stand) -> None:
+    """ConfigError for a loop over `steps()` that updates again after it has ended its step.
+
+    >>> refuse_update_after_end(Stand(Phase.COMPUTING, 3))
+    """
+    if stand.phase is not Phase.COMPUTING:
+        raise ConfigError(
+            f"optimizer.step() was called after step_end() of step {stand.step - 1}, with the same batch: "
+            "call step_end() after all that belongs to the step"
+        )
 
 
 def named(epoch: object, step: object) -> Position | None:

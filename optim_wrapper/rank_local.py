@@ -163,6 +163,15 @@ class BoxRecorder:
         self._record(SlotKind.COMMITTED, step, json_bytes)
         self.box.compare_tentative()
 
+    def committed_again(self, step: int, json_bytes: bytes) -> str | None:
+        """`committed` once more, for a step after whose end the state may have moved; the first region that has."""
+        before = self.slot_of(step)
+        slot = self._record(SlotKind.COMMITTED, step, json_bytes)
+        moved = None if before is None else self.box.first_difference(before, slot)
+        if moved is not None:
+            self.box.compare_tentative()  # which is not what the next step begins with either
+        return moved
+
     def slot_of(self, step: int) -> int | None:
         """Where the copy of `step` is that a reader gets: the committed one if there is one."""
         found = {kind: slot for slot, (kind, of) in self._slots.items() if of == step}
@@ -180,7 +189,7 @@ class BoxRecorder:
         """Put everything back; returns why the outcome is not exact, if it is not."""
         return tuple(reason for capture in self._captures for reason in capture.restore(regions))
 
-    def _record(self, kind: SlotKind, step: int, json_bytes: bytes) -> None:
+    def _record(self, kind: SlotKind, step: int, json_bytes: bytes) -> int:
         captures = self._captures
         for capture in captures:
             capture.refresh()
@@ -189,7 +198,9 @@ class BoxRecorder:
         for capture in captures:
             capture.capture(slot)
         box.commit(slot, json_bytes)
+        self._slots.pop(slot, None)  # of two copies of a step the newer one is the last
         self._slots[slot] = kind, step
+        return slot
 
 
 def regions(captures: Sequence[Capture]) -> tuple[RegionSpec, ...]:

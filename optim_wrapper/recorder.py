@@ -78,6 +78,8 @@ class StepRecorder:
         self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
         self._tentative_reasons: list[str] = []
+        self.ends_early = False
+        self._early_reasons: list[str] = []
 
     # ------------------------------------------------------------------ life
 
@@ -225,6 +227,33 @@ class StepRecorder:
                 self._units.exclude_buffers(self.rank_local_buffers())
                 self._units.check()
 
+    def look_again(self) -> bool:
+        """The loop, which ended its step early (`ends_early`), is done with what came after: take the copies once more.
+
+        What has moved is told, once: a rank that is killed in between leaves it as it was before. True.
+        """
+        self.ends_early = False
+        self._extras_now, moved = self.extras.again(self._extras_now)
+        self._local_now, of_rank = self.local_extras.again(self._local_now)
+        moved += of_rank
+        if self.source is not None:
+            moved += self.source.look_again(self._groups.take(), self._extras_now)
+        if self._box is not None:
+            local = self._local(self._local_now) if self._has_local_extras else b""
+            region = self._box.committed_again(self._step, self._document_of(self._named) + local + b"}")
+            moved += [] if region is None else [region]
+        if moved and not self._early_reasons:
+            self._early_reasons = [
+                f"between step_end() and the next batch {', '.join(moved)} changed in an earlier step"
+            ]
+            _log.warning(
+                "after step_end(), in what followed in step %s, %s changed: where a rank is killed there, the "
+                "resume is not exact; change what the next step reads before step_end()",
+                self._step,
+                ", ".join(moved),
+            )
+        return True
+
     def _announce_left_out(self) -> None:
         """A look at all of the optimizer's state, which costs microseconds a parameter."""
         for reason in self.view.left_out():
@@ -263,7 +292,8 @@ class StepRecorder:
         self._document = b"" if self._needs_epoch_start else self._document_of(None)
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
-            self._box.committed(step, ended + local + b"}")
+            early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
+            self._box.committed(step, ended + local + early + b"}")
             if self._tentative_local is not None and self._tentative_local[1] != local:
                 self._announce_late_change(self._tentative_local[0])
             self._tentative_local = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
 import os
 import types
@@ -21,7 +21,7 @@ from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.global_samples import carry
 from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.host_copy import HostCopy
-from lastwords.optim_wrapper.job_shape import GateMode, Options, declared_units, wrappers_of
+from lastwords.optim_wrapper.job_shape import GateMode, Options, declared_units, settings_of, wrappers_of
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
@@ -133,7 +133,8 @@ class TFTRegister:
             world, self._recorder, self._optimizers, self._declared, self._options, self._config
         )
         protection = Protection(self._config, world, self._make_source, common.units.names)
-        protection.start(self._settings(), common.checkpoint_bytes)
+        settings = settings_of(self._config, self._options, len(self._optimizers), world.size)
+        protection.start(settings, common.checkpoint_bytes)
         self._protection = protection
         try:
             protection.use_box(lambda path: self._recorder.open(path, at_gate=common.gate is not None))
@@ -295,7 +296,7 @@ class TFTRegister:
             loader,
             epochs,
             accumulate=accumulate,
-            events=LoopEvents(self._recorder, self._end_step),
+            events=LoopEvents(self._recorder, self._end_step, self._protection),
             resume=None if resumed is None else self._resume_at(resumed),
             data=self._config.data,
             show_progress=self._world.rank == 0,
@@ -328,15 +329,16 @@ class TFTRegister:
         return self._steps is None or self._steps.ends_step
 
     def step_end(self, epoch: int | None = None, step: int | None = None) -> None:
-        """In a loop of one's own: the step is over, whether or not the optimizer updated in it.
+        """The step is over, whether or not the optimizer updated in it; what follows (a log) changes nothing of it.
 
-        Call it once a step on every rank, after everything that belongs to the step. epoch, step: what the loop calls
-        it, both counted from 1, or neither; `resume()` gives them back. They have to be the same on every rank.
-        ConfigError inside `steps`, which does it by itself.
+        A loop of one's own calls it once a step on every rank. epoch, step: what it calls the step, both counted from
+        1 and the same on every rank, or neither; `resume()` gives them back. Inside `steps`, which ends a step when the
+        next batch is asked for, it ends the step now; ConfigError before its last batch, and the second time.
         """
-        if self._steps is not None:
-            raise ConfigError("step_end() is for loops of one's own; steps() ends each step by itself")
         position = own_loop.named(epoch, step)
+        if self._steps is not None:
+            self._recorder.ends_early = True
+            return self._steps.end_early(position)
         if self._world is None:
             raise ConfigError("step_end() has to be called inside `with tft:` (or after tft.start())")
         if not self._begun:
@@ -346,6 +348,13 @@ class TFTRegister:
             return
         self._recorder.names_steps = position is not None
         self._end_step(position)
+
+    @contextlib.contextmanager
+    def step(self, epoch: int | None = None, step: int | None = None) -> Iterator[None]:
+        """`step_end` at the block's exit, if it is that of a step's last batch and no exception leaves it."""
+        yield
+        if self.ends_step:
+            self.step_end(epoch, step)
 
     # ------------------------------------------------------------------ inside
 
@@ -377,14 +386,6 @@ class TFTRegister:
             return (lambda: self._recorder.not_exact(self._recorder.rng.restore(regions))) if regions else None
 
         return ResumeAt(resumed.epoch, resumed.step, back_to(resumed.epoch_start), back_to(resumed.regions))
-
-    def _settings(self) -> dict[str, Any]:
-        names = ("ctrl_rank_id", "ctrl_ip", "ctrl_port", "ckpt_save_path", "fallback_path", "data", "job")
-        given = {name: getattr(self._config, name) for name in names}
-        written = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-        size = 0 if self._world is None else self._world.size
-        options = dataclasses.asdict(self._options)
-        return {**written, **options, "optimizers": len(self._optimizers), "world_size": size}
 
     def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
         # Where ranks hold different units their buckets may differ too: each unit has its own writer's.

@@ -18,7 +18,7 @@ from lastwords.errors import IncompleteError, LastWordsError, StorageError
 from lastwords.optim_wrapper import hyperparameters
 from lastwords.optim_wrapper.device_reader import reader_for
 from lastwords.optim_wrapper.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot, left_out_of
-from lastwords.optim_wrapper.group_copies import copy_groups
+from lastwords.optim_wrapper.group_copies import copied_differs, copy_groups
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.tensor_bytes import Stage
@@ -99,6 +99,17 @@ class TrainerSource:
     def updated(self) -> None:
         """The optimizer has written everything; nothing else is to write weights from here to the step's end."""
         self._marks_updated = self._weights.take()
+
+    def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
+        """The end of the newest step once more, with what has moved since; what of weights and groups has."""
+        snapshot = self._snapshot
+        assert snapshot is not None, "a step has ended"
+        moved = [f"the weight {name!r}" for name in self._weights.moved(self._marks)]
+        if groups is not snapshot.groups and copied_differs(snapshot.groups, groups):
+            moved.append("the optimizer's hyperparameters")
+        if moved or extras is not snapshot.extras:
+            self.committed(Snapshot(snapshot.step, snapshot.position, groups, extras))
+        return moved
 
     def under_way(self, position: Position) -> None:
         """What the loop calls the step that comes next, or is being computed now."""
@@ -192,7 +203,7 @@ class TrainerSource:
                     there = ", ".join(f"{kind.name.lower()} {at}" for kind, at in box.contents()) or "nothing"
                     return _nothing(f"its black box has no state of step {step} (it has: {there})")
                 reasons = [str(reason) for reason in box.facts().get("reasons", [])]
-                reasons += [str(reason) for reason in copy.json.get("reasons", [])]
+                reasons += [str(reason) for key in ("reasons", "early") for reason in copy.json.get(key, [])]
                 if copy.problem:
                     reasons.append(copy.problem)
                 if copy.kind is SlotKind.TENTATIVE:

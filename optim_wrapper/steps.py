@@ -7,6 +7,10 @@
     (the batches, accumulate of them, are yielded; the loop's body runs)
     step_end(epoch, step)       the body is done with the step's last batch; before anything of the next is fetched
 
+A body may end its step itself (`end_early`); then step_end comes at that moment, and in its old place
+
+    round_over(epoch, step)     the body has come back from what it did after its step's end
+
 A step whose body did not come back (break, return, an exception) has no step_end: a generator cannot tell these
 apart, as all of them arrive as GeneratorExit. Whoever runs the loop looks at `epoch`, `step` and `under_way`.
 """
@@ -52,6 +56,9 @@ class StepEvents(Protocol):
 
     def step_end(self, epoch: int, step: int) -> None:
         """`step` of `epoch` has ended."""
+
+    def round_over(self, epoch: int, step: int) -> None:
+        """The body, which had ended `step` itself, is done with what came after it."""
 
     def not_exact(self, reason: str) -> None:
         """It has just turned out that a resume from here on would not be exact."""
@@ -166,6 +173,20 @@ class Steps:
         """Steps in each epoch on this rank; must be the same on all ranks."""
         return -(-self._facts.batches // self._accumulate)
 
+    def end_early(self, named: tuple[int, int] | None = None) -> None:
+        """The body says that its step is over before it comes back. named: what it calls it.
+
+        ConfigError if the batch in hand is not its step's last, the step has ended already, or it has another name.
+        """
+        if not self.under_way:
+            raise ConfigError("step_end() was called, but this step has ended already: call it once a step")
+        if not self.ends_step:
+            raise ConfigError("step_end() was called before the step's last batch; call it only if tft.ends_step")
+        if named not in (None, (self.epoch, self.step)):
+            raise ConfigError(f"step_end{named} was called in step {(self.epoch, self.step)}; here it needs no name")
+        self.under_way = False
+        self._events.step_end(self.epoch, self.step)
+
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:
         if self._begun:
             raise ConfigError("these steps have been iterated over already; call steps() once for the whole run")
@@ -243,8 +264,11 @@ class Steps:
                         f"the loader's {place} is a random generator of its own that moves in the training process and "
                         "is not saved; draw from torch, numpy.random or random, or use a torch.Generator"
                     )
-                events.step_end(epoch, step)
-                self.under_way = False
+                if self.under_way:
+                    self.under_way = False
+                    events.step_end(epoch, step)
+                else:
+                    events.round_over(epoch, step)
         if count < total:
             raise ConfigError(
                 f"the loader ended after {count} batches, but its length says {total}; all numbers of steps would "

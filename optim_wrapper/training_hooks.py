@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.gate import GatedStep
+from lastwords.optim_wrapper.own_loop import refuse_update_after_end
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.processor.saver import Position
@@ -71,9 +72,12 @@ class UpdateHooks:
 class LoopEvents:
     """Between `Steps` and the register; see `StepEvents`."""
 
-    def __init__(self, recorder: StepRecorder, end_step: Callable[[Position], None]) -> None:
+    def __init__(
+        self, recorder: StepRecorder, end_step: Callable[[Position], None], protection: Protection | None
+    ) -> None:
         self._recorder = recorder
         self._end = end_step
+        self._protection = protection
 
     def epoch_start(self, epoch: int) -> None:
         """Before the first batch of `epoch` is asked for."""
@@ -90,3 +94,9 @@ class LoopEvents:
     def step_end(self, epoch: int, step: int) -> None:
         """This step is over."""
         self._end(Position(epoch, step))
+
+    def round_over(self, epoch: int, step: int) -> None:
+        """What the loop does after the end of this step is over, too."""
+        if self._protection is not None:
+            refuse_update_after_end(self._protection.stand)
+            self._protection.agent.between_steps(self._recorder.look_again)

@@ -1,9 +1,9 @@
 """The processor of one rank: threads, time and I/O around the pure `ProcessorCore`.
 
-Threads. The training thread marks its phases here (`ready`, `enter_update`, ...) and is parked here while an
-incident is on. The session's threads hand in orders, a pulse thread streams the status and feeds ticks, and a
-writer thread exists while a part of a checkpoint is being written. One lock is held around every call of the
-core; that lock is what makes "check the freeze, set UPDATING" and "set the freeze, read the phase" atomic.
+Threads. The training thread marks its phases here (`ready`, `enter_update`, ...) and is parked here in an incident.
+The session's threads hand in orders, a pulse thread streams the status and feeds ticks, and a writer thread exists
+while a part of a checkpoint is written. One lock is held around every call of the core: it makes "check the freeze, set
+UPDATING" and "set the freeze, read the phase" atomic.
 
 No torch here: tensors arrive as memoryviews through `StateSource`.
 """
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class Agent:
     """Holds a rank's core and everything that moves around it.
 
-    Calls marked *training thread* must come from the thread that trains. A call that parks returns when the
-    rank may go on, and raises `SystemExit` with a documented code where the incident ended in `Exit`.
+    Calls marked *training thread* must come from the thread that trains. A call that parks returns when the rank may go
+    on, and raises `SystemExit` with a documented code where the incident ended in `Exit`.
     """
 
     def __init__(
@@ -44,19 +44,15 @@ class Agent:
         pass_on: Callable[[int], None] = lambda number: None,
         hand_back: Callable[[], None] = lambda: None,
     ) -> None:
-        self._core, self._hello = core, hello
-        self._saver, self._departure = saver, departure
-        self._on_incident = on_incident
-        self._pass_on, self._hand_back = pass_on, hand_back
+        self._core, self._hello, self._saver, self._departure = core, hello, saver, departure
+        self._on_incident, self._pass_on, self._hand_back = on_incident, pass_on, hand_back
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
         self._session: SessionLike | None = None
         self._save_job: SaveJob | None = None
-        self._closed = False
-        self._in_our_hands = 0
+        self._closed, self._in_our_hands, self._own_time = False, 0, clock.OwnTime()
         self._status_sent: Stand | None = None
-        self._own_time = clock.OwnTime()
         self._pulse = threading.Thread(target=self._run_pulse, name="lastwords-pulse", daemon=True)
 
     # ------------------------------------------------------------------ life
@@ -201,6 +197,10 @@ class Agent:
             self._park(core.try_end_step)
         elif core.frozen:
             self._park(lambda: not core.frozen)
+
+    def between_steps(self, look: Callable[[], bool]) -> None:
+        """In COMPUTING: `look()`, which says True, while this rank is not frozen, so that no writer reads meanwhile."""
+        self._park(lambda: not self._core.frozen and look())
 
     def left(self) -> None:
         """The loop is over here; waits until every rank has left, or for the incident's end."""

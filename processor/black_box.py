@@ -310,7 +310,7 @@ class BlackBox:
         committed, tentative = self._committed, self._tentative
         if self._tentative_step != self._committed_step or committed < 0:
             return None
-        different = self._first_difference(committed, tentative)
+        different = self.first_difference(committed, tentative)
         words = self._words
         if different is None:
             words[WORD_MATCHES] += 1
@@ -335,7 +335,8 @@ class BlackBox:
                 return slot
         raise AssertionError("three of four slots at most are in use")
 
-    def _first_difference(self, one: int, other: int) -> str | None:
+    def first_difference(self, one: int, other: int) -> str | None:
+        """Name of the first region in which the copies in two step slots differ, None if they are equal."""
         same_set = self._slot_activations[one] == self._slot_activations[other]
         if same_set and self._eager_equal(one, other):
             lazy = self._active_lazy

@@ -32,6 +32,8 @@ PLAN: dict[str, Any] = {
     "per_epoch": 0,  # steps in an epoch of the own loop; 0: there is one epoch
     "nameless": False,  # the own loop knows only global steps
     "average": False,  # the loss is averaged over all ranks after the update
+    "early": False,  # the loop says that its step is over before that
+    "log_draws": False,  # the log draws a random number
     "accumulate": 1,
     "closure": False,
     "existing": False,  # the loop has a world-wide collective before each update
@@ -63,6 +65,7 @@ class Job:
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
         self.inner = torch.optim.AdamW(self.net.parameters(), lr=0.02)
         self.optimizer: Any = self.inner
+        self.step_is_over = lambda step: None
         torch.manual_seed(100 + self.rank // parts)
 
     def at(self, key: str, step: int, place: str = "") -> bool:
@@ -126,8 +129,12 @@ class Job:
         self.come_by(step, "end")
         if self.at("slow_end", step):
             time.sleep(plan["slow_end"][2])
+        self.step_is_over(step)
+        self.come_by(step, "over")
         if plan["average"]:
             dist.all_reduce(torch.tensor(value))
+        if plan["log_draws"]:
+            torch.rand(1)
         if self.at("flip", step):
             with torch.no_grad():
                 self.net[0].weight.view(torch.int32)[0, 0] ^= 1
@@ -201,11 +208,14 @@ class Job:
                 said = [point.epoch, point.step, point.global_step, point.exact, point.reasons]
                 (Path(plan["out"]) / f"resumed_{self.rank}.json").write_text(json.dumps(said))
                 (Path(plan["out"]) / f"state_{self.rank}").write_text(self.state())
+            if plan["early"]:
+                self.step_is_over = lambda step: tft.step_end(*(self.named(step) if plan["own_loop"] else ()))
             if plan["own_loop"]:
                 for step in range(done + 1, plan["steps"] + 1):
                     if not self.at("leaves_out", step):
                         self.record(step, self.train(step))
-                        tft.step_end(*self.named(step))
+                        if not plan["early"]:
+                            tft.step_end(*self.named(step))
             else:
                 for _, step, _ in tft.steps(list(range(plan["steps"])), epochs=1):
                     self.record(step, self.train(step))

@@ -221,6 +221,9 @@ class Run:
         self.ends[epoch, step] = all_streams(self.steps.generators)
         self.record.append((epoch, step, plain(self.ends[epoch, step])))
 
+    def round_over(self, epoch: int, step: int) -> None:
+        self.events.append(f"over {epoch}.{step}")
+
     def train(self, **kwargs: Any) -> Run:
         steps = self.steps = Steps(events=self, **kwargs)
         for epoch, step, batch in steps:
@@ -405,6 +408,33 @@ def test_a_body_that_does_not_come_back_leaves_its_step_under_way(how: str) -> N
         body()
     assert run.events == ["epoch 1", "begin 1.1", "end 1.1", "begin 1.2"]
     assert (steps.epoch, steps.step, steps.under_way) == (1, 2, True)
+
+
+def test_a_body_may_end_its_step_before_it_comes_back() -> None:
+    run = Run()
+    steps = run.steps = Steps([10, 20, 30], 1, accumulate=2, events=run)
+    for _, _, batch in steps:
+        if batch == 20:
+            steps.end_early((1, 1))
+            run.events.append("log")
+            assert not steps.under_way
+    assert run.events == ["epoch 1", "begin 1.1", "end 1.1", "log", "over 1.1", "begin 1.2", "end 1.2"]
+
+
+def test_a_step_is_ended_once_by_its_own_name_and_with_its_last_batch() -> None:
+    run = Run()
+    steps = run.steps = Steps([10, 20], 1, accumulate=2, events=run)
+    for _, _, batch in steps:
+        if batch == 10:
+            with pytest.raises(ConfigError, match="before the step's last batch"):
+                steps.end_early()
+            continue
+        with pytest.raises(ConfigError, match=r"step_end\(1, 2\) was called in step \(1, 1\)"):
+            steps.end_early((1, 2))
+        steps.end_early()
+        with pytest.raises(ConfigError, match="has ended already"):
+            steps.end_early()
+    assert run.events == ["epoch 1", "begin 1.1", "end 1.1", "over 1.1"]
 
 
 def test_a_whole_loop_leaves_nothing_under_way() -> None:

@@ -1,0 +1,149 @@
+"""A step that the loop ends before its log: what moves after that is looked at again, and told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lastwords
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.own_loop import refuse_update_after_end
+from lastwords.optim_wrapper.recorder import StepRecorder
+from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.saver import Position
+from lastwords.vocabulary import Phase, Stand
+
+
+class Rank:
+    """A recorder with a box, and everything that may move."""
+
+    def __init__(self, folder: Path) -> None:
+        self.box = folder / "box"
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.mine, self.local = {"seen": 0}, {"seen": 0}
+        wrapped = lastwords.OptTFTWrapper(self.optimizer)
+        self.recorder = StepRecorder(self.model, [wrapped], {"mine": self.mine}, {"local": self.local})
+        self.recorder.agree_units(World(), next_prefix(), ())
+        self.source = self.recorder.make_source(lambda rank: self.box, lambda step: {})
+        self.recorder.open(self.box)
+        self.recorder.begin(0, None)
+
+    def end_early(self, step: int) -> None:
+        self.recorder.ends_early = True
+        self.recorder.committed(step, Position(1, step))
+
+    def reasons(self, step: int) -> list[str]:
+        """What a writer says of this rank's state of the step, should it be asked now."""
+        return [*self.source.local_states([0], step)[0].reasons]
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return Rank(tmp_path)
+
+
+def draw(rank: Rank) -> None:
+    torch.rand(1)
+
+
+def count(rank: Rank) -> None:
+    rank.mine["seen"] += 1
+
+
+def count_here(rank: Rank) -> None:
+    rank.local["seen"] += 1
+
+
+def average(rank: Rank) -> None:
+    rank.model[1].running_mean.add_(1.0)  # type: ignore[operator, union-attr]
+
+
+def clamp(rank: Rank) -> None:
+    with torch.no_grad():
+        rank.model[0].weight.clamp_(-0.01, 0.01)  # type: ignore[operator, union-attr]
+
+
+def slow_down(rank: Rank) -> None:
+    rank.optimizer.param_groups[0]["lr"] = 0.05
+
+
+@pytest.mark.parametrize(
+    ("log", "what"),
+    [
+        (draw, "rng/torch"),
+        (count, r"extras['mine']"),
+        (count_here, r"local_extras['local']"),
+        (average, "buffer/1.running_mean"),
+        (clamp, "the weight '0.weight'"),
+        (slow_down, "the optimizer's hyperparameters"),
+    ],
+)
+def test_what_moves_after_the_early_end_is_told_of_later_deaths_in_between(rank: Rank, log: Any, what: str) -> None:
+    rank.end_early(1)
+    assert rank.reasons(1) == []
+    log(rank)
+    rank.recorder.look_again()
+    assert rank.reasons(1) == [], "it is in the second copy"
+    rank.end_early(2)
+    (reason,) = rank.reasons(2)
+    assert what in reason
+
+
+def test_the_second_look_is_what_the_next_step_begins_with(rank: Rank) -> None:
+    rank.end_early(1)
+    for log in (draw, count, slow_down):
+        log(rank)
+    rank.recorder.look_again()
+    with BoxReader(rank.box) as box:
+        copy = box.read(1)
+    assert copy is not None
+    assert bytes(copy.regions["rng/torch"].data)[: 5 * 8] == bytes(torch.get_rng_state().numpy().tobytes())[: 5 * 8]
+    state = rank.source.unit_state("replicated", 1, Stand(Phase.COMPUTING, 1))
+    assert state.meta["extras"]["states"]["mine"] == {"plain": {"seen": 1}}
+    assert state.meta["reasons"] == []
+
+
+def test_a_log_that_moves_nothing_is_not_spoken_of(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lastwords")
+    for step in (1, 2, 3):
+        rank.end_early(step)
+        assert rank.reasons(step) == []
+        rank.recorder.look_again()
+    assert caplog.records == []
+
+
+def test_an_update_after_the_end_of_its_step_is_refused() -> None:
+    refuse_update_after_end(Stand(Phase.COMPUTING, 3))
+    with pytest.raises(ConfigError, match=r"after step_end\(\) of step 3"):
+        refuse_update_after_end(Stand(Phase.UPDATED, 4))
+
+
+def test_the_block_of_a_step_ends_it_unless_an_exception_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:0}")
+    model = torch.nn.Linear(2, 2)
+    optimizer = lastwords.OptTFTWrapper(torch.optim.SGD(model.parameters()))
+    tft: Any = lastwords.TFTRegister(0, "127.0.0.1", 30051, tmp_path, model=model, optimizer=optimizer)
+    ended = []
+    monkeypatch.setattr(tft, "_end_step", ended.append)
+    with tft:
+        for _, _, batch in tft.steps([1, 2, 3], 1, accumulate=2):
+            with tft.step():
+                assert ended == ([] if batch < 3 else [(1, 1)])
+            assert ended == [[], [(1, 1)], [(1, 1), (1, 2)]][batch - 1]
+    tft = lastwords.TFTRegister(0, "127.0.0.1", 30051, tmp_path, model=model, optimizer=optimizer)
+    with tft:
+        with tft.step(2, 1):
+            pass
+        with pytest.raises(ValueError), tft.step(2, 2):
+            raise ValueError
+        assert tft._global_step == 1
