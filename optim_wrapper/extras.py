@@ -25,6 +25,7 @@ from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
+from lastwords.optim_wrapper.own_state import OwnState
 from lastwords.optim_wrapper.tensor_bytes import Source, Stage, dtype_named, source_of, spec_of, tensor_over
 from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, put_together, take_apart, tensor_nodes
 from lastwords.optim_wrapper.value_copies import advance, overwrite_values
@@ -87,6 +88,10 @@ class Extras:
             self._refuse_unstorable(name, value)
         self._told: set[str] = set()
 
+    def add(self, own: Mapping[str, OwnState]) -> None:
+        """Take these too. What of them cannot be stored is left out with a reason, from the start on."""
+        self._objects |= own
+
     def __bool__(self) -> bool:
         return bool(self._objects)
 
@@ -146,6 +151,8 @@ class Extras:
         reasons: list[str] = []
         for name, (state, differs) in taken.items():
             if differs or isinstance(state, LeftOut) or (before.steps and name not in before.moved):
+                continue
+            if isinstance(own := self._objects[name], OwnState) and own.final_after_update:
                 continue
             what = f"{self._label}[{name!r}] had not moved yet when its step was cut off after the update"
             if not before.steps:
@@ -217,8 +224,11 @@ class Extras:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"the checkpoint's {self._label} are damaged: {error!r}") from error
+        own = {name: value for name, value in self._objects.items() if isinstance(value, OwnState)}
+        for name in own.keys() - trees.keys() - left_out:
+            own[name].not_saved()
         missing, extra = (
-            sorted(self._objects.keys() - trees.keys() - left_out),
+            sorted(self._objects.keys() - trees.keys() - left_out - own.keys()),
             sorted(trees.keys() - self._objects.keys()),
         )
         if missing or extra:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError
-from lastwords.sharding import zero
+from lastwords.optim_wrapper import nested_optimizers
 
 
 class JoinedOptimizer(Optimizer):
@@ -39,7 +39,7 @@ class JoinedOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The states of all parts; of a ZeroRedundancyOptimizer this rank's share."""
-        return _JoinedState([zero.stateful(part) for part in self.parts])
+        return _JoinedState([nested_optimizers.stateful(part) for part in self.parts])
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """Not to be called."""

@@ -20,6 +20,7 @@ from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.group_copies import GroupCopies
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
+from lastwords.optim_wrapper.own_state import OwnStates
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
@@ -54,6 +55,10 @@ class StepRecorder:
         self._groups = GroupCopies(self.view.optimizer)
         self.extras = Extras(extras)
         self.local_extras = Extras(local_extras, "local_extras")
+        whole = lambda: self._units is None or self._units.pure  # noqa: E731
+        self._own = OwnStates(self.view.model, self.view.called, optimizers, whole)
+        self.extras.add(self._own.of_optimizers)
+        self.local_extras.add(self._own.of_modules)
         self.buffers = BufferCapture(self.view.model, called=self.view.called)
         self.rng = RngCapture()
         self.source: TrainerSource | None = None
@@ -174,6 +179,11 @@ class StepRecorder:
         """In a forked child: the black box is its parent's."""
         self._box = None
 
+    @property
+    def own_reasons(self) -> list[str]:
+        """Why state of the optimizer's or a module's own is not as it was saved, after a resume."""
+        return self._own.reasons
+
     def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None) -> None:
         """How the extras of the run that is resumed have moved so far."""
         self._extras_now = extras
@@ -220,6 +230,7 @@ class StepRecorder:
         self._keep(step, position)
         if look:
             self._announce_left_out()
+            self.not_exact(self._own.look())
         if self._units is not None and not self._units.pure:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step

@@ -175,6 +175,7 @@ def _restore(
     else:
         step_regions, epoch_start, local_history = {}, {}, None
     recorder.history(history, local_history)
+    reasons += recorder.own_reasons
     return Resumed(
         path=path,
         job=manifest.job,

@@ -20,6 +20,7 @@ from lastwords.checkpoint.meta_forms import META_VERSION
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
+from lastwords.optim_wrapper import nested_optimizers
 from lastwords.optim_wrapper.ddp_private import one_layer_off
 from lastwords.optim_wrapper.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.group_copies import copy_groups
@@ -144,8 +145,8 @@ class UnitView:
 
     @property
     def stateful(self) -> Optimizer:
-        """The optimizer whose `state` counts: ZeRO keeps its share in a local one."""
-        return zero.stateful(self.optimizer)
+        """What has the `state` that counts: ZeRO keeps its share in a local one, and Lookahead nests another."""
+        return nested_optimizers.stateful(self.optimizer)  # type: ignore[no-any-return]
 
     def part(self, unit: str, members: Members | None, holders: tuple[int, ...]) -> UnitView:
         """A view of some of the same state."""

@@ -1,0 +1,151 @@
+"""Attributes of an optimizer that move and are in no state_dict(): a resume begins with those of a new optimizer.
+
+Nobody can tell what such an attribute is for, so it is neither saved nor set; it is named. A look takes some
+microseconds for each tensor, and comes after 1, 2, 4, 8, ... steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer
+
+from lastwords.errors import UnstorableError
+from lastwords.optim_wrapper.nested_optimizers import nested_in
+from lastwords.optim_wrapper.tensor_bytes import staged_bytes
+from lastwords.sharding.dtensor import local_of
+
+HASHED_BYTES_MAX = 1 << 20
+"""Larger tensors, and those on a device, are told apart by where they lie and by how often they were written."""
+
+_DEPTH_MAX = 4
+_ITEMS_MAX = 1000
+
+KNOWN = frozenset({"state", "param_groups", "defaults", "grad_scale", "found_inf", "_step_count", "_opt_called"})
+"""Saved, or set by schedulers and scalers of torch's and read by nobody else."""
+
+_CACHES = frozenset({"_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_numel_cache"})
+"""torch's own optimizers make these again."""
+
+
+class Saved(Protocol):
+    """What the optimizer says itself, if it says anything."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+class HiddenState:
+    """Looks at the attributes of `optimizer`, which is called `name`, and of those nested in it.
+
+    saved: what it says itself. model: its tensors are saved, or looked at, wherever they are.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str, saved: Saved | None, model: torch.nn.Module) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._name = name
+        self._saved = saved
+        self._marks = self._look()
+
+    def look(self) -> list[str]:
+        """A reason for each attribute that has moved since the last look, or a parameter that nobody saves."""
+        before, now = self._marks, self._look()
+        self._marks = now
+        moved = [place for place, mark in now.items() if before.get(place, mark) != mark]
+        return [
+            f"{place} moves and is in no state_dict(), so a resumed run begins with another one; keep it in `state`, "
+            "or give it out in state_dict() and take it back in load_state_dict()"
+            for place in moved
+        ]
+
+    def _look(self) -> dict[str, str]:
+        """Place -> what tells its value from another one; without what is saved."""
+        saved = [] if self._saved is None else [*_leaves(_said(self._saved), "", _DEPTH_MAX)]
+        every = {"": self._optimizer, **nested_in(self._optimizer)}
+        known = {id(tensor) for one in every.values() for tensor in tensors_in([*one.state.values(), one.param_groups])}
+        known |= {id(value) for _, value in saved}
+        known |= {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        numbers = {_mark(value) for _, value in saved if not isinstance(value, torch.Tensor)}
+        marks: dict[str, str] = {}
+        for prefix, one in every.items():
+            where = f"{self._name}.{prefix}." if prefix else f"{self._name}."
+            for key, attribute in list(getattr(one, "__dict__", {}).items()):
+                if key in KNOWN or key in _CACHES or key.startswith("_optimizer_"):
+                    continue
+                for place, value in _leaves(attribute, f"{where}{key}", _DEPTH_MAX):
+                    if id(value) not in known and (mark := _mark(value)) and mark not in numbers:
+                        marks[place] = mark
+        return marks
+
+
+def _said(saved: Saved) -> Mapping[str, Any]:
+    try:
+        return saved.state_dict()
+    except Exception:  # of the user's own code: handed to the log by whoever saves it
+        return {}
+
+
+def tensors_in(value: Any, depth: int = 32) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+
+
+def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Tensors, arrays, generators and numbers in an attribute, also in plain objects of the user's."""
+    if isinstance(value, Optimizer | torch.nn.Module | type) or (callable(value) and not hasattr(value, "__dict__")):
+        return
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic | torch.Generator | int | float | complex):
+        yield place, value
+    elif depth and isinstance(value, Mapping):
+        for key, item in list(value.items())[:_ITEMS_MAX]:
+            shown = key if isinstance(key, str | int) else type(key).__name__
+            yield from _leaves(item, f"{place}[{shown!r}]", depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for index, item in enumerate(value[:_ITEMS_MAX]):
+            yield from _leaves(item, f"{place}[{index}]", depth - 1)
+    elif depth and _is_users(value):
+        for key, item in list(vars(value).items())[:_ITEMS_MAX]:
+            yield from _leaves(item, f"{place}.{key}", depth - 1)
+
+
+def _is_users(value: Any) -> bool:
+    """Whether this is an object of a class that is neither Python's nor torch's."""
+    module = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not callable(value) and module not in ("builtins", "torch", "weakref")
+
+
+def _mark(value: Any) -> str:
+    """What tells a value from another one; "" for what cannot be looked at."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_mark(local_of(value))
+    if isinstance(value, torch.Generator):
+        return _digest(value.get_state().cpu().contiguous().numpy().data)
+    if isinstance(value, np.ndarray):
+        return "" if value.dtype.hasobject else _digest(value.tobytes())
+    return f"{type(value).__name__} {value!r}"
+
+
+def _tensor_mark(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return ""
+    if tensor.device.type != "cpu" or tensor.nbytes > HASHED_BYTES_MAX:
+        return f"{tensor.data_ptr()} {0 if tensor.is_inference() else tensor._version}"
+    try:
+        return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(staged_bytes(tensor))}"
+    except UnstorableError:
+        return ""
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
