@@ -5,6 +5,8 @@ will do, at the moment it is ready and not reduced yet. DDP reduces all its para
 the first of them, the last one to be ready, so that also what moves in the loss and in most of the backward pass (a
 checkpointed block that is computed again) is in the copy. It is put there once.
 
+Of several DDPs (a GAN) each has its own, and the newest copy counts.
+
 Where it is not certain that this gradient comes in every step (no DDP, or unused parameters are looked for), the
 moment is the beginning of the backward pass: a forward hook puts a hook on the model's output, in every step anew,
 which costs about 20 us a step instead of 10.
@@ -12,7 +14,7 @@ which costs about 20 us a step instead of 10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +26,25 @@ from lastwords.optim_wrapper.staying_hook import StayingHook
 class BeforeCollective:
     """Calls `act` at that moment, at least once in each step that has a backward pass, from `__init__` to `remove`."""
 
-    def __init__(self, model: torch.nn.Module, act: Callable[[], None]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, act: Callable[[], None], ddps: Sequence[DistributedDataParallel] = ()
+    ) -> None:
         self._act = act
         self._due = False
-        always = _always_reduced(model)
-        self._hook: Any = (
-            model.register_forward_hook(StayingHook(self._after_forward))
-            if always is None
-            else always.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-        )
+        self._hooks: list[Any] = []
+        beside = [ddp for ddp in ddps if ddp is not model]
+        for module in [model, *beside]:
+            always = _always_reduced(module)
+            if always is not None:
+                self._hooks.append(always.register_hook(self._on_gradient))  # type: ignore[no-untyped-call]
+            elif module is not model or not _reduced_by(beside, model):
+                self._hooks.append(module.register_forward_hook(StayingHook(self._after_forward)))
 
     def remove(self) -> None:
-        """Take the hook off again."""
-        self._hook.remove()
+        """Take the hooks off again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
         self._act()
@@ -73,6 +81,13 @@ def _always_reduced(model: torch.nn.Module) -> torch.nn.Parameter | None:
         if parameter.requires_grad and name not in ignored:
             return parameter
     return None
+
+
+def _reduced_by(ddps: Sequence[DistributedDataParallel], model: torch.nn.Module) -> bool:
+    """Whether some of these DDPs reduce every gradient of the model in every step."""
+    always = [ddp for ddp in ddps if _always_reduced(ddp) is not None]
+    reduced = {id(parameter) for ddp in always for parameter in ddp.parameters()}
+    return all(id(parameter) in reduced for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _first_differentiable(output: Any) -> torch.Tensor | None:

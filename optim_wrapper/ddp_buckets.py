@@ -6,214 +6,248 @@ three or more ranks depends on where in its buffer a number stands (gloo, and ri
 process, which would begin with unrebuilt buckets, would differ from its first step on.
 
 Recording: a post-accumulate hook on every parameter notes the order during the first synchronised backward passes,
-and is gone afterwards. DDP's logging data confirm it later (they show the buckets from the third iteration on).
+and is gone afterwards. Rank 0 tells its order to the others through the store, and DDP's logging data confirm it later
+(they show the buckets from the third iteration on).
 Replaying: the same order of gradients, all zero, is sent through DDP's reducer on all ranks, which therefore
 rebuilds as it did then. Everything used of DDP beyond its public face is looked up by name first (`capability`);
 where a name is gone in another torch, the answer is a reason why a resume is not exact, never a guess.
+
+A job may have several DDPs (`ddp_found`); each has its own record. What else a DDP takes from one step to the next is
+whether its next forward pass hands rank 0's buffers round, which a pass without gradients switches off.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.optim_wrapper.ddp_board import Board
+from lastwords.optim_wrapper.ddp_found import Listener, holding, place_of, places_of
+from lastwords.optim_wrapper.ddp_order import VERSION, GradientOrder, options_of, replay_passes, unwatched
 from lastwords.optim_wrapper.ddp_private import (
-    agreed_order,
     buckets_from_log,
-    build_parameters,
     capability,
     find_ddp,
+    is_compiled,
     reducer_parameters,
+    replicate_states,
 )
+from lastwords.optim_wrapper.staying_hook import StayingHook
 
-_log = logging.getLogger(__name__)
-
-VERSION = 1
-
-_LOOKS_MAX = 8
-"""Steps after which the logging data are no longer asked for the buckets; torch shows them in the third."""
-
-_observers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[BucketOrder]] = weakref.WeakKeyDictionary()
+_observers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[GradientOrder]] = weakref.WeakKeyDictionary()
 
 
 class BucketOrder:
-    """Watches the first synchronised backward passes of a DDP model. Made by `observe`.
+    """Watches the first synchronised backward passes of every DDP of a job. Made by `observe`.
 
-    `step_ended` belongs to the training thread; `record` may be called from any thread at any time, during a
-    collective too (it never calls into DDP, whose lock a hanging all-reduce can hold).
+    `step_ended` and `close` belong to the training thread; `record` may be called from any thread at any time.
     """
 
-    def __init__(self, ddp: DistributedDataParallel | None, reasons: list[str]) -> None:
-        self._ddp = ddp
-        self._reasons = reasons
-        self._passes: list[list[int]] = []
-        self._passes_at_step: dict[int, int] = {}
-        self._current: list[int] = []
-        self._hooks: list[Any] = []
-        self._buckets: list[list[int]] | None = None
-        self._looks_left = _LOOKS_MAX
-        self.muted = False
-        self._parameters: list[torch.Tensor] = []
-        self._names: list[str] = []
+    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+        self._model = model
+        self._places = places_of(parameters)
+        self._kept = list(parameters)  # or their ids could become those of others
+        self._orders: list[GradientOrder] = []
+        self._boards: list[Board] = []
+        self._store: tuple[Store, str] | None = None
+        self._told: set[str] = set()
+        self._listener = Listener(self._found)
 
     @classmethod
-    def observe(cls, model: torch.nn.Module) -> BucketOrder:
-        """Begin to watch `model`; call it before the first backward pass. Harmless for a model without DDP."""
-        ddp = find_ddp(model)
-        order = cls(ddp, _inside(model) if ddp is None else capability(ddp))
-        if ddp is not None and not order._reasons:
-            order._names, order._parameters = reducer_parameters(ddp)
-            if not ddp.find_unused_parameters or ddp.static_graph:
-                order._attach()
-            _observers[ddp] = weakref.ref(order)
+    def observe(cls, model: torch.nn.Module, trained: Iterable[torch.Tensor] = ()) -> BucketOrder:
+        """Begin to watch each DDP that holds a parameter of `model` or one that is `trained`, also those to come.
+
+        Call it before the first backward pass. Harmless where there is no DDP.
+        """
+        order = cls(model, [*model.parameters(), *trained])
+        for ddp in holding(order._kept):
+            order._found(ddp, ddp.module)
         return order
 
     # ------------------------------------------------------------------ training thread
 
-    def step_ended(self, step: int) -> None:
-        """Global step `step` has ended. Costs a few microseconds for the first steps, nothing afterwards."""
-        if self._ddp is None or self._reasons:
-            return
-        if self._hooks:
-            self._pass_ends()
-            self._passes_at_step[step] = len(self._passes)
-            if len(self._passes) >= self._passes_wanted:
-                self._detach()
-        elif self._buckets is None and self._passes and self._looks_left:
-            self._looks_left -= 1
-            self._buckets = buckets_from_log(self._ddp)
-            if self._buckets is not None:
-                self._confirm(self._buckets)
+    def share(self, store: Store | None, key: str) -> list[str]:
+        """Rank 0 of each DDP tells its order to the others, below `key`, the same on all ranks; returns `reasons`."""
+        if store is not None:
+            self._store = store, key
+        return self.reasons
+
+    def step_ended(self, step: int) -> list[str]:
+        """Global step `step` has ended; returns reasons that are new. Costs a microsecond after the first steps."""
+        look = step & (step - 1) == 0
+        for order in self._orders:
+            order.step_ended(step, look=look)
+        if not look:
+            return []
+        new = [reason for reason in self.reasons if reason not in self._told]
+        self._told.update(new)
+        return new
+
+    def close(self) -> None:
+        """Training is over."""
+        for board in self._boards:
+            board.close()
 
     # ------------------------------------------------------------------ any thread
 
     @property
     def reasons(self) -> list[str]:
-        """Why a resume cannot be made exact as far as DDP's buckets go; empty if it can."""
-        return list(self._reasons)
+        """Why a resume cannot be made exact as far as DDP goes; empty if it can."""
+        return list(dict.fromkeys(reason for order in self._orders for reason in order.reasons))
 
     def record(self, step: int | None = None) -> dict[str, Any]:
-        """What `replay` needs after global step `step` (None: now), as JSON. Empty for a model without DDP."""
-        if self._ddp is None:
-            return {}
-        passes = [list(one) for one in self._passes]
-        current = list(self._current)
-        if self._ddp.static_graph and current:
-            passes.append(current)
-        if step is not None:
-            # A step that has not ended here has been updated, so no pass of a later one has begun.
-            passes = passes[: self._passes_at_step.get(step, len(passes))]
-        return {
-            "version": VERSION,
-            "step": step,
-            "static_graph": self._ddp.static_graph,
-            "find_unused_parameters": self._ddp.find_unused_parameters,
-            "parameters": list(self._names),
-            "passes": passes,
-            "buckets": self._buckets,
-            "reasons": list(self._reasons),
-        }
+        """What `replay` needs after global step `step` (None: now), as JSON. Empty for a job without DDP."""
+        living = sorted((one for one in self._orders if one.ddp is not None), key=lambda one: one.place)
+        records = [one.record(step) for one in living]
+        return joined(records)
 
     # ------------------------------------------------------------------ inside
 
-    @property
-    def _passes_wanted(self) -> int:
-        # A static graph counts in its first pass how often each gradient arrives, and orders in its second.
-        return 2 if self._ddp is not None and self._ddp.static_graph else 1
-
-    def adopt(self, record: Mapping[str, Any]) -> None:
-        """These passes have been replayed: they count as this model's first ones."""
-        self._passes = [list(one) for one in record["passes"]]
-        self._buckets = record["buckets"]
-        self._current.clear()
-        if record["step"] is not None:
-            self._passes_at_step = {record["step"]: len(self._passes)}
-        if len(self._passes) >= self._passes_wanted:
-            self._detach()
-
-    def _attach(self) -> None:
-        def noting(index: int) -> Callable[[torch.Tensor], None]:
-            return lambda _: self._note(index)
-
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                register: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks.append(register(noting(index)))
-        if self._ddp is not None and self._ddp.static_graph:
-            self._hooks.append(self._ddp.register_forward_pre_hook(lambda *_: self._pass_ends()))
-
-    def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._parameters.clear()
-        self._current.clear()
-
-    def _note(self, index: int) -> None:
-        ddp = self._ddp
-        if self.muted or ddp is None or not ddp.require_backward_grad_sync or len(self._passes) >= self._passes_wanted:
+    def _found(self, ddp: DistributedDataParallel, network: torch.nn.Module) -> None:
+        """A DDP, which may not be complete yet."""
+        place = place_of(network, self._places)
+        if place == len(self._places) or ddp in _observed_by(self._orders):
             return
-        if ddp.static_graph:
-            self._current.append(index)  # perhaps more than once in a pass
-            return
-        if index in self._current:
-            self._current = []  # the pass before was given up half-way
-        self._current.append(index)
-        if len(self._current) == len(self._names):
-            self._passes.append(self._current)
-            self._current = []
+        called = next((one for one, state in replicate_states(self._model) if state._param_list is network), ddp)
+        traced = is_compiled(network) or is_compiled(self._model)
+        order = GradientOrder(ddp, network, place, None if traced else called, self._board)
+        self._orders.append(order)
+        _observers[ddp] = weakref.ref(order)
 
-    def _pass_ends(self) -> None:
-        # Only a static graph's passes have no end of their own: parameters may be missing in them or come twice,
-        # and a callback at the end of a backward pass would also be called at the end of a nested one (checkpoints).
-        if self._ddp is not None and self._ddp.static_graph and self._current:
-            self._passes.append(self._current)
-            self._current = []
-
-    def _confirm(self, buckets: list[list[int]]) -> None:
-        last = self._passes[-1]
-        order = agreed_order(last, buckets)
-        if order != last:
-            # This rank's gradients come in another order than rank 0's, whose order counts.
-            _log.info("DDP's buckets follow another rank's order of gradients; recording that")
-            self._passes[-1] = order
+    def _board(self, ddp: DistributedDataParallel, place: int) -> Board | None:
+        if self._store is None:
+            return None
+        store, key = self._store
+        first = dist.get_process_group_ranks(ddp.process_group)[0]
+        board = Board(store, f"{key}/{first}/{place}", writes=dist.get_rank(ddp.process_group) == 0)
+        self._boards.append(board)
+        return board
 
 
-def replay(model: torch.nn.Module, record: Mapping[str, Any]) -> list[str]:
-    """Bring DDP's buckets to where `record` says they were; returns why that is not exact, empty if it is.
+def _observed_by(orders: Iterable[GradientOrder]) -> list[DistributedDataParallel]:
+    return [ddp for ddp in (one.living for one in orders) if ddp is not None]
+
+
+def replay(model: torch.nn.Module, record: Mapping[str, Any], trained: Iterable[torch.Tensor] = ()) -> list[str]:
+    """Bring the buckets of every DDP to where `record` says they were; returns why that is not exact, empty if it is.
 
     Runs collectives: call it on every rank of the model's process group, with the same record, before the state is
     restored and before the first forward pass. Gradients are None afterwards. Draws no random numbers.
     """
-    ddp = find_ddp(model)
-    if ddp is None:
+    begin_replicates(model)
+    ddps = holding([*model.parameters(), *trained])
+    if not ddps:
         return ["the saved run used DistributedDataParallel, this one does not"] if record else []
     if not record:
         return ["the saved run did not use DistributedDataParallel, this one does"]
+    pairs, problems = _paired(ddps, records_of(record))
+    with unwatched():
+        for ddp, one in pairs:
+            problems += _replay_one(ddp, one, whole_model=ddp is find_ddp(model))
+    return list(dict.fromkeys(problems))
+
+
+def records_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A record's parts, one for each DDP."""
+    several = record.get("ddps")
+    return list(several) if isinstance(several, list) else [record] if record else []
+
+
+def joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One record of several, as `records_of` takes it apart."""
+    return {"version": VERSION, "ddps": list(records)} if len(records) > 1 else dict(records[0]) if records else {}
+
+
+def groups_of(model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> list[tuple[frozenset[int], int]]:
+    """Ranks of each DDP's process group, and the place of its record; there may be more DDPs than are found here."""
+    begin_replicates(model)
+    ddps = holding([*model.parameters(), *trained])
+    return [(frozenset(dist.get_process_group_ranks(ddp.process_group)), at) for at, ddp in enumerate(ddps)]
+
+
+def begin_replicates(model: torch.nn.Module) -> None:
+    """Let `replicate` make its DDPs now, and not in the first forward pass. Collectives."""
+    for module, state in replicate_states(model):
+        if state.has_initialized:
+            continue
+        state.lazy_init()
+
+        # What is registered from here on would only be taken over by the call that has been made.
+        def take_over_hooks(*_: Any, state: Any = state) -> None:
+            state.register_comm_hook()
+
+        module.register_forward_pre_hook(StayingHook(take_over_hooks), prepend=True)
+
+
+def _paired(
+    ddps: Sequence[DistributedDataParallel], records: Sequence[Mapping[str, Any]]
+) -> tuple[list[tuple[DistributedDataParallel, Mapping[str, Any]]], list[str]]:
+    """Each DDP with the record of the one that held the same, in the order of the job's parameters."""
+    if len(ddps) == len(records):
+        return list(zip(ddps, records, strict=True)), []
+    left = list(records)
+    pairs = []
+    problems = []
+    for ddp in ddps:
+        names = _plain([] if capability(ddp) else reducer_parameters(ddp)[0])
+        found = next((one for one in left if _plain(one.get("parameters", ())) == names), None)
+        if found is None:
+            problems.append(f"the saved run had no DistributedDataParallel around {_some(names)}, this one has")
+        else:
+            left.remove(found)
+            pairs.append((ddp, found))
+    problems += [
+        f"the saved run had a DistributedDataParallel around {_some(_plain(one.get('parameters', ())))}, which is not "
+        "there yet; make it before resume()"
+        for one in left
+        if one.get("passes") != [] or not all(one.get("synced", {}).values())
+    ]
+    return pairs, problems
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    # A model that is compiled inside of DDP has longer names, and the same order; that it is compiled is another fact.
+    return [name.replace("_orig_mod.", "") for name in names]
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:2])} ... ({len(names)} parameters)" if names else "nothing"
+
+
+def _replay_one(ddp: DistributedDataParallel, record: Mapping[str, Any], *, whole_model: bool) -> list[str]:
     found = _observers.get(ddp)
     observer = found() if found is not None else None
     problems = _refuse(ddp, record)
     if problems:
         return problems
-    names, parameters = reducer_parameters(ddp)
+    # The whole model's options are among the job's facts, which are compared as such.
+    here = options_of(ddp)
+    problems = [
+        f"a DistributedDataParallel around {_some(record['parameters'])} has {name}={here[name]} here, the saved run "
+        f"had {value}"
+        for name, value in record.get("options", {}).items()
+        if not whole_model and here.get(name, value) != value
+    ]
+    problems += [reason for reason in (*record.get("hooks", ()), record.get("unconfirmed", "")) if reason]
     passes = record["passes"]
     if passes and (not ddp.find_unused_parameters or ddp.static_graph):
-        if observer is not None:
-            observer.muted = True
-        try:
-            _replay_passes(ddp, parameters, passes)
-        finally:
-            if observer is not None:
-                observer.muted = False
-        problems = _compare(ddp, record, names)
-        if observer is not None:
-            observer.adopt(record)
+        replay_passes(ddp, passes)
+        problems += _compare(ddp, record)
+    if observer is not None:
+        observer.adopt(record)
+    _restore_synced(ddp, record.get("synced", {}))
     return problems
+
+
+def _restore_synced(ddp: DistributedDataParallel, saved: Mapping[str, bool]) -> None:
+    ddp.require_forward_param_sync = saved.get("forward", ddp.require_forward_param_sync)
+    ddp.require_backward_grad_sync = saved.get("backward", ddp.require_backward_grad_sync)
 
 
 def _refuse(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str]:
@@ -227,10 +261,7 @@ def _refuse(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str
     for option in ("static_graph", "find_unused_parameters"):
         if getattr(ddp, option) != record[option]:
             return [f"DDP has {option}={getattr(ddp, option)} here, the saved run had {record[option]}"]
-    # A model that is compiled inside of DDP has longer names, and the same order; that it is compiled is another fact.
-    here, saved = ([name.replace("_orig_mod.", "") for name in names]
-                   for names in (reducer_parameters(ddp)[0], record["parameters"]))  # fmt: skip
-    if here != saved:
+    if _plain(reducer_parameters(ddp)[0]) != _plain(record["parameters"]):
         return ["DDP reduces other parameters here than in the saved run (requires_grad differs?)"]
     if getattr(ddp, "_has_rebuilt_buckets", False):
         return ["a backward pass was run before resume(), so DDP's buckets have been rebuilt already; resume first"]
@@ -240,59 +271,12 @@ def _refuse(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str
     return []
 
 
-def _replay_passes(ddp: DistributedDataParallel, parameters: list[torch.Tensor], passes: list[list[int]]) -> None:
-    reducer: Any = ddp.reducer
-    sparse = build_parameters(ddp)[1]
-    with torch.enable_grad():
-        for number, order in enumerate(passes):
-            ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
-            reducer.prepare_for_forward()
-            _rebuild(ddp)
-            reducer.prepare_for_backward([])
-            for index in order:
-                _zero_backward(parameters[index], sparse[index])
-            if ddp.static_graph and number == 0:
-                # In its first pass a static graph reduces everything at the end; DDP queues this call by itself
-                # only from the module's own output.
-                reducer._delay_all_reduce()
-                ddp._static_graph_delay_allreduce_enqueued = True
-        if len(passes) >= (2 if ddp.static_graph else 1):
-            _rebuild(ddp)
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def _rebuild(ddp: DistributedDataParallel) -> None:
-    if ddp.reducer._rebuild_buckets():
-        ddp._has_rebuilt_buckets = True
-
-
-def _zero_backward(parameter: torch.Tensor, sparse: bool) -> None:
-    if sparse:
-        row = torch.zeros(1, dtype=torch.long, device=parameter.device)
-        value = torch.nn.functional.embedding(row, parameter, sparse=True)
-    else:
-        value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    (value.sum() * 0).backward()  # type: ignore[no-untyped-call]
-
-
-def _compare(ddp: DistributedDataParallel, record: Mapping[str, Any], names: list[str]) -> list[str]:
+def _compare(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str]:
     if record["buckets"] is None:
         return []
     ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
     buckets = buckets_from_log(ddp)
     if buckets is None or buckets == record["buckets"]:
         return []
-    at = next(i for i in range(len(names)) if buckets[i : i + 1] != record["buckets"][i : i + 1])
+    at = next(i for i in range(len(buckets) + 1) if buckets[i : i + 1] != record["buckets"][i : i + 1])
     return [f"DDP's buckets could not be made as they were: bucket {at} differs (bucket_cap_mb or torch differ?)"]
-
-
-def _inside(model: torch.nn.Module) -> list[str]:
-    """Why the buckets of DDP modules inside a model are not replayed: nobody knows when each takes part in a step."""
-    inside = [name for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
-    if not inside:
-        return []
-    return [
-        f"DistributedDataParallel stands inside the model ({', '.join(inside[:4])}), and only the order of its buckets "
-        "where it is the whole model is recorded; its sums may differ after a resume"
-    ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _MODEL_NAMES = (
@@ -52,6 +52,15 @@ def _tensors(model: torch.nn.Module) -> set[int]:
     return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the compiler runs this module or one in it, and would trace what hooks do."""
+    return any(
+        isinstance(getattr(module, "_orig_mod", None), torch.nn.Module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
 def capability(ddp: DistributedDataParallel) -> list[str]:
     """Why the order of this model's buckets cannot be recorded or replayed; empty if it can."""
     missing = [f"DistributedDataParallel.{name}" for name in _MODEL_NAMES if not hasattr(ddp, name)]
@@ -70,10 +79,6 @@ def capability(ddp: DistributedDataParallel) -> list[str]:
         reasons.append("DDP delays the reduction of some parameters, which is not replayed")
     if getattr(ddp, "mixed_precision", None) is not None:
         reasons.append("DDP's own mixed precision is on, which is not replayed; use torch.autocast")
-    for hook, state in getattr(ddp, "_comm_hooks", ()):
-        if state is not None and not isinstance(state, dist.ProcessGroup):
-            name = getattr(hook, "__qualname__", repr(hook))
-            reasons.append(f"DDP's communication hook {name} keeps a state of its own, which is not saved")
     return reasons
 
 
@@ -120,20 +125,48 @@ def parse_buckets(text: str) -> list[list[int]] | None:
     return buckets if all(buckets) else None
 
 
-def agreed_order(order: Sequence[int], buckets: Sequence[Sequence[int]]) -> list[int]:
+def kinds_of(ddp: DistributedDataParallel) -> list[tuple[str, str, bool]]:
+    """What each of the reducer's parameters shares a bucket by: dtype, device, and whether its gradients are sparse."""
+    parameters, sparse = build_parameters(ddp)
+    return [(str(one.dtype), str(one.device), thin) for one, thin in zip(parameters, sparse, strict=True)]
+
+
+def replicate_states(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """Modules that `torch.distributed._composable.replicate` has marked, with its state, which holds their DDP.
+
+    That is made in the first forward pass, or by the state's `lazy_init()`.
+    """
+    marking: Any = getattr(sys.modules.get("torch.distributed._composable.replicate"), "replicate", None)
+    if marking is None:
+        return
+    for module in model.modules():
+        state = marking.state(module)
+        if hasattr(state, "lazy_init") and hasattr(state, "_param_list"):
+            yield module, state
+
+
+def agreed_order(
+    order: Sequence[int], buckets: Sequence[Sequence[int]], kinds: Sequence[object] | None = None
+) -> list[int]:
     """The order that leads to `buckets`: `order` itself if its items come as they do there, else the buckets' own.
 
-    With several dtypes a bucket's items lie apart in the order, so only their sequence inside each bucket counts.
+    Buckets of one kind (see `kinds_of`) fill one after the other, so within a kind they stand in the order of the
+    gradients; those of several kinds fill at the same time. kinds: by index; None: all are of one.
     In a static graph an item may come twice, of which the last time counts, or never.
 
-    >>> agreed_order([3, 1, 2, 0], [[3, 2], [1, 0]]), agreed_order([3, 1, 2, 0], [[2, 3], [1, 0]])
-    ([3, 1, 2, 0], [2, 3, 1, 0])
+    >>> agreed_order([3, 2, 1, 0], [[3, 2], [1, 0]]), agreed_order([3, 1, 2, 0], [[2, 3], [1, 0]])
+    ([3, 2, 1, 0], [2, 3, 1, 0])
+    >>> agreed_order([0, 1, 2], [[2], [1, 0]]), agreed_order([3, 1, 2, 0], [[3, 2], [1, 0]], ["a", "a", "b", "b"])
+    ([2, 1, 0], [3, 1, 2, 0])
     >>> agreed_order([1, 0, 1], [[0, 1, 2]]), agreed_order([1, 0, 1], [[1, 0, 2]])
     ([1, 0, 1], [1, 1, 0])
     """
     last = {index: place for place, index in enumerate(order)}
-    known = [[index for index in bucket if index in last] for bucket in buckets]
-    if all(bucket == sorted(bucket, key=last.__getitem__) for bucket in known):
+    known = [index for bucket in buckets for index in bucket if index in last]
+    of_kind: dict[object, list[int]] = {}
+    for index in known:
+        of_kind.setdefault(None if kinds is None else kinds[index], []).append(last[index])
+    if all(places == sorted(places) for places in of_kind.values()):
         return list(order)
     earlier = [index for place, index in enumerate(order) if last[index] != place]
-    return earlier + [index for bucket in known for index in bucket]
+    return earlier + known

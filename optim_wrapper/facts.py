@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from lastwords.optim_wrapper.ddp_private import find_ddp
+from lastwords.optim_wrapper.ddp_private import find_ddp, is_compiled
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 
 _COMPARED = {
@@ -47,15 +47,6 @@ def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend:
         "backend": backend,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
     }
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the model or a module in it was compiled: its kernels make their sums in another order."""
-    return any(
-        isinstance(getattr(module, "_orig_mod", None), torch.nn.Module)
-        or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 def ddp_options(model: torch.nn.Module) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class GlobalNames:
 
     def __call__(self, own: str) -> str:
         """The name in the job."""
-        if self._naming is None:
+        if self._naming is None or own.startswith("~"):
             return own
         if own not in self._known:
             name = self._naming(own)

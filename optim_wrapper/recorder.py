@@ -15,6 +15,7 @@ import torch
 from lastwords.checkpoint.storable import pack
 from lastwords.optim_wrapper import rank_units
 from lastwords.optim_wrapper.before_collective import BeforeCollective
+from lastwords.optim_wrapper.ddp_found import holding
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, left_out_of, pack_inline
 from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.group_copies import GroupCopies
@@ -131,7 +132,7 @@ class StepRecorder:
         self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
         self._say_reasons()
         if self._hook is None and not at_gate:
-            self._hook = BeforeCollective(self.model, self.tentative)
+            self._hook = BeforeCollective(self.model, self.tentative, holding(self.view.trained))
         return box
 
     def begin(

@@ -97,7 +97,7 @@ class TFTRegister:
         self._model = model
         self._declared = declared_units(units)
         self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names)
-        self._buckets = ddp_buckets.BucketOrder.observe(model)
+        self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, self._recorder.view.trained)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None
         self._excepthook = ExceptHook(self._hold)
@@ -138,7 +138,7 @@ class TFTRegister:
         self._protection = protection
         try:
             protection.use_box(lambda path: self._recorder.open(path, at_gate=common.gate is not None))
-            self._recorder.not_exact(self._buckets.reasons)
+            self._recorder.not_exact(self._buckets.share(world.store, next_prefix()))
             self._recorder.begin(0, self._position)
             common.attach(protection, self._ensure_loop)
         except BaseException:
@@ -199,6 +199,7 @@ class TFTRegister:
         for wrapper in self._optimizers:
             wrapper.detach()
         self._recorder.close()
+        self._buckets.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child, which is not protected and answers for nobody; see `forks`."""
@@ -376,7 +377,7 @@ class TFTRegister:
 
         def commit(step: int) -> None:
             self._recorder.committed(step, position)
-            self._buckets.step_ended(step)
+            self._recorder.not_exact(self._buckets.step_ended(step))
 
         self._protection.agent.end_step(commit)
         common.after_step_end(self._global_step)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
@@ -19,7 +18,6 @@ from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import ddp_buckets, hyperparameters
-from lastwords.optim_wrapper.ddp_private import find_ddp
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
@@ -146,7 +144,7 @@ def _restore(
         # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
         rng = recorder.rng.snapshot()
         with recorder.paused():
-            reasons += amiss or ddp_buckets.replay(recorder.model, order)
+            reasons += amiss or ddp_buckets.replay(recorder.view.model, order, recorder.view.trained)
         recorder.rng.restore(rng)
 
     local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}
@@ -211,21 +209,20 @@ def _reasons_of(manifest: Manifest) -> list[str]:
 def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
     """The order of DDP's buckets in this rank's DDP process group, as the saved run recorded it; and what is amiss.
 
-    In a sharded job each unit has its writer's order. All ranks of the group have to replay one and the same, so it is
-    that of the group's largest unit, which each of them finds in the table, whether it holds it or not.
+    In a sharded job each unit has its writer's orders. All ranks of a DDP's group have to replay one and the same, so
+    it is that of the group's largest unit, which each of them finds in the table, whether it holds it or not.
     """
     table = recorder.units.table
     if table.pure:
         return manifest.facts.get("buckets", {}), []
-    ddp = find_ddp(recorder.model)
-    if ddp is None:
-        return {}, []
-    group = frozenset(dist.get_process_group_ranks(ddp.process_group))
-    inside = [unit for unit, holders in table.units.items() if group.issuperset(holders)]
-    if not inside:
-        return {}, ["no unit lies within DDP's process group, so the order of its buckets was not recorded"]
-    largest = min(inside, key=lambda unit: (-len(table.units[unit]), unit))
-    return manifest.units[largest].meta.get("buckets", {}), []
+    records: list[Mapping[str, Any]] = []
+    for group, number in ddp_buckets.groups_of(recorder.view.model, recorder.view.trained):
+        inside = [unit for unit, holders in table.units.items() if group.issuperset(holders)]
+        if not inside:
+            return {}, ["no unit lies within DDP's process group, so the order of its buckets was not recorded"]
+        largest = min(inside, key=lambda unit: (-len(table.units[unit]), unit))
+        records += ddp_buckets.records_of(manifest.units[largest].meta.get("buckets", {}))[number : number + 1]
+    return ddp_buckets.joined(records), []
 
 
 def _restore_units(

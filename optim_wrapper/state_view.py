@@ -21,6 +21,7 @@ from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
 from lastwords.optim_wrapper import nested_optimizers
+from lastwords.optim_wrapper.ddp_found import with_those_beside
 from lastwords.optim_wrapper.ddp_private import one_layer_off
 from lastwords.optim_wrapper.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.group_copies import copy_groups
@@ -133,15 +134,20 @@ class UnitView:
             for raw, parameter in self.model.named_parameters(remove_duplicate=False)
             if (is_dtensor(parameter) and fsdp2) or (is_shard(parameter) and not is_dtensor(parameter))
         }
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._lasting |= taken_out_by_ddp(self.model, trained)
-        self.names()
+        self._lasting |= taken_out_by_ddp(self.model, self.trained)
         in_model = {id(parameter) for parameter in (*self.model.parameters(), *self._lasting.values())}
-        if not any(id(parameter) in in_model for parameter in trained):
+        if not any(id(parameter) in in_model for parameter in self.trained):
             raise ConfigError(
                 f"model ({type(self.model).__name__}) and optimizer ({type(self.optimizer).__name__}) share no "
                 "parameters; pass the model whose parameters() this optimizer was made from"
             )
+        self.model = with_those_beside(self.model, in_model, self.trained)
+        self.names()
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """Every parameter that the optimizer has."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
     def stateful(self) -> Optimizer:

@@ -123,18 +123,25 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class Trial:
     """One model on one rank: train it, stop it, build it anew."""
 
+    built = 0
+
     def __init__(self, make: Callable[[], nn.Module], features: int = 12, accumulate: int = 1, **ddp: Any) -> None:
         self.make, self.features, self.accumulate = make, features, accumulate
         self.hook = ddp.pop("hook", None)
         self.optimizer_of = ddp.pop("optimizer", adam)
         self.ddp = ddp
+        self.told = True  # rank 0's order, to the others
 
     def build(self, seed: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer, BucketOrder]:
         torch.manual_seed(seed)
         model = DistributedDataParallel(self.make(), **self.ddp)
         if self.hook is not None:
             model.register_comm_hook(None, self.hook)
-        return model, self.optimizer_of(model.module), BucketOrder.observe(model)
+        order = BucketOrder.observe(model)
+        Trial.built += 1
+        if self.told:
+            order.share(dist.distributed_c10d._get_default_store(), f"order/{Trial.built}")
+        return model, self.optimizer_of(model.module), order
 
     def step(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad()
@@ -322,6 +329,7 @@ def test_where_ranks_disagree_about_the_order_that_of_rank_0_is_recorded_once_dd
 
     def body(rank: int) -> Any:
         trial = Trial(Forked)
+        trial.told = False
         whole, saved = trial.whole(8, (1, 5))
         mine = saved[1][0], saved[5][0]
         found, reasons = trial.resumed(saved[5], 5, 8)
@@ -423,15 +431,3 @@ def test_a_record_can_be_taken_while_a_collective_hangs_in_ddp(tmp_path: Path) -
         return bool(got and got[0]["buckets"])
 
     assert on_ranks(body, tmp_path, 2) == [True, True]
-
-
-def test_ddp_inside_a_model_is_not_claimed_to_be_exact(tmp_path: Path) -> None:
-    """Two DDP modules in one model (a GAN): the order of their buckets is not recorded."""
-
-    def body(rank: int) -> list[str]:
-        pair = nn.ModuleDict({"g": DistributedDataParallel(nn.Linear(3, 3)), "d": nn.Linear(3, 1)})
-        return BucketOrder.observe(pair).reasons
-
-    for reasons in on_ranks(body, tmp_path, ranks=2):
-        assert len(reasons) == 1
-        assert "stands inside the model (g)" in reasons[0]

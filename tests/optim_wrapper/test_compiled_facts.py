@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lastwords.optim_wrapper import ddp_buckets
-from lastwords.optim_wrapper.facts import differences, is_compiled, run_facts
+from lastwords.optim_wrapper.ddp_private import is_compiled
+from lastwords.optim_wrapper.facts import differences, run_facts
 from tests.integration.forked import on_ranks
 
 

@@ -223,7 +223,7 @@ def test_what_one_rank_alone_cannot_read_ends_all_ranks_at_once_with_its_cause(
     monkeypatch.setattr(resume, "take_over", lambda checkpoint, world, key, recorder: leader(world, key, {}))
     monkeypatch.setattr(resume, "_local", lambda checkpoint, rank: failing_at("own state", ({}, -1, []))(rank))
     monkeypatch.setattr(resume, "_buckets", lambda manifest, recorder: failing_at("buckets", ({}, []))(recorder))
-    monkeypatch.setattr(resume.ddp_buckets, "replay", lambda model, order: reached.append("replay") or [])
+    monkeypatch.setattr(resume.ddp_buckets, "replay", lambda model, order, trained: reached.append("replay") or [])
     monkeypatch.setattr(resume, "_restore_units", lambda *_: MagicMock())
 
     def resumed(rank: int) -> object:
