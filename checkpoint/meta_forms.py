@@ -214,6 +214,8 @@ def _unit_forms(names: Mapping[str, TensorSpec], prefix: str) -> dict[str, Check
         "group_parameters": _list(_texts),
         "group_numbers?": _list(_number),
         "volatile_buffers?": _texts,
+        "reshaped_buffers?": _texts,
+        "frozen?": _texts,
         "optimizer_state": _by_name(table),
         "optimizer_own?": _list(_tuple(_or_none(_text), _key, tree)),
         "left_out?": _list(_tuple(_text, _or_none(_text))),

@@ -255,7 +255,7 @@ class TFTRegister:
         self._recorder.not_exact(resumed.reasons)
         reasons = tuple(resumed.reasons)
         epoch, step = resumed.position or (None, None)
-        point = ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path))
+        point = ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path), resumed.groups)
         if self._world.rank == 0:
             at = resumed.global_step
             own_loop.look_at_first_forward(self._model, self._recorder.rng, at, lambda: self._steps is None)

@@ -17,7 +17,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
-from lastwords.optim_wrapper import ddp_buckets, hyperparameters
+from lastwords.optim_wrapper import added_groups, ddp_buckets, hyperparameters
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
@@ -32,6 +32,7 @@ from lastwords.optim_wrapper.resume_elsewhere import (
     regions_of,
     take_over,
 )
+from lastwords.optim_wrapper.resume_point import groups_of
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.startup import Agreement
 from lastwords.optim_wrapper.state_restore import Reading, RestorePlan
@@ -69,6 +70,7 @@ class Resumed:
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
     reasons: list[str] = field(default_factory=list)
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def position(self) -> Position | None:
@@ -184,6 +186,7 @@ def _restore(
         regions=step_regions,
         epoch_start=epoch_start,
         reasons=list(dict.fromkeys(reasons)),
+        groups=groups_of([unit.meta for unit in manifest.units.values()]),
     )
 
 
@@ -247,7 +250,10 @@ def _restore_units(
     extras = _ExtraTensors(of_extras.meta["extras"], of_extras.tensors)
     resharding = Resharding(checkpoint, recorder, surveyed) if surveyed is not None else None
     if resharding is None:
-        plans += [RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()]
+        with added_groups.adopted(recorder.view, [entries[unit].meta for unit in units.views]):
+            plans += [
+                RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()
+            ]
         plans += [
             ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors, entries[unit].meta)
             for unit, members in units.table.reads.items()

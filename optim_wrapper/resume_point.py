@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.layout import MANIFEST_NAME
@@ -21,6 +23,7 @@ class ResumePoint:
     (or never says it). `global_step` is always known.
     exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
     In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
+    groups: names of the parameters in each of the optimizer's param groups, those that were added on the way included.
     """
 
     epoch: int | None
@@ -29,6 +32,7 @@ class ResumePoint:
     exact: bool = True
     reasons: tuple[str, ...] = ()
     path: str = ""
+    groups: tuple[tuple[str, ...], ...] = ()
 
 
 def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> ResumePoint | None:
@@ -85,4 +89,19 @@ def point_of(manifest: Manifest, path: Path) -> ResumePoint:
         manifest.exact,
         manifest.reasons,
         str(path),
+        groups_of([unit.meta for unit in manifest.units.values()]),
     )
+
+
+def groups_of(metas: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Parameters of each param group, out of the `meta` of units; a group may have some in each of them.
+
+    >>> groups_of([{"group_parameters": [["a"], ["c"]]}, {"group_numbers": [1], "group_parameters": [["b", "c"]]}])
+    (('a',), ('c', 'b'))
+    """
+    found: dict[int, dict[str, None]] = {}
+    for meta in metas:
+        groups = meta.get("group_parameters", ())
+        for number, names in zip(meta.get("group_numbers", range(len(groups))), groups, strict=True):
+            found.setdefault(number, {}).update(dict.fromkeys(names))
+    return tuple(tuple(found.get(number, ())) for number in range(max(found, default=-1) + 1))

@@ -15,6 +15,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta_forms import require_version
 from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.buffer_forms import put
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state_view import Names, UnitView
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_name, dtype_named, overwrite, spec_of, tensor_over
@@ -76,13 +77,17 @@ class RestorePlan(Reading):
         super().commit()
         for name, buffer in self._new_buffers.items():
             module, key = self._names.owners[name]
-            if key not in module._buffers:
+            if key not in module._buffers and name in self._meta.get("volatile_buffers", ()):
                 module._non_persistent_buffers_set.add(key)
-            module._buffers[key] = buffer
+            put(module, key, buffer)
         for name in self._meta["absent_buffers"]:
             if name in self._names.owners:
                 module, key = self._names.owners[name]
                 module._buffers[key] = None
+        frozen = frozenset(self._meta.get("frozen", ()))
+        for name, parameter in self._names.parameters.items() if "frozen" in self._meta else ():
+            if parameter.requires_grad == (name in frozen) and parameter.is_leaf:
+                parameter.requires_grad_(name not in frozen)  # unfrozen on the way, by a loop that does so once
         self._commit_optimizer()
 
     # ------------------------------------------------------------------ checks
@@ -122,7 +127,7 @@ class RestorePlan(Reading):
         for name, tensor in here.items():
             stored = unit_tensor_name(self._view.unit, kind, name)
             spec = self._spec(stored) if name in saved else None
-            free = kind == "buffer" and name in names.volatile_buffers
+            free = kind == "buffer" and (name in names.volatile_buffers or name in meta.get("reshaped_buffers", ()))
             if spec is None:
                 # Tied in the checkpoint only: told below. A non-persistent buffer may simply not have been made yet.
                 if name not in meta["aliases"] and not (free or (kind == "buffer" and name in meta["absent_buffers"])):
@@ -136,7 +141,7 @@ class RestorePlan(Reading):
         for name, dtype in saved.items():
             if name in here or name in names.aliases or name in excluded:
                 continue
-            if kind == "buffer" and name in meta.get("volatile_buffers", ()):
+            if kind == "buffer" and name in {*meta.get("volatile_buffers", ()), *meta.get("reshaped_buffers", ())}:
                 self._find_owner(name)
             if kind == "buffer" and name in names.owners:  # registered here, but None so far
                 stored = unit_tensor_name(self._view.unit, kind, name)

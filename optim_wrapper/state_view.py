@@ -21,6 +21,7 @@ from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
 from lastwords.optim_wrapper import nested_optimizers
+from lastwords.optim_wrapper.buffer_forms import BufferForms
 from lastwords.optim_wrapper.ddp_found import with_those_beside
 from lastwords.optim_wrapper.ddp_private import one_layer_off
 from lastwords.optim_wrapper.global_names import GlobalNames, Naming
@@ -142,6 +143,7 @@ class UnitView:
                 "parameters; pass the model whose parameters() this optimizer was made from"
             )
         self.model = with_those_beside(self.model, in_model, self.trained)
+        self._forms = BufferForms(self.model, self.called)
         self.names()
 
     @property
@@ -280,6 +282,8 @@ class UnitView:
             "group_parameters": [list(group) for group in names.groups],
             "group_numbers": list(names.group_numbers),
             "volatile_buffers": sorted(names.volatile_buffers),
+            "reshaped_buffers": self._forms.changed(),
+            "frozen": [name for name, parameter in names.parameters.items() if not parameter.requires_grad],
             "optimizer_state": optimizer_state,
             "optimizer_own": optimizer_own,
             "left_out": taken_apart.left_out,

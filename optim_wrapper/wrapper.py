@@ -33,6 +33,7 @@ from typing import Any, Protocol
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError, NotAnOptimizerError
+from lastwords.optim_wrapper import added_groups
 from lastwords.optim_wrapper.closure_probe import fingerprint_of, same_fingerprint
 from lastwords.optim_wrapper.inner_steps import has_step_hooks, writer_of
 
@@ -345,7 +346,8 @@ class OptTFTWrapper(Optimizer):
         if "_inner" in self.__dict__:
             if self._admit is not None:
                 self._admit(param_group)
-            self._inner.add_param_group(param_group)
+            if not added_groups.came_back(self._inner, param_group):
+                self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state_dict; hooks of both run, each with its own optimizer."""
