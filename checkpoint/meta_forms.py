@@ -202,6 +202,7 @@ def _unit_forms(names: Mapping[str, TensorSpec], prefix: str) -> dict[str, Check
         "steps": _number,
         "regular": _texts,
         "moved": _texts,
+        "moves?": _list(_tuple(_text, _text, *[_number] * 6)),
         "step_on_resume": _texts,
     }
     return {

@@ -89,6 +89,7 @@ class CommonStep:
         gated, protection = self._gated, self._protection
         if gated is not None and protection is not None and protection.stand.phase is Phase.COMPUTING:
             gated.without_update()
+        self._recorder.updated = protection is None or protection.stand.phase is Phase.UPDATED
 
     def after_step_end(self, step: int) -> None:
         """Every so many steps the replicas are compared."""

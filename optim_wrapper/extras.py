@@ -10,12 +10,11 @@ cost exactness, never the weights or a healthy run. Of an object all is left out
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +24,17 @@ from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
+from lastwords.optim_wrapper.extra_moves import (
+    CutOff,
+    LeftOut,
+    Moves,
+    Taken,
+    is_whole,
+    moves_of,
+    noted,
+    steps_without_argument,
+    stored_moves,
+)
 from lastwords.optim_wrapper.own_state import OwnState
 from lastwords.optim_wrapper.tensor_bytes import Source, Stage, dtype_named, source_of, spec_of, tensor_over
 from lastwords.optim_wrapper.tensor_tree import NamedTensor, Tree, put_together, take_apart, tensor_nodes
@@ -37,26 +47,23 @@ JSON_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Stands in a snapshot for a value that cannot be stored. reason: which one, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ExtrasSnapshot:
     """States of all extras at one moment, by name, and what is known of how they move.
 
     Never changed once made: what has not moved is shared with the snapshot before. `LeftOut` may stand in it.
-    steps: step ends seen so far. regular: names of those that moved in each of these steps, schedulers exactly once.
-    moved: names of those that have ever moved. step_on_resume: schedulers whose step() for this step is still due.
+    steps: ends of steps with an update seen so far. moves: in which of these what moved. step_on_resume: schedulers
+    whose step() for this step is still due.
     """
 
     states: Mapping[str, Any]
     steps: int = 0
-    regular: frozenset[str] = frozenset()
-    moved: frozenset[str] = frozenset()
+    moves: Moves = field(default_factory=dict)
     step_on_resume: tuple[str, ...] = ()
+
+    @property
+    def moved(self) -> frozenset[str]:
+        """Names of those that have ever moved."""
+        return frozenset(name for name, _ in self.moves)
 
 
 class Extras:
@@ -87,6 +94,9 @@ class Extras:
                 )
             self._refuse_unstorable(name, value)
         self._told: set[str] = set()
+        self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
+        self.reasons: list[str] = []
+        """Why a resume was not exact, as it becomes known."""
 
     def add(self, own: Mapping[str, OwnState]) -> None:
         """Take these too. What of them cannot be stored is left out with a reason, from the start on."""
@@ -113,58 +123,51 @@ class Extras:
         """States before the first step of this process; `history` is that of the run which is resumed."""
         states = {name: self._state(name) for name in self._objects}
         if history is None:
-            return ExtrasSnapshot(states, 0, frozenset(self._objects), frozenset())
-        return ExtrasSnapshot(states, history.steps, history.regular & states.keys(), history.moved & states.keys())
+            return ExtrasSnapshot(states)
+        return ExtrasSnapshot(states, history.steps, history.moves)
 
-    def ended(self, before: ExtrasSnapshot) -> ExtrasSnapshot:
-        """States at a step's end, `before` being those at the end of the step before."""
+    def ended(self, before: ExtrasSnapshot, updated: bool = True, ends_epoch: bool | None = None) -> ExtrasSnapshot:
+        """States at a step's end, `before` being those at the end of the step before.
+
+        updated: the step had an update. Only such steps are those in which something moves or not, since a loop that
+        skips one may step its schedulers or not. ends_epoch: it is the last one of its epoch; None: not known.
+        """
         if not self._objects:
             return before
-        states, regular, moved = {}, set(before.regular), set(before.moved)
-        for name in self._objects:
-            was = before.states[name]
-            states[name], differs = self._taken(name, was)
-            if differs:
-                moved.add(name)
-            if name in regular and (not differs or _moves(was, states[name]) != 1):
-                regular.discard(name)
-        return ExtrasSnapshot(states, before.steps + 1, frozenset(regular), frozenset(moved))
+        taken = self._all_taken(before)
+        states = {one.name: one.now for one in taken}
+        if not updated:
+            return replace(before, states=states)
+        if self._stepped:
+            self._judge_stepped(taken)
+        step = before.steps + 1
+        return ExtrasSnapshot(states, step, noted(before.moves, taken, step, ends_epoch))
 
     def again(self, before: ExtrasSnapshot) -> tuple[ExtrasSnapshot, list[str]]:
         """States at another look after the step end of `before`, and the names of what has moved since."""
-        taken = {name: self._taken(name, before.states[name]) for name in self._objects}
-        moved = [f"{self._label}[{name!r}]" for name, (_, differs) in taken.items() if differs]
-        return (replace(before, states={name: one[0] for name, one in taken.items()}), moved) if moved else (before, [])
+        taken = self._all_taken(before)
+        moved = [f"{self._label}[{one.name!r}]" for one in taken if one.differs]
+        return (replace(before, states={one.name: one.now for one in taken}), moved) if moved else (before, [])
 
     # ------------------------------------------------------------------ writer's thread
 
-    def after_update(self, before: ExtrasSnapshot | None) -> tuple[ExtrasSnapshot, list[str]]:
+    def after_update(
+        self, before: ExtrasSnapshot | None, ends_epoch: bool | None = None
+    ) -> tuple[ExtrasSnapshot, list[str]]:
         """States for a step whose update is done and whose end was never reached; and why they are not exact.
 
-        What has moved since `before` is taken as it is. A scheduler that has not moved, although it moved exactly
-        once in each step before, and whose step() needs no argument, is marked to be stepped on resume.
+        What has moved since `before` is taken as it is. A scheduler that has not is marked to be stepped on resume
+        where that is certain: it has moved once in each step, nothing else is about to take over, and its step() needs
+        no argument. Of everything else that may have been about to move it is said.
         """
-        if before is None:
-            before = self.first()
-        taken = {name: self._taken(name, before.states[name]) for name in self._objects}
-        due: list[str] = []
-        reasons: list[str] = []
-        for name, (state, differs) in taken.items():
-            if differs or isinstance(state, LeftOut) or (before.steps and name not in before.moved):
-                continue
-            if isinstance(own := self._objects[name], OwnState) and own.final_after_update:
-                continue
-            what = f"{self._label}[{name!r}] had not moved yet when its step was cut off after the update"
-            if not before.steps:
-                reasons.append(f"{what}, and no step before shows whether it would have")
-            elif name not in before.regular:
-                reasons.append(f"{what}, and it does not move exactly once in every step")
-            elif not _steps_without_argument(self._objects[name]):
-                reasons.append(f"{what}, and it is no scheduler that steps without an argument")
-            else:
-                due.append(name)
-        states = {name: state for name, (state, _) in taken.items()}
-        return ExtrasSnapshot(states, before.steps, before.regular, before.moved, tuple(due)), reasons
+        before = before or self.first()
+        taken, step = self._all_taken(before), before.steps + 1
+        cut_off = CutOff(taken, before.moves, step, ends_epoch)
+        due = cut_off.due()
+        moved = [replace(one, differs=True) if one.name in due else one for one in taken]
+        moves = noted(before.moves, moved, step, ends_epoch)
+        states = {one.name: one.now for one in taken}
+        return ExtrasSnapshot(states, step, moves, tuple(due)), cut_off.reasons(self._label)
 
     def store(
         self,
@@ -199,8 +202,9 @@ class Extras:
             "states": trees,
             "left_out": left_out,
             "steps": snapshot.steps,
-            "regular": sorted(snapshot.regular),
+            "regular": sorted({name for (name, _), one in snapshot.moves.items() if one.times == snapshot.steps}),
             "moved": sorted(snapshot.moved),
+            "moves": stored_moves(snapshot.moves),
             "step_on_resume": [name for name in snapshot.step_on_resume if name in trees],
         }
         return document, list(tensors.values())
@@ -218,8 +222,7 @@ class Extras:
             history = ExtrasSnapshot(
                 {},
                 int(tree["steps"]),
-                frozenset(tree["regular"]),
-                frozenset(tree["moved"]),
+                moves_of(tree, lambda name: is_whole(self._objects.get(name))),
                 tuple(tree["step_on_resume"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -258,13 +261,14 @@ class Extras:
                     different={f"{self._label}[{name!r}]": repr(error)},
                 ) from error
         for name in history.step_on_resume:
-            if not _steps_without_argument(self._objects[name]):
+            if not steps_without_argument(self._objects[name]):
                 raise FormatError(f"{self._label}[{name!r}] has a step due, but is no scheduler here")
             with warnings.catch_warnings():
                 # torch warns about a scheduler's step without an optimizer's before it; that one was in the saved run.
                 warnings.simplefilter("ignore", UserWarning)
                 self._objects[name].step()
             _log.info("%s[%r] made the step that was still due", self._label, name)
+        self._stepped = frozenset(history.step_on_resume)
         return history
 
     # ------------------------------------------------------------------ inside
@@ -272,6 +276,18 @@ class Extras:
     def _refuse_unstorable(self, name: str, value: Any) -> None:
         path = f"{self._label}[{name!r}]"
         take_apart(value if isinstance(value, dict) else value.state_dict(), "x", path)
+
+    def _all_taken(self, before: ExtrasSnapshot) -> list[Taken]:
+        known = before.states
+        return [Taken(name, one, known[name], *self._taken(name, known[name])) for name, one in self._objects.items()]
+
+    def _judge_stepped(self, taken: list[Taken]) -> None:
+        self.reasons += [
+            f"{self._label}[{one.name!r}] was stepped on resume, as in each step before, but the loop does not go on so"
+            for one in taken
+            if one.name in self._stepped and not one.differs
+        ]
+        self._stepped = frozenset()
 
     def _state(self, name: str) -> Any:
         return self._taken(name, None)[0]
@@ -365,33 +381,3 @@ def restore_inline(extras: Extras, packed: Mapping[str, Any]) -> ExtrasSnapshot:
         )
 
     return extras.restore(packed["tree"], read)
-
-
-def _moves(before: Any, now: Any) -> int:
-    """How often a scheduler stepped between two states of it: 1, or 2 for anything else; other objects: always 1.
-
-    torch's schedulers count in last_epoch and most in _step_count as well (CosineAnnealingWarmRestarts does not);
-    one that is stepped with an argument, such as a fraction of an epoch, does not count up by one.
-    """
-    if not isinstance(before, dict) or not isinstance(now, dict):
-        return 1
-    if isinstance(now.get("last_epoch"), int | float) and isinstance(before.get("last_epoch"), int | float):
-        counts = before.get("_step_count"), now.get("_step_count")
-        known = isinstance(counts[0], int) and isinstance(counts[1], int)
-        extra = known and counts[1] - counts[0] not in (0, 1)  # type: ignore[operator]
-        return 2 if extra or now["last_epoch"] - before["last_epoch"] != 1 else 1
-    inner, inner_now = before.get("_schedulers"), now.get("_schedulers")
-    if isinstance(inner, list) and isinstance(inner_now, list) and len(inner) == len(inner_now):
-        return max(map(_moves, inner, inner_now), default=1)
-    return 1
-
-
-def _steps_without_argument(target: Any) -> bool:
-    step = getattr(target, "step", None)
-    if not callable(step) or not callable(getattr(target, "get_last_lr", None)):
-        return False  # a second optimizer, say, has a step() too; stepping it again is not what is due
-    try:
-        inspect.signature(step).bind()
-    except (TypeError, ValueError):
-        return False
-    return True

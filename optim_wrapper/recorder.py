@@ -84,6 +84,8 @@ class StepRecorder:
         self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
         self._tentative_reasons: list[str] = []
+        self._steps_per_epoch = 0  # not known
+        self.updated = True  # in the step that ends
         self.ends_early = False
         self._early_reasons: list[str] = []
 
@@ -111,7 +113,7 @@ class StepRecorder:
     ) -> TrainerSource:
         """The writer's view of this rank."""
         self.source = TrainerSource(
-            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self._weights
+            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self._weights, self.ends_epoch
         )
         return self.source
 
@@ -142,13 +144,15 @@ class StepRecorder:
         *,
         epoch_start: Mapping[str, RegionCopy] | None = None,
         step_regions: Mapping[str, RegionCopy] | None = None,
-        needs_epoch_start: bool = False,
+        steps_per_epoch: int | None = None,
     ) -> None:
         """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
 
         position: what the loop calls `step`, None if it has no name; with `epoch_start`, the epoch that those are of.
+        steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
         """
-        self._needs_epoch_start = needs_epoch_start
+        self._needs_epoch_start = steps_per_epoch is not None
+        self._steps_per_epoch = steps_per_epoch or 0
         self._extras_now = self.extras.first(self._extras_now)
         self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
         self.buffers.look()
@@ -206,6 +210,10 @@ class StepRecorder:
         """What the loop calls the step that has begun; None until it says so, in a loop of one's own."""
         return self._position
 
+    def ends_epoch(self, position: Position | None) -> bool | None:
+        """Whether this is the last step of its epoch; None: not known."""
+        return position.step == self._steps_per_epoch if position is not None and self._steps_per_epoch else None
+
     @property
     def position_at_gate(self) -> Position | None:
         """The newest thing that the loop has said: the name of the step that has begun, or else of the last one."""
@@ -220,9 +228,10 @@ class StepRecorder:
 
     def committed(self, step: int, position: Position | None) -> None:
         """The end of `step`: everything that may move on from here. position: None if the loop has not named it."""
-        self._extras_now = self.extras.ended(self._extras_now)
+        self._extras_now = self.extras.ended(self._extras_now, self.updated, self.ends_epoch(position))
+        self.not_exact(self.extras.reasons)
         if self._has_local_extras:
-            self._local_now = self.local_extras.ended(self._local_now)
+            self._local_now = self.local_extras.again(self._local_now)[0]
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
         if look:
@@ -292,7 +301,7 @@ class StepRecorder:
 
     def _alone(self, snapshot: ExtrasSnapshot, name: str) -> bytes:
         states = {name: snapshot.states[name]}
-        return self._local(dataclasses.replace(snapshot, states=states, regular=frozenset(), moved=frozenset()))
+        return self._local(dataclasses.replace(snapshot, states=states))
 
     def _keep(self, step: int, position: Position | None) -> None:
         named_before = position is not None and position == self._position
@@ -322,7 +331,7 @@ class StepRecorder:
         if self._box is not None and not self._paused:
             local = b""
             if self._has_local_extras:
-                extras = self.local_extras.ended(self._local_now)
+                extras = self.local_extras.again(self._local_now)[0]
                 local = self._local(extras)
                 self._tentative_local = extras, local
             self._box.tentative(self._step + 1, (self._document or self._document_of(self._position)) + local + b"}")

@@ -316,7 +316,7 @@ class TFTRegister:
             self._position,
             epoch_start=None if resumed is None else resumed.epoch_start,
             step_regions=None if resumed is None else resumed.regions,
-            needs_epoch_start=True,
+            steps_per_epoch=steps.steps_per_epoch if carried is None else 0,
         )
         if self._protection is not None and self._common is not None:
             self._common.compare("before the first step")

@@ -66,6 +66,7 @@ class TrainerSource:
         buckets: Callable[[int], dict[str, Any]] | None = None,
         copy: HostCopy | None = None,
         weights: WeightMarks | None = None,
+        ends_epoch: Callable[[Position | None], bool | None] = lambda position: None,
     ) -> None:
         self._units = units
         self._extras = extras
@@ -78,6 +79,7 @@ class TrainerSource:
         self._snapshot: Snapshot | None = None
         self._next_position: Position | None = None
         self._weights = weights or WeightMarks(dict)
+        self._ends_epoch = ends_epoch
         self._marks: Marks = NO_MARKS
         self._marks_updated: Marks | None = None
 
@@ -148,7 +150,8 @@ class TrainerSource:
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
-            extras, of_extras = self._extras.after_update(None if snapshot is None else snapshot.extras)
+            before = None if snapshot is None else snapshot.extras
+            extras, of_extras = self._extras.after_update(before, self._ends_epoch(self.position(step)))
             if self._marks_updated is not None:
                 where = f"after optimizer.step() in step {step}, which was cut off before its end"
                 of_weights = _foreign(self._weights.moved(self._marks_updated), where)

@@ -14,8 +14,8 @@ from lastwords.checkpoint.storable import is_factory, pack, refuse_unstorable, u
 from lastwords.optim_wrapper.tensor_bytes import bytes_of
 from lastwords.optim_wrapper.tree_objects import is_object, parts_of
 
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _MADE_ANEW = frozenset({set, frozenset, bytearray})
 """Containers of nothing that can change."""
 
@@ -27,11 +27,11 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
     itself.
     """
     kind = type(now)
-    if now is before and kind in _ATOMS:
+    if now is before and kind in ATOMS:
         return now, False
     if type(before) is not kind:
         before = None
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return now, before is None or _other_bits(before, now)
     if kind is list or kind is tuple or kind is deque:
         olds = before if before is not None and len(before) == len(now) else None
@@ -42,7 +42,7 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
             return before, False
         items = [pair[0] for pair in pairs]
         return deque(items, now.maxlen) if kind is deque else kind(items), True
-    if kind in _DICTS:
+    if kind in DICTS:
         result: Any = kind()
         if kind is defaultdict:
             result.default_factory = now.default_factory
