@@ -247,13 +247,16 @@ def _anything(value: Any, path: str) -> None:
 
 
 def _buckets(value: Any, path: str) -> None:
-    """The order of DDP's buckets, as `ddp_buckets` records it; empty without DDP."""
+    """The order of DDP's buckets, as `ddp_buckets` records it, of one DDP or of several; empty without DDP."""
     _object(value, path)
     if value and value.get("version") == 1:
         passes = _list(_list(_number))
         forms = {"static_graph": _truth, "find_unused_parameters": _truth, "parameters": _texts, "passes": passes,
-                 "buckets": _or_none(passes), "reasons": _texts, "step": _or_none(_number)}  # fmt: skip
+                 "buckets": _or_none(passes), "reasons": _texts, "step": _or_none(_number), "hooks?": _texts,
+                 "unconfirmed?": _text, "synced?": _by_name(_truth), "options?": _by_name(_anything)}  # fmt: skip
         _fields(value, forms, path)
+    elif value and value.get("version") == 2:
+        _fields(value, {"ddps": _list(_buckets)}, path)
 
 
 # ---------------------------------------------------------------------- trees of values (see `state_trees`)

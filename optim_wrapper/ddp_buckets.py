@@ -40,6 +40,9 @@ from lastwords.optim_wrapper.ddp_private import (
 )
 from lastwords.optim_wrapper.staying_hook import StayingHook
 
+SEVERAL = 2
+"""The version of a record that holds one for each DDP; a single one is of `ddp_order.VERSION`."""
+
 _observers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[GradientOrder]] = weakref.WeakKeyDictionary()
 
 
@@ -161,7 +164,7 @@ def records_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One record of several, as `records_of` takes it apart."""
-    return {"version": VERSION, "ddps": list(records)} if len(records) > 1 else dict(records[0]) if records else {}
+    return {"version": SEVERAL, "ddps": list(records)} if len(records) > 1 else dict(records[0]) if records else {}
 
 
 def groups_of(model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> list[tuple[frozenset[int], int]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.checkpoint.meta_forms import facts_problem
 from lastwords.optim_wrapper import ddp_board
 from lastwords.optim_wrapper.ddp_buckets import BucketOrder, replay
 from tests.integration.forked import on_ranks
@@ -140,6 +141,7 @@ def cut(make: Callable[[int], Job], at: int, *, replayed: bool) -> tuple[int, li
         seen[step] = whole.bits()
         if step == at:
             state, record = whole.state(), json.loads(json.dumps(whole.order.record(at)))
+            assert facts_problem({"buckets": record}) is None
     again = make(1)
     reasons = replay(again.registered(), record, again.trained) if replayed else []
     again.restore(state)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.checkpoint.meta_forms import facts_problem
 from lastwords.optim_wrapper import ddp_found
 from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.ddp_found import Beside, holding, known_ddps
@@ -128,3 +129,13 @@ def test_names_beside_the_model_are_given_by_no_naming(group: None) -> None:
     assert "stage0.weight" in view.names().parameters
     assert "~beside1.1.running_mean" in view.names().buffers
     assert isinstance(view.model, Beside)
+
+
+def test_a_damaged_record_of_several_ddps_is_named() -> None:
+    good = {"version": 1, "static_graph": False, "find_unused_parameters": False, "parameters": ["w"], "passes": [[0]],
+            "buckets": None, "reasons": [], "step": 1, "synced": {"forward": True}}  # fmt: skip
+    several = {"version": 2, "ddps": [good, good]}
+    assert facts_problem({"buckets": several}) is None
+    for wrong in ({**good, "passes": [["0"]]}, {**good, "synced": {"forward": 1}}, 3):
+        assert "buckets.ddps[1]" in str(facts_problem({"buckets": {"version": 2, "ddps": [good, wrong]}}))
+    assert "ddps" in str(facts_problem({"buckets": {"version": 2}}))
