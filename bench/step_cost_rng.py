@@ -21,11 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lastwords.optim_wrapper.own_streams import OwnStreams
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
 from lastwords.processor.black_box import BlackBox, BoxLayout
 from lastwords.processor.signals import SignalGuard
 from lastwords.vocabulary import Phase
 
+OWN_GENERATORS = 8
 RNG_BUDGET_US = 60.0
 BOOKKEEPING_BUDGET_US = 10.0
 """Two slots of 5 us."""
@@ -43,14 +45,16 @@ def recorder(directory: Path, captures: Sequence[Capture]) -> BoxRecorder:
     return BoxRecorder(BlackBox.create(path, BoxLayout(regions(captures))), captures)
 
 
-def stepping(made: BoxRecorder) -> Callable[[], None]:
-    """One step's copies, with the step counted up."""
+def stepping(made: BoxRecorder, own: OwnStreams | None = None) -> Callable[[], None]:
+    """One step's copies, with the step counted up; own: the user's generators, followed to where they lie."""
     step = 0
 
     def once() -> None:
         nonlocal step
         step += 1
         made.tentative(step)
+        if own is not None:
+            own.step_ended(look=False)
         made.committed(step, b"{}")
 
     return once
@@ -112,6 +116,9 @@ def measure(directory: Path, steps: int, cold_mb: int, layers: int) -> list[Row]
 
     guard = SignalGuard(lambda number: None)
     rng = recorder(directory, [RngCapture()])
+    many = OwnStreams({"mine": [np.random.default_rng(seed) for seed in range(OWN_GENERATORS)]})
+    many.look()
+    with_own = recorder(directory, [RngCapture(own=many)])
     nothing = recorder(directory, [])
     normalised = recorder(directory, [BufferCapture(network)])
     both = recorder(directory, [RngCapture(), BufferCapture(network)])
@@ -120,6 +127,7 @@ def measure(directory: Path, steps: int, cold_mb: int, layers: int) -> list[Row]
         ("100 guarded updates", guarded_updates(guard), 100 * GUARD_BUDGET_US),
         ("black box bookkeeping", stepping(nothing), BOOKKEEPING_BUDGET_US),
         ("random streams", stepping(rng), RNG_BUDGET_US),
+        (f"  and {OWN_GENERATORS} of the user's own", stepping(with_own, many), 0.0),
         ("  through public functions", public_streams, 0.0),
         (f"{len(buffers)} buffers of {layers} BatchNorm", stepping(normalised), -1.0),
         ("  plain copy", plain_copy, 0.0),

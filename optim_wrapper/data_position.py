@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.config import DataMode
-from lastwords.optim_wrapper.own_streams import own_generators
+from lastwords.optim_wrapper.generator_search import search
 from lastwords.optim_wrapper.progress import Progress
 
 _NO_LENGTH = (
@@ -104,7 +104,10 @@ def generators(loader: Any) -> dict[str, torch.Generator]:
     }
     named = [(name, getattr(owner, "generator", None)) for name, owner in places.items()]
     found: dict[str, torch.Generator] = {}
-    for name, generator in (*named, *own_generators(loader)):
+    parts = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn", "sampler", "batch_sampler")}
+    roots = parts if hasattr(loader, "dataset") else {"loader": loader}
+    below = [(name, generator) for name, (_, generator) in search(roots, frames=False).items()]
+    for name, generator in (*named, *below):
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
             found[name] = generator
     return found

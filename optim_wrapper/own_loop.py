@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.own_streams import OwnStreams
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.staying_hook import StayingHook
 from lastwords.processor.black_box import RegionCopy
@@ -39,15 +40,15 @@ def without_the_loaders(regions: Mapping[str, RegionCopy]) -> dict[str, RegionCo
     return {name: copy for name, copy in regions.items() if not name.startswith(_OF_LOADER)}
 
 
-def left_to_the_loop(regions: Mapping[str, RegionCopy]) -> list[str]:
-    """Why a loop of one's own that goes on after one of `steps()` may not be exact."""
+def left_to_the_loop(regions: Mapping[str, RegionCopy], own: OwnStreams) -> list[str]:
+    """Why a loop of one's own that begins may not be exact: generators that only `steps()` knows, or not there yet.
+
+    regions: what was resumed from; empty if nothing was.
+    """
     names = sorted(name.removeprefix(_OF_LOADER) for name in regions if name.startswith(_OF_LOADER))
     where = ", ".join(names)
-    return (
-        [f"the loader's random generators ({where}) were saved by steps(), and only that puts them back"]
-        if names
-        else []
-    )
+    of_steps = f"the loader's random generators ({where}) were saved by steps(), and only that puts them back"
+    return [*([of_steps] if names else []), *(own.left_over() if regions else [])]
 
 
 def look_at_first_forward(model: torch.nn.Module, rng: RngCapture, step: int, is_own: Callable[[], bool]) -> None:

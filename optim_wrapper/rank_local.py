@@ -13,6 +13,8 @@ import torch
 
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.buffer_capture import SMALL_BUFFER_BYTES_MAX, BufferCapture
+from lastwords.optim_wrapper.own_streams import PREFIX as OWN
+from lastwords.optim_wrapper.own_streams import OwnStreams
 from lastwords.optim_wrapper.rng_streams import NumpyStream, Stream, TorchStream, default_streams
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 
@@ -45,7 +47,7 @@ class Capture(Protocol):
 class RngCapture:
     """All random number streams of this process: python, numpy, torch, the accelerator, and the user's generators.
 
-    generators: torch generators of the loader, of a sampler and the like, by name.
+    generators: torch generators of the loader, of a sampler and the like, by name. own: all others of the user's.
     devices: accelerator devices to include; None: the current one, if an accelerator is in use.
     fast=False takes python's and numpy's streams the public way; only for tests.
     """
@@ -54,6 +56,7 @@ class RngCapture:
         self,
         *,
         generators: Mapping[str, torch.Generator] | None = None,
+        own: OwnStreams | None = None,
         devices: Sequence[torch.device] | None = None,
         fast: bool = True,
     ) -> None:
@@ -62,27 +65,30 @@ class RngCapture:
             self._streams.append(TorchStream(f"generator/{name}", generator, fast=fast))
         self._takes: dict[int, list[Callable[[], None]]] = {}
         self._numpy = next(stream for stream in self._streams if isinstance(stream, NumpyStream))
+        self.own = OwnStreams.none() if own is None else own
         self._told = ""
         self._on_reason: Callable[[str], None] = _ignore
 
     @property
     def regions(self) -> tuple[RegionSpec, ...]:
         """What each copy needs room for."""
-        return tuple(stream.region for stream in self._streams)
+        return (*(stream.region for stream in self._streams), *self.own.regions)
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why some stream cannot be captured."""
-        return tuple(stream.problem for stream in self._streams if stream.problem)
+        return (*(stream.problem for stream in self._streams if stream.problem), *self.own.reasons)
 
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each slot of `box`, whose layout has `regions`."""
         for slot in box.step_slots + box.epoch_slots:
             self._takes[slot] = [stream.into(box.region(slot, stream.region.name)) for stream in self._streams]
+        self.own.bind(box)
 
     def listen(self, on_reason: Callable[[str], None]) -> None:
         """Tell reasons that arise later to `on_reason`."""
         self._on_reason = on_reason
+        self.own.listen(on_reason)
 
     def refresh(self) -> None:
         """Say what went wrong in the copy before this one."""
@@ -94,6 +100,7 @@ class RngCapture:
         """Take all streams into an open slot."""
         for take in self._takes[slot]:
             take()
+        self.own.capture(slot)
 
     def snapshot(self) -> dict[str, RegionCopy]:
         """All streams as they are now, beside the box: for putting them back after something that must not count."""
@@ -102,7 +109,7 @@ class RngCapture:
             data = bytearray(stream.region.nbytes)
             stream.into(memoryview(data))()
             copies[stream.region.name] = RegionCopy(stream.region.dtype, stream.region.shape, data)
-        return copies
+        return copies | self.own.snapshot()
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Put the streams back; other regions are ignored. Returns why the outcome is not exact, if it is not.
@@ -111,7 +118,7 @@ class RngCapture:
         """
         reasons = []
         known = {stream.region.name: stream for stream in self._streams}
-        saved = {name: copy for name, copy in regions.items() if name.startswith("rng/")}
+        saved = {name: copy for name, copy in regions.items() if name.startswith("rng/") and not name.startswith(OWN)}
         for name in sorted(known.keys() & saved.keys()):
             if len(memoryview(saved[name].data)) != known[name].region.nbytes:
                 text = f"saved {len(saved[name].data)} bytes, here {known[name].region.nbytes}"
@@ -129,7 +136,7 @@ class RngCapture:
                     known[name].restore(saved[name].data)
                 except MismatchError as error:
                     reasons.append(str(error))
-        return tuple(reasons)
+        return (*reasons, *self.own.restore(regions))
 
 
 class BoxRecorder:
@@ -158,10 +165,11 @@ class BoxRecorder:
         """Take the state for `step`, which is under way: after its forward, before its last collective."""
         self._record(SlotKind.TENTATIVE, step, json_bytes)
 
-    def committed(self, step: int, json_bytes: bytes) -> None:
-        """Take the state at the end of `step` and compare it with the tentative copy."""
+    def committed(self, step: int, json_bytes: bytes, *, comparable: bool = True) -> None:
+        """Take the state at the end of `step` and compare it with the tentative copy, unless that has other regions."""
         self._record(SlotKind.COMMITTED, step, json_bytes)
-        self.box.compare_tentative()
+        if comparable:
+            self.box.compare_tentative()
 
     def committed_again(self, step: int, json_bytes: bytes) -> str | None:
         """`committed` once more, for a step after whose end the state may have moved; the first region that has."""

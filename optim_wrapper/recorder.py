@@ -22,6 +22,7 @@ from lastwords.optim_wrapper.group_copies import GroupCopies
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.own_state import OwnStates
+from lastwords.optim_wrapper.own_streams import OwnStreams
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
@@ -61,7 +62,9 @@ class StepRecorder:
         self.extras.add(self._own.of_optimizers)
         self.local_extras.add(self._own.of_modules)
         self.buffers = BufferCapture(self.view.model, called=self.view.called)
-        self.rng = RngCapture()
+        plain = [state for part in (extras, local_extras) for state in (part or {}).values() if isinstance(state, dict)]
+        self._search_in = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}, plain
+        self.rng = RngCapture(own=OwnStreams(*self._search_in))
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
         self._unchecked = False
@@ -117,6 +120,12 @@ class StepRecorder:
         )
         return self.source
 
+    def know(self, loader: Any, generators: Mapping[str, torch.Generator]) -> None:
+        """The loop draws its batches from this loader, whose torch generators are these; before the box is opened."""
+        roots, plain = self._search_in
+        own = OwnStreams({"loader": loader, **roots}, [*plain, *generators.values()])
+        self.rng = RngCapture(generators=generators, own=own)
+
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
         return self.buffers.captured
@@ -128,6 +137,7 @@ class StepRecorder:
 
     def open(self, path: Path, *, at_gate: bool = False) -> BlackBox:
         """Make the black box; copies go there from now on. at_gate: the gate calls `tentative`, nothing else does."""
+        self.rng.own.look()
         captures = (self.rng, self.buffers)
         box = BlackBox.create(path, BoxLayout(regions(captures)))
         self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
@@ -164,6 +174,11 @@ class StepRecorder:
         if step_regions:
             self.rng.restore(step_regions)
         self._keep(step, position)
+
+    def put_back(self, streams: Mapping[str, RegionCopy], *, last: bool) -> None:
+        """Restore the random streams; last: the loop goes on from there, so what is missing now stays so."""
+        self.not_exact(self.rng.restore(streams))
+        self.not_exact(self.rng.own.left_over() if last else ())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -237,7 +252,8 @@ class StepRecorder:
         if look:
             self._weights.choose()
             self.buffers.look()
-        self._keep(step, position)
+        same_streams = not self.rng.own.step_ended(look=look)
+        self._keep(step, position, comparable=same_streams)
         if look:
             self._announce_left_out()
             self.not_exact(self._own.look())
@@ -259,6 +275,7 @@ class StepRecorder:
         moved += of_rank
         if self.source is not None:
             moved += self.source.look_again(self._groups.take(), self._extras_now)
+        self.rng.own.follow()
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
             region = self._box.committed_again(self._step, self._document_of(self._named) + local + b"}")
@@ -303,7 +320,7 @@ class StepRecorder:
         states = {name: snapshot.states[name]}
         return self._local(dataclasses.replace(snapshot, states=states))
 
-    def _keep(self, step: int, position: Position | None) -> None:
+    def _keep(self, step: int, position: Position | None, *, comparable: bool = True) -> None:
         named_before = position is not None and position == self._position
         ended = self._document if named_before else self._document_of(position)
         self._step = step
@@ -314,7 +331,7 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
             early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
-            self._box.committed(step, ended + local + early + b"}")
+            self._box.committed(step, ended + local + early + b"}", comparable=comparable)
             if self._tentative_local is not None and self._tentative_local[1] != local:
                 self._announce_late_change(self._tentative_local[0])
             self._tentative_local = None

@@ -23,7 +23,6 @@ from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.job_shape import GateMode, Options, declared_units, settings_of, wrappers_of
 from lastwords.optim_wrapper.protection import Protection
-from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
 from lastwords.optim_wrapper.resume_point import ResumePoint
@@ -307,7 +306,7 @@ class TFTRegister:
         )
         self._facts["data"] = {**steps.facts(), "world_size": self._world.size}
         self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
-        self._recorder.rng = RngCapture(generators=steps.generators)
+        self._recorder.know(loader, steps.generators)
         if self._protection is not None:
             at_gate = self._common is not None and self._common.gate is not None
             self._protection.use_box(lambda path: self._recorder.open(path, at_gate=at_gate))
@@ -363,7 +362,8 @@ class TFTRegister:
         """A loop of the user's own begins with its first optimizer step or step_end."""
         if not self._begun:
             self._begun = True
-            self._recorder.not_exact([] if self._resumed is None else own_loop.left_to_the_loop(self._resumed.regions))
+            regions = {} if self._resumed is None else self._resumed.regions
+            self._recorder.not_exact(own_loop.left_to_the_loop(regions, self._recorder.rng.own))
             if self._protection is not None and self._common is not None:
                 self._common.compare("before the first step")
                 self._protection.agent.begin_loop(0, 0, self._global_step)
@@ -384,7 +384,7 @@ class TFTRegister:
 
     def _resume_at(self, resumed: Resumed) -> ResumeAt:
         def back_to(regions: Mapping[str, RegionCopy]) -> Callable[[], None] | None:
-            return (lambda: self._recorder.not_exact(self._recorder.rng.restore(regions))) if regions else None
+            return (lambda: self._recorder.put_back(regions, last=regions is resumed.regions)) if regions else None
 
         return ResumeAt(resumed.epoch, resumed.step, back_to(resumed.epoch_start), back_to(resumed.regions))
 

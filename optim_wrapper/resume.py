@@ -167,6 +167,8 @@ def _restore(
     reasons += recorder.buffers.restore(step_regions)
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
+        if "data" not in manifest.facts:  # else the loader is not known before steps() begins
+            reasons += recorder.rng.own.unsaved()
         local_history = None
         packed = manifest.locals[extras_of].meta.get("slot", {}).get("local_extras")
         if packed is not None:

@@ -27,6 +27,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
+from lastwords.optim_wrapper.own_streams import PREFIX as OWN
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.reshard import Resharded, VirtualUnit
 from lastwords.optim_wrapper.source import EPOCH_PREFIX
@@ -230,7 +231,8 @@ def buffers_by_name(
 def _torch_streams(regions: Mapping[str, RegionCopy], recorder: StepRecorder) -> str:
     """A checksum of the streams that models draw from: torch's own, of the CPU and of this rank's accelerator."""
     digest = xxhash.xxh3_64()
-    for name in sorted(recorder.rng.snapshot().keys() - {"rng/python", "rng/numpy"}):
+    of_models = {name for name in recorder.rng.snapshot() if not name.startswith(OWN)}
+    for name in sorted(of_models - {"rng/python", "rng/numpy"}):
         digest.update(bytes(regions[name].data) if name in regions else b"")
     return digest.hexdigest()
 

@@ -72,13 +72,13 @@ class Stream(Protocol):
 
 
 class PythonStream:
-    """Python's global `random` stream."""
+    """Python's global `random` stream, or another one."""
 
     region = RegionSpec("rng/python", "U8", (TWISTER_BYTES,), in_epoch=True)
     problem = ""
 
-    def __init__(self, *, fast: bool = True) -> None:
-        self._owner: random.Random = random.random.__self__  # type: ignore[attr-defined]
+    def __init__(self, owner: random.Random | None = None, *, fast: bool = True) -> None:
+        self._owner: random.Random = owner or random.random.__self__  # type: ignore[attr-defined]
         self._raw = _python_raw(self._owner) if fast else None
 
     @property
@@ -115,12 +115,13 @@ class PythonStream:
 
 
 class NumpyStream:
-    """numpy's legacy global stream (`np.random.rand` and friends)."""
+    """numpy's legacy global stream (`np.random.rand` and friends), or another one."""
 
     region = RegionSpec("rng/numpy", "U8", (TWISTER_BYTES,), in_epoch=True)
 
-    def __init__(self, *, fast: bool = True) -> None:
-        self._raw = _numpy_raw() if fast else None
+    def __init__(self, owner: np.random.RandomState | None = None, *, fast: bool = True) -> None:
+        self._legacy: Any = owner or np.random
+        self._raw = _numpy_raw(owner) if fast else None
         self.problem = ""
 
     @property
@@ -132,7 +133,7 @@ class NumpyStream:
         """A function that takes the state into `target` (TWISTER_BYTES long)."""
 
         def slow() -> None:
-            state = np.random.get_state(legacy=False)
+            state = self._legacy.get_state(legacy=False)
             if state["bit_generator"] != "MT19937":
                 self.problem = f"numpy's global stream is a {state['bit_generator']}; only MT19937 can be captured"
                 target[:] = _UNKNOWN
@@ -161,7 +162,7 @@ class NumpyStream:
         *words, position, has_gauss, gauss = _TWISTER.unpack(_sized(self.region, data))
         if position > _KEY_WORDS:
             raise MismatchError("numpy's global stream could not be captured")
-        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss))
+        self._legacy.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss))
 
 
 class TorchStream:
@@ -272,10 +273,10 @@ def _bytes_tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
 
 def _memory_of(thing: object, nbytes: int) -> memoryview:
     """The bytes of a C object. The caller keeps it alive."""
-    return _memory_at(id(thing), nbytes)
+    return memory_at(id(thing), nbytes)
 
 
-def _memory_at(address: int, nbytes: int) -> memoryview:
+def memory_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
@@ -305,14 +306,14 @@ def _python_raw(owner: random.Random) -> tuple[memoryview, memoryview] | None:
         return None
 
 
-def _numpy_raw() -> tuple[Any, Any, memoryview, memoryview, memoryview] | None:
-    """The global RandomState, its bit generator, and where twister, has_gauss and gauss lie; None if unclear."""
+def _numpy_raw(one: Any) -> tuple[Any, Any, memoryview, memoryview, memoryview] | None:
+    """The RandomState (None: the global one), its bit generator, and where twister, has_gauss, gauss lie; or None."""
     marker = -1.234567890123e-45
     try:
-        owner: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+        owner: Any = one or np.random.mtrand._rand  # type: ignore[attr-defined]
         generator = owner._bit_generator
         if not isinstance(generator, np.random.MT19937):
-            raise ValueError(f"the global stream is a {type(generator).__name__}")
+            raise ValueError(f"the stream is a {type(generator).__name__}")
         address = generator.ctypes.state_address
         twister = memoryview((ctypes.c_ubyte * _HAS_GAUSS_AT).from_address(address)).cast("B")
 
@@ -331,7 +332,7 @@ def _numpy_raw() -> tuple[Any, Any, memoryview, memoryview, memoryview] | None:
 
         memory = _memory_of(owner, nbytes)
         raw = twister, memory[has_gauss_at : has_gauss_at + 4], memory[gauss_at : gauss_at + 8]
-        now = np.random.get_state(legacy=False)
+        now = owner.get_state(legacy=False)
         expected = now["state"]["key"].tobytes() + struct.pack(
             "=IId", now["state"]["pos"], now["has_gauss"], now["gauss"]
         )
@@ -361,7 +362,7 @@ def _torch_raw(generator: torch.Generator) -> tuple[memoryview, Any, memoryview,
         if [_planted(scratch, plain)[at] for at in flags] != [0, 0]:
             raise ValueError("what is kept of a pair was not found in the object")
 
-        memory = _memory_at(_address(generator), _TORCH_OBJECT_BYTES)
+        memory = memory_at(_address(generator), _TORCH_OBJECT_BYTES)
         head = memory[head_at : head_at + _TORCH_HEAD_BYTES]
         words = np.frombuffer(memory[words_at : words_at + 4 * (_KEY_WORDS + 1)], np.uint32)
         now = bytearray(generator.get_state().numpy())
@@ -381,4 +382,4 @@ def _address(generator: torch.Generator) -> int:
 def _planted(scratch: torch.Generator, state: bytearray) -> bytes:
     """The C++ object with this state."""
     scratch.set_state(torch.frombuffer(state, dtype=torch.uint8))
-    return _memory_at(_address(scratch), _TORCH_OBJECT_BYTES).tobytes()
+    return memory_at(_address(scratch), _TORCH_OBJECT_BYTES).tobytes()

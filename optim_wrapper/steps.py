@@ -40,7 +40,6 @@ from lastwords.optim_wrapper.data_position import (
     told_epochs,
 )
 from lastwords.optim_wrapper.global_samples import Carried, dealing
-from lastwords.optim_wrapper.own_streams import OwnStreams
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +111,6 @@ class Steps:
         self._facts = loader_facts(loader)
         self.generators: dict[str, torch.Generator] = generators(loader)
         """The torch generators that the loader draws from; their states belong to the random streams."""
-        self._own_streams = OwnStreams(loader)
         self._epochs = epochs
         self._accumulate = accumulate
         self._events = events
@@ -259,11 +257,6 @@ class Steps:
             yield epoch, step, batch
             del batch  # not kept alive while the next one is fetched
             if self.ends_step:
-                for place in self._own_streams.look():
-                    self._not_exact(
-                        f"the loader's {place} is a random generator of its own that moves in the training process and "
-                        "is not saved; draw from torch, numpy.random or random, or use a torch.Generator"
-                    )
                 if self.under_way:
                     self.under_way = False
                     events.step_end(epoch, step)

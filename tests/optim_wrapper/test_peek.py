@@ -17,6 +17,7 @@ from lastwords.checkpoint import starts
 from lastwords.checkpoint.part import LocalState
 from lastwords.checkpoint.starts import Launch
 from lastwords.errors import ConfigError, FormatError, IncompleteError
+from lastwords.optim_wrapper import own_streams
 from lastwords.optim_wrapper.extras import Extras
 from lastwords.optim_wrapper.rank_local import RngCapture
 from lastwords.optim_wrapper.source import _tensors
@@ -146,6 +147,7 @@ def test_the_streams_are_put_back_after_what_was_drawn_on_the_way(
 def test_a_loaders_own_generator_is_left_to_steps_and_named_where_that_is_not_called(
     own_loop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(own_streams, "search", lambda *_, **__: {})  # other tests' generators were not saved
     mine = torch.Generator().manual_seed(3)
     copies: Any = RngCapture(generators={"loader": mine}).snapshot()
     wanted = mine.get_state()

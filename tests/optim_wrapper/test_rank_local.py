@@ -149,7 +149,7 @@ def test_a_platform_whose_objects_look_different_takes_the_public_way(monkeypatc
         return memoryview(bytes(reversed(real(thing, nbytes))))
 
     monkeypatch.setattr(rng_streams, "_memory_of", shuffled)
-    monkeypatch.setattr(rng_streams, "_memory_at", lambda address, nbytes: memoryview(bytes(nbytes)))
+    monkeypatch.setattr(rng_streams, "memory_at", lambda address, nbytes: memoryview(bytes(nbytes)))
     assert not PythonStream().fast
     assert not NumpyStream().fast
     assert not TorchStream("torch", torch.default_generator).fast
