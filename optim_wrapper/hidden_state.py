@@ -102,10 +102,10 @@ def tensors_in(value: Any, depth: int = 32) -> Iterator[torch.Tensor]:
 
 
 def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Tensors, arrays, generators and numbers in an attribute, also in plain objects of the user's."""
+    """Tensors, arrays and numbers in an attribute, also in plain objects of the user's. Generators are captured."""
     if isinstance(value, Optimizer | torch.nn.Module | type) or (callable(value) and not hasattr(value, "__dict__")):
         return
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic | torch.Generator | int | float | complex):
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic | int | float | complex):
         yield place, value
     elif depth and isinstance(value, Mapping):
         for key, item in list(value.items())[:_ITEMS_MAX]:
@@ -129,8 +129,6 @@ def _mark(value: Any) -> str:
     """What tells a value from another one; "" for what cannot be looked at."""
     if isinstance(value, torch.Tensor):
         return _tensor_mark(local_of(value))
-    if isinstance(value, torch.Generator):
-        return _digest(value.get_state().cpu().contiguous().numpy().data)
     if isinstance(value, np.ndarray):
         return "" if value.dtype.hasobject else _digest(value.tobytes())
     return f"{type(value).__name__} {value!r}"
