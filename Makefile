@@ -8,6 +8,7 @@
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
 #   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble
+#   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
 #   make bench     measures the budgets, beside the machine's own limits
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
@@ -22,7 +23,7 @@ SEED ?= 1
 MODE ?= kill
 LAYOUT ?= tp
 
-.PHONY: install venv demo demo-parallel demo-elastic test check matrix chaos bench proto clean
+.PHONY: install venv demo demo-parallel demo-elastic test check matrix chaos zoo bench proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -61,6 +62,9 @@ matrix: $(READY)
 
 chaos: $(READY)
 	OMP_NUM_THREADS=1 LASTWORDS_CHAOS_N=$(N) LASTWORDS_CHAOS_SEED=$(SEED) LASTWORDS_CHAOS_MODE=$(MODE) $(BIN)/python -m pytest -m slow -k 'chaos and many' --timeout 7200 $(ARGS)
+
+zoo: $(READY)
+	OMP_NUM_THREADS=1 LASTWORDS_ZOO_N=$(N) LASTWORDS_ZOO_SEED=$(SEED) LASTWORDS_ZOO_CASE='$(CASE)' $(BIN)/python -m pytest -n $(WORKERS) -m slow -k 'zoo and mixture' --timeout 7200 $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python bench/run.py $(ARGS)

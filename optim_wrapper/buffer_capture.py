@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.tensor_bytes import problem_of, writing
+from lastwords.optim_wrapper.tensor_bytes import writing
 from lastwords.optim_wrapper.weight_marks import version_of
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
 from lastwords.sharding.dtensor import local_of
@@ -114,8 +114,7 @@ class BufferCapture:
 
     def look(self) -> None:
         """Note the buffers that have come since the constructor: as long as they stay so, what is saved is exact."""
-        seen = self._latecomers()
-        self._late = {name: (tensor, version_of(tensor)) for name, tensor in seen if not _unstorable(tensor)}
+        self._late = {name: (tensor, version_of(tensor)) for name, tensor in self._latecomers()}
 
     def at(self, slot: int | None) -> tuple[frozenset[str], dict[str, str]]:
         """Which buffers no unit is to have, where `slot` has the step's copy: those in it, and what cannot be stored.
@@ -340,8 +339,6 @@ def _form(tensor: torch.Tensor) -> _Form:
 def _unstorable(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return f"cannot be captured ({tensor.layout} on {tensor.device})"
-    if what := problem_of(local_of(tensor)):
-        return f"cannot be captured: it {what}"
     if tensor.dtype not in _DTYPE_CODES:
         return f"cannot be captured ({tensor.dtype})"
     return ""

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
+from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.nested_optimizers import nested_in
-from lastwords.optim_wrapper.tensor_bytes import problem_of, staged_bytes
+from lastwords.optim_wrapper.tensor_bytes import staged_bytes
 from lastwords.sharding.dtensor import local_of
 
 HASHED_BYTES_MAX = 1 << 20
@@ -134,11 +135,14 @@ def _mark(value: Any) -> str:
 
 
 def _tensor_mark(tensor: torch.Tensor) -> str:
-    if problem_of(tensor):
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return ""
     if tensor.device.type != "cpu" or tensor.nbytes > HASHED_BYTES_MAX:
         return f"{tensor.data_ptr()} {0 if tensor.is_inference() else tensor._version}"
-    return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(staged_bytes(tensor))}"
+    try:
+        return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(staged_bytes(tensor))}"
+    except UnstorableError:
+        return ""
 
 
 def _digest(content: Any) -> str:

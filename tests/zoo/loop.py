@@ -33,6 +33,10 @@ EXCLUSIVE = frozenset(
 Words = tuple[str, ...]
 
 
+def no_step_end() -> None:
+    """`tft.step_end()` where there is no lastwords."""
+
+
 class Loop:
     """The loop of one rank. `at` is called where the rank may die."""
 
@@ -48,6 +52,7 @@ class Loop:
         self.step = 0
         self.epoch = 0
         self.ends_step = True
+        self.end_step: Callable[[], Any] = no_step_end
         self.values: dict[str, Any] = {}
         self.extras: dict[str, Any] = {}
         self.local_extras: dict[str, Any] = {}
@@ -225,6 +230,9 @@ class Loop:
         for epoch in range(1, self.epochs + 1):
             first = (epoch - 1) * self.per_epoch
             if done >= first + self.per_epoch:
+                if done == first + self.per_epoch and self.own_loop:
+                    self.epoch = epoch
+                    self.epoch_end()  # which comes after the step's end, and so was not saved
                 continue
             if done == first:
                 ready()

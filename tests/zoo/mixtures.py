@@ -1,13 +1,86 @@
-"""Recipes by name, and mixtures of several recipes."""
+"""Recipes by name, and mixtures of several recipes, drawn at random.
+
+A mixture is a loop that inherits from several recipes' loops: `moco+cosine+nprng_model`. What each of them may be told
+for, the mixture may be told for. Recipes that replace the same exclusive hook, or share a base, are not mixed.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 from tests.zoo import recipes
-from tests.zoo.loop import CARDS, Card
+from tests.zoo.loop import CARDS, EXCLUSIVE, Card, Loop, Words
 
 assert recipes.__doc__
 
+STEPS = range(2, 8)
+MOST = 4
+OWN_LOOP_WORDS = ("global step",)
+"""A step of an own loop that was cut off in the window has no name yet."""
+
 
 def card_of(name: str) -> Card:
-    """The recipe of that name."""
-    return CARDS[name]
+    """The recipe of that name, or the mixture of those that are joined by `+`; `:phase@step` may follow."""
+    names, _, place = name.partition(":")
+    parts = [CARDS[part] for part in names.split("+")]
+    if len(parts) == 1 and not place:
+        return parts[0]
+    phase, _, step = (place or "bwd@5").partition("@")
+    loop = parts[0].loop if len(parts) == 1 else mixed([part.loop for part in parts])
+    words = {phase: allowed(parts, phase, loop)}
+    silenced = tuple({phase for part in parts for phase in part.nothing})
+    return Card(name, " + ".join(part.what for part in parts), loop, {phase: int(step)}, words, silenced)
+
+
+def mixed(loops: Sequence[type[Loop]]) -> type[Loop]:
+    """A loop with the hooks of all of these."""
+    members = {
+        "ranks": max(loop.ranks for loop in loops),
+        "epochs": max(loop.epochs for loop in loops),
+        "accumulate": max(loop.accumulate for loop in loops),
+        "own_loop": any(loop.own_loop for loop in loops),
+    }
+    return type("Mixture", tuple(loops), members)
+
+
+def allowed(parts: Sequence[Card], phase: str, loop: type[Loop]) -> Words:
+    """What one of the reasons may say: whatever one of the parts may be told in any phase in which the step may end so.
+
+    A part in which the step under way is lost may be told in the window alone; which step that is was drawn.
+    """
+    early = phase in ("fwd", "end")
+    phases = ("fwd", "end") if early else ("fwd", "end", "win", "bwd", "epoch", "mid")
+    words = [word for part in parts for where in phases for word in part.words(where)]
+    return tuple(dict.fromkeys([*words, *(OWN_LOOP_WORDS if loop.own_loop and not early else ())]))
+
+
+def go_together(loops: Sequence[type[Loop]]) -> bool:
+    """Whether no two of these replace the same exclusive hook or share a base of their own."""
+    taken: set[object] = set()
+    for loop in loops:
+        bases = [base for base in loop.__mro__ if base not in (Loop, object)]
+        own: set[object] = {*bases, *(hook for base in bases for hook in EXCLUSIVE & vars(base).keys())}
+        if taken & own:
+            return False
+        taken |= own
+    return True
+
+
+def draw(seed: int, number: int) -> str:
+    """The name of a mixture with its phase and step, always the same for these two numbers.
+
+    >>> draw(1, 0) == draw(1, 0)
+    True
+    """
+    rng = random.Random(f"{seed}:{number}")
+    able = [card for card in CARDS.values() if card.mixes and not card.silent and not card.heavy]
+    count = rng.randint(2, MOST)
+    chosen: list[Card] = []
+    while len(chosen) < count:
+        card = rng.choice(able)
+        if card not in chosen and go_together([*(other.loop for other in chosen), card.loop]):
+            chosen.append(card)
+    phase = rng.choice(("fwd", "bwd", "win", "end", "epoch"))
+    step = Loop.per_epoch if phase == "epoch" else rng.choice(STEPS)
+    return f"{'+'.join(card.name for card in chosen)}:{phase}@{step}"

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.integration import recording
 from tests.integration.odd_training import described
-from tests.integration.recording import digest, random_streams, text_digest
+from tests.integration.recording import random_streams, text_digest
 from tests.zoo import mixtures, without
 from tests.zoo.loop import Loop
 
@@ -127,6 +128,11 @@ def optimizer_state(label: str, optimizer: Any, names: dict[int, str]) -> dict[s
     return dict(sorted(found.items()))
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """Of a copy: a tensor that numpy has seen can no longer be resized."""
+    return recording.digest(tensor.detach().clone())
+
+
 def said(value: Any) -> str:
     """A digest of any value, short enough to be read in a message."""
     if isinstance(value, np.random.Generator):
@@ -168,6 +174,7 @@ def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: S
             done = loop.step = point.global_step
             recorder.write("resumed", done, values=recorder.state(), exact=point.exact, reasons=point.reasons)
         loop.resumed()
+        loop.end_step = tft.step_end
 
         def ended(epoch: int, step: int) -> None:
             recorder.step_done()
@@ -213,11 +220,12 @@ def main(arguments: list[str]) -> None:
         loop.resumed()
         loop.run(loop.plain(loop.loader(), 0, nothing), lambda epoch, step: recorder.step_done())
         dist.barrier()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # the interpreter's end is not what reference runs are for
-    run_protected(plan, loop, recorder, stage)
-    dist.destroy_process_group()
+    else:
+        run_protected(plan, loop, recorder, stage)
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's end is not what the zoo is for
 
 
 if __name__ == "__main__":

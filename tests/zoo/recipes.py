@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
-from tests.zoo import recipes_moving
+from tests.zoo import (
+    recipes_ddp,
+    recipes_early,
+    recipes_moving,
+    recipes_optimizing,
+    recipes_quantised,
+    recipes_random,
+    recipes_schedules,
+    recipes_sharded,
+    recipes_wild,
+)
 
-__all__ = ["recipes_moving"]
+__all__ = [
+    "recipes_ddp",
+    "recipes_early",
+    "recipes_moving",
+    "recipes_optimizing",
+    "recipes_quantised",
+    "recipes_random",
+    "recipes_schedules",
+    "recipes_sharded",
+    "recipes_wild",
+]

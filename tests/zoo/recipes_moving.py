@@ -13,7 +13,7 @@ from tests.zoo.loop import WIDTH, WIDTH_IN, WIDTH_OUT, Loop, recipe
 
 @recipe("plain", "DDP, BatchNorm, dropout, AdamW, logged loss", "fwd bwd win end epoch")
 class Plain(Loop):
-    """Nothing but the loop."""
+    pass
 
 
 class MomentumEncoder(nn.Module):
@@ -35,7 +35,7 @@ class MomentumEncoder(nn.Module):
         return torch.as_tensor(self.q(x) + self.k(x).detach())
 
 
-@recipe("moco", "momentum encoder of frozen parameters, `b.data = ...` at the start of forward", "bwd fwd win end")
+@recipe("moco", "momentum encoder of frozen parameters, `b.data = ...` first thing in forward", "bwd fwd win end")
 class Moco(Loop):
     in_place = False
 
@@ -46,6 +46,112 @@ class Moco(Loop):
 @recipe("moco_inplace", "the same with `b.mul_().add_()`", "bwd fwd win end")
 class MocoInPlace(Moco):
     in_place = True
+
+
+@recipe("moco_copy", "the same with `local_copy=True`", "fwd end", price="a copy of the state in host memory")
+class MocoCopy(MocoInPlace):
+    def options(self) -> dict[str, Any]:
+        return {"local_copy": True}
+
+
+class Codebook(nn.Module):
+    """VQ-VAE's codebook as it is widely written: buffers of 128 KiB, changed through `.data`."""
+
+    def __init__(self, codes: int = 2048) -> None:
+        super().__init__()
+        self.register_buffer("embed", torch.randn(codes, WIDTH))
+        self.register_buffer("embed_avg", self.embed.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = torch.cdist(x, self.embed[:64]).argmin(1)
+        if self.training:
+            total = torch.zeros_like(self.embed).index_add_(0, codes, x.detach())
+            self.embed_avg.data.mul_(0.9).add_(total, alpha=0.1)
+            self.embed.data.copy_(self.embed_avg / 2)
+        return x + self.embed[codes].detach() - x.detach()
+
+
+@recipe("vq_data", "VQ-VAE codebook in large buffers, `embed.data.copy_()`", "bwd fwd win")
+class VqData(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Codebook()]
+
+
+@recipe("vq_data_nb", "the same with `broadcast_buffers=False`: each rank has its own", "bwd fwd win end")
+class VqDataOwn(VqData):
+    ranks = 3
+
+    def ddp(self) -> dict[str, Any]:
+        return super().ddp() | {"broadcast_buffers": False}
+
+
+@recipe("vq_small", "VQ-VAE codebook in small buffers", "bwd")
+class VqSmall(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Codebook(64)]
+
+
+class Bank(nn.Module):
+    """A memory bank: one row of a large buffer is written in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(4096, WIDTH))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.bank.data[int(self.place) : int(self.place) + len(x)] = x.detach()
+            self.place += len(x)
+        return x + self.bank[:32].mean(0)
+
+
+@recipe("bigbuf_data", "memory bank in a large buffer of each rank, `bank.data[i:j] = x`", "bwd fwd win end")
+class BigBuffer(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Bank()]
+
+    def ddp(self) -> dict[str, Any]:
+        return super().ddp() | {"broadcast_buffers": False}
+
+
+class LazyNone(nn.Module):
+    """A buffer that is None until the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("m", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        self.m = mean if self.m is None else 0.9 * self.m + 0.1 * mean
+        return x - self.m
+
+
+@recipe("lazy_none", "`register_buffer('m', None)`, made in the first forward, moved in each", "bwd fwd win")
+class Lazy(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), LazyNone()]
+
+
+@recipe("sam_manual", "SAM by hand: weights perturbed, second backward, put back, step", "bwd fwd mid@5")
+class SamByHand(Loop):
+    def update(self) -> None:
+        weights = [p for p in self.bare.parameters() if p.grad is not None]
+        moves = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in weights if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(weights, moves)
+        self.opt.zero_grad()
+        loss = self.loss(*self.batch)
+        self.at("mid")
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_sub_(weights, moves)
+        self.opt.step()
+
+    def before_forward(self, batch: Any) -> Any:
+        self.batch = batch
+        return super().before_forward(batch)
 
 
 class Annealed(nn.Module):
@@ -66,16 +172,85 @@ class FrozenScalar(Loop):
         return [*super().blocks(), Annealed()]
 
 
-@recipe("ema_first", "AveragedModel as an extra, its first update in step 5", "win bwd", {"win": "extras['ema']"})
-class EmaFirst(Loop):
-    def setup(self) -> None:
-        super().setup()
-        self.extras["ema"] = self.ema = torch.optim.swa_utils.AveragedModel(self.bare)
+class Words(nn.Module):
+    """An embedding that renormalises its rows in the forward pass."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.em = nn.Embedding(32, WIDTH, max_norm=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(x + self.em((x.detach()[:, 0].abs() * 7).long() % 32))
+
+
+@recipe(
+    "embed_maxnorm",
+    "`nn.Embedding(max_norm=1.0)`: replicas drift apart in forward",
+    "bwd fwd win",
+    {"all": ("em.weight",)},
+    price="told: the ranks' weights differ, and one of them is saved",
+)
+class EmbeddingMaxNorm(Loop):
+    ranks = 3
+
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Words()]
+
+
+@recipe("clamp_after_log", "WGAN's weights clamped after the log", "win end bwd", {"win": "weight"})
+class ClampAfterLog(Loop):
+    def after_log(self) -> None:
+        super().after_log()
+        with torch.no_grad():
+            for p in self.bare.parameters():
+                p.clamp_(-0.2, 0.2)
+
+
+@recipe("clamp_before_log", "WGAN's weights clamped directly after the update", "win end", {"win": "weight"})
+class ClampBeforeLog(Loop):
     def after_update(self) -> None:
         super().after_update()
-        if self.step >= 5:
-            self.ema.update_parameters(self.bare)
+        for p in self.bare.parameters():
+            p.data.clamp_(-0.2, 0.2)
+
+
+class Target(nn.Module):
+    """BYOL: a target network inside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Sequential(nn.Linear(WIDTH_IN, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH_OUT))
+        self.k = copy.deepcopy(self.q).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            aim = self.k(x)
+        return torch.as_tensor(self.q(x) + aim)
+
+
+class Byol(Loop):
+    bare: Any
+
+    def net(self) -> nn.Module:
+        return Target()
+
+    def follow(self) -> None:
+        for a, b in zip(self.bare.q.parameters(), self.bare.k.parameters(), strict=True):
+            b.data.mul_(0.9).add_(a.data, alpha=0.1)
+
+
+@recipe("byol_target_after", "target network updated after the log", "win bwd end", {"win": "k."})
+class ByolAfter(Byol):
+    def after_log(self) -> None:
+        super().after_log()
+        self.follow()
+
+
+@recipe("byol_target", "target network updated between update and log", "win bwd end", {"win": "k."})
+class ByolBefore(Byol):
+    def after_update(self) -> None:
+        super().after_update()
+        self.follow()
 
 
 @recipe("counter", "a Python counter of a module: out of reach", "bwd", silent=True, mixes=False)
@@ -85,3 +260,21 @@ class Counter(Loop):
     def loss(self, x: Any, y: Any) -> Any:
         self.count += 1
         return super().loss(x, y) * self.count
+
+
+class Remembering(nn.Module):
+    """A tensor attribute that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + x.detach().mean(0)
+        return x + self.seen
+
+
+@recipe("stateful_attr", "a tensor attribute that is no buffer: out of reach", "bwd", silent=True, mixes=False)
+class StatefulAttribute(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Remembering()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.integration.harness import Cluster
 from tests.zoo import mixtures
 from tests.zoo.loop import CARDS
 from tests.zoo.not_yet import NOT_YET
-from tests.zoo.verdict import Keeper
+from tests.zoo.verdict import Keeper, NoLoopError, note
 
 __all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
@@ -43,8 +44,42 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("name", "phase"), cases())
 def test_a_recipe_is_exact_or_was_told(keeper: Keeper, name: str, phase: str) -> None:
     card = mixtures.card_of(name)
-    problem = keeper.judge(name, phase).problem(card, phase)
+    verdict = keeper.judge(name, phase)
+    note(name, phase, verdict)
+    problem = verdict.problem(card, phase)
     assert not problem, f"{name} killed in {phase}: {problem}"
+
+
+def drawn() -> list[str]:
+    """The mixtures of this run: LASTWORDS_ZOO_N of them from LASTWORDS_ZOO_SEED, or the one that is named."""
+    if case := os.environ.get("LASTWORDS_ZOO_CASE"):
+        return [case]
+    count, seed = int(os.environ.get("LASTWORDS_ZOO_N", "20")), int(os.environ.get("LASTWORDS_ZOO_SEED", "1"))
+    return [mixtures.draw(seed, number) for number in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drawn())
+def test_a_mixture_of_recipes_is_exact_or_was_told(keeper: Keeper, name: str) -> None:
+    card = mixtures.card_of(name)
+    (phase,) = card.phases
+    try:
+        verdict = keeper.judge(name, phase)
+    except NoLoopError as error:
+        pytest.skip(f"{name}: {str(error).splitlines()[0]}")
+    problem = verdict.problem(card, phase)
+    assert not problem, f"{problem}\nagain: make zoo CASE={name}"
+
+
+def test_mixtures_are_drawn_again_alike_and_never_have_two_of_one_hook() -> None:
+    names = [mixtures.draw(3, number) for number in range(50)]
+    assert names == [mixtures.draw(3, number) for number in range(50)]
+    assert len(set(names)) > 45
+    for name in names:
+        parts = [CARDS[part].loop for part in name.partition(":")[0].split("+")]
+        assert mixtures.go_together(parts)
+        assert mixtures.card_of(name).loop.ranks == max(part.ranks for part in parts)
+    assert not mixtures.go_together([CARDS["moco"].loop, CARDS["find_unused"].loop])
 
 
 def test_nothing_is_asked_for_that_no_recipe_has() -> None:
