@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,138 +16,68 @@ from torch.nn.parallel import DistributedDataParallel
 from lastwords.checkpoint.meta_forms import facts_problem
 from lastwords.optim_wrapper import ddp_board
 from lastwords.optim_wrapper.ddp_buckets import BucketOrder, replay
+from tests.integration.ddp_jobs import (
+    Job,
+    MadeLater,
+    OtherOrder,
+    Replicated,
+    TheInnerOne,
+    TwoAndOneRegistered,
+    TwoInAModule,
+    batch,
+)
 from tests.integration.forked import on_ranks
 
 pytestmark = pytest.mark.process
 
 RANKS = 3
 STEPS = 5
-SMALL = {"bucket_cap_mb": 0.002}
 
 
-class Crossed(nn.Module):
-    """Layers run in another order than they are defined in; `turn` runs them in yet another one on each rank."""
+class Watched:
+    """A job whose DDPs are recorded. told: rank 0's order is, to the others."""
 
-    def __init__(self, *, turn: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 24)
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
-        self.last = nn.Linear(24, 3)
-        self.turn = dist.get_rank() if turn else 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.first(x))
-        parts = [self.layers[(k + self.turn) % 4](x) for k in (2, 0, 3, 1)]
-        out: torch.Tensor = self.last(torch.stack([torch.tanh(part) for part in parts]).sum(0))
-        return out
-
-
-def batch(step: int, part: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
-    return torch.randn(5, 12, generator=generator)
-
-
-class Job:
-    """One network in one DDP that is not the registered module, to be trained, stopped and built anew."""
-
-    late = False
-    told = True
     made = 0
 
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.nets = self.networks()
-        self.optimizer = torch.optim.AdamW([p for net in self.nets for p in net.parameters()], lr=0.01)
-        if not self.late:
-            self.wrap()
-        registered = self.registered()
-        self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.order = BucketOrder.observe(registered, self.trained)
-        self.share()
-        if self.late:
-            self.wrap()
-
-    def networks(self) -> list[nn.Module]:
-        return [Crossed()]
-
-    def wrap(self) -> None:
-        self.called = [DistributedDataParallel(net, **SMALL) for net in self.nets]
-
-    def registered(self) -> nn.Module:
-        return self.nets[0]
-
-    def share(self) -> None:
-        """Tell rank 0's order to the others."""
-        Job.made += 1
-        if self.told:
-            self.order.share(dist.distributed_c10d._get_default_store(), f"order/{Job.made}")
+    def __init__(self, make: type[Job], seed: int, *, told: bool = True) -> None:
+        self.job = make(seed)
+        self.order = BucketOrder.observe(self.job.registered(), self.job.trained)
+        Watched.made += 1
+        if told:
+            self.order.share(dist.distributed_c10d._get_default_store(), f"order/{Watched.made}")
+        if self.job.late:
+            self.job.wrap()
 
     def train(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        for number, model in enumerate(self.called):
-            model(batch(step, number)).square().mean().backward()
-        self.optimizer.step()
+        self.job.train(step)
         self.order.step_ended(step)
 
-    def bits(self) -> bytes:
-        return b"".join(p.detach().numpy().tobytes() for net in self.nets for p in net.parameters())
+    def record(self, step: int | None = None) -> Any:
+        return json.loads(json.dumps(self.order.record(step)))
 
-    def state(self) -> Any:
-        return copy.deepcopy(([net.state_dict() for net in self.nets], self.optimizer.state_dict()))
-
-    def restore(self, state: Any) -> None:
-        for net, saved in zip(self.nets, state[0], strict=True):
-            net.load_state_dict(saved)
-        self.optimizer.load_state_dict(state[1])
-
-
-class TwoInAModule(Job):
-    def networks(self) -> list[nn.Module]:
-        return [Crossed(), Crossed()]
-
-    def registered(self) -> nn.Module:
-        return nn.ModuleDict({"g": self.called[0], "d": self.called[1]})
-
-
-class TwoAndOneRegistered(TwoInAModule):
-    def registered(self) -> nn.Module:
-        return self.called[0]
-
-
-class TheInnerOne(Job):
-    """`model=net`, and the loop calls `DDP(net)`."""
-
-
-class MadeLater(TheInnerOne):
-    late = True
-
-
-class Replicated(Job):
-    def wrap(self) -> None:
-        from torch.distributed._composable.replicate import replicate
-
-        self.called = [replicate(net, **SMALL) for net in self.nets]  # type: ignore[misc]
+    def replay(self, record: Any) -> list[str]:
+        return replay(self.job.registered(), record, self.job.trained)
 
 
 JOBS = [TwoInAModule, TwoAndOneRegistered, TheInnerOne, MadeLater, Replicated]
 
 
-def cut(make: Callable[[int], Job], at: int, *, replayed: bool) -> tuple[int, list[str], int]:
+def cut(make: type[Job], at: int, *, replayed: bool) -> tuple[int, list[str], int]:
     """How many steps after a cut at step `at` differ, the reasons, and how many DDPs the record has."""
-    whole, seen = make(0), {}
+    whole, seen = Watched(make, 0), {}
     for step in range(1, STEPS + 1):
         whole.train(step)
-        seen[step] = whole.bits()
+        seen[step] = whole.job.bits()
         if step == at:
-            state, record = whole.state(), json.loads(json.dumps(whole.order.record(at)))
+            state, record = whole.job.state(), whole.record(at)
             assert facts_problem({"buckets": record}) is None
-    again = make(1)
-    reasons = replay(again.registered(), record, again.trained) if replayed else []
-    again.restore(state)
+    again = Watched(make, 1)
+    reasons = again.replay(record) if replayed else []
+    again.job.restore(state)
     different = 0
     for step in range(at + 1, STEPS + 1):
         again.train(step)
-        different += again.bits() != seen[step]
+        different += again.job.bits() != seen[step]
     return different, reasons, len(record.get("ddps", [record]))
 
 
@@ -168,14 +97,11 @@ def test_its_resumed_run_equals_the_uninterrupted_one_and_without_a_replay_it_do
 
 def test_a_ddp_of_the_saved_run_that_is_not_there_yet_is_named(tmp_path: Path) -> None:
     def body(_: int) -> tuple[list[str], list[str]]:
-        whole = TwoInAModule(0)
+        whole = Watched(TwoInAModule, 0)
         for step in (1, 2):
             whole.train(step)
-        record = json.loads(json.dumps(whole.order.record(2)))
-        alone = TheInnerOne(1)
-        lone = json.loads(json.dumps(TheInnerOne(2).order.record()))
-        pair = TwoInAModule(3)
-        return replay(alone.registered(), record), replay(pair.registered(), lone)
+        alone, lone, pair = Watched(TheInnerOne, 1), Watched(TheInnerOne, 2), Watched(TwoInAModule, 3)
+        return alone.replay(whole.record(2)), pair.replay(lone.record())
 
     for fewer, more in on_ranks(body, tmp_path, 2):
         assert len(fewer) == 1
@@ -219,26 +145,15 @@ def test_what_a_pass_without_gradients_leaves_is_saved_and_put_back(tmp_path: Pa
     assert [answer[3] > 0 for answer in answers] == [False, True, True], "without the flag ranks 1 and 2 differ"
 
 
-class OtherOrder(Job):
-    """Each rank runs the layers in an order of its own, and all learn rank 0's."""
-
-    def networks(self) -> list[nn.Module]:
-        return [Crossed(turn=True)]
-
-
-class NotTold(OtherOrder):
-    told = False
-
-
 def test_rank_0s_order_is_recorded_by_all_from_the_first_step_on(tmp_path: Path) -> None:
     def body(rank: int) -> tuple[Any, Any, Any]:
         found = []
-        for make in (OtherOrder, NotTold):
-            job = make(0)
+        for told in (True, False):
+            job = Watched(OtherOrder, 0, told=told)
             job.train(1)
-            found.append(job.order.record(1))
+            found.append(job.record(1))
             job.order.close()
-        return found[0], found[1], cut_with_record_of(OtherOrder, 1)
+        return found[0], found[1], cut_with_record_of(1, told=True)
 
     answers = on_ranks(body, tmp_path, RANKS)
     told, untold = [answer[0] for answer in answers], [answer[1] for answer in answers]
@@ -248,26 +163,30 @@ def test_rank_0s_order_is_recorded_by_all_from_the_first_step_on(tmp_path: Path)
     assert [answer[2] for answer in answers] == [(0, [])] * RANKS
 
 
-def cut_with_record_of(make: Callable[[int], Job], rank: int) -> tuple[int, list[str]]:
+def cut_with_record_of(rank: int, *, told: bool) -> tuple[int, list[str]]:
     """As `cut` after step 1, and all ranks resume with the record that this rank has written."""
-    whole, seen = make(0), {}
+    whole, seen = Watched(OtherOrder, 0, told=told), {}
     for step in range(1, STEPS + 1):
         whole.train(step)
-        seen[step] = whole.bits()
+        seen[step] = whole.job.bits()
         if step == 1:
-            state, record = whole.state(), [json.loads(json.dumps(whole.order.record(1)))]
+            state, record = whole.job.state(), [whole.record(1)]
     dist.broadcast_object_list(record, src=rank)
-    again = make(1)
-    reasons = replay(again.registered(), record[0], again.trained)
-    again.restore(state)
-    return sum([again.train(step) or again.bits() != seen[step] for step in range(2, STEPS + 1)]), reasons
+    again = Watched(OtherOrder, 1)
+    reasons = again.replay(record[0])
+    again.job.restore(state)
+    different = 0
+    for step in range(2, STEPS + 1):
+        again.train(step)
+        different += again.job.bits() != seen[step]
+    return different, reasons
 
 
 def test_without_the_store_a_wrong_order_is_told(tmp_path: Path) -> None:
     """Negative control of the one above: rank 1's own order is not what the others' sums follow."""
 
     def body(_: int) -> tuple[int, list[str]]:
-        return cut_with_record_of(NotTold, 1)
+        return cut_with_record_of(1, told=False)
 
     for different, reasons in on_ranks(body, tmp_path, RANKS):
         assert different > 0
@@ -279,14 +198,14 @@ def test_once_ddp_shows_its_buckets_their_order_is_recorded_even_where_each_is_s
     """Every bucket has one parameter, so each rank's own order fits each bucket, but not the order of the buckets."""
 
     def body(_: int) -> Any:
-        class Tiny(NotTold):
+        class Tiny(OtherOrder):
             def wrap(self) -> None:
                 self.called = [DistributedDataParallel(net, bucket_cap_mb=1e-5) for net in self.nets]
 
-        job = Tiny(0)
+        job = Watched(Tiny, 0, told=False)
         for step in range(1, 5):
             job.train(step)
-        return job.order.record(4)
+        return job.record(4)
 
     records = on_ranks(body, tmp_path, RANKS)
     assert all(one["buckets"] for one in records)

@@ -1,0 +1,159 @@
+"""Training jobs whose DDPs are not the registered model: inside of it, around it, beside it, made later."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SMALL: dict[str, Any] = {"bucket_cap_mb": 0.002, "broadcast_buffers": False}
+
+
+class Crossed(nn.Module):
+    """Layers run in another order than they are defined in; `turn` runs them in yet another one on each rank."""
+
+    def __init__(self, *, turn: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 24)
+        self.norm = nn.BatchNorm1d(24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.last = nn.Linear(24, 3)
+        self.turn = dist.get_rank() if turn else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.relu(self.first(x)))
+        parts = [self.layers[(k + self.turn) % 4](x) for k in (2, 0, 3, 1)]
+        out: torch.Tensor = self.last(torch.stack([torch.tanh(part) for part in parts]).sum(0))
+        return out
+
+
+def batch(step: int, part: int = 0) -> torch.Tensor:
+    """What this rank trains on."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank())
+    return torch.randn(5, 12, generator=generator)
+
+
+class Job:
+    """One network in one DDP that is not the registered module. late: the DDP is made after the registration."""
+
+    late = False
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.nets = self.networks()
+        self.inner = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in self.nets]
+        self.optimizers: list[Any] = list(self.inner)
+        if not self.late:
+            self.wrap()
+
+    def networks(self) -> list[nn.Module]:
+        return [Crossed()]
+
+    def wrap(self) -> None:
+        self.called: list[Any] = [DistributedDataParallel(net, **SMALL) for net in self.nets]
+
+    def registered(self) -> nn.Module:
+        return self.nets[0]
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        return [p for optimizer in self.inner for group in optimizer.param_groups for p in group["params"]]
+
+    def train(self, step: int) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for number, model in enumerate(self.called):
+            model(batch(step, number)).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def bits(self) -> bytes:
+        """Weights, buffers and moments."""
+        parts = [value.numpy().tobytes() for net in self.nets for value in net.state_dict().values()]
+        for optimizer in self.inner:
+            parts += [optimizer.state[p]["exp_avg"].numpy().tobytes() for p in optimizer.param_groups[0]["params"]]
+        return b"".join(parts)
+
+    def state(self) -> Any:
+        return copy.deepcopy([one.state_dict() for one in (*self.nets, *self.inner)])
+
+    def restore(self, state: Any) -> None:
+        for one, saved in zip((*self.nets, *self.inner), state, strict=True):
+            one.load_state_dict(saved)
+
+
+class TwoInAModule(Job):
+    """A GAN as one model."""
+
+    def networks(self) -> list[nn.Module]:
+        return [Crossed(), Crossed()]
+
+    def registered(self) -> nn.Module:
+        return nn.ModuleDict({"g": self.called[0], "d": self.called[1]})
+
+
+class TwoAndOneRegistered(TwoInAModule):
+    """A GAN of whose two networks only one is registered."""
+
+    def registered(self) -> nn.Module:
+        return self.called[0]  # type: ignore[no-any-return]
+
+
+class TheInnerOne(Job):
+    """`model=net`, and the loop calls `DDP(net)`."""
+
+
+class MadeLater(TheInnerOne):
+    late = True
+
+
+class Replicated(Job):
+    def wrap(self) -> None:
+        from torch.distributed._composable.replicate import replicate
+
+        self.called = [replicate(net, **SMALL) for net in self.nets]
+
+
+class OtherOrder(Job):
+    """Each rank runs the layers in an order of its own."""
+
+    def networks(self) -> list[nn.Module]:
+        return [Crossed(turn=True)]
+
+
+class Feedback:
+    """Error feedback of a communication hook that DDP sees no state of."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, torch.Tensor] = {}
+
+    def reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer() / dist.get_world_size()
+        error = self.errors.get(bucket.index())
+        if error is not None and error.shape == whole.shape:
+            whole = whole + error
+        sent = whole.to(torch.bfloat16).to(torch.float32)
+        self.errors[bucket.index()] = whole - sent
+        work: Any = dist.all_reduce(sent, async_op=True)
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+
+Feedback.reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+class HookedLate(Job):
+    """The hook is registered when the loop begins."""
+
+    def begin(self) -> None:
+        self.called[0].register_comm_hook(None, Feedback().reduce)
+
+
+JOBS: dict[str, type[Job]] = {
+    one.__name__: one
+    for one in (TwoInAModule, TwoAndOneRegistered, TheInnerOne, MadeLater, Replicated, OtherOrder, HookedLate)
+}
