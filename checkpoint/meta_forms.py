@@ -348,7 +348,8 @@ def _stored_as(
 def _slot(value: Any, path: str) -> None:
     _object(value, path)
     _fields(value, {"epoch?": _or_none(_number), "step?": _or_none(_number), "after?": _or_none(_list(_number)),
-                    "reasons?": _texts, "early?": _texts}, path)  # fmt: skip
+                    "reasons?": _texts, "early?": _texts,
+                    "extras?": _tuple(_number, _by_name(_text))}, path)  # fmt: skip
     packed = value.get("local_extras")
     if packed is None:
         return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,11 @@ class ExtrasSnapshot:
     steps: int = 0
     moves: Moves = field(default_factory=dict)
     step_on_resume: tuple[str, ...] = ()
+
+    @property
+    def moved_last(self) -> frozenset[str]:
+        """Names of those that moved in the last step with an update."""
+        return frozenset(name for (name, _), one in self.moves.items() if one.last == self.steps)
 
     @property
     def moved(self) -> frozenset[str]:
@@ -108,6 +113,18 @@ class Extras:
     def __contains__(self, target: object) -> bool:
         return any(value is target for value in self._objects.values())
 
+    def are_users(self, name: str) -> bool:
+        """Whether it is one that the user has named."""
+        return not isinstance(self._objects.get(name), OwnState)
+
+    def called(self, names: Iterable[str]) -> list[str]:
+        """What these are called in messages."""
+        return [f"{self._label}[{name!r}]" for name in names]
+
+    def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Those that are modules, such as averaged models."""
+        return ((name, one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module))
+
     # ------------------------------------------------------------------ training thread
 
     def reopen_loaders(self) -> None:
@@ -146,7 +163,7 @@ class Extras:
     def again(self, before: ExtrasSnapshot) -> tuple[ExtrasSnapshot, list[str]]:
         """States at another look after the step end of `before`, and the names of what has moved since."""
         taken = self._all_taken(before)
-        moved = [f"{self._label}[{one.name!r}]" for one in taken if one.differs]
+        moved = [one.name for one in taken if one.differs]
         return (replace(before, states={one.name: one.now for one in taken}), moved) if moved else (before, [])
 
     # ------------------------------------------------------------------ writer's thread

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.storable import pack
-from lastwords.optim_wrapper import rank_units
+from lastwords.optim_wrapper import extra_digests, rank_units
 from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.ddp_found import holding
+from lastwords.optim_wrapper.extra_buffers import ExtraBuffers
 from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, left_out_of, pack_inline
 from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.group_copies import GroupCopies
@@ -35,6 +36,9 @@ from lastwords.sharding.agree import World
 from lastwords.sharding.declare import Unit
 
 _log = logging.getLogger(__name__)
+
+DIGESTS_EVERY = 64
+"""Steps after which extras are compared by rank, besides the first, second, fourth, eighth, ... one."""
 
 
 class StepRecorder:
@@ -65,6 +69,8 @@ class StepRecorder:
         plain = [state for part in (extras, local_extras) for state in (part or {}).values() if isinstance(state, dict)]
         self._search_in = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}, plain
         self.rng = RngCapture(own=OwnStreams(*self._search_in))
+        self.extra_buffers = ExtraBuffers(self.extras)
+        self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
         self._unchecked = False
@@ -138,7 +144,7 @@ class StepRecorder:
     def open(self, path: Path, *, at_gate: bool = False) -> BlackBox:
         """Make the black box; copies go there from now on. at_gate: the gate calls `tentative`, nothing else does."""
         self.rng.own.look()
-        captures = (self.rng, self.buffers)
+        captures = (self.rng, self.buffers, self.extra_buffers)
         box = BlackBox.create(path, BoxLayout(regions(captures)))
         self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
         self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
@@ -252,6 +258,8 @@ class StepRecorder:
         if look:
             self._weights.choose()
             self.buffers.look()
+        if look or not self._ended_here % DIGESTS_EVERY:
+            self.extras_by_rank()
         same_streams = not self.rng.own.step_ended(look=look)
         self._keep(step, position, comparable=same_streams)
         if look:
@@ -270,15 +278,17 @@ class StepRecorder:
         What has moved is told, once: a rank that is killed in between leaves it as it was before. True.
         """
         self.ends_early = False
-        self._extras_now, moved = self.extras.again(self._extras_now)
+        self._extras_now, of_all = self.extras.again(self._extras_now)
         self._local_now, of_rank = self.local_extras.again(self._local_now)
-        moved += of_rank
+        moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
         if self.source is not None:
             moved += self.source.look_again(self._groups.take(), self._extras_now)
         self.rng.own.follow()
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
-            region = self._box.committed_again(self._step, self._document_of(self._named) + local + b"}")
+            region = self._box.committed_again(
+                self._step, self._document_of(self._named) + local + self._digests + b"}"
+            )
             moved += [] if region is None else [region]
         if moved and not self._early_reasons:
             self._early_reasons = [
@@ -291,6 +301,14 @@ class StepRecorder:
                 ", ".join(moved),
             )
         return True
+
+    def extras_by_rank(self) -> dict[str, int]:
+        """Digests of what has to be the same on all ranks; noted, for whoever resumes."""
+        states = {name: one for name, one in self._extras_now.states.items() if self.extras.are_users(name)}
+        found = extra_digests.digests(states, {name: self.extra_buffers.of(name) for name in states})
+        noted = [self._ended_here, extra_digests.by_extra(found, states)]
+        self._digests = b',"extras":%s' % json.dumps(noted).encode() if states else b""
+        return found
 
     def _announce_left_out(self) -> None:
         """A look at all of the optimizer's state, which costs microseconds a parameter."""
@@ -331,7 +349,7 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
             early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
-            self._box.committed(step, ended + local + early + b"}", comparable=comparable)
+            self._box.committed(step, ended + local + early + self._digests + b"}", comparable=comparable)
             if self._tentative_local is not None and self._tentative_local[1] != local:
                 self._announce_late_change(self._tentative_local[0])
             self._tentative_local = None
@@ -351,7 +369,9 @@ class StepRecorder:
                 extras = self.local_extras.again(self._local_now)[0]
                 local = self._local(extras)
                 self._tentative_local = extras, local
-            self._box.tentative(self._step + 1, (self._document or self._document_of(self._position)) + local + b"}")
+            self._box.tentative(
+                self._step + 1, (self._document or self._document_of(self._position)) + local + self._digests + b"}"
+            )
 
     def _say_reasons(self) -> None:
         assert self._box is not None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.errors import MismatchError
+from lastwords.optim_wrapper import extra_digests
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.sharding.verify import Difference, compare, digest_units, exchange_digests
 
@@ -20,10 +21,18 @@ _log = logging.getLogger(__name__)
 class ReplicaCheck:
     """Compares this rank's units with the other holders'; a collective. Training thread only.
 
-    group: a gloo group of all ranks.
+    group: a gloo group of all ranks. extras: gives digests of what else is promised to be the same on all of them.
     """
 
-    def __init__(self, units: RankUnits, rank: int, world_size: int, group: Any) -> None:
+    def __init__(
+        self,
+        units: RankUnits,
+        rank: int,
+        world_size: int,
+        group: Any,
+        extras: Callable[[], dict[str, int]] = dict,
+    ) -> None:
+        self._extras = extras
         self._units = units
         self._rank = rank
         self._world_size = world_size
@@ -32,14 +41,17 @@ class ReplicaCheck:
     def run(self, when: str) -> tuple[MismatchError | None, bool, list[str]]:
         """The error to raise on every rank, whether this rank's own copy must not be saved, and reasons "not exact".
 
-        Buffers that differ are no error, since a loop may mean it so; they cannot be resumed exactly.
+        Buffers and extras that differ are no error, since a loop may mean it so; they cannot be resumed exactly.
         """
         holders = self._units.table.units
         views = [view for unit, view in self._units.views.items() if len(holders[unit]) > 1]
-        found = compare(exchange_digests(self._group, digest_units(views)))
+        mine = {**digest_units(views), extra_digests.UNIT: self._extras()}
+        compared = compare(exchange_digests(self._group, mine))
+        found = [difference for difference in compared if difference.unit != extra_digests.UNIT]
         harmless = [difference for difference in found if _is_buffer(difference)]
         serious = [difference for difference in found if not _is_buffer(difference)]
         reasons = [f"replicas are not alike: {difference}" for difference in harmless]
+        reasons += [extra_digests.text(one) for one in compared if one.unit == extra_digests.UNIT]
         if not serious:
             return None, False, reasons
         own = any(self._rank in difference.suspects for difference in serious)

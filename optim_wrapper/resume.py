@@ -17,7 +17,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
-from lastwords.optim_wrapper import added_groups, ddp_buckets, hyperparameters
+from lastwords.optim_wrapper import added_groups, ddp_buckets, extra_digests, hyperparameters
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
@@ -140,6 +140,7 @@ def _restore(
             extras_of = owner
         order, amiss = _buckets(manifest, recorder) if surveyed is None else ({}, [])
     reasons += _reasons_of(manifest)
+    reasons += extra_digests.differing({rank: one.meta.get("slot", {}) for rank, one in manifest.locals.items()})
     reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 
     if surveyed is None:
@@ -169,6 +170,7 @@ def _restore(
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if "data" not in manifest.facts:  # else the loader is not known before steps() begins
             reasons += recorder.rng.own.unsaved()
+        reasons += recorder.extra_buffers.restore(step_regions)
         local_history = None
         packed = manifest.locals[extras_of].meta.get("slot", {}).get("local_extras")
         if packed is not None:

@@ -34,6 +34,9 @@ BOX_PAUSES_S = (0.1, 0.4, 1.0)
 """Before further tries to open a black box: no descriptor or no memory now is no reason to give its content up. Not
 for longer, since the units that this rank has to write wait for it."""
 
+EXTRA_BUFFER_PREFIX = "extra_buffer/"
+"""Rank-local tensors of averaged models among the extras: `extra_buffer/{extra}/{name}`."""
+
 EPOCH_PREFIX = "epoch/"
 """Rank-local tensors of an epoch's start stand under this prefix, beside those of the step itself."""
 
@@ -213,7 +216,7 @@ class TrainerSource:
                     trusted, why = box.tentative_trust()
                     if not trusted:
                         reasons.append(f"it had not ended step {step}, and {why}")
-                    late = box.facts().get("tentative_reasons", [])
+                    late = [*box.facts().get("tentative_reasons", []), *self._of_averages(copy, step)]
                     reasons += [f"it had not ended step {step}, and {why}" for why in late]
                 epoch = copy.json.get("epoch")
                 start = box.read_epoch(epoch) if isinstance(epoch, int) else None
@@ -229,6 +232,15 @@ class TrainerSource:
             tensors += _tensors(rank, EPOCH_PREFIX, start)
             meta["epoch_start"] = start.json
         return LocalState(tensors, meta, exact=not reasons, reasons=tuple(reasons))
+
+    def _of_averages(self, copy: SlotCopy, step: int) -> list[str]:
+        """What a copy of before the update lacks: buffers of averaged models which have moved on this rank since."""
+        names = {name.split("/", 2)[1] for name in copy.regions if name.startswith(EXTRA_BUFFER_PREFIX)}
+        snapshot = self._snapshot
+        if not names or snapshot is None:
+            return []
+        moved = snapshot.extras.moved_last if snapshot.step == step else self._extras.again(snapshot.extras)[1]
+        return [f"its buffers of extras[{name!r}] are from before" for name in sorted(names & {*moved})]
 
 
 def _foreign(names: list[str], where: str) -> list[str]:

@@ -7,8 +7,6 @@ PHASES_OF: dict[str, str] = {
     "bigbuf_data": "fwd win bwd end",
     "buffer_first_change": "fwd",
     "byol_target_after": "win",
-    "ema_bn": "end bwd",
-    "ema_multi": "bwd end",
     "growing_cache": "end",
     "lazy_none": "bwd win fwd",
     "lbfgs_local_loss": "bwd fwd",
