@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import is_
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.tensor_bytes import writing
-from lastwords.optim_wrapper.weight_marks import version_of
+from lastwords.optim_wrapper.tensor_bytes import problem_of, writing
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
 from lastwords.sharding.dtensor import local_of
 
@@ -27,6 +26,16 @@ _DTYPE_CODES: dict[torch.dtype, str] = {
     torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 if it was made under `torch.inference_mode`, where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def region_dtype(dtype: torch.dtype) -> str | None:
+    """What a black box calls an element type; None for one that it has no name for."""
+    return _DTYPE_CODES.get(dtype)
 
 
 class BufferCapture:
@@ -61,28 +70,39 @@ class BufferCapture:
         self._held: dict[int, frozenset[str]] = {}
         self._called = called
         self._seen: set[str] = set()
-        self._late: dict[str, tuple[torch.Tensor, int]] = {}
         self._activated_early: set[str] = set()
         self._on_reason: Callable[[str], None] = _ignore
-        seen: set[int] = set()
-        for prefix, module in model.named_modules():
+        self._small_bytes_max = small_bytes_max
+        self._admit(late=False)
+
+    def _admit(self, *, late: bool) -> bool:
+        """See which buffers there are; returns whether there are new ones. late: they count as larger ones, whose
+        first form is that of now."""
+        seen = {id(buffer.first) for buffer in (*self._eager.values(), *self._lazy.values())}
+        before = len(seen)
+        for name, module, key, tensor in self._unseen():
+            problem = _unstorable(tensor)
+            if not problem and local_of(tensor).numel() == 0:
+                continue
+            self._seen.add(name)
+            if id(tensor) in seen:
+                continue
+            if problem:
+                self._reasons.append(f"the buffer {name!r} {problem}")
+                continue
+            seen.add(id(tensor))
+            always = isinstance(module, _NormBase) or local_of(tensor).nbytes <= self._small_bytes_max
+            always = (always and not late) or tensor.is_inference()  # nobody counts its versions
+            (self._eager if always else self._lazy)[name] = _Buffer(name, module, key, tensor, lazy=not always)
+        return len(seen) != before
+
+    def _unseen(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+        """Name, module, name in it and tensor of the buffers that are not known, or were empty."""
+        for prefix, module in self._model.named_modules():
             for key, tensor in module._buffers.items():
-                if tensor is None:
-                    continue
-                name = called(f"{prefix}.{key}" if prefix else key)
-                problem = _unstorable(tensor)
-                if not problem and local_of(tensor).numel() == 0:
-                    continue
-                self._seen.add(name)
-                if id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                if problem:
-                    self._reasons.append(f"the buffer {name!r} {problem}")
-                else:
-                    always = isinstance(module, _NormBase) or local_of(tensor).nbytes <= small_bytes_max
-                    always = always or tensor.is_inference()  # nobody counts its versions
-                    (self._eager if always else self._lazy)[name] = _Buffer(name, module, key, tensor, lazy=not always)
+                name = self._called(f"{prefix}.{key}" if prefix else key)
+                if tensor is not None and name not in self._seen:
+                    yield name, module, key, tensor
 
     @property
     def regions(self) -> tuple[RegionSpec, ...]:
@@ -102,6 +122,13 @@ class BufferCapture:
             names |= {name for name, buffer in self._lazy.items() if self._box.is_active(buffer.region.name)}
         return frozenset(names)
 
+    def keep(self, name: str) -> bool:
+        """Take this buffer into each copy from now on; returns whether it is taken. It has changed in a way that torch
+        does not count."""
+        if name in self._lazy:
+            self._activate_lazy(name)
+        return name in self.captured
+
     @property
     def larger(self) -> frozenset[str]:
         """Names of the buffers that are captured once they have changed."""
@@ -112,9 +139,9 @@ class BufferCapture:
         """Names of the buffers that are captured from the start: no unit of a sharded job has them."""
         return frozenset(self._eager)
 
-    def look(self) -> None:
-        """Note the buffers that have come since the constructor: as long as they stay so, what is saved is exact."""
-        self._late = {name: (tensor, version_of(tensor)) for name, tensor in self._latecomers()}
+    def look(self) -> bool:
+        """See which buffers have come since the last look; returns whether the black box needs room for them."""
+        return self._admit(late=True)
 
     def at(self, slot: int | None) -> tuple[frozenset[str], dict[str, str]]:
         """Which buffers no unit is to have, where `slot` has the step's copy: those in it, and what cannot be stored.
@@ -125,15 +152,13 @@ class BufferCapture:
         held = frozenset() if slot is None else self._held.get(slot, frozenset())
         apart, moved = set(held), {}
         live = {name: buffer.table.get(buffer.key) for name, buffer in (self._eager | self._lazy).items()}
-        for name, tensor in [*live.items(), *self._latecomers()]:
-            if name in held or tensor is None:
+        for name, tensor in [*live.items(), *((name, tensor) for name, _, _, tensor in self._unseen())]:
+            if name in held or tensor is None or (name not in live and not tensor.numel()):
                 continue
             if problem := _unstorable(tensor):
                 apart.add(name)
                 moved[name] = f"the buffer {name!r} {problem}"
-            elif name in self._eager or (
-                self._lazy[name].changed() if name in self._lazy else self._is_new(name, tensor)
-            ):
+            elif name not in self._lazy or self._lazy[name].changed():
                 moved[name] = (
                     f"the buffer {name!r} is saved as it was when the incident began: it was first seen to have "
                     "changed after the step's copy was taken, or could not be kept in it"
@@ -181,9 +206,10 @@ class BufferCapture:
                 self._foreach_copy(self._targets[slot], self._sources)
         self._held[slot] = self._names
 
-    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
+    def restore(self, regions: Mapping[str, RegionCopy], volatile: Collection[str] = ()) -> tuple[str, ...]:
         """Put the buffers back; other regions are ignored. Returns why the outcome is not exact, if it is not.
 
+        Those that come with the first forward pass are made here; volatile: which of them no state_dict() has.
         A larger buffer that is not among them had not changed and stays as it is.
         Raises MismatchError, before anything is changed, for a buffer that does not exist here or has another form.
         """
@@ -195,13 +221,18 @@ class BufferCapture:
             for name in sorted(known.keys() & saved.keys())
             if (saved[name].dtype, tuple(saved[name].shape)) != (known[name].region.dtype, known[name].region.shape)
         }
-        extra = sorted(saved.keys() - known.keys())
+        places = {
+            name: place for name in saved.keys() - known.keys() if (place := self._place_of(name, volatile)) is not None
+        }
+        extra = sorted(saved.keys() - known.keys() - places.keys())
         if extra or different:
             raise MismatchError(
                 f"saved buffers do not fit this model: not in it {extra}, of another form {different}",
                 extra=extra,
                 different=different,
             )
+        self._make({name: (*places[name], saved[name]) for name in places}, volatile)
+        known = self._eager | self._lazy
         for name, copy in sorted(saved.items()):
             buffer = known[name]
             data = torch.frombuffer(bytearray(copy.data), dtype=buffer.dtype).reshape(buffer.region.shape)
@@ -215,12 +246,31 @@ class BufferCapture:
         missing = sorted(self._eager.keys() - saved.keys())
         return tuple(f"the buffer {name!r} was not saved" for name in missing)
 
+    def _place_of(self, name: str, volatile: Collection[str]) -> tuple[torch.nn.Module, str] | None:
+        """Module, and name in it, of a buffer that is not there yet; None where it can have no place."""
+        key = name.rpartition(".")[2]
+        for prefix, module in self._model.named_modules():
+            free = key in module._buffers or (name in volatile and not hasattr(module, key))
+            if free and self._called(f"{prefix}.{key}" if prefix else key) == name:
+                return module, key
+        return None
+
+    def _make(self, new: Mapping[str, tuple[torch.nn.Module, str, RegionCopy]], volatile: Collection[str]) -> None:
+        types = {code: dtype for dtype, code in _DTYPE_CODES.items()}
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        for name, (module, key, copy) in new.items():
+            if key not in module._buffers and name in volatile:
+                module._non_persistent_buffers_set.add(key)
+            module._buffers[key] = torch.zeros(tuple(copy.shape), dtype=types[copy.dtype], device=device)
+        if new:
+            self._admit(late=True)
+
     def _activate_lazy(self, name: str) -> None:
-        if self._box is None:
-            self._activated_early.add(name)
-            return
         buffer = self._lazy.get(name)
-        if buffer is None or buffer.given_up or self._box.is_active(buffer.region.name) or not self._fits(buffer):
+        if self._box is None or buffer is None or buffer.region not in self._box.layout.regions:
+            self._activated_early.add(name)  # in the next box
+            return
+        if buffer.given_up or self._box.is_active(buffer.region.name) or not self._fits(buffer):
             return
         try:
             self._box.activate(buffer.region.name)
@@ -275,18 +325,6 @@ class BufferCapture:
         self._checked = [place for place, buffer in enumerate(self._active) if not buffer.of_norm]
         self._forms = [_form(self._sources[place]) for place in self._checked]
 
-    def _latecomers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers that the constructor has not seen, or saw empty."""
-        for prefix, module in self._model.named_modules():
-            for key, tensor in module._buffers.items():
-                name = self._called(f"{prefix}.{key}" if prefix else key)
-                if tensor is not None and name not in self._seen:
-                    yield name, tensor
-
-    def _is_new(self, name: str, tensor: torch.Tensor) -> bool:
-        noted, version = self._late.get(name, (None, 0))
-        return noted is not tensor or tensor.is_inference() or version != tensor._version
-
     def _say(self, reason: str) -> None:
         self._reasons.append(reason)
         _log.warning("%s: a resume will not be exact", reason)
@@ -339,6 +377,8 @@ def _form(tensor: torch.Tensor) -> _Form:
 def _unstorable(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return f"cannot be captured ({tensor.layout} on {tensor.device})"
+    if what := problem_of(local_of(tensor)):
+        return f"cannot be captured: it {what}"
     if tensor.dtype not in _DTYPE_CODES:
         return f"cannot be captured ({tensor.dtype})"
     return ""

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from lastwords.optim_wrapper.tensor_bytes import problem_of
+from lastwords.sharding.dtensor import local_of
+
 Form = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -32,7 +35,7 @@ class BufferForms:
             )
             for prefix, module in self._model.named_modules()
             for key, buffer in list(module._buffers.items())
-            if buffer is not None
+            if buffer is not None and not problem_of(local_of(buffer), meta=True)
         }
 
 

@@ -73,9 +73,11 @@ class CommonStep:
         fence = device_fence([wrapper.inner for wrapper in self._optimizers])
         # A ZeroRedundancyOptimizer hands its weights round after it has written its own.
         whole = all(wrapper.writer is wrapper.inner for wrapper in self._optimizers)
-        source = self._recorder.source
-        updated = source.updated if whole and source is not None else _nothing_to_mark
-        hooks: StepHooks = UpdateHooks(protection, ensure_loop, fence, self._gated, self._recorder.not_exact, updated)
+        watch = self._recorder.watch
+        updated = watch.updated if whole else _nothing_to_mark
+        hooks: StepHooks = UpdateHooks(
+            protection, ensure_loop, fence, self._gated, self._recorder.not_exact, watch.before_update, updated
+        )
         if len(self._optimizers) > 1:
             self._several = SeveralOptimizers(hooks, len(self._optimizers))
         for number, wrapper in enumerate(self._optimizers):

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.nested_optimizers import nested_in
-from lastwords.optim_wrapper.tensor_bytes import staged_bytes
+from lastwords.optim_wrapper.tensor_bytes import problem_of, staged_bytes
 from lastwords.sharding.dtensor import local_of
 
 HASHED_BYTES_MAX = 1 << 20
@@ -135,14 +134,11 @@ def _mark(value: Any) -> str:
 
 
 def _tensor_mark(tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if problem_of(tensor):
         return ""
     if tensor.device.type != "cpu" or tensor.nbytes > HASHED_BYTES_MAX:
         return f"{tensor.data_ptr()} {0 if tensor.is_inference() else tensor._version}"
-    try:
-        return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(staged_bytes(tensor))}"
-    except UnstorableError:
-        return ""
+    return f"{tensor.dtype} {tuple(tensor.shape)} {_digest(staged_bytes(tensor))}"
 
 
 def _digest(content: Any) -> str:

@@ -22,6 +22,7 @@ from lastwords.vocabulary import UNIT_REPLICATED
 _log = logging.getLogger(__name__)
 
 GateMode = Literal["auto", "existing"]
+CopyMode = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,14 @@ class Options:
 
     gate: "auto" makes a gate where one is needed; "existing" says that the loop has a collective of its own with the
     gate's property (every rank enters it when its gradients are final, and no rank updates before all have).
-    verify_every: compare the replicas every so many steps, 0: only when the loop begins. local_copy: keep a copy of the
-    last step's state in host memory; with LBFGS always.
+    verify_every: compare the replicas every so many steps, 0: only when the loop begins. local_copy: "auto"
+    copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything, and
+    does so always with LBFGS; False copies nothing, and what has changed so is named.
     """
 
     gate: GateMode = "auto"
     verify_every: int = 0
-    local_copy: bool = False
+    local_copy: CopyMode = "auto"
 
     def __post_init__(self) -> None:
         if self.gate not in ("auto", "existing"):
@@ -45,13 +47,18 @@ class Options:
             raise ConfigError(
                 f"verify_every must be a number of steps, 0 for the start alone, not {self.verify_every!r}"
             )
-        if not isinstance(self.local_copy, bool):
-            raise ConfigError(f"local_copy must be True or False, not {self.local_copy!r}")
+        if not isinstance(self.local_copy, bool) and self.local_copy != "auto":
+            raise ConfigError(f"local_copy must be 'auto', True or False, not {self.local_copy!r}")
+
+    @property
+    def copies_all(self) -> bool:
+        """Whether everything is copied at each step's end."""
+        return self.local_copy is True
 
     def suited_to(self, optimizers: Sequence[OptTFTWrapper]) -> Options:
         """With what these optimizers need. LBFGS runs backward passes, collectives and all, on weights half-way."""
         needed = any(isinstance(wrapper.inner, torch.optim.LBFGS) for wrapper in optimizers)
-        return replace(self, local_copy=True) if needed and not self.local_copy else self
+        return replace(self, local_copy=True) if needed else self
 
 
 def settings_of(config: Config, options: Options, optimizers: int, world_size: int) -> dict[str, Any]:
@@ -99,7 +106,7 @@ def announce(table: UnitTable, world_size: int, options: Options, optimizers: in
         lines.append("gate: the loop's own (gate='existing')")
     if optimizers > 1:
         between = f"{optimizers} optimizers are one update: "
-        if options.local_copy:
+        if options.copies_all:
             lines.append(between + "a death between two of them goes back to the copy of the last step")
         else:
             lines.append(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lastwords.checkpoint.storable import pack
-from lastwords.optim_wrapper import extra_digests, rank_units
+from lastwords.errors import StorageError
+from lastwords.optim_wrapper import extra_digests, rank_units, step_document
 from lastwords.optim_wrapper.before_collective import BeforeCollective
+from lastwords.optim_wrapper.boundary_copies import names_in
+from lastwords.optim_wrapper.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.ddp_found import holding
 from lastwords.optim_wrapper.extra_buffers import ExtraBuffers
-from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, left_out_of, pack_inline
+from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.group_copies import GroupCopies
 from lastwords.optim_wrapper.host_copy import HostCopy
@@ -28,7 +29,7 @@ from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, RngCa
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.weight_marks import WeightMarks
+from lastwords.optim_wrapper.state_watch import StateWatch
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.saver import Position
@@ -54,6 +55,8 @@ class StepRecorder:
         extras: Mapping[str, Any] | None,
         local_extras: Mapping[str, Any] | None,
         names: Naming | None = None,
+        *,
+        copies: bool = True,
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
@@ -75,9 +78,10 @@ class StepRecorder:
         self._units: RankUnits | None = None
         self._unchecked = False
         self._ended_here = 0
-        self._weights = WeightMarks(lambda: self.view.all_names().parameters)
-        self._weights.choose()
-        self._announced: set[str] = set()
+        self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
+        self.gradients = CarriedGradients(lambda: self.view.all_names().parameters)
+        self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
+        self._at_gate = False
         self.reasons: list[str] = []
         self._box: BoxRecorder | None = None
         self._extras_now: ExtrasSnapshot = self.extras.first()
@@ -122,7 +126,7 @@ class StepRecorder:
     ) -> TrainerSource:
         """The writer's view of this rank."""
         self.source = TrainerSource(
-            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self._weights, self.ends_epoch
+            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch, self.ends_epoch
         )
         return self.source
 
@@ -141,11 +145,17 @@ class StepRecorder:
         apart, moved = self.buffers.at(None if self._box is None else self._box.slot_of(step))
         return (apart if self.units.pure else apart | self.buffers.always), moved
 
-    def open(self, path: Path, *, at_gate: bool = False) -> BlackBox:
-        """Make the black box; copies go there from now on. at_gate: the gate calls `tentative`, nothing else does."""
+    def open_box(self, use: Callable[[Callable[[Path], BlackBox]], None], *, at_gate: bool) -> None:
+        """Copies go into a black box from now on: `use` is given what makes it. at_gate: see `open`."""
+        self._use_box, self._at_gate = use, at_gate
+        use(lambda path: self.open(path, at_gate=at_gate))
+
+    def open(self, path: Path, *, at_gate: bool = False, carried: BoxRecorder | None = None) -> BlackBox:
+        """Make the black box, which begins with the copies of `carried`. at_gate: the gate alone calls `tentative`."""
         self.rng.own.look()
-        captures = (self.rng, self.buffers, self.extra_buffers)
-        box = BlackBox.create(path, BoxLayout(regions(captures)))
+        captures = (self.rng, self.buffers, self.extra_buffers, self.watch.copies, self.gradients)
+        old = None if carried is None else carried.box
+        box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
         self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
         self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
         self._say_reasons()
@@ -172,6 +182,9 @@ class StepRecorder:
         self._extras_now = self.extras.first(self._extras_now)
         self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
         self.buffers.look()
+        self.watch.look()
+        if self.watch.needs_room:
+            self._make_room()
         if step_regions:
             self.local_extras.reopen_loaders()
         if epoch_start and position is not None and self._box is not None:
@@ -195,6 +208,17 @@ class StepRecorder:
         finally:
             self._paused = False
 
+    def _make_room(self) -> None:
+        """The black box anew, with room for what has come to be copied; all that it holds stays."""
+        self.watch.needs_room = False
+        carried, use = self._box, self._use_box
+        if carried is None or use is None:
+            return
+        try:
+            use(lambda path: self.open(path, at_gate=self._at_gate, carried=carried))
+        except StorageError as error:
+            self.not_exact((f"what changes outside of optimizer.step() could not be kept: {error}",))
+
     def close(self) -> None:
         """Take the hook off the model again."""
         if self._hook is not None:
@@ -209,6 +233,13 @@ class StepRecorder:
     def own_reasons(self) -> list[str]:
         """Why state of the optimizer's or a module's own is not as it was saved, after a resume."""
         return self._own.reasons
+
+    def restore_own(self, regions: Mapping[str, RegionCopy], volatile: Collection[str]) -> list[str]:
+        """Put back what is this rank's own, beside its streams; returns why the outcome is not exact, if it is not."""
+        self.watch.needs_room = True
+        reasons = [*self.buffers.restore(regions, volatile)]
+        self.watch.keep(names_in(regions))
+        return [*reasons, *self.watch.copies.restore(regions), *self.gradients.restore(regions)]
 
     def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None) -> None:
         """How the extras of the run that is resumed have moved so far."""
@@ -255,15 +286,13 @@ class StepRecorder:
             self._local_now = self.local_extras.again(self._local_now)[0]
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
-        if look:
-            self._weights.choose()
-            self.buffers.look()
+        self._see_what_moves(look=look)
         if look or not self._ended_here % DIGESTS_EVERY:
             self.extras_by_rank()
         same_streams = not self.rng.own.step_ended(look=look)
         self._keep(step, position, comparable=same_streams)
         if look:
-            self._announce_left_out()
+            self.watch.announce_left_out()
             self.not_exact(self._own.look())
         if self._units is not None and not self._units.pure:
             self._units.check_step()
@@ -286,57 +315,38 @@ class StepRecorder:
         self.rng.own.follow()
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
-            region = self._box.committed_again(
-                self._step, self._document_of(self._named) + local + self._digests + b"}"
-            )
+            said = self._document_of(self._named) + local + self._of_all()
+            region = self._box.committed_again(self._step, said + b"}")
             moved += [] if region is None else [region]
         if moved and not self._early_reasons:
-            self._early_reasons = [
-                f"between step_end() and the next batch {', '.join(moved)} changed in an earlier step"
-            ]
-            _log.warning(
-                "after step_end(), in what followed in step %s, %s changed: where a rank is killed there, the "
-                "resume is not exact; change what the next step reads before step_end()",
-                self._step,
-                ", ".join(moved),
-            )
+            self._early_reasons = [step_document.changed_after_the_end(moved, self._step)]
         return True
 
     def extras_by_rank(self) -> dict[str, int]:
         """Digests of what has to be the same on all ranks; noted, for whoever resumes."""
         states = {name: one for name, one in self._extras_now.states.items() if self.extras.are_users(name)}
         found = extra_digests.digests(states, {name: self.extra_buffers.of(name) for name in states})
-        noted = [self._ended_here, extra_digests.by_extra(found, states)]
-        self._digests = b',"extras":%s' % json.dumps(noted).encode() if states else b""
+        self._digests = step_document.of_extras(self._ended_here, extra_digests.by_extra(found, states))
         return found
 
-    def _announce_left_out(self) -> None:
-        """A look at all of the optimizer's state, which costs microseconds a parameter."""
-        for reason in self.view.left_out():
-            if reason not in self._announced:
-                self._announced.add(reason)
-                _log.warning("%s, so it is left out of what is saved, and a resume is not exact", reason)
+    def _see_what_moves(self, *, look: bool) -> None:
+        """At a step's end, before it is copied: what has to be copied of it."""
+        updated = self.watch.was_updated
+        self.watch.step_ends(look=look)
+        if look:
+            self.watch.needs_room |= self.buffers.look()
+        trained = {} if updated else self.watch.trained()
+        self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=trained)
+        if self.watch.needs_room:
+            self._make_room()
 
     def _announce_late_change(self, tentative: ExtrasSnapshot) -> None:
         """Said once: from here on, a rank that is killed between its update and the end of its step is not exact."""
         if self._tentative_reasons:
             return
-        names = [
-            name for name in tentative.states if self._alone(tentative, name) != self._alone(self._local_now, name)
-        ]
-        which = ", ".join(f"local_extras[{name!r}]" for name in names) or "local_extras"
-        self._tentative_reasons = [f"{which} changed between the forward pass and the end of a step"]
+        which = step_document.what_differs(self.local_extras, tentative, self._local_now)
+        self._tentative_reasons = [step_document.changed_before_the_end(which, self._step)]
         self._say_reasons()
-        _log.warning(
-            "%s changed between the forward pass and the end of step %s: where a rank is killed in between, the resume "
-            "is not exact; change it before the forward pass, or after the step's end",
-            which,
-            self._step,
-        )
-
-    def _alone(self, snapshot: ExtrasSnapshot, name: str) -> bytes:
-        states = {name: snapshot.states[name]}
-        return self._local(dataclasses.replace(snapshot, states=states))
 
     def _keep(self, step: int, position: Position | None, *, comparable: bool = True) -> None:
         named_before = position is not None and position == self._position
@@ -346,10 +356,11 @@ class StepRecorder:
         self._named = position or self._named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
         self._document = b"" if self._needs_epoch_start else self._document_of(None)
+        self.watch.ended(step)
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
             early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
-            self._box.committed(step, ended + local + early + self._digests + b"}", comparable=comparable)
+            self._box.committed(step, ended + local + early + self._of_all() + b"}", comparable=comparable)
             if self._tentative_local is not None and self._tentative_local[1] != local:
                 self._announce_late_change(self._tentative_local[0])
             self._tentative_local = None
@@ -379,17 +390,10 @@ class StepRecorder:
         self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
-        """What the box says of a step that the loop calls so, without what is rank-local, and without its end."""
-        ahead = b"true" if self._needs_epoch_start else b"false"
-        if position is not None:
-            return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s' % (*position, ahead)
-        # What the loop called the last step: null if no step has ended, nothing if it gives no names.
-        after = b"[]" if not self.names_steps else b"null" if self._named is None else b"[%d,%d]" % self._named
-        return b'{"epoch":null,"step":null,"after":%s,"needs_epoch_start":%s' % (after, ahead)
+        return step_document.begin(position, self._named, self.names_steps, ahead=self._needs_epoch_start)
+
+    def _of_all(self) -> bytes:
+        return self._digests + step_document.alike(self.watch)
 
     def _local(self, local: ExtrasSnapshot) -> bytes:
-        inline = pack_inline(self.local_extras, local)
-        members: dict[str, Any] = {"local_extras": pack(inline, "local_extras")}
-        if inline["tree"]["left_out"]:
-            members["reasons"] = left_out_of(inline["tree"])
-        return b",%s" % json.dumps(members).encode()[1:-1]
+        return step_document.of_rank(self.local_extras, local)

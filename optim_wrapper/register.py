@@ -21,7 +21,7 @@ from lastwords.optim_wrapper.global_names import Naming
 from lastwords.optim_wrapper.global_samples import carry
 from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.host_copy import HostCopy
-from lastwords.optim_wrapper.job_shape import GateMode, Options, declared_units, settings_of, wrappers_of
+from lastwords.optim_wrapper.job_shape import CopyMode, GateMode, Options, declared_units, settings_of, wrappers_of
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
@@ -79,23 +79,22 @@ class TFTRegister:
         names: Naming | None = None,
         gate: GateMode = "auto",
         verify_every: int = 0,
-        local_copy: bool = False,
+        local_copy: CopyMode = "auto",
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
             ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data
         )
         if not isinstance(model, torch.nn.Module):
-            raise ConfigError(
-                f"model must be the torch.nn.Module that the loop calls (DDP included), not a {type(model).__name__}"
-            )
+            raise ConfigError(f"model must be the torch.nn.Module that the loop calls, not a {type(model).__name__}")
         self._optimizers = wrappers_of(optimizer)
         self._options = Options(gate, verify_every, local_copy).suited_to(self._optimizers)
-        if self._options.local_copy:
+        if self._options.copies_all:
             self._config = self._config.with_copy()
         self._model = model
         self._declared = declared_units(units)
-        self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names)
+        copies = local_copy is not False
+        self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names, copies=copies)
         self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, self._recorder.view.trained)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None
@@ -136,7 +135,7 @@ class TFTRegister:
         protection.start(settings, common.checkpoint_bytes)
         self._protection = protection
         try:
-            protection.use_box(lambda path: self._recorder.open(path, at_gate=common.gate is not None))
+            self._recorder.open_box(protection.use_box, at_gate=common.gate is not None)
             self._recorder.not_exact(self._buckets.share(world.store, next_prefix()))
             self._recorder.begin(0, self._position)
             common.attach(protection, self._ensure_loop)
@@ -309,7 +308,7 @@ class TFTRegister:
         self._recorder.know(loader, steps.generators)
         if self._protection is not None:
             at_gate = self._common is not None and self._common.gate is not None
-            self._protection.use_box(lambda path: self._recorder.open(path, at_gate=at_gate))
+            self._recorder.open_box(self._protection.use_box, at_gate=at_gate)
         self._recorder.begin(
             self._global_step,
             self._position,
@@ -391,7 +390,7 @@ class TFTRegister:
     def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
         # Where ranks hold different units their buckets may differ too: each unit has its own writer's.
         buckets = None if self._recorder.units.pure else self._buckets.record
-        copy = HostCopy() if self._options.local_copy else None
+        copy = HostCopy() if self._options.copies_all else None
         return self._recorder.make_source(box_path, self._manifest_facts, buckets, copy)
 
     def _manifest_facts(self, step: int) -> dict[str, Any]:

@@ -159,13 +159,14 @@ def _restore(
             for name in sorted(untouched)
         ]
         local_buffers |= untouched
+    reasons += _not_alike(manifest, world.rank)
     history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed)
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
     epoch_start = {
         name.removeprefix(EPOCH_PREFIX): copy for name, copy in local.items() if name.startswith(EPOCH_PREFIX)
     }
-    reasons += recorder.buffers.restore(step_regions)
+    reasons += recorder.restore_own(step_regions, _volatile(manifest))
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if "data" not in manifest.facts:  # else the loader is not known before steps() begins
@@ -278,6 +279,24 @@ def _restore_units(
         used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
         reasons += hyperparameters.align(groups, entries, used)
     return recorder.extras.restore(of_extras.meta["extras"], extras.read)
+
+
+def _not_alike(manifest: Manifest, rank: int) -> list[str]:
+    """Why copies of what changes outside of optimizer.step() are not this rank's."""
+    said = {one: local.meta.get("slot", {}).get("alike", {}) for one, local in manifest.locals.items()}
+    reasons = []
+    for kind, mine_is_there in (("all", False), ("own", rank in said and "own" in said[rank])):
+        marks = {tuple(alike[kind]) for alike in said.values() if kind in alike}
+        alone = kind == "own" and sum(kind in alike for alike in said.values()) < 2
+        if marks and not mine_is_there and (len({checksum for _, checksum in marks}) > 1 or alone):
+            what = next(iter(marks))[0]
+            reasons.append(f"rank {rank}: the {what} may differ from rank to rank, and its own were not saved")
+    return reasons
+
+
+def _volatile(manifest: Manifest) -> frozenset[str]:
+    """Names of the buffers that no state_dict() has."""
+    return frozenset(name for unit in manifest.units.values() for name in unit.meta.get("volatile_buffers", ()))
 
 
 def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.layout import local_tensor_name
+from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.errors import IncompleteError, LastWordsError, StorageError
 from lastwords.optim_wrapper import hyperparameters
@@ -21,8 +21,9 @@ from lastwords.optim_wrapper.extras import JSON_BYTES_MAX, Extras, ExtrasSnapsho
 from lastwords.optim_wrapper.group_copies import copied_differs, copy_groups
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.rank_units import RankUnits
-from lastwords.optim_wrapper.tensor_bytes import Stage
-from lastwords.optim_wrapper.weight_marks import NO_MARKS, Marks, WeightMarks
+from lastwords.optim_wrapper.state_watch import StateWatch, some
+from lastwords.optim_wrapper.tensor_bytes import Bytes, Stage
+from lastwords.optim_wrapper.witness import StateName
 from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.saver import Position
@@ -55,8 +56,8 @@ class TrainerSource:
 
     buffers_at: names of the buffers that are in no unit at a step, and why others are not what they were then.
     buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
-    each step's end, and saved instead of the live state where it is of the step that is asked for. weights: marks of
-    weights, by which it is told that something else than the optimizer has written them.
+    each step's end, and saved instead of the live state where it is of the step that is asked for. watch: has copies of
+    what something else than the optimizer writes, and knows what has changed besides.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TrainerSource:
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
         copy: HostCopy | None = None,
-        weights: WeightMarks | None = None,
+        watch: StateWatch | None = None,
         ends_epoch: Callable[[Position | None], bool | None] = lambda position: None,
     ) -> None:
         self._units = units
@@ -81,10 +82,8 @@ class TrainerSource:
         self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
         self._snapshot: Snapshot | None = None
         self._next_position: Position | None = None
-        self._weights = weights or WeightMarks(dict)
+        self._watch = watch
         self._ends_epoch = ends_epoch
-        self._marks: Marks = NO_MARKS
-        self._marks_updated: Marks | None = None
 
     # ------------------------------------------------------------------ training thread
 
@@ -94,22 +93,17 @@ class TrainerSource:
         The name goes first: a writer in between finds none, and never the name of another step.
         """
         self._next_position = None
-        self._marks, self._marks_updated = self._weights.take(), None
         self._snapshot = snapshot
         if self._copy is not None:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
             self._copy.take(snapshot.step, states)
 
-    def updated(self) -> None:
-        """The optimizer has written everything; nothing else is to write weights from here to the step's end."""
-        self._marks_updated = self._weights.take()
-
     def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
         """The end of the newest step once more, with what has moved since; what of weights and groups has."""
         snapshot = self._snapshot
         assert snapshot is not None, "a step has ended"
-        moved = [f"the weight {name!r}" for name in self._weights.moved(self._marks)]
+        moved = [] if self._watch is None else self._watch.again(snapshot.step)
         if groups is not snapshot.groups and copied_differs(snapshot.groups, groups):
             moved.append("the optimizer's hyperparameters")
         if moved or extras is not snapshot.extras:
@@ -144,20 +138,21 @@ class TrainerSource:
             raise IncompleteError(f"this rank holds the units {held}, not {unit!r}", missing=(unit,))
         snapshot = self._snapshot
         of_extras: list[str] = []
-        of_weights: list[str] = []
+        of_state: list[str] = []
+        copies: dict[StateName, Bytes] = {}
+        watch = self._watch
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
-            of_weights = _foreign(
-                self._weights.moved(self._marks), f"outside of optimizer.step() after the end of step {step}"
-            )
+            if watch is not None and stage is not None:  # None: it ends now
+                copies = watch.copies_at(step)
+                of_state = _moved(watch.moved_since(step), step)
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
             before = None if snapshot is None else snapshot.extras
             extras, of_extras = self._extras.after_update(before, self._ends_epoch(self.position(step)))
-            if self._marks_updated is not None:
-                where = f"after optimizer.step() in step {step}, which was cut off before its end"
-                of_weights = _foreign(self._weights.moved(self._marks_updated), where)
+            if watch is not None:
+                of_state = [f"step {step} was cut off before its end: {why}" for why in watch.cut_off()]
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")
@@ -166,10 +161,10 @@ class TrainerSource:
         self._units.check_layout()
         state = view.state(groups, stage)
         meta: dict[str, Any] = dict(state.meta)
-        tensors = list(state.tensors)
+        tensors = _with_copies(state.tensors, unit, copies)
         here = {*state.meta["buffers"], *(apart if unit == UNIT_REPLICATED else ())}
         of_buffers = [why for name, why in moved.items() if name in here and stage is not None]  # None: it ends now
-        reasons = [*state.meta.get("reasons", ()), *of_weights, *of_buffers]
+        reasons = [*state.meta.get("reasons", ()), *of_state, *of_buffers]
         if unit == UNIT_REPLICATED:
             meta["extras"], extra_tensors = self._extras.store(extras, unit, stage, json_bytes_max=JSON_BYTES_MAX)
             tensors += extra_tensors
@@ -243,11 +238,21 @@ class TrainerSource:
         return [f"its buffers of extras[{name!r}] are from before" for name in sorted(names & {*moved})]
 
 
-def _foreign(names: list[str], where: str) -> list[str]:
-    """Why weights are not those of a step: they were written `where`."""
+def _with_copies(
+    tensors: Sequence[tuple[TensorSpec, Any]], unit: str, copies: Mapping[StateName, Bytes]
+) -> list[tuple[TensorSpec, Any]]:
+    """What is stored of a unit, with what was copied at the step's end in the place of what has changed since."""
+    if not copies:
+        return list(tensors)
+    stored = {unit_tensor_name(unit, *name): memory for name, memory in copies.items()}
+    return [(spec, stored.get(spec.name, source)) for spec, source in tensors]
+
+
+def _moved(names: list[StateName], step: int) -> list[str]:
+    """Why what is saved is not what it was at the end of a step."""
     if not names:
         return []
-    return [f"weights ({names[0]!r}, and perhaps others) were written {where}; local_copy=True saves those of the step"]
+    return [f"the {some(names)} changed outside of optimizer.step() after the end of step {step}, and was not copied"]
 
 
 def _nothing(reason: str) -> LocalState:

@@ -73,6 +73,8 @@ class Names:
     """Where each of `groups` stands in the optimizer's param_groups."""
     owners: dict[str, tuple[torch.nn.Module, str]] = field(repr=False)
     """Buffer name -> (module, name in it), absent ones included."""
+    refused: dict[str, UnstorableError] = field(default_factory=dict)
+    """Parameters and buffers that have become what cannot be stored since the start; they are in none of the above."""
 
 
 class UnitView:
@@ -144,7 +146,9 @@ class UnitView:
             )
         self.model = with_those_beside(self.model, in_model, self.trained)
         self._forms = BufferForms(self.model, self.called)
+        self._starting = True
         self.names()
+        self._starting = False
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -185,6 +189,7 @@ class UnitView:
         parameters: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
+        refused: dict[str, UnstorableError] = {}
         live = dict(self.model.named_parameters(remove_duplicate=False))
         for raw, parameter in {**live, **self._lasting}.items():
             name = self.called(raw.replace(_COMPILED, ""))
@@ -192,9 +197,9 @@ class UnitView:
                 if first[id(parameter)] != name:
                     aliases[name] = first[id(parameter)]
                 continue
-            refuse_unsupported(parameter, f"parameter {name!r}", sharded=True, meta=self._forms_only)
             first[id(parameter)] = name
-            parameters[name] = parameter
+            if self._may_be_stored(parameter, name, f"parameter {name!r}", refused):
+                parameters[name] = parameter
         groups = []
         for g, group in enumerate(self.optimizer.param_groups):
             group_names = []
@@ -202,9 +207,9 @@ class UnitView:
                 if id(parameter) not in first:
                     name = f"~group{g}.{i}"
                     where = f"optimizer.param_groups[{g}]['params'][{i}]"
-                    refuse_unsupported(parameter, where, sharded=True, meta=self._forms_only)
                     first[id(parameter)] = name
-                    parameters[name] = parameter
+                    if self._may_be_stored(parameter, name, where, refused):
+                        parameters[name] = parameter
                 group_names.append(first[id(parameter)])
             groups.append(tuple(group_names))
         buffers: dict[str, torch.Tensor] = {}
@@ -223,12 +228,22 @@ class UnitView:
                     absent.append(name)
                 elif id(buffer) in first:
                     aliases[name] = first[id(buffer)]
-                else:
-                    refuse_unsupported(buffer, f"buffer {name!r}", sharded=True, meta=self._forms_only)
+                elif self._may_be_stored(buffer, name, f"buffer {name!r}", refused):
                     first[id(buffer)] = name
                     buffers[name] = buffer
-        numbers = tuple(range(len(groups)))
-        return Names(parameters, buffers, aliases, tuple(absent), frozenset(volatile), tuple(groups), numbers, owners)
+        numbers, taken = tuple(range(len(groups))), tuple(groups)
+        return Names(parameters, buffers, aliases, tuple(absent), frozenset(volatile), taken, numbers, owners, refused)
+
+    def _may_be_stored(self, tensor: torch.Tensor, name: str, path: str, refused: dict[str, UnstorableError]) -> bool:
+        """At the start UnstorableError if not; a step that ends later is not stopped by it."""
+        try:
+            refuse_unsupported(tensor, path, sharded=True, meta=self._forms_only)
+        except UnstorableError as error:
+            if self._starting:
+                raise
+            refused[name] = error
+            return False
+        return True
 
     def check(self) -> None:
         """ConfigError for anything that could not be stored now: found at start (and after step 1), not at death."""
@@ -239,7 +254,7 @@ class UnitView:
         names, taken = self.names(), OptimizerTrees(self.unit)
         self._optimizer_state(names, taken)
         self._group_trees(names, None, taken)
-        return taken.reasons
+        return [*(f"{error.reason} cannot be stored" for error in names.refused.values()), *taken.reasons]
 
     def state(self, groups: list[dict[str, Any]] | None = None, stage: Stage | None = None) -> UnitState:
         """Everything of the unit, to be written by `lastwords.checkpoint.part.write_part`.
@@ -249,6 +264,9 @@ class UnitView:
         `reasons` say so. Weights are never left out.
         """
         names = self.names()
+        for error in names.refused.values():
+            if not str(error).startswith("buffer "):
+                raise error
         tensors: list[tuple[TensorSpec, Source]] = []
         taken: dict[str, str] = {}
 
@@ -287,7 +305,7 @@ class UnitView:
             "optimizer_state": optimizer_state,
             "optimizer_own": optimizer_own,
             "left_out": taken_apart.left_out,
-            "reasons": taken_apart.reasons,
+            "reasons": [*(f"{e.reason} cannot be stored" for e in names.refused.values()), *taken_apart.reasons],
         }
         if self.members is not None:
             meta["holders"] = list(self.holders)
@@ -354,4 +372,5 @@ def _restricted(every: Names, members: Members, rank_local: frozenset[str]) -> N
         groups=tuple(group for _, group in kept),
         group_numbers=tuple(number for number, _ in kept),
         owners={name: owner for name, owner in every.owners.items() if name in own_buffers},
+        refused={name: error for name, error in every.refused.items() if name in own or name in own_buffers},
     )

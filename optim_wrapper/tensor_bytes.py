@@ -35,6 +35,28 @@ Stage = Callable[[torch.Tensor], Bytes]
 """Copies a tensor whose memory cannot be handed out as it lies."""
 
 
+def problem_of(tensor: torch.Tensor, *, meta: bool = False) -> str:
+    """Why a tensor's bytes are not simply its elements; "" if they are. Of a DTensor give the part on this rank."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet; run the model once before this"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}; only strided (dense) tensors can be stored"
+    if tensor.is_nested:
+        return "is nested; only tensors of one shape can be stored"
+    if tensor.is_quantized:
+        return "is quantized; store its int_repr() and scales instead"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        return f"is a {kind}; " + (
+            "what belongs to no parameter must be whole on every rank"
+            if is_dtensor(tensor)
+            else "tensors of such a class cannot be stored"
+        )
+    if tensor.device.type == "meta":
+        return "" if meta else "is on the meta device and has no content; materialise the model first"
+    return _without_memory(tensor)
+
+
 def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False, meta: bool = False) -> None:
     """UnstorableError with `path` for a tensor whose bytes are not simply its elements.
 
@@ -43,24 +65,8 @@ def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False
     if sharded and is_dtensor(tensor):
         box_of(tensor, path)
         tensor = local_of(tensor)
-    what = None
-    if torch.nn.parameter.is_lazy(tensor):
-        what = "is not initialised yet; run the model once before this"
-    elif tensor.layout is not torch.strided:
-        what = f"has the layout {tensor.layout}; only strided (dense) tensors can be stored"
-    elif tensor.is_quantized:
-        what = "is quantized; store its int_repr() and scales instead"
-    elif tensor.device.type == "meta" and not meta:
-        what = "is on the meta device and has no content; materialise the model first"
-    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-        what = f"is a {kind}; "
-        what += (
-            "what belongs to no parameter must be whole on every rank"
-            if is_dtensor(tensor)
-            else "tensors of such a class cannot be stored"
-        )
-    if what is not None:
+    what = problem_of(tensor, meta=meta)
+    if what:
         raise UnstorableError(f"{path} {what}", f"{path} ({type(tensor).__qualname__}: {what})")
 
 
@@ -135,13 +141,21 @@ def bytes_of(tensor: torch.Tensor) -> Bytes | None:
     return np.asarray(_Memory(plain)).data
 
 
-def _refuse_without_memory(plain: torch.Tensor) -> None:
-    """UnstorableError for a tensor whose storage has been freed (resized to nothing) behind it."""
-    last = plain.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
+def _without_memory(plain: torch.Tensor) -> str:
+    """Whether a tensor's storage has been freed (resized to less) behind it: reading it would end the process."""
     there = plain.untyped_storage().nbytes()
-    if plain.numel() and there < last * plain.element_size():
-        what = f"a tensor of {plain.dtype} {tuple(plain.shape)} whose storage has {there} bytes now"
-        raise UnstorableError(f"{what} has no content; resize the storage back before the step ends", what)
+    if there >= plain.nbytes and plain.is_contiguous() and not plain.storage_offset():
+        return ""
+    last = plain.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
+    if not plain.numel() or there >= last * plain.element_size():
+        return ""
+    return f"has a storage of {there} bytes now, and so no content; resize it back before the step ends"
+
+
+def _refuse_without_memory(plain: torch.Tensor) -> None:
+    what = _without_memory(plain)
+    if what:
+        raise UnstorableError(f"a tensor of {plain.dtype} {tuple(plain.shape)} {what}", f"a tensor that {what}")
 
 
 class _Memory:

@@ -25,6 +25,7 @@ class UpdateHooks:
         fence: Callable[[], None] | None,
         gated: GatedStep | None,
         not_exact: Callable[[Iterable[str]], None],
+        before_update: Callable[[], None],
         updated: Callable[[], None],
     ) -> None:
         self._protection = protection
@@ -36,6 +37,7 @@ class UpdateHooks:
         self._fence = fence
         self._gated = gated
         self.torn = protection.torn
+        self._before_update = before_update
         self._updated = updated
         self._leave_update = protection.leave_update
 
@@ -46,6 +48,7 @@ class UpdateHooks:
             self._ensure_loop = None
         if self._fence is not None:
             self._fence()
+        self._before_update()
         try:
             # Others may need these gradients: an impatient Ctrl-C must not throw them away at the gate.
             self._hold_signals()

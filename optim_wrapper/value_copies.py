@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from lastwords.checkpoint.storable import is_factory, pack, refuse_unstorable, unstorable
-from lastwords.optim_wrapper.tensor_bytes import bytes_of
+from lastwords.errors import UnstorableError
+from lastwords.optim_wrapper.tensor_bytes import bytes_of, problem_of
 from lastwords.optim_wrapper.tree_objects import is_object, parts_of
+from lastwords.sharding.dtensor import local_of
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -60,7 +62,7 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
     if isinstance(now, torch.Tensor) and now.layout is torch.strided:
         if before is not None and bytes_equal(before, now.detach()):
             return before, False
-        return now.detach().clone(), True
+        return _cloned(now), True
     if kind in _MADE_ANEW:
         # Equal sets may hold 1 and True, which are equal.
         if before == now and (kind is bytearray or _text(before) == _text(now)):
@@ -70,9 +72,22 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
     return _advance_rare(before, now)
 
 
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor too: hyperparameters of its kind are stored with their parameter."""
+    what = problem_of(local_of(tensor))
+    if what:
+        raise UnstorableError(f"a tensor {what}", f"a tensor that {what}")
+    try:
+        return tensor.detach().clone()
+    except NotImplementedError as error:  # integers of less than a byte
+        raise UnstorableError(f"a tensor cannot be copied: {error}", f"a tensor of {tensor.dtype}") from error
+
+
 def _advance_rare(before: Any, now: Any) -> tuple[Any, bool]:
     """`advance` for what is neither an atom nor a container. UnstorableError for what cannot be stored."""
     if isinstance(now, torch.Tensor):
+        if parts_of(now) is None:
+            raise unstorable(now, "")
         return now.detach().clone(), True
     if is_object(now):
         if parts_of(now) is None:
@@ -132,7 +147,7 @@ def _into(here: Any, item: Any) -> Any:
 
 def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits (a NaN equals itself)."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     views = bytes_of(one.cpu().contiguous()), bytes_of(other.cpu().contiguous())
     return views[0] is not None and views[1] is not None and views[0] == views[1]

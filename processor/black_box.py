@@ -19,12 +19,10 @@ write that of M-1, which is not needed any more once the collective is passed); 
 twice in a step rewrites the tentative copy when it may already be needed, and one more slot is cheaper than that
 condition.
 
-Epoch records: M-1, M and M+1 lie in at most three consecutive epochs (one step an epoch), the record of the newest
-is complete before its first tentative copy is, and while it is written only the two before it can be needed: three
-slots. Facts (constant for the run) alternate between two.
+Epoch records: M-1, M and M+1 lie in at most three consecutive epochs, the record of the newest is complete before its
+first tentative copy is, and while it is written only the two before it can be needed. Facts alternate between two.
 
-A loop that skips steps without any collective can run further ahead than this; then `read` finds nothing and the
-caller has to say "not exact".
+A loop that skips steps without any collective can run further ahead; then `read` finds nothing: "not exact".
 """
 
 from __future__ import annotations
@@ -38,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.errors import ConfigError, StorageError
+from lastwords.processor.box_carry import carry_over
 from lastwords.processor.box_layout import (
     FIRST_DIFFERENCE_AT,
     FIRST_DIFFERENCE_BYTES_MAX,
@@ -57,6 +56,7 @@ from lastwords.processor.box_layout import (
     map_layout,
 )
 from lastwords.processor.box_reader import BoxReader, RegionCopy, SlotCopy
+from lastwords.processor.hooked_view import HookedView
 
 __all__ = ["BlackBox", "BoxLayout", "BoxReader", "RegionCopy", "RegionSpec", "SlotCopy", "SlotKind"]
 
@@ -68,26 +68,8 @@ _COPY_BYTES_MAX = 64 * 1024
 Two memoryviews would be compared byte by byte, through Python's format codes."""
 
 
-class _HookedView:
-    """A memoryview that reports each store; only for tests that kill the writer between any two stores."""
-
-    def __init__(self, view: memoryview, after_store: Callable[[], None]) -> None:
-        self._view = view
-        self._after_store = after_store
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._view[key] = value
-        self._after_store()
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._view[key]
-
-
 class BlackBox:
-    """The writer's side. Made by `create`; all methods belong to the training thread.
-
-    The mapping stays until the process ends: views of it are handed out and kept.
-    """
+    """The writer's side, for the training thread. Its mapping stays until the process ends: views of it are kept."""
 
     # Slots: in a real step all of this is cold, and a dictionary would be one more cache line for each attribute.
     __slots__ = (
@@ -108,6 +90,7 @@ class BlackBox:
         "_map",
         "_mapping",
         "_next_of",
+        "_of_committed",
         "_open_kind",
         "_open_step",
         "_present",
@@ -131,8 +114,8 @@ class BlackBox:
         self._words: Any = self._bytes.cast("Q")
         self._json: Any = self._bytes
         if after_store is not None:
-            self._words = _HookedView(self._words, after_store)
-            self._json = _HookedView(self._bytes, after_store)
+            self._words = HookedView(self._words, after_store)
+            self._json = HookedView(self._bytes, after_store)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._head_words = tuple(slot.head_at // 8 for slot in places.slots)
         self._json_at = tuple(slot.json_at for slot in places.slots)
@@ -146,6 +129,7 @@ class BlackBox:
         self._present = bytearray(0 if region.lazy else 1 for region in places.layout.regions)
         self._activations = 1
         self._slot_activations = [0] * len(places.slots)
+        self._of_committed = tuple(place for place, region in enumerate(places.layout.regions) if region.committed_only)
         self._committed = _NO_SLOT
         self._committed_step = -1
         self._committed_before = _NO_SLOT
@@ -157,11 +141,19 @@ class BlackBox:
         self._open_step = 0
 
     @classmethod
-    def create(cls, path: Path, layout: BoxLayout, *, after_store: Callable[[], None] | None = None) -> BlackBox:
+    def create(
+        cls,
+        path: Path,
+        layout: BoxLayout,
+        *,
+        carried: BlackBox | None = None,
+        after_store: Callable[[], None] | None = None,
+    ) -> BlackBox:
         """Make the file, with its memory reserved, and open it for writing; an older file of that name is replaced.
 
-        Raises StorageError if there is no room (the default /dev/shm of a container has 64 MB): without the
-        reservation the process would be killed by SIGBUS at some later store instead.
+        carried: a box of this process whose copies the new one begins with, in the regions that both have; a process
+        that dies here leaves one of the two whole. Raises StorageError if there is no room (the default /dev/shm of a
+        container has 64 MB): without the reservation the process would be killed by SIGBUS at some later store instead.
         `after_store` is for tests: it is called after each store into the file.
         """
         places = map_layout(layout)
@@ -171,17 +163,16 @@ class BlackBox:
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.ftruncate(fd, places.file_bytes)
-                os.posix_fallocate(fd, 0, places.heads_end)
-                reserve = min(_JSON_RESERVE_BYTES, layout.json_bytes_max)
-                for slot in places.slots:
-                    if slot.eager_end > slot.data_at:
-                        os.posix_fallocate(fd, slot.data_at, slot.eager_end - slot.data_at)
-                    os.posix_fallocate(fd, slot.json_at, reserve)
+                for at, nbytes in places.needed_from_the_start(_JSON_RESERVE_BYTES):
+                    os.posix_fallocate(fd, at, nbytes)
                 os.pwrite(fd, places.preamble(), 0)
                 os.pwrite(fd, places.header_json, PAGE_BYTES)
+                box = cls(path, places, fd, after_store)
+                if carried is not None:
+                    carry_over(carried, box)
                 os.replace(draft, path)
-                return cls(path, places, fd, after_store)
-            except OSError:
+                return box
+            except (OSError, StorageError):
                 os.close(fd)
                 raise
         except OSError as error:
@@ -219,9 +210,15 @@ class BlackBox:
         """Slot numbers that `begin` gives for EPOCH; only regions with `in_epoch` are in them."""
         return self._map.epoch_slots
 
+    @property
+    def open_kind(self) -> SlotKind:
+        """What the step slot is that `begin` gave last: TENTATIVE or COMMITTED."""
+        return self._open_kind
+
     def is_active(self, name: str) -> bool:
         """Whether a region is part of the copies that are written from now on."""
-        return bool(self._present[self._map.slots[0].regions[name].index])
+        place = self._map.slots[0].regions.get(name)
+        return place is not None and bool(self._present[place.index])
 
     def activate(self, name: str) -> None:
         """Make a lazy region part of all copies begun from now on. Raises StorageError if there is no room for it."""
@@ -249,9 +246,9 @@ class BlackBox:
         self._sequences[slot] = sequence
         words[head + SLOT_SEQUENCE] = sequence  # odd: before anything else in the slot changes
         words[head + SLOT_KIND_AND_STEP] = step << 8 | kind
-        if self._slot_activations[slot] != self._activations:
+        if self._slot_activations[slot] != self._activations or self._of_committed:
             at = self._map.slots[slot].present_at
-            self._json[at : at + len(self._present)] = self._present
+            self._json[at : at + len(self._present)] = self._present if kind != SlotKind.TENTATIVE else self._early()
             self._slot_activations[slot] = self._activations
         if kind <= SlotKind.COMMITTED:  # facts may be written while a step's slot is open
             self._open_kind = kind
@@ -289,13 +286,6 @@ class BlackBox:
         else:
             self._tentative = slot
             self._tentative_step = self._open_step
-
-    def write_slot(self, kind: SlotKind, step: int, fill: Callable[[int], None], json_bytes: bytes = b"{}") -> int:
-        """`begin`, `fill(slot)`, `commit`; returns the slot's number."""
-        slot = self.begin(kind, step)
-        fill(slot)
-        self.commit(slot, json_bytes)
-        return slot
 
     def set_facts(self, facts: bytes) -> None:
         """Store what holds for the whole run (an encoded JSON object); may be replaced later."""
@@ -335,6 +325,13 @@ class BlackBox:
                 return slot
         raise AssertionError("three of four slots at most are in use")
 
+    def _early(self) -> bytearray:
+        """Which regions a tentative copy has."""
+        present = self._present.copy()
+        for place in self._of_committed:
+            present[place] = 0
+        return present
+
     def first_difference(self, one: int, other: int) -> str | None:
         """Name of the first region in which the copies in two step slots differ, None if they are equal."""
         same_set = self._slot_activations[one] == self._slot_activations[other]
@@ -344,6 +341,8 @@ class BlackBox:
                 return None
         here, there = self._map.slots[one], self._map.slots[other]
         for name, place in here.regions.items():
+            if place.spec.committed_only:
+                continue
             if self._bytes[here.present_at + place.index] != self._bytes[there.present_at + place.index]:
                 return name
             if self._present[place.index] and not self._same(name, one, other):
@@ -363,7 +362,9 @@ class BlackBox:
         self._present[regions[name].index] = present
         self._activations += 1
         self._active_lazy = tuple(
-            name for name, place in regions.items() if place.spec.lazy and self._present[place.index]
+            name
+            for name, place in regions.items()
+            if place.spec.lazy and self._present[place.index] and not place.spec.committed_only
         )
 
     def _same(self, name: str, one: int, other: int) -> bool:

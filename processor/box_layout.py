@@ -29,7 +29,7 @@ DTYPE_BYTES = {
 PAGE_BYTES = 4096
 HEADER_BYTES_MAX = 64 * 1024 * 1024
 REGION_ALIGN_BYTES = 64  # a cache line, and more than any dtype asks for
-_VERSION = 1
+_VERSION = 2
 _MAGIC = b"LWBOX\x00\x00\x01"
 _PREAMBLE = struct.Struct("=8sIII")  # magic, version, bytes of the header JSON, their CRC-32
 
@@ -67,7 +67,8 @@ class RegionSpec:
     """A named array of fixed size in each slot.
 
     lazy: takes no memory until it is activated, and is absent from copies made before.
-    in_epoch: is also part of the record of an epoch's start.
+    in_epoch: is also part of the record of an epoch's start. committed_only: is in no tentative copy, since the update
+    changes it.
     """
 
     name: str
@@ -75,6 +76,7 @@ class RegionSpec:
     shape: tuple[int, ...]
     lazy: bool = False
     in_epoch: bool = False
+    committed_only: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +146,12 @@ class BoxMap:
     facts_slots: tuple[int, ...]
     slots: tuple[SlotPlace, ...]
     file_bytes: int
+
+    def needed_from_the_start(self, json_bytes: int) -> list[tuple[int, int]]:
+        """Offset and length of what is written whatever happens, with so much room for each slot's JSON."""
+        regions = [(slot.data_at, slot.eager_end - slot.data_at) for slot in self.slots]
+        texts = [(slot.json_at, min(json_bytes, self.layout.json_bytes_max)) for slot in self.slots]
+        return [(0, self.heads_end), *((at, nbytes) for at, nbytes in regions if nbytes > 0), *texts]
 
     def preamble(self) -> bytes:
         """First bytes of the file."""
@@ -230,7 +238,14 @@ def _encode(layout: BoxLayout) -> bytes:
     document = {
         "json_bytes_max": layout.json_bytes_max,
         "regions": [
-            {"name": r.name, "dtype": r.dtype, "shape": list(r.shape), "lazy": r.lazy, "in_epoch": r.in_epoch}
+            {
+                "name": r.name,
+                "dtype": r.dtype,
+                "shape": list(r.shape),
+                "lazy": r.lazy,
+                "in_epoch": r.in_epoch,
+                "committed_only": r.committed_only,
+            }
             for r in layout.regions
         ],
     }
@@ -246,6 +261,7 @@ def _decode(document: dict[str, Any]) -> BoxLayout:
                 shape=tuple(int(size) for size in r["shape"]),
                 lazy=bool(r["lazy"]),
                 in_epoch=bool(r["in_epoch"]),
+                committed_only=bool(r["committed_only"]),
             )
             for r in document["regions"]
         ),

@@ -420,7 +420,9 @@ def test_a_buffer_that_is_a_dtensor_is_captured_and_put_back_like_any_other(tmp_
             net.seen.add_(rank + 1)
             net.moved.add_(1)
         capture.refresh()
-        slot = box.write_slot(SlotKind.COMMITTED, 1, capture.capture)
+        slot = box.begin(SlotKind.COMMITTED, 1)
+        capture.capture(slot)
+        box.commit(slot)
         kept = {name: bytes(box.region(slot, f"buffer/{name}")) for name in ("seen", "moved")}
         same = {name: kept[name] == raw(getattr(net, name)) for name in kept}
         copies = {

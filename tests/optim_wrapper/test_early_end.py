@@ -81,7 +81,7 @@ def slow_down(rank: Rank) -> None:
         (count, r"extras['mine']"),
         (count_here, r"local_extras['local']"),
         (average, "buffer/1.running_mean"),
-        (clamp, "the weight '0.weight'"),
+        (clamp, "the parameter '0.weight'"),
         (slow_down, "the optimizer's hyperparameters"),
     ],
 )

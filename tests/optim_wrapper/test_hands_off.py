@@ -66,7 +66,7 @@ class Job:
         self.model(torch.randn(8, 4)).sum().backward()
         self.wrapped.step()
         if self.protected:
-            self.source.updated()
+            self.recorder.watch.updated()
             self.recorder.committed(step, None)
 
     def tentative_copies(self, model: nn.Module) -> int:
@@ -217,7 +217,7 @@ def test_a_tensor_whose_storage_is_gone_is_named_and_not_read(form: tuple[int, .
     tensor = torch.ones(8).view(form)
     turned = tensor.t() if tensor.ndim == 2 else tensor
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(UnstorableError, match="whose storage has 0 bytes now"):
+    with pytest.raises(UnstorableError, match="has a storage of 0 bytes now"):
         source_of(tensor)
-    with pytest.raises(UnstorableError, match="whose storage has 0 bytes now"):
+    with pytest.raises(UnstorableError, match="has a storage of 0 bytes now"):
         staged_bytes(turned)

@@ -18,7 +18,7 @@ from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.state_restore import RestorePlan
 from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.weight_marks import WeightMarks
+from lastwords.optim_wrapper.state_watch import StateWatch
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.saver import Position
 from lastwords.sharding.discover import pieces_of
@@ -232,16 +232,17 @@ def test_state_that_belongs_to_no_parameter_is_left_out_and_named_in_a_sharded_j
 def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(stand: Stand, written: bool) -> None:
     net, optimizer = trained(1, 1)
     units, extras = units_of(net, optimizer), Extras({}, "extras")
-    weights = WeightMarks(lambda: dict(net.named_parameters()))
-    weights.choose()
+    watch = StateWatch(UnitView(net, optimizer), frozenset, lambda name: False)
+    watch.look()
+    watch.ended(1)
     source = TrainerSource(
-        units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, weights=weights  # type: ignore[arg-type, return-value]
+        units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, watch=watch  # type: ignore[arg-type, return-value]
     )  # fmt: skip
     source.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(None)))
-    source.updated()
+    watch.updated()
     if written:
         for parameter in net.parameters():
             parameter.data.mul_(2)
     for unit in units.names:
         reasons = source.unit_state(unit, stand.step, stand).meta["reasons"]
-        assert any("and perhaps others) were written" in reason for reason in reasons) == written, unit
+        assert any("changed" in reason for reason in reasons) == written, unit

@@ -35,7 +35,7 @@ class Recorded:
 
 
 def hooks(one: Any) -> UpdateHooks:
-    return UpdateHooks(one, lambda: None, None, one, lambda reasons: None, lambda: None)
+    return UpdateHooks(one, lambda: None, None, one, lambda reasons: None, lambda: None, lambda: None)
 
 
 def test_signals_wait_from_the_gate_on() -> None:

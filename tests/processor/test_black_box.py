@@ -283,13 +283,20 @@ def test_a_reader_beside_a_living_writer_never_gets_a_torn_copy(tmp_path: Path) 
     reader.close()
 
 
+def write_slot(box: BlackBox, kind: SlotKind, step: int, fill: Callable[[int], None], json_bytes: bytes = b"{}") -> int:
+    slot = box.begin(kind, step)
+    fill(slot)
+    box.commit(slot, json_bytes)
+    return slot
+
+
 def fill(box: BlackBox, kind: SlotKind, step: int) -> int:
     def regions(slot: int) -> None:
         for name, value in contents(step).items():
             if box.is_active(name):
                 box.region(slot, name)[:] = value
 
-    return box.write_slot(kind, step, regions, document(kind, step))
+    return write_slot(box, kind, step, regions, document(kind, step))
 
 
 # --------------------------------------------------------------------------- what is read
@@ -488,28 +495,28 @@ def test_a_large_region_costs_nothing_until_it_is_activated(tmp_path: Path) -> N
 
 def test_a_region_is_part_of_the_copies_begun_after_its_activation(tmp_path: Path) -> None:
     box = BlackBox.create(tmp_path / "rank_0.box", LAZY)
-    box.write_slot(COMMITTED, 1, lambda _: None)
+    write_slot(box, COMMITTED, 1, lambda _: None)
     box.activate("buffer/large")
-    box.write_slot(COMMITTED, 2, lambda slot: box.region(slot, "buffer/large").__setitem__(0, 9))
+    write_slot(box, COMMITTED, 2, lambda slot: box.region(slot, "buffer/large").__setitem__(0, 9))
     box.deactivate("buffer/large")
-    box.write_slot(COMMITTED, 3, lambda _: None)
+    write_slot(box, COMMITTED, 3, lambda _: None)
     held = [copy.regions.keys() for step in (2, 3) if (copy := read(box, step)) is not None]
     assert held == [{"buffer/large", "rng/torch"}, {"rng/torch"}]
 
 
 def test_a_region_that_came_between_the_two_copies_counts_as_a_difference(tmp_path: Path) -> None:
     box = BlackBox.create(tmp_path / "rank_0.box", LAZY)
-    box.write_slot(TENTATIVE, 1, lambda _: None)
+    write_slot(box, TENTATIVE, 1, lambda _: None)
     box.activate("buffer/large")
-    box.write_slot(COMMITTED, 1, lambda _: None)
+    write_slot(box, COMMITTED, 1, lambda _: None)
     assert box.compare_tentative() == "buffer/large"
 
 
 def test_activated_regions_are_compared_too(tmp_path: Path) -> None:
     box = BlackBox.create(tmp_path / "rank_0.box", LAZY)
     box.activate("buffer/other")
-    box.write_slot(TENTATIVE, 1, lambda _: None)
-    box.write_slot(COMMITTED, 1, lambda slot: box.region(slot, "buffer/other").__setitem__(1 << 19, 1))
+    write_slot(box, TENTATIVE, 1, lambda _: None)
+    write_slot(box, COMMITTED, 1, lambda slot: box.region(slot, "buffer/other").__setitem__(1 << 19, 1))
     assert box.compare_tentative() == "buffer/other"
 
 
@@ -538,7 +545,7 @@ def refuse(*_: object) -> None:
 def test_json_may_grow_up_to_its_room_and_is_left_out_beyond(tmp_path: Path) -> None:
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout((), json_bytes_max=100_000))
     for step, size in enumerate((20, 20_000, 99_980, 100_001, 20), start=1):
-        box.write_slot(COMMITTED, step, lambda _: None, b'{"text": "' + b"x" * (size - 12) + b'"}')
+        write_slot(box, COMMITTED, step, lambda _: None, b'{"text": "' + b"x" * (size - 12) + b'"}')
         copy = read(box, step)
         assert copy is not None
         if size <= 100_000:
@@ -552,7 +559,7 @@ def test_json_may_grow_up_to_its_room_and_is_left_out_beyond(tmp_path: Path) -> 
 def test_json_for_which_memory_is_refused_is_left_out(box: BlackBox, monkeypatch: pytest.MonkeyPatch) -> None:
     larger = BlackBox.create(box.path.with_name("rank_1.box"), BoxLayout((), json_bytes_max=100_000))
     monkeypatch.setattr(black_box.os, "posix_fallocate", refuse)
-    larger.write_slot(COMMITTED, 1, lambda _: None, b'{"text": "' + b"x" * 50_000 + b'"}')
+    write_slot(larger, COMMITTED, 1, lambda _: None, b'{"text": "' + b"x" * 50_000 + b'"}')
     copy = read(larger, 1)
     assert copy is not None
     assert copy.problem
@@ -589,7 +596,7 @@ def test_a_box_of_a_newer_format_is_refused_with_both_numbers(box: BlackBox) -> 
     whole = bytearray(box.path.read_bytes())
     struct.pack_into("=I", whole, 8, 9)
     box.path.write_bytes(whole)
-    with pytest.raises(FormatError, match="format 9; this lastwords reads format 1"):
+    with pytest.raises(FormatError, match="format 9; this lastwords reads format 2"):
         BlackBox.open(box.path)
 
 

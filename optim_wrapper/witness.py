@@ -1,0 +1,283 @@
+"""Whether a tensor has changed since a moment: seen, for every tensor that a checkpoint holds, in a few microseconds.
+
+What is taken of each tensor is where its memory lies, how often torch has counted a write to it, and, in the host's
+memory, a few of its 8-byte words: a write through `.data`, and one by a kernel that does not count, leaves the first
+two as they were. Other words are looked at after each step, so that what one look spares the next one may see. A
+write that spares all that is looked at is not seen, nor is an uncounted write on a device; `verify_every` looks at all
+bytes in the steps that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.tensor_places import Places, TensorPlaces, Words, word_index, words_at
+from lastwords.sharding.dtensor import is_dtensor, local_of
+
+WORDS_MAX, WORDS_EACH_MAX = 1024, 16
+"""About so many words are looked at in all, and of each tensor at least two and at most so many."""
+
+ROUNDS = 16
+"""After so many steps the same words are looked at again."""
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, without their whole parts, lie spread over 0 to 1 however many there are."""
+
+
+class StateName(NamedTuple):
+    """What a tensor is called in a checkpoint's unit. kind: model, buffer or optim; key: the optimizer's."""
+
+    kind: str
+    name: str
+    key: str | None = None
+
+    def __str__(self) -> str:
+        words = {"model": "parameter", "buffer": "buffer", "optim": "optimizer state of"}
+        return f"{words[self.kind]} {self.name!r}" + (f" ({self.key})" if self.key else "")
+
+
+class Slot(NamedTuple):
+    """A tensor and the dictionary that has it, if it may be replaced there by another one."""
+
+    tensor: torch.Tensor
+    table: Mapping[Any, Any] | None = None
+    key: Any = None
+
+
+class Mark(NamedTuple):
+    """What all tensors were like at a moment. Compared by the `Witness` that has made it."""
+
+    look: int
+    round: int
+    places: Places
+    written: bytes
+    wordy: Words
+    words: bytes
+    restless: list[tuple[torch.Tensor | None, int]]
+
+
+class Witness:
+    """Marks of the tensors that `every` names; asked again at `look`, which belongs to the training thread.
+
+    Other methods may be called by any thread. sampled: whether words are looked at.
+    """
+
+    def __init__(self, every: Callable[[], Mapping[StateName, Slot]], *, sampled: bool = True) -> None:
+        self._every = every
+        self._sampled = sampled
+        self._look = 0
+        self._slots: dict[StateName, Slot] = {}
+        self._names: list[StateName] = []
+        self._tensors: list[torch.Tensor] = []
+        self._restless: dict[StateName, Slot] = {}
+        self._enrol({})
+
+    def look(self) -> None:
+        """See which tensors there are now. What stands in one's place every now and then is told by itself alone."""
+        before, slots = self._slots, {name: slot for name, slot in self._every().items() if _can_be_read(slot.tensor)}
+        for name, slot in slots.items():
+            known = before.get(name)
+            if known is not None and known.tensor is not slot.tensor and slot.table is not None:
+                self._restless[name] = slot
+        self._restless = {name: slot for name, slot in self._restless.items() if name in slots}
+        if len(before) != len(slots) or any(
+            name not in before or before[name].tensor is not slot.tensor for name, slot in slots.items()
+        ):
+            self._slots = slots
+            self._enrol({name: slot for name, slot in slots.items() if name not in self._restless})
+
+    def mark(self, since: Mark | None = None, *, step: int = 0) -> Mark:
+        """What they are like now. since: a mark that it is to be compared with; step: else, other words for each."""
+        places = self._places.read()
+        where = places.at[1].tobytes() + places.memory[:2].tobytes()
+        if where != self._where:
+            self._lie_at(places, where)
+        number = step % ROUNDS if since is None else since.round
+        restless = [_seen(slot) for slot in self._restless.values()]
+        return Mark(
+            self._look, number, places, where + places.memory[2].tobytes(), self._wordy, self._words(number), restless
+        )
+
+    def moved(self, since: Mark, until: Mark | None = None) -> list[StateName]:
+        """Names of those that were written, or have other memory, since then (`until` another mark, or now)."""
+        if since.look != self._look:
+            return []
+        now = until or self.mark(since)
+        if now.written == since.written and now.words == since.words and _alike(now.restless, since.restless):
+            return []
+        differs = (since.places.memory != now.places.memory)[:2].any(0) | (since.places.writes != now.places.writes)
+        differs |= since.places.offsets != now.places.offsets
+        if now.words != since.words:
+            both = np.intersect1d(since.wordy, now.wordy)
+            one, other = (self._rows(mark)[np.isin(mark.wordy, both)] for mark in (since, now))
+            differs[both] |= (one != other).any(1)
+        found = [self._names[place] for place in np.flatnonzero(differs)]
+        pairs = zip(self._restless, since.restless, now.restless, strict=True)
+        return found + [name for name, was, mark in pairs if not _alike([was], [mark])]
+
+    def writes(self, name: StateName, since: Mark, until: Mark) -> int:
+        """How many writes torch has counted to one of them in between; 0 where it lies elsewhere now."""
+        if name not in self._place_of or since.look != until.look:
+            return 0
+        at = self._place_of[name]
+        if (since.places.memory[:2, at] != until.places.memory[:2, at]).any():
+            return 0
+        return int(until.places.writes[at] - since.places.writes[at])
+
+    def get(self, name: StateName) -> torch.Tensor | None:
+        """The tensor of this name as of the last look, of a DTensor the part that lies here."""
+        slot = self._slots.get(name)
+        return None if slot is None else local_of(slot.tensor)
+
+    def items(self) -> Iterator[tuple[StateName, torch.Tensor]]:
+        """All of them as of the last look."""
+        return ((name, local_of(slot.tensor)) for name, slot in self._slots.items())
+
+    def sample(self, mark: Mark, names: Iterable[StateName]) -> bytes:
+        """The words of some of them in a mark."""
+        place = {int(at): row for row, at in enumerate(mark.wordy)}
+        wanted = [place[at] for name in names if (at := self._place_of.get(name, -1)) in place]
+        return self._rows(mark)[wanted].tobytes() if mark.look == self._look else b""
+
+    def replaced(self) -> list[StateName]:
+        """Names of those in whose place another tensor stands since the last look, and of those that have come.
+
+        State of the optimizer that has come, or that lies in lists, is what its update has made.
+        """
+        now = self._every()
+        return [
+            name
+            for name, slot in now.items()
+            if name not in self._restless
+            and _can_be_read(slot.tensor)
+            and (name.kind != "optim" if name not in self._slots else self._slots[name].tensor is not slot.tensor)
+            and (name.kind != "optim" or slot.table is not None)
+        ]
+
+    # ------------------------------------------------------------------ inside
+
+    def _rows(self, mark: Mark) -> Words:
+        return np.frombuffer(mark.words, np.int64).reshape(-1, self._each)
+
+    def _enrol(self, slots: Mapping[StateName, Slot]) -> None:
+        self._look += 1
+        self._names = [*slots]
+        self._place_of = {name: place for place, name in enumerate(self._names)}
+        self._tensors = [local_of(slot.tensor) for slot in slots.values()]
+        self._places = TensorPlaces(self._tensors)
+        self._each = min(max(WORDS_MAX // max(len(self._names), 1), 2), WORDS_EACH_MAX)
+        self._where = b""
+        self._indices: list[Words] | None = None
+        self._masks: Words | None = None
+        self._wordy: Words = np.empty(0, np.int64)
+        places = self._places.read()
+        self._lie_at(places, places.at[1].tobytes() + places.memory[:2].tobytes())
+
+    def _lie_at(self, places: Places, where: bytes) -> None:
+        """Where the words are that are looked at, now that the tensors lie there."""
+        self._where = where
+        self._indices = None
+        columns = zip(
+            self._tensors, places.addresses.tolist(), places.nbytes.tolist(), places.offsets.tolist(), strict=True
+        )
+        spans = [_words_of(tensor, *place) for tensor, *place in columns] if self._sampled else []
+        self._wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
+        if not len(self._wordy):
+            return
+        begins, counts, masks = np.array([span for span in spans if span is not None], np.int64).T[:, :, None]
+        fractions = np.arange(ROUNDS * self._each).reshape(ROUNDS, self._each) * _GOLDEN % 1.0
+        self._indices = [word_index(begins) + (fraction * counts).astype(np.int64) for fraction in fractions]
+        self._masks = None if (masks == -1).all() else masks
+
+    def _words(self, number: int) -> bytes:
+        if self._indices is None:
+            return b""
+        words = words_at(self._indices[number])
+        return words.tobytes() if self._masks is None else (words & self._masks).tobytes()
+
+
+def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterator[tuple[StateName, Slot]]:
+    """Everything that a checkpoint holds of a rank beside what is `captured` in each step: buffers of these names."""
+    every, apart = view.all_names(), captured()
+    for name, parameter in every.parameters.items():
+        yield StateName("model", name), Slot(parameter)
+    for name, buffer in every.buffers.items():
+        if name not in apart:
+            module, key = every.owners[name]
+            yield StateName("buffer", name), Slot(buffer, module._buffers, key)
+    names = {id(parameter): name for name, parameter in every.parameters.items()}
+    for of, value in [*view.stateful.state.items()]:
+        whose = names.get(id(of)) if isinstance(of, torch.Tensor) else f"~{of}"
+        if whose is not None and isinstance(value, dict):
+            for inner, item in [*value.items()]:
+                yield from _nested(StateName("optim", whose, str(inner)), item, value, inner)
+
+
+def _nested(name: StateName, item: Any, table: Mapping[Any, Any] | None, key: Any) -> Iterator[tuple[StateName, Slot]]:
+    if isinstance(item, torch.Tensor):
+        yield name, Slot(item, table, key)
+    elif isinstance(item, list | tuple | dict):
+        for place, inner in [*item.items()] if isinstance(item, dict) else enumerate(item):
+            deeper = name._replace(key=f"{name.key}.{place}")
+            yield from _nested(deeper, inner, item if isinstance(item, dict) else None, place)
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own and no other tensor inside."""
+    if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested:
+        return False
+    local = local_of(tensor)
+    plain = is_dtensor(tensor) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and local.layout is torch.strided and not local.is_quantized and local.device.type != "meta"
+
+
+def _words_of(tensor: torch.Tensor, address: int, nbytes: int, offset: int) -> tuple[int, int, int] | None:
+    """Where a tensor's first word lies, how many follow one another from there, and a mask for what is its own in them.
+
+    address, nbytes: of its storage; offset: in it, in elements. None where there is none: on a device, or without
+    memory. A word that begins at a multiple of 8 lies in one page: where a byte of it can be read, all can.
+    """
+    size = tensor.element_size()
+    run = _run(tensor) * size
+    begin = address + offset * size
+    if tensor.device.type != "cpu" or not address or not run or begin + run > address + nbytes:
+        return None
+    first = -(-begin // 8) * 8
+    if (whole := (begin + run - first) // 8) > 0:
+        return first, whole, -1
+    lead = begin % 8
+    own = min(run, 8 - lead)
+    return begin - lead, 1, int.from_bytes(bytes(lead) + b"\xff" * own + bytes(8 - lead - own), "little", signed=True)
+
+
+def _run(tensor: torch.Tensor) -> int:
+    """How many of its elements lie side by side, from its first one on.
+
+    >>> _run(torch.zeros(3, 4)), _run(torch.zeros(3, 4).t()), _run(torch.zeros(3, 4)[:, 1:3]), _run(torch.zeros(()))
+    (12, 12, 2, 1)
+    """
+    count = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return 0
+        if size > 1 and stride != count:
+            break
+        count *= size
+    return count
+
+
+def _seen(slot: Slot) -> tuple[torch.Tensor | None, int]:
+    assert slot.table is not None
+    tensor = slot.table.get(slot.key)
+    if not isinstance(tensor, torch.Tensor):
+        return None, 0
+    return tensor, 0 if tensor.is_inference() else tensor._version
+
+
+def _alike(one: list[tuple[torch.Tensor | None, int]], other: list[tuple[torch.Tensor | None, int]]) -> bool:
+    return len(one) == len(other) and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(one, other, strict=True))

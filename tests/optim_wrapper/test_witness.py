@@ -1,0 +1,232 @@
+"""A change of any tensor since a moment is seen: by its place, by torch's count of writes, or in its words."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lastwords.optim_wrapper import tensor_places
+from lastwords.optim_wrapper.tensor_places import TensorPlaces
+from lastwords.optim_wrapper.witness import ROUNDS, Mark, Slot, StateName, Witness
+
+
+def of(tensors: dict[str, torch.Tensor], **options: Any) -> Witness:
+    witness = Witness(lambda: {StateName("model", name): Slot(one) for name, one in tensors.items()}, **options)
+    witness.look()
+    return witness
+
+
+def watched(**options: Any) -> tuple[dict[str, torch.Tensor], Witness]:
+    tensors: dict[str, torch.Tensor] = {f"w{n}": nn.Parameter(torch.ones(2)) for n in range(5)}
+    return tensors, of(tensors, **options)
+
+
+def moved(witness: Witness, since: Mark) -> list[str]:
+    return [name.name for name in witness.moved(since)]
+
+
+def count(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(1)  # the same values: only the count of writes tells
+
+
+CHANGES = {
+    "in place": count,
+    "through .data": lambda one: one.data.mul_(2),
+    "other memory": lambda one: setattr(one, "data", one.data.clone()),
+    "resized": lambda one: one.untyped_storage().resize_(0),
+    "another part of the same memory": lambda one: setattr(one, "data", one.data[:1]),
+    "swapped": lambda one: torch.utils.swap_tensors(one, nn.Parameter(torch.ones(2))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_and_named_once(change: str) -> None:
+    tensors, witness = watched()
+    since = witness.mark()
+    assert moved(witness, since) == []
+    if change == "another part of the same memory":
+        tensors["w3"].data = torch.ones(6)[2:4]
+        since = witness.mark()
+        tensors["w3"].data = tensors["w3"].data[1:]
+    else:
+        CHANGES[change](tensors["w3"])
+    assert moved(witness, since) == ["w3"]
+    assert moved(witness, witness.mark()) == []
+
+
+def swap_in(tensors: dict[str, torch.Tensor], averages: float) -> None:
+    """As torch_ema and diffusers do it: neither the memory nor torch's count of writes shows it."""
+    for tensor in tensors.values():
+        tensor.data.copy_(torch.full_like(tensor, averages))
+
+
+def test_a_write_through_data_into_the_same_memory_is_seen_in_the_words() -> None:
+    tensors, witness = watched()
+    since = witness.mark()
+    swap_in(tensors, 2)
+    assert moved(witness, since) == [*tensors]
+    swap_in(tensors, 1)
+    assert moved(witness, since) == []  # they are those of the step again
+
+
+def test_the_control_without_the_words_such_a_write_is_not_seen() -> None:
+    tensors, witness = watched(sampled=False)
+    since = witness.mark()
+    swap_in(tensors, 2)
+    assert moved(witness, since) == []
+
+
+def test_what_one_round_spares_another_one_sees() -> None:
+    table = torch.zeros(4096)
+    witness = of({"table": table})
+    seen = 0
+    for place in range(ROUNDS):
+        since = witness.mark(step=place)
+        table.data[64 * place : 64 * place + 64] += 1
+        seen += bool(moved(witness, since))
+    assert 1 <= seen < ROUNDS
+
+
+def test_the_words_are_those_of_the_memory_that_a_tensor_has_now() -> None:
+    tensors, witness = watched()
+    old = tensors["w0"].data
+    tensors["w0"].data = torch.zeros(2)
+    since = witness.mark()
+    old.mul_(2)
+    assert moved(witness, since) == []
+    tensors["w0"].data.add_(1)
+    assert moved(witness, since) == ["w0"]
+
+
+def test_one_that_has_no_memory_leaves_the_words_of_the_others_where_they_are() -> None:
+    tensors, witness = watched()
+    tensors["w2"].data = torch.empty(0)
+    since = witness.mark()
+    tensors["w4"].data.mul_(2)
+    assert moved(witness, since) == ["w4"]
+    tensors["w2"].data = torch.ones(3)
+    assert moved(witness, since) == ["w2", "w4"]
+
+
+ODD = {
+    "scalar": torch.tensor(3.0),
+    "one": torch.ones(1, 1),
+    "a byte": torch.ones(1, dtype=torch.bool),
+    "bfloat16": torch.ones(40, dtype=torch.bfloat16),
+    "complex128": torch.ones(5, 5, dtype=torch.complex128),
+    "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
+    "float8": torch.ones(9).to(torch.float8_e4m3fn),
+    "bool": torch.ones(3, dtype=torch.bool),
+    "expanded": torch.ones(1).expand(4, 4),
+    "channels last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "transposed": torch.ones(3, 5).t(),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_words_of_every_form_are_looked_at(name: str) -> None:
+    witness = of({name: ODD[name]})
+    since = witness.mark()
+    ODD[name].untyped_storage().fill_(7)
+    assert moved(witness, since) == [name]
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(2, device="meta"), torch.eye(2).to_sparse(),
+                                    torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)])  # fmt: skip
+def test_what_has_no_plain_memory_is_left_alone(tensor: torch.Tensor) -> None:
+    witness = of({"odd": tensor, "plain": torch.ones(2)})
+    assert moved(witness, witness.mark()) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), order=st.randoms(use_true_random=False))
+def test_only_the_tensor_s_own_bytes_are_looked_at(shape: list[int], order: random.Random) -> None:
+    whole = torch.zeros([size + 2 for size in shape], dtype=order.choice([torch.float32, torch.int8, torch.bfloat16]))
+    own = whole[tuple(slice(1, 1 + size) for size in shape)].permute(order.sample(range(len(shape)), len(shape)))
+    witness = of({"own": own.detach()})
+    for step in range(ROUNDS):
+        since = witness.mark(step=step)
+        inside = own.clone()
+        whole.data.add_(1)
+        own.data.copy_(inside)
+        assert moved(witness, since) == []
+        own.data.add_(1)
+        assert moved(witness, since) == ["own"]
+
+
+def test_tensors_that_were_made_under_inference_mode_are_told_by_their_words() -> None:
+    with torch.inference_mode():
+        made = nn.Parameter(torch.ones(2), requires_grad=False)
+    witness = of({"trained": nn.Parameter(torch.ones(2)), "frozen": made})
+    since = witness.mark()
+    with torch.inference_mode():
+        made.mul_(2)
+    assert moved(witness, since) == ["frozen"]
+
+
+def test_writes_are_counted() -> None:
+    tensors, witness = watched()
+    since = witness.mark()
+    for _ in range(3):
+        count(tensors["w1"])
+    assert witness.writes(StateName("model", "w1"), since, witness.mark(since)) == 3
+
+
+def state(tables: dict[str, dict[str, torch.Tensor]]) -> dict[StateName, Slot]:
+    return {
+        StateName("optim", name, key): Slot(tensor, table, key)
+        for name, table in tables.items()
+        for key, tensor in table.items()
+    }
+
+
+def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
+    tables = {"a": {"m": torch.ones(2)}, "b": {"m": torch.ones(2)}}
+    witness = Witness(lambda: state(tables))
+    witness.look()
+    since = witness.mark()
+    tables["a"]["m"] = torch.ones(2)
+    assert moved(witness, since) == []  # nobody has written to the one that is watched
+    assert witness.replaced() == [StateName("optim", "a", "m")]
+    tables["c"] = {"m": torch.ones(2)}
+    assert witness.replaced() == [StateName("optim", "a", "m")], "an update has made what has come"
+
+
+def test_one_that_is_replaced_in_every_step_is_looked_at_where_it_stands() -> None:
+    """Some optimizers make new moments instead of writing to the old ones."""
+    table = {"m": torch.ones(2)}
+    witness = Witness(lambda: state({"a": table}))
+    for _ in range(2):
+        witness.look()
+        table["m"] = table["m"] * 2
+    witness.look()
+    since = witness.mark()
+    assert (witness.replaced(), moved(witness, since)) == ([], [])
+    table["m"] = table["m"] * 2
+    assert moved(witness, since) == ["a"]
+
+
+def test_places_are_read_as_the_tensors_say_of_themselves() -> None:
+    tensor_places._fields.cache_clear()
+    drawn = torch.get_rng_state()
+    assert tensor_places._fields() is not None, "the quick way works with this torch"
+    assert torch.equal(torch.get_rng_state(), drawn)
+    tensors = [one for one in ODD.values() if one.device.type == "cpu"]
+    quick, asked = TensorPlaces(tensors).read(), TensorPlaces(tensors, public=True).read()
+    for name in ("addresses", "nbytes", "offsets", "writes"):
+        assert getattr(quick, name).tolist() == getattr(asked, name).tolist(), name
+
+
+def test_the_public_way_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_places, "_fields", lambda: None)
+    for change in CHANGES:
+        if change != "another part of the same memory":
+            test_a_change_is_seen_and_named_once(change)
+    test_a_write_through_data_into_the_same_memory_is_seen_in_the_words()
