@@ -91,7 +91,7 @@ class ParallelTrainer(Trainer):
         self.parallel = parallel = ({**LAYOUTS, "sharded-tp": sharded_tp})[layout.parallel](task)
         self.net = self.model = parallel.model
         self.inner = parallel.optimizer
-        getattr(self.inner, "optim", self.inner).faults = self.faults
+        type(getattr(self.inner, "optim", self.inner)).faults = self.faults
         self.replica = parallel.replica
         windows = Text(CONTEXT, layout.steps_per_epoch * sequences - layout.left_over)
         text = Augmented(windows) if layout.augment else Numbered(windows)
