@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 _OF_THE_ORDER = ("samples", "shuffle", "seed")
@@ -61,13 +62,17 @@ def samples_seen(data: Mapping[str, Any], epoch: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class Carried:
-    """What is left of `epoch`: `indices` are this rank's. `first` samples were seen before, in `first_step` steps."""
+    """What is left of `epoch`: `indices` are this rank's. `first` samples were seen before, in `first_step` steps.
+
+    drawn: the sampler draws the epoch's order from the random streams at its start; what comes after `first` is left.
+    """
 
     epoch: int
     first: int
     first_step: int
     indices: tuple[int, ...]
     batches: int
+    drawn: bool = False
 
     def facts(self) -> dict[str, int]:
         """For the checkpoints of this run."""
@@ -75,7 +80,11 @@ class Carried:
 
     def open(self, loader: Any) -> Iterator[Any]:
         """An iterator over the rest. Workers that persist are made with the next epoch."""
-        sampler: Any = BatchSampler(self.indices, loader.batch_size, loader.drop_last)
+        indices: Any = self.indices
+        if self.drawn:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the iterator, for its workers
+            indices = list(loader.sampler)[self.first :]
+        sampler: Any = BatchSampler(indices, loader.batch_size, loader.drop_last)
         kept = {name: loader.__dict__[name] for name in ("batch_sampler", "persistent_workers")}
         # As in `skipping_iterator`: in place only while the iterator is being made.
         loader.__dict__.update(batch_sampler=sampler, persistent_workers=False)

@@ -18,10 +18,10 @@ from lastwords.optim_wrapper.common_step import CommonStep
 from lastwords.optim_wrapper.config import Config, DataMode
 from lastwords.optim_wrapper.facts import run_facts
 from lastwords.optim_wrapper.global_names import Naming
-from lastwords.optim_wrapper.global_samples import carry
 from lastwords.optim_wrapper.hold import ExceptHook, exit_code_of, is_collective_error, one_line
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.job_shape import CopyMode, GateMode, Options, declared_units, settings_of, wrappers_of
+from lastwords.optim_wrapper.loader_changes import onward
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
@@ -288,9 +288,7 @@ class TFTRegister:
             raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
         self._begun = True
         resumed = self._resumed
-        carried, why = None, ""
-        if resumed is not None and resumed.position is not None:
-            carried, why = carry(resumed.facts, resumed.epoch, resumed.step, loader, accumulate, self._world.size)
+        here = onward(resumed, loader, accumulate, self._world.size)
         steps = self._steps = Steps(
             loader,
             epochs,
@@ -299,8 +297,7 @@ class TFTRegister:
             resume=None if resumed is None else self._resume_at(resumed),
             data=self._config.data,
             show_progress=self._world.rank == 0,
-            carried=carried,
-            not_carried=why,
+            onward=here,
             placed=resumed is not None and bool(resumed.regions) and loader in self._recorder.local_extras,
         )
         self._facts["data"] = {**steps.facts(), "world_size": self._world.size}
@@ -314,11 +311,11 @@ class TFTRegister:
             self._position,
             epoch_start=None if resumed is None else resumed.epoch_start,
             step_regions=None if resumed is None else resumed.regions,
-            steps_per_epoch=steps.steps_per_epoch if carried is None else 0,
+            steps_per_epoch=steps.steps_per_epoch if here.carried is None else 0,
         )
         if self._protection is not None and self._common is not None:
             self._common.compare("before the first step")
-            shape = (steps.steps_per_epoch, epochs) if carried is None else (0, 0)
+            shape = (steps.steps_per_epoch, epochs) if here.carried is None else (0, 0)
             self._protection.agent.begin_loop(*shape, self._global_step)
         yield from steps
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,8 @@ from lastwords.optim_wrapper.data_position import (
     static_reasons,
     told_epochs,
 )
-from lastwords.optim_wrapper.global_samples import Carried, dealing
+from lastwords.optim_wrapper.global_samples import dealing
+from lastwords.optim_wrapper.loader_changes import Counters, Onward, about
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +86,8 @@ class Steps:
     """Iterate to get (epoch, step, batch) for every batch, all epochs; once only.
 
     `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
-    body whether the batch in hand is its step's last. carried: what is left of the resumed epoch, where that is not
-    what comes after so many steps; not_carried: why it should be, and cannot. placed: the loader's own state is back:
+    body whether the batch in hand is its step's last. onward: where the resumed loop goes on in its data,
+    where that is not what comes after so many steps, and what of the loader differs. placed: its own state is back:
     its next iterator goes on where the saved one stood.
     Raises ConfigError for a loader without a usable length.
     """
@@ -100,8 +102,7 @@ class Steps:
         resume: ResumeAt | None = None,
         data: DataMode = "refetch",
         show_progress: bool = False,
-        carried: Carried | None = None,
-        not_carried: str = "",
+        onward: Onward | None = None,
         placed: bool = False,
     ) -> None:
         for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
@@ -115,7 +116,11 @@ class Steps:
         self._accumulate = accumulate
         self._events = events
         self._resume = resume
+        self._onward = onward = onward or Onward()
+        carried = onward.carried
         self._carried = None if placed else carried
+        self._counters = Counters(loader)
+        self._inputs = {"dealing": dealing(loader), "inputs": about(loader, self._facts.batches, accumulate)}
         self._placed = placed
         self._data: DataMode = data
         self._show_progress = show_progress
@@ -131,7 +136,7 @@ class Steps:
         self.step = resume.step if resume is not None else 0
         self.under_way = False
         self.ends_step = False
-        said = [*([not_carried] if not_carried else []), *counted_out]
+        said = [*onward.reasons, *counted_out]
         self.reasons: list[str] = [*static_reasons(loader, self._facts, "skip" if placed else data), *said]
         """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
@@ -152,7 +157,8 @@ class Steps:
             "accumulate": self._accumulate,
             "batches_per_epoch": self._facts.batches,
             "mode": self._data,
-            "dealing": dealing(self._loader),
+            **self._inputs,
+            "counters": self._counters.facts,
             **({} if self._carried is None else {"carried": self._carried.facts()}),
         }
 
@@ -204,12 +210,16 @@ class Steps:
         for epoch in range(1 if resume is None else resume.epoch, self._epochs + 1):
             here = resume if resume is not None and epoch == resume.epoch else None
             if here is not None and not self._has_to_replay(here):
+                self._set_counters_back(epoch, replayed=False)
                 if here.restore_step is not None:
                     here.restore_step()
                 continue
-            set_epoch(self._loader, epoch)
+            self._counters.tell(partial(set_epoch, self._loader, epoch))
             told = told_epochs(self._loader)
-            if here is not None:
+            if here is None:
+                self._counters.epoch_starts(epoch)
+            else:
+                self._set_counters_back(epoch, replayed=True)
                 self._restore_epoch_start(here)
             self.epoch, self.step = epoch, 0 if here is None else here.step
             self._events.epoch_start(epoch)
@@ -248,6 +258,7 @@ class Steps:
                     f"one than {epoch}, so the order of its data differs; give steps() the DataLoader inside it"
                 )
             count += 1
+            self._counters.has_batches(epoch, count)
             if count > total:
                 raise ConfigError(
                     f"the loader has more batches than its length, {total}, says; all numbers of steps would be "
@@ -282,8 +293,13 @@ class Steps:
             return False
         return self._facts.kind is Kind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
 
+    def _set_counters_back(self, epoch: int, *, replayed: bool) -> None:
+        if not self._placed:
+            for reason in self._counters.set_back(self._onward.counted, epoch, replayed=replayed):
+                self._not_exact(reason)
+
     def _restore_epoch_start(self, here: ResumeAt) -> None:
-        if self._carried is not None:
+        if self._carried is not None and not self._carried.drawn:
             return  # the order of what is left is known without them
         if here.restore_epoch_start is not None:
             here.restore_epoch_start()

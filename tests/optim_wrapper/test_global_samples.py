@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lastwords.optim_wrapper.global_samples import Carried, carry, dealing
+from lastwords.optim_wrapper.loader_changes import Onward
 from lastwords.optim_wrapper.steps import ResumeAt, Steps
 
 
@@ -54,7 +55,7 @@ def run(
             carried, why = carry({"data": data}, *at, own, accumulate)
             assert why == ""
         resume = None if data is None else ResumeAt(*at, lambda: None, lambda: None)
-        steps = Steps(own, epochs, accumulate=accumulate, events=Quiet(), resume=resume, carried=carried)
+        steps = Steps(own, epochs, accumulate=accumulate, events=Quiet(), resume=resume, onward=Onward(carried))
         for epoch, step, values in steps:
             seen += [(epoch, step, int(value)) for value in values]
         facts = {"steps_per_epoch": steps.steps_per_epoch, "accumulate": accumulate, "dealing": dealing(own)}
@@ -112,7 +113,7 @@ def test_what_is_left_is_dealt_by_workers_that_persist_too_and_the_next_epoch_is
     _, facts = run(24, 4, 2, 1, 1)
     own = loader(24, 1, 0, 2, num_workers=1, persistent_workers=True)
     carried, _ = carry({"data": facts}, 1, 1, own, 1)
-    steps = Steps(own, 2, events=Quiet(), resume=ResumeAt(1, 1, lambda: None, lambda: None), carried=carried)
+    steps = Steps(own, 2, events=Quiet(), resume=ResumeAt(1, 1, lambda: None, lambda: None), onward=Onward(carried))
     counts = {1: 0, 2: 0}
     for epoch, _, values in steps:
         counts[epoch] += len(values)

@@ -1,0 +1,220 @@
+"""A resumed loop whose loader is another one than the saved run's is told so, or goes on with the same samples."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from lastwords.optim_wrapper import loader_changes
+from lastwords.optim_wrapper.loader_changes import Onward, onward
+from lastwords.optim_wrapper.steps import Steps
+from tests.optim_wrapper.test_steps import (
+    BATCH,
+    BATCHES,
+    SAMPLES,
+    Buckets,
+    Items,
+    Run,
+    after,
+    loader,
+    points,
+    resumed,
+    seeded,
+    whole_run,
+)
+
+
+def facts_of(steps: Steps | None) -> dict[str, Any]:
+    assert steps is not None
+    return {"data": {**steps.facts(), "world_size": 1}}
+
+
+def going_on(whole: Run, new: Any, epoch: int, step: int, accumulate: int = 1) -> Onward:
+    saved = SimpleNamespace(facts=facts_of(whole.steps), epoch=epoch, step=step, position=(epoch, step))
+    return onward(saved, new, accumulate, 1)
+
+
+def test_the_examples_in_the_docstrings_are_right() -> None:
+    assert doctest.testmod(loader_changes).failed == 0
+
+
+def plain(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Items(), **{"batch_size": BATCH, "shuffle": True, **options})
+
+
+class More(Items):
+    """A sample more."""
+
+    def __len__(self) -> int:
+        return SAMPLES + 1
+
+
+class Shuffled:
+    """Around a loader."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.inner), generator=seeded(self.epoch)).tolist()
+        self.epoch += 1
+        batches = list(self.inner)
+        yield from (batches[at] for at in order)
+
+
+def distributed(**options: Any) -> DataLoader[Any]:
+    items = Items()
+    return DataLoader(items, BATCH, sampler=DistributedSampler(items, 1, 0, **options))
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "batch size": (plain, lambda: plain(batch_size=BATCH + 1), f"batch size: {BATCH} when it was saved, {BATCH + 1}"),
+    "length": (plain, lambda: DataLoader(More(), BATCH, shuffle=True), f"data set: {SAMPLES} when it was saved, "),
+    "sampler": (
+        plain,
+        lambda: plain(shuffle=False),
+        "type of the sampler: torch.utils.data.sampler.RandomSampler when",
+    ),
+    "own sampler": (plain, lambda: DataLoader(Items(), batch_sampler=Buckets()), "type of the batch sampler: "),
+    "shuffle": (distributed, lambda: distributed(shuffle=False), "shuffle of the sampler: True when it was saved"),
+    "seed": (distributed, lambda: distributed(seed=4), "seed of the sampler: 0 when it was saved, 4 here"),
+    "drop_last": (plain, lambda: plain(drop_last=True), "drop_last of the loader: False when it was saved, True here"),
+    "workers": (plain, lambda: plain(num_workers=1), "may draw random numbers: 0 when it was saved, 1 here"),
+    "replacement": (
+        lambda: DataLoader(Items(), BATCH, sampler=RandomSampler(Items())),
+        lambda: DataLoader(Items(), BATCH, sampler=RandomSampler(Items(), replacement=True)),
+        "replacement of the sampler: False when it was saved, True here",
+    ),
+    "wrapper": (plain, lambda: Shuffled(plain()), "type of the loader: torch.utils.data.dataloader.DataLoader when"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_has_changed_of_the_loader_is_named_with_what_it_was_and_is(what: str) -> None:
+    before, then, expected = CHANGED[what]
+    whole = whole_run(before, epochs=1)
+    assert going_on(whole, before(), 1, 2) == Onward(None, (), whole.steps.facts()["counters"])  # type: ignore[union-attr]
+    assert any(expected in reason for reason in going_on(whole, then(), 1, 2).reasons)
+
+
+def test_another_accumulation_is_named() -> None:
+    whole = whole_run(plain, epochs=1)
+    assert any("batches in a step: 1 when" in reason for reason in going_on(whole, plain(), 1, 2, 2).reasons)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "shuffle with generator", "two generators"])
+def test_a_random_order_goes_on_with_batches_of_another_size_and_each_sample_is_seen_once(kind: str) -> None:
+    def make() -> Any:
+        return loader(kind)
+
+    def other() -> Any:
+        return loader(kind, batch_size=3)
+
+    def seen(run: Run, epoch: int) -> list[float]:
+        return [row[0] for entry in run.record if entry[0] == epoch and len(entry) == 4 for row in entry[2]]
+
+    whole = whole_run(make, epochs=2)
+    for epoch, step in ((1, 2), (2, 3), (1, BATCHES), (2, BATCHES)):
+        here = going_on(whole, other(), epoch, step)
+        assert len(here.reasons) == 1
+        again = resumed(whole, other, epoch, step, epochs=2, onward=here)
+        order = seen(whole, epoch)
+        assert seen(again, epoch) == order[step * BATCH :]
+        if epoch == 1:
+            assert sorted(seen(again, 2)) == sorted(range(SAMPLES))
+    by_number = resumed(whole, other, 1, 2, epochs=2)
+    assert seen(by_number, 1) != seen(whole, 1)[2 * BATCH :], "the control: by the number of steps"
+
+
+def test_a_run_with_batches_of_another_size_can_be_resumed_again_in_the_same_epoch() -> None:
+    def make() -> Any:
+        return loader("shuffle")
+
+    def other() -> Any:
+        return loader("shuffle", batch_size=3)
+
+    whole = whole_run(make, epochs=1)
+    again = resumed(whole, other, 1, 2, epochs=1, onward=going_on(whole, other(), 1, 2))
+    third = resumed(again, other, 1, 4, epochs=1, onward=going_on(again, other(), 1, 4))
+    assert third.record == after(again.record, 1, 4)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_loader_that_counts_its_epochs_itself_is_set_back(drops: bool) -> None:
+    """Control: without what the saved run had counted, epoch 2 has the order of epoch 1."""
+
+    def make() -> Any:
+        return Shuffled(loader("sequential", drop_last=drops))
+
+    whole = whole_run(make, epochs=3)
+    assert whole.steps is not None
+    for epoch, step in points(whole.steps.steps_per_epoch):
+        run = whole_run(make, epochs=epoch)  # what a checkpoint of that epoch knows
+        again = resumed(whole, make, epoch, step, epochs=3, onward=going_on(run, make(), epoch, step))
+        assert again.record == after(whole.record, epoch, step)
+    differs = resumed(whole, make, 2, 2, epochs=3)
+    assert differs.record != after(whole.record, 2, 2)
+
+
+class Counted(Sampler[int]):
+    """Begins each epoch elsewhere."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        yield from ((at + self.begun) % SAMPLES for at in range(SAMPLES))
+
+
+def test_a_sampler_that_counts_is_set_back_also_where_its_epoch_is_not_opened_again() -> None:
+    """With workers, the last batches of an epoch had been drawn long before its end."""
+    steps = Steps([torch.ones(1)] * 3, 2, events=Run())
+    assert steps.facts()["counters"] == {"of": {}}
+    sampler = Counted()
+    counters = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=sampler))
+    for epoch in (1, 2):
+        counters.epoch_starts(epoch)
+        list(sampler)
+        counters.has_batches(epoch, 1)
+        counters.has_batches(epoch, 2)
+    fresh = Counted()
+    again = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=fresh))
+    assert again.set_back(counters.facts, 2, replayed=False) == []
+    assert fresh.begun == sampler.begun == 2
+
+
+def test_a_counter_of_batches_cannot_be_set_back_by_its_epoch_and_one_that_is_gone_is_named() -> None:
+    sampler = Counted()
+    counters = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=sampler))
+    counters.epoch_starts(1)
+    for count in (1, 2):
+        sampler.begun += 1
+        counters.has_batches(1, count)
+    again = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=Counted()))
+    assert any("cannot be set back" in reason for reason in again.set_back(counters.facts, 1, replayed=False))
+    gone = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=SequentialSampler(Items())))
+    assert any("is not there" in reason for reason in gone.set_back(counters.facts, 1, replayed=True))
+
+
+def test_what_set_epoch_sets_is_nobodys_counter() -> None:
+    sampler = DistributedSampler(Items(), 1, 0)
+    counters = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=sampler))
+    for epoch in (1, 2, 3):
+        counters.tell(lambda epoch=epoch: sampler.set_epoch(epoch - 1))  # type: ignore[misc]
+        counters.epoch_starts(epoch)
+        counters.has_batches(epoch, 1)
+    assert counters.facts["of"]["3"] == {}
