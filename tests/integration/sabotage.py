@@ -120,7 +120,7 @@ def _no_random_numbers(_: str) -> None:
 
 
 def _no_carrying(_: str) -> None:
-    from lastwords.optim_wrapper import register
+    from lastwords.optim_wrapper import loader_changes
 
     register.carry = lambda *_args, **_more: (None, "")  # type: ignore[attr-defined]
 
