@@ -122,7 +122,7 @@ def _no_random_numbers(_: str) -> None:
 def _no_carrying(_: str) -> None:
     from lastwords.optim_wrapper import loader_changes
 
-    register.carry = lambda *_args, **_more: (None, "")  # type: ignore[attr-defined]
+    loader_changes.carry = lambda *_args, **_more: (None, "")  # type: ignore[attr-defined]
 
 
 def _no_shared_streams(_: str) -> None:
