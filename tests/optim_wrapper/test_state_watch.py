@@ -1,0 +1,286 @@
+"""What something else than the optimizer writes is saved as it was at the step's end, or named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lastwords.optim_wrapper import boundary_copies
+from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.buffer_capture import version_of
+from lastwords.optim_wrapper.recorder import StepRecorder
+from lastwords.optim_wrapper.witness import ROUNDS, StateName
+from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.black_box import BlackBox
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+
+
+class Net(nn.Module):
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.trained = nn.Linear(size, size)
+        self.frozen = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.register_buffer("book", torch.ones(20_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(x) * self.frozen  # type: ignore[no-any-return]
+
+
+class Job:
+    """A loop of one process. between: what the loop does to its model between the end of a step and the update."""
+
+    def __init__(self, folder: Path, between: Callable[[Net], Any] = lambda net: None, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.net, self.between, self.folder = Net(), between, folder
+        self.optimizer = OptTFTWrapper(torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad]))
+        self.recorder = StepRecorder(self.net, [self.optimizer], None, None, **options)
+        self.recorder.agree_units(World(), next_prefix(), ())
+        self.source = self.recorder.make_source(lambda rank: folder / "box", lambda step: {})
+        self.recorder.open_box(lambda make: make(folder / "box"), at_gate=True)
+        self.recorder.begin(0, None)
+        self.step = 0
+
+    def compute(self) -> None:
+        self.optimizer.zero_grad()
+        self.between(self.net)
+        self.net(torch.randn(4, 8)).sum().backward()
+
+    def run(self, steps: int, *, after: Callable[[Net], Any] = lambda net: None, updates: bool = True) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.compute()
+            if updates:
+                self.recorder.watch.before_update()
+                self.optimizer.step()
+                self.recorder.watch.updated()
+            after(self.net)
+            self.recorder.committed(self.step, None)
+
+    def save(self, phase: Phase = Phase.COMPUTING, step: int | None = None) -> tuple[dict[str, bytes], list[str]]:
+        """Bytes by name of what a writer would save, and its reasons."""
+        at = self.step if step is None else step
+        state = self.source.unit_state(UNIT_REPLICATED, at, Stand(phase, at))
+        found = {spec.name.split("/", 2)[2]: source() if callable(source) else source for spec, source in state.tensors}
+        return {name: bytes(content) for name, content in found.items()}, state.meta["reasons"]
+
+    def regions(self) -> dict[str, Any]:
+        with BlackBox.open(self.folder / "box") as box:
+            copy = box.read(self.step)
+            assert copy is not None
+            return dict(copy.regions)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
+
+
+def count(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(1.5)
+
+
+MOVES: dict[str, tuple[str, Callable[[Net], Any]]] = {
+    "momentum encoder": ("model/frozen", lambda net: count(net.frozen)),
+    "annealed through .data": ("model/frozen", lambda net: net.frozen.data.mul_(0.9)),
+    "new memory": ("model/frozen", lambda net: setattr(net.frozen, "data", net.frozen.data * 2)),
+    "max_norm": ("model/trained.weight", lambda net: count(net.trained.weight)),
+    "sharpness-aware": ("model/trained.bias", lambda net: net.trained.bias.data.add_(0.1)),
+}
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_what_moves_in_the_forward_pass_is_saved_as_it_was_at_the_step_s_end(tmp_path: Path, case: str) -> None:
+    name, between = MOVES[case]
+    job = Job(tmp_path, between)
+    job.run(2)
+    before, _ = job.save()
+    assert before[name] == raw(job.net.get_parameter(name.removeprefix("model/")))
+    job.compute()
+    assert job.save() == (before, [])
+    job.run(1)
+    assert job.save()[0][name] != before[name]
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_the_control_without_copies_it_is_named(tmp_path: Path, case: str) -> None:
+    name, between = MOVES[case]
+    job = Job(tmp_path, between, copies=False)
+    job.run(2)
+    before, _ = job.save()
+    job.compute()
+    after, reasons = job.save()
+    assert after[name] != before[name]
+    assert any(repr(name.removeprefix("model/")) in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_the_first_time_it_is_named(tmp_path: Path, case: str) -> None:
+    name, between = MOVES[case]
+    job = Job(tmp_path)
+    job.run(2)
+    between(job.net)
+    [reason] = job.save()[1]
+    assert repr(name.removeprefix("model/")) in reason
+    assert "outside of optimizer.step() after the end of step 2" in reason
+
+
+def test_moments_that_the_loop_writes_are_copied_too(tmp_path: Path) -> None:
+    def between(net: Net) -> None:
+        for state in job.optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+    job = Job(tmp_path)
+    job.between = between
+    job.run(3)
+    before, _ = job.save()
+    job.compute()
+    assert job.save() == (before, [])
+
+
+def test_a_large_buffer_that_is_written_through_data_is_kept_by_the_black_box(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda net: net.book.data.mul_(1.1))  # type: ignore[union-attr, operator]
+    job.run(2)
+    kept = raw(job.net.book)  # type: ignore[arg-type]
+    job.compute()
+    assert job.save()[1] == []
+    assert bytes(job.regions()["buffer/book"].data) == kept
+
+
+def test_small_parameters_are_each_rank_s_own_and_trained_ones_only_when_the_step_has_ended(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda net: (count(net.frozen), count(net.trained.bias)))
+    job.run(2)
+    assert bytes(job.regions()["model/frozen"].data) == raw(job.net.frozen)
+    assert bytes(job.regions()["model/trained.bias"].data) == raw(job.net.trained.bias)
+    job.compute()
+    job.recorder.tentative()
+    job.step += 1
+    regions = job.regions()
+    assert "model/trained.bias" not in regions
+    assert bytes(regions["model/frozen"].data) == raw(job.net.frozen)
+
+
+def test_large_ones_are_told_apart_by_what_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary_copies, "BOX_EACH_BYTES_MAX", 8)
+    marks = []
+    for rank in (0, 0, 1):
+        folder = tmp_path / str(len(marks))
+        folder.mkdir()
+        job = Job(folder, lambda net, by=1.0 + rank: net.frozen.data.mul_(by + 0.5))  # type: ignore[misc]
+        job.run(3)
+        assert "model/frozen" not in job.regions()
+        marks.append(job.recorder.watch.alike()["all"])
+    assert marks[0] == marks[1] != marks[2]
+    assert marks[0][0] == "parameter 'frozen'"
+
+
+def test_the_first_copy_is_told_once_with_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lastwords.optim_wrapper.boundary_copies")
+    job = Job(tmp_path, lambda net: count(net.frozen))
+    job.run(5)
+    [record] = [record for record in caplog.records if "copied at each step's end" in record.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "the parameter 'frozen' (0.0 MB) changed outside of optimizer.step()" in record.getMessage()
+
+
+def test_a_model_that_moves_as_a_whole_is_a_warning_with_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    copies = BoundaryCopies()
+    big = torch.zeros(20_000_000)
+    copies.add({StateName("model", "big"): big, StateName("model", "more"): big}, lambda name: False)
+    copies.take(1)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "and 1 more (160.0 MB)" in record.getMessage()
+
+
+def test_a_write_that_spares_the_words_is_seen_where_all_bytes_are_looked_at(tmp_path: Path) -> None:
+    def between(net: Net) -> None:
+        version = version_of(net.book)  # type: ignore[arg-type]
+        net.book.data[spared] += 1  # type: ignore[index, operator]
+        assert version_of(net.book) == version  # type: ignore[arg-type]
+
+    job = Job(tmp_path)
+    indices = job.recorder.watch._witness._indices
+    assert indices is not None
+    begin = (job.net.book.data_ptr() >> 3) - 1  # type: ignore[operator]
+    looked_at = {int(word) - begin for some in indices for word in some.ravel()}
+    spared = next(2 * word for word in range(10_000) if word not in looked_at)
+    job.recorder.watch.ended(0)
+    between(job.net)
+    job.recorder.watch.before_update()
+    assert "book" not in job.recorder.buffers.captured
+    job.recorder.watch.step_ends(look=False)
+    job.recorder.watch.ended(0, digests=True)
+    between(job.net)
+    job.recorder.watch.before_update()
+    assert "book" in job.recorder.buffers.captured
+
+
+def test_a_step_that_was_cut_off_before_what_the_loop_writes_after_its_update_says_so(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(3, after=lambda net: count(net.frozen))
+
+    def update() -> None:
+        job.compute()
+        job.recorder.watch.before_update()
+        job.optimizer.step()
+        job.recorder.watch.updated()
+
+    update()
+    [reason] = job.save(Phase.UPDATED, 4)[1]
+    assert "in the steps before, the parameter 'frozen' changed after optimizer.step(), not in this one" in reason
+    count(job.net.frozen)
+    assert job.save(Phase.UPDATED, 4)[1] == [], "as often as in the steps before"
+    count(job.net.frozen)
+    [reason] = job.save(Phase.UPDATED, 4)[1]
+    assert "perhaps not for the last time" in reason
+
+
+def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(1)
+    assert not any(name.startswith("grad/") for name in job.regions())
+    job.run(1, updates=False)
+    regions = job.regions()
+    assert bytes(regions["grad/trained.weight"].data) == raw(job.net.trained.weight.grad)  # type: ignore[arg-type]
+    (tmp_path / "again").mkdir()
+    again = Job(tmp_path / "again")
+    assert again.recorder.restore_own(regions, ()) == []
+    for name, parameter in again.net.named_parameters():
+        here, there = parameter.grad, job.net.get_parameter(name).grad
+        assert (here is None) == (there is None) == (name == "frozen")
+        assert here is None or torch.equal(here, there)  # type: ignore[arg-type]
+    job.run(1)
+    assert not any(name.startswith("grad/") for name in job.regions()), "the update has used them up"
+
+
+def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.between = lambda net: None
+    job.step += 1
+    job.compute()
+    job.net.trained.bias.grad.fill_(np.inf)  # type: ignore[union-attr]
+    job.recorder.committed(job.step, None)
+    assert not any(name.startswith("grad/") for name in job.regions())
+
+
+def test_a_resumed_run_knows_at_once_what_moves(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda net: count(net.frozen))
+    job.run(2)
+    (tmp_path / "again").mkdir()
+    again = Job(tmp_path / "again", lambda net: count(net.frozen))
+    again.recorder.restore_own(job.regions(), ())
+    assert raw(again.net.frozen) == raw(job.net.frozen)
+    again.step = 2
+    again.recorder.begin(2, None)
+    before, _ = again.save()
+    again.compute()
+    assert again.save() == (before, [])
+    assert ROUNDS > 1
