@@ -82,7 +82,7 @@ class BucketOrder:
         return self.reasons
 
     def step_ended(self, step: int) -> list[str]:
-        """Global step `step` has ended; returns reasons that are new. Costs a microsecond after the first steps."""
+        """Global step `step` has ended; returns reasons that are new. Costs a few microseconds for each DDP."""
         look = step & (step - 1) == 0
         for order in self._orders:
             order.step_ended(step, look=look)

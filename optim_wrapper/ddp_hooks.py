@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 _DEPTH_MAX = 6
@@ -24,7 +25,7 @@ _DEPTH_MAX = 6
 _FIXED = (
     type(None), bool, int, float, complex, str, bytes, range, type, types.ModuleType, enum.Enum, logging.Logger,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, dist.ProcessGroup, dist.ReduceOp,
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.GenericAlias,
+    DeviceMesh, types.BuiltinFunctionType, types.MethodDescriptorType, types.GenericAlias,
 )  # fmt: skip
 """What does not change, or is set up anew by every start."""
 

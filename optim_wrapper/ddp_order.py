@@ -114,7 +114,7 @@ class GradientOrder:
     # ------------------------------------------------------------------ training thread
 
     def step_ended(self, step: int, *, look: bool) -> None:
-        """Global step `step` has ended. Costs a microsecond after the first steps; look: at the hooks too."""
+        """Global step `step` has ended. Costs a few microseconds; look: at the hooks too."""
         ddp = self.ddp
         if ddp is None:
             return
