@@ -17,6 +17,7 @@ from lastwords.optim_wrapper.own_streams import PREFIX as OWN
 from lastwords.optim_wrapper.own_streams import OwnStreams
 from lastwords.optim_wrapper.rng_streams import NumpyStream, Stream, TorchStream, default_streams
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
+from lastwords.processor.recurrence import Recurrence
 
 __all__ = ["SMALL_BUFFER_BYTES_MAX", "BoxRecorder", "BufferCapture", "Capture", "RngCapture", "regions"]
 
@@ -152,6 +153,8 @@ class BoxRecorder:
         self.box = box
         self._captures = tuple(capture for capture in captures if capture.regions)
         self._slots: dict[int, tuple[SlotKind, int]] = {}
+        self.late = Recurrence()
+        """In which steps the state has moved between its tentative and its committed copy."""
         for capture in self._captures:
             capture.bind(box)
             capture.listen(on_reason or _ignore)
@@ -165,19 +168,27 @@ class BoxRecorder:
         """Take the state for `step`, which is under way: after its forward, before its last collective."""
         self._record(SlotKind.TENTATIVE, step, json_bytes)
 
-    def committed(self, step: int, json_bytes: bytes, *, comparable: bool = True) -> None:
-        """Take the state at the end of `step` and compare it with the tentative copy, unless that has other regions."""
+    def committed(
+        self, step: int, json_bytes: bytes, *, comparable: bool = True, ends_epoch: bool | None = None
+    ) -> bool:
+        """Take the state at the end of `step` and compare it with the tentative copy, unless that has other regions.
+
+        ends_epoch: `step` is the last one of its epoch, None: not known. True if they differ, as `late` says now.
+        """
         self._record(SlotKind.COMMITTED, step, json_bytes)
-        if comparable:
-            self.box.compare_tentative()
+        if not comparable or self.box.compare_tentative() is None:
+            return False
+        self.late = self.late.happened(step, ends_epoch)
+        return True
 
     def committed_again(self, step: int, json_bytes: bytes) -> str | None:
         """`committed` once more, for a step after whose end the state may have moved; the first region that has."""
         before = self.slot_of(step)
         slot = self._record(SlotKind.COMMITTED, step, json_bytes)
         moved = None if before is None else self.box.first_difference(before, slot)
-        if moved is not None:
-            self.box.compare_tentative()  # which is not what the next step begins with either
+        # What the tentative copy has is not what the next step begins with either.
+        if moved is not None and self.box.compare_tentative() is not None and self.late.last != step:
+            self.late = self.late.happened(step, None)
         return moved
 
     def slot_of(self, step: int) -> int | None:

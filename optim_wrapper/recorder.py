@@ -317,7 +317,9 @@ class StepRecorder:
             local = self._local(self._local_now) if self._has_local_extras else b""
             said = self._document_of(self._named) + local + self._of_all()
             region = self._box.committed_again(self._step, said + b"}")
-            moved += [] if region is None else [region]
+            if region is not None:
+                moved.append(region)
+                self._say_reasons()
         if moved and not self._early_reasons:
             self._early_reasons = [step_document.changed_after_the_end(moved, self._step)]
         return True
@@ -360,7 +362,9 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self._has_local_extras else b""
             early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
-            self._box.committed(step, ended + local + early + self._of_all() + b"}", comparable=comparable)
+            said, ends = ended + local + early + self._of_all() + b"}", self.ends_epoch(position)
+            if self._box.committed(step, said, comparable=comparable, ends_epoch=ends):
+                self._say_reasons()
             if self._tentative_local is not None and self._tentative_local[1] != local:
                 self._announce_late_change(self._tentative_local[0])
             self._tentative_local = None
@@ -380,17 +384,19 @@ class StepRecorder:
                 extras = self.local_extras.again(self._local_now)[0]
                 local = self._local(extras)
                 self._tentative_local = extras, local
-            self._box.tentative(
-                self._step + 1, (self._document or self._document_of(self._position)) + local + self._digests + b"}"
-            )
+            said = self._document or self._document_of(self._position)
+            self._box.tentative(self._step + 1, said + local + self._digests + b"}")
 
     def _say_reasons(self) -> None:
         assert self._box is not None
-        facts = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons}
+        late = self._box.late.to_list()
+        facts = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons, "late": late}
         self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
-        return step_document.begin(position, self._named, self.names_steps, ahead=self._needs_epoch_start)
+        return step_document.begin(
+            position, self._named, self.names_steps, ahead=self._needs_epoch_start, ends_epoch=self.ends_epoch(position)
+        )
 
     def _of_all(self) -> bytes:
         return self._digests + step_document.alike(self.watch)

@@ -26,6 +26,7 @@ from lastwords.optim_wrapper.tensor_bytes import Bytes, Stage
 from lastwords.optim_wrapper.witness import StateName
 from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
+from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 
@@ -209,7 +210,7 @@ class TrainerSource:
                     reasons.append(copy.problem)
                 if copy.kind is SlotKind.TENTATIVE:
                     trusted, why = box.tentative_trust()
-                    if not trusted:
+                    if not trusted and not _spared(box.facts().get("late"), copy):
                         reasons.append(f"it had not ended step {step}, and {why}")
                     late = [*box.facts().get("tentative_reasons", []), *self._of_averages(copy, step)]
                     reasons += [f"it had not ended step {step}, and {why}" for why in late]
@@ -236,6 +237,16 @@ class TrainerSource:
             return []
         moved = snapshot.extras.moved_last if snapshot.step == step else self._extras.again(snapshot.extras)[1]
         return [f"its buffers of extras[{name!r}] are from before" for name in sorted(names & {*moved})]
+
+
+def _spared(late: Any, copy: SlotCopy) -> bool:
+    """Whether what moves after tentative copies (a validation, say) was not due in this one's step.
+
+    late: the steps in which it has moved so far, as `BoxRecorder.late` has them.
+    """
+    return (
+        late is not None and Recurrence(*late).forecast(copy.step, copy.json.get("ends_epoch"), 1) is Forecast.NOT_DUE
+    )
 
 
 def _with_copies(

@@ -16,17 +16,26 @@ from lastwords.processor.saver import Position
 _log = logging.getLogger(__name__)
 
 
-def begin(position: Position | None, last: Position | None, names_steps: bool, *, ahead: bool) -> bytes:
+def begin(
+    position: Position | None,
+    last: Position | None,
+    names_steps: bool,
+    *,
+    ahead: bool,
+    ends_epoch: bool | None = None,
+) -> bytes:
     """The document of a step that the loop calls so, open for more members.
 
     last: what it called the step before, where this one has no name yet. ahead: the step needs its epoch's start.
+    ends_epoch: it is the last one of its epoch; None: not known.
 
     >>> begin(Position(2, 7), None, True, ahead=False)
     b'{"epoch":2,"step":7,"needs_epoch_start":false'
     """
     needs = b"true" if ahead else b"false"
     if position is not None:
-        return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s' % (*position, needs)
+        ends = b"" if ends_epoch is None else b',"ends_epoch":true' if ends_epoch else b',"ends_epoch":false'
+        return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s%s' % (*position, needs, ends)
     # What the loop called the last step: null if no step has ended, nothing if it gives no names.
     after = b"[]" if not names_steps else b"null" if last is None else b"[%d,%d]" % last
     return b'{"epoch":null,"step":null,"after":%s,"needs_epoch_start":%s' % (after, needs)
