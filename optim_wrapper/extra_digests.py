@@ -19,6 +19,9 @@ from lastwords.optim_wrapper.tensor_bytes import source_of
 from lastwords.optim_wrapper.tensor_tree import take_apart
 from lastwords.sharding.differences import Difference
 
+EVERY = 64
+"""Steps after which there are new ones, besides the first, second, fourth, eighth, ... one."""
+
 UNIT = "~extras"
 """Stands where a unit's name stands among digests of units."""
 

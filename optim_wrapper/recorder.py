@@ -38,9 +38,6 @@ from lastwords.sharding.declare import Unit
 
 _log = logging.getLogger(__name__)
 
-DIGESTS_EVERY = 64
-"""Steps after which extras are compared by rank, besides the first, second, fourth, eighth, ... one."""
-
 
 class StepRecorder:
     """Captures what may have moved on by the time of an incident. Belongs to the training thread.
@@ -287,7 +284,7 @@ class StepRecorder:
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
         self._see_what_moves(look=look)
-        if look or not self._ended_here % DIGESTS_EVERY:
+        if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
         same_streams = not self.rng.own.step_ended(look=look)
         self._keep(step, position, comparable=same_streams)
@@ -317,9 +314,7 @@ class StepRecorder:
             local = self._local(self._local_now) if self._has_local_extras else b""
             said = self._document_of(self._named) + local + self._of_all()
             region = self._box.committed_again(self._step, said + b"}")
-            if region is not None:
-                moved.append(region)
-                self._say_reasons()
+            moved += [] if region is None else [region]
         if moved and not self._early_reasons:
             self._early_reasons = [step_document.changed_after_the_end(moved, self._step)]
         return True
@@ -389,9 +384,8 @@ class StepRecorder:
 
     def _say_reasons(self) -> None:
         assert self._box is not None
-        late = self._box.late.to_list()
-        facts = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons, "late": late}
-        self._box.box.set_facts(json.dumps(facts).encode())
+        facts: dict[str, Any] = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons}
+        self._box.box.set_facts(json.dumps({**facts, "late": self._box.late.to_list()}).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
         return step_document.begin(

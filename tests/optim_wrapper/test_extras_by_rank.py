@@ -15,7 +15,7 @@ import lastwords
 from lastwords.optim_wrapper import extra_digests
 from lastwords.optim_wrapper.extra_buffers import ExtraBuffers
 from lastwords.optim_wrapper.extras import Extras
-from lastwords.optim_wrapper.recorder import DIGESTS_EVERY, StepRecorder
+from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.replica_check import ReplicaCheck
 from lastwords.optim_wrapper.world import World, next_prefix
 from lastwords.processor.black_box import BlackBox, BoxLayout, SlotKind
@@ -27,6 +27,12 @@ REASON = "is not the same on all ranks (0 and 1): a resume gives all ranks those
 
 def averaged() -> AveragedModel:
     return AveragedModel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), use_buffers=True)
+
+
+def write(box: BlackBox, capture: ExtraBuffers, step: int) -> None:
+    slot = box.begin(SlotKind.COMMITTED, step)
+    capture.capture(slot)
+    box.commit(slot)
 
 
 def digests(**states: Any) -> dict[str, int]:
@@ -93,7 +99,7 @@ def test_the_black_box_has_digests_of_the_first_steps_and_of_some_later_ones(
     recorder.open(tmp_path / "box")
     recorder.begin(0, None)
     looked = []
-    for step in range(1, 2 * DIGESTS_EVERY + 1):
+    for step in range(1, 2 * extra_digests.EVERY + 1):
         mine["seen"] = step
         recorder.committed(step, None)
         with BoxReader(tmp_path / "box") as box:
@@ -104,7 +110,7 @@ def test_the_black_box_has_digests_of_the_first_steps_and_of_some_later_ones(
         expected = extra_digests.digests({"mine": {"seen": at}}, {})
         assert found == extra_digests.by_extra(expected, {"mine": {}})
     assert looked[:9] == [1, 2, 2, 4, 4, 4, 4, 8, 8]
-    assert looked[-1] == 2 * DIGESTS_EVERY
+    assert looked[-1] == 2 * extra_digests.EVERY
 
 
 # ------------------------------------------------------------------ buffers of modules among them
@@ -118,7 +124,7 @@ def test_each_rank_gets_the_buffers_of_its_own_average_back(tmp_path: Path) -> N
     with torch.no_grad():
         saved.module[1].running_mean.fill_(3.0)
         saved.module[1].num_batches_tracked.fill_(7)
-    box.write_slot(SlotKind.COMMITTED, 1, capture.capture)
+    write(box, capture, 1)
     with BlackBox.open(tmp_path / "box") as reader:
         copy = reader.read(1)
     assert copy is not None
@@ -160,7 +166,7 @@ def test_a_buffer_that_gets_another_form_is_told_and_ends_nothing(tmp_path: Path
     capture.listen(said.append)
     ema.module[1].running_mean = torch.zeros(5)
     for step in (1, 2):
-        box.write_slot(SlotKind.COMMITTED, step, capture.capture)
+        write(box, capture, step)
     assert said == ["extras['ema']['module.1.running_mean'] has another form than at the start and is not kept"]
 
 
