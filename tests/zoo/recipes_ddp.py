@@ -171,7 +171,9 @@ class Feedback:
         self.errors: dict[int, torch.Tensor] = {}
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotations
-        whole = bucket.buffer() + self.errors.get(bucket.index(), 0.0)
+        whole, error = bucket.buffer(), self.errors.get(bucket.index())
+        if error is not None and error.shape == whole.shape:  # DDP rebuilds its buckets after the first step
+            whole = whole + error
         rounded = whole.to(torch.bfloat16).to(torch.float32)
         self.errors[bucket.index()] = whole - rounded
         work = torch.distributed.all_reduce(rounded / torch.distributed.get_world_size(), async_op=True)
