@@ -15,7 +15,7 @@ import torch
 
 from lastwords import clock
 from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.buffer_capture import region_dtype
+from lastwords.optim_wrapper.captured_buffer import region_dtype
 from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, writing
 from lastwords.optim_wrapper.witness import StateName
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind

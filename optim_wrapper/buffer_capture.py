@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.tensor_bytes import problem_of, writing
+from lastwords.optim_wrapper.buffer_forms import put
+from lastwords.optim_wrapper.captured_buffer import (
+    NO_FORMS,
+    CapturedBuffer,
+    Form,
+    SavedForms,
+    empty_of,
+    form_of,
+    unstorable,
+)
+from lastwords.optim_wrapper.tensor_bytes import writing
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
 from lastwords.sharding.dtensor import local_of
 
@@ -20,23 +30,6 @@ SMALL_BUFFER_BYTES_MAX = 64 * 1024
 """Copying this much takes about 5 us; looking whether it has changed would not be cheaper for native kernels that
 change a buffer without counting its version up."""
 
-_DTYPE_CODES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-}  # fmt: skip
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; -1 if it was made under `torch.inference_mode`, where nobody counts."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def region_dtype(dtype: torch.dtype) -> str | None:
-    """What a black box calls an element type; None for one that it has no name for."""
-    return _DTYPE_CODES.get(dtype)
-
 
 class BufferCapture:
     """Buffers of a model: of BatchNorm-like modules and small ones always, larger ones once they have changed.
@@ -44,7 +37,8 @@ class BufferCapture:
     model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, or as `called` makes them of
     those, a tied buffer under its first name; of a DTensor the part on this rank. A larger buffer counts as changed
     when it is another tensor or its `_version` has moved; what changes the memory of a larger buffer without either is
-    not seen (kernels that do so belong to `_NormBase`). A buffer that gets another form is given up, never cast.
+    not seen (kernels that do so belong to `_NormBase`). A buffer that gets another form is taken again from the next
+    `look` on.
     """
 
     def __init__(
@@ -55,21 +49,22 @@ class BufferCapture:
         called: Callable[[str], str] = str,
     ) -> None:
         self._model = model
-        self._eager: dict[str, _Buffer] = {}
-        self._lazy: dict[str, _Buffer] = {}
+        self._eager: dict[str, CapturedBuffer] = {}
+        self._lazy: dict[str, CapturedBuffer] = {}
         self._reasons: list[str] = []
         self._box: BlackBox | None = None
         self._foreach_copy = getattr(torch, "_foreach_copy_", _copy_one_by_one)
-        self._active: list[_Buffer] = []
+        self._active: list[CapturedBuffer] = []
         self._known: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []  # the same, but of a DTensor the part that lies here
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._checked: list[int] = []  # places in `_sources` whose form may change under the same object
-        self._forms: list[_Form] = []
+        self._forms: list[Form] = []
         self._names: frozenset[str] = frozenset()
         self._held: dict[int, frozenset[str]] = {}
         self._called = called
         self._seen: set[str] = set()
+        self._reshaped: set[str] = set()
         self._activated_early: set[str] = set()
         self._on_reason: Callable[[str], None] = _ignore
         self._small_bytes_max = small_bytes_max
@@ -81,7 +76,7 @@ class BufferCapture:
         seen = {id(buffer.first) for buffer in (*self._eager.values(), *self._lazy.values())}
         before = len(seen)
         for name, module, key, tensor in self._unseen():
-            problem = _unstorable(tensor)
+            problem = unstorable(tensor)
             if not problem and local_of(tensor).numel() == 0:
                 continue
             self._seen.add(name)
@@ -93,7 +88,7 @@ class BufferCapture:
             seen.add(id(tensor))
             always = isinstance(module, _NormBase) or local_of(tensor).nbytes <= self._small_bytes_max
             always = (always and not late) or tensor.is_inference()  # nobody counts its versions
-            (self._eager if always else self._lazy)[name] = _Buffer(name, module, key, tensor, lazy=not always)
+            (self._eager if always else self._lazy)[name] = CapturedBuffer(name, module, key, tensor, lazy=not always)
         return len(seen) != before
 
     def _unseen(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
@@ -139,9 +134,18 @@ class BufferCapture:
         """Names of the buffers that are captured from the start: no unit of a sharded job has them."""
         return frozenset(self._eager)
 
-    def look(self) -> bool:
-        """See which buffers have come since the last look; returns whether the black box needs room for them."""
-        return self._admit(late=True)
+    def look(self, *, late: bool = True) -> bool:
+        """See which buffers have another form, or (late) have come; returns whether the box needs room for them."""
+        names, self._reshaped = sorted(self._reshaped), set()
+        reshaped = [self._reform(name) for name in names]
+        return (late and self._admit(late=True)) or any(reshaped)
+
+    def _reform(self, name: str) -> bool:
+        among = self._eager if name in self._eager else self._lazy
+        twin = among[name].reformed()
+        if twin is not None:
+            among[name] = twin
+        return twin is not None
 
     def at(self, slot: int | None) -> tuple[frozenset[str], dict[str, str]]:
         """Which buffers no unit is to have, where `slot` has the step's copy: those in it, and what cannot be stored.
@@ -155,7 +159,7 @@ class BufferCapture:
         for name, tensor in [*live.items(), *((name, tensor) for name, _, _, tensor in self._unseen())]:
             if name in held or tensor is None or (name not in live and not tensor.numel()):
                 continue
-            if problem := _unstorable(tensor):
+            if problem := unstorable(tensor):
                 apart.add(name)
                 moved[name] = f"the buffer {name!r} {problem}"
             elif name not in self._lazy or self._lazy[name].changed():
@@ -192,7 +196,7 @@ class BufferCapture:
                 self._activate_lazy(name)
         if (
             not all(map(is_, self._known, [buffer.table.get(buffer.key) for buffer in self._active]))
-            or [_form(self._sources[place]) for place in self._checked] != self._forms
+            or [form_of(self._sources[place]) for place in self._checked] != self._forms
         ):
             self._adopt_replaced()
 
@@ -206,10 +210,10 @@ class BufferCapture:
                 self._foreach_copy(self._targets[slot], self._sources)
         self._held[slot] = self._names
 
-    def restore(self, regions: Mapping[str, RegionCopy], volatile: Collection[str] = ()) -> tuple[str, ...]:
+    def restore(self, regions: Mapping[str, RegionCopy], forms: SavedForms = NO_FORMS) -> tuple[str, ...]:
         """Put the buffers back; other regions are ignored. Returns why the outcome is not exact, if it is not.
 
-        Those that come with the first forward pass are made here; volatile: which of them no state_dict() has.
+        Those that come with the first forward pass are made here, and those that were reshaped get their form.
         A larger buffer that is not among them had not changed and stays as it is.
         Raises MismatchError, before anything is changed, for a buffer that does not exist here or has another form.
         """
@@ -218,11 +222,11 @@ class BufferCapture:
         different = {
             name: f"saved {saved[name].dtype} {saved[name].shape}, here {known[name].region.dtype} "
             f"{known[name].region.shape}"
-            for name in sorted(known.keys() & saved.keys())
+            for name in sorted(known.keys() & saved.keys() - {*forms.reshaped})
             if (saved[name].dtype, tuple(saved[name].shape)) != (known[name].region.dtype, known[name].region.shape)
         }
         places = {
-            name: place for name in saved.keys() - known.keys() if (place := self._place_of(name, volatile)) is not None
+            name: place for name in saved.keys() - known.keys() if (place := self._place_of(name, forms)) is not None
         }
         extra = sorted(saved.keys() - known.keys() - places.keys())
         if extra or different:
@@ -231,7 +235,12 @@ class BufferCapture:
                 extra=extra,
                 different=different,
             )
-        self._make({name: (*places[name], saved[name]) for name in places}, volatile)
+        self._make({name: (*places[name], saved[name]) for name in places}, forms)
+        for name in sorted(known.keys() & saved.keys() & {*forms.reshaped}):
+            buffer, copy = known[name], saved[name]
+            if (copy.dtype, tuple(copy.shape)) != (buffer.region.dtype, buffer.region.shape):
+                put(buffer.table, buffer.key, empty_of(copy.dtype, tuple(copy.shape), buffer.first.device))
+                self._reform(name)
         known = self._eager | self._lazy
         for name, copy in sorted(saved.items()):
             buffer = known[name]
@@ -246,22 +255,22 @@ class BufferCapture:
         missing = sorted(self._eager.keys() - saved.keys())
         return tuple(f"the buffer {name!r} was not saved" for name in missing)
 
-    def _place_of(self, name: str, volatile: Collection[str]) -> tuple[torch.nn.Module, str] | None:
+    def _place_of(self, name: str, forms: SavedForms) -> tuple[torch.nn.Module, str] | None:
         """Module, and name in it, of a buffer that is not there yet; None where it can have no place."""
         key = name.rpartition(".")[2]
         for prefix, module in self._model.named_modules():
-            free = key in module._buffers or (name in volatile and not hasattr(module, key))
+            come = name in forms.volatile or name in forms.reshaped
+            free = key in module._buffers or (come and not hasattr(module, key))
             if free and self._called(f"{prefix}.{key}" if prefix else key) == name:
                 return module, key
         return None
 
-    def _make(self, new: Mapping[str, tuple[torch.nn.Module, str, RegionCopy]], volatile: Collection[str]) -> None:
-        types = {code: dtype for dtype, code in _DTYPE_CODES.items()}
+    def _make(self, new: Mapping[str, tuple[torch.nn.Module, str, RegionCopy]], forms: SavedForms) -> None:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         for name, (module, key, copy) in new.items():
-            if key not in module._buffers and name in volatile:
+            if key not in module._buffers and name in forms.volatile:
                 module._non_persistent_buffers_set.add(key)
-            module._buffers[key] = torch.zeros(tuple(copy.shape), dtype=types[copy.dtype], device=device)
+            put(module._buffers, key, empty_of(copy.dtype, tuple(copy.shape), device))
         if new:
             self._admit(late=True)
 
@@ -281,7 +290,7 @@ class BufferCapture:
         self._activate(buffer)
         self._note_forms()
 
-    def _activate(self, buffer: _Buffer) -> None:
+    def _activate(self, buffer: CapturedBuffer) -> None:
         tensor = buffer.table[buffer.key]
         assert tensor is not None
         self._active.append(buffer)
@@ -310,12 +319,15 @@ class BufferCapture:
                 del targets[index]
         self._note_forms()
 
-    def _fits(self, buffer: _Buffer) -> bool:
+    def _fits(self, buffer: CapturedBuffer) -> bool:
         """Whether the buffer can still be copied into its region; if not, it is given up, and that is said."""
         problem = buffer.misfit()
         if problem:
             buffer.given_up = True
-            self._say(f"the buffer {buffer.name!r} {problem}")
+            if buffer.reformed() is not None:
+                self._reshaped.add(buffer.name)
+            else:
+                self._say(f"the buffer {buffer.name!r} {problem}")
             self._bound.deactivate(buffer.region.name)
         return not problem
 
@@ -323,65 +335,12 @@ class BufferCapture:
         self._names = frozenset(buffer.name for buffer in self._active)
         # Nobody gives the buffers of a BatchNorm another form under the same object, and there may be hundreds.
         self._checked = [place for place, buffer in enumerate(self._active) if not buffer.of_norm]
-        self._forms = [_form(self._sources[place]) for place in self._checked]
+        self._forms = [form_of(self._sources[place]) for place in self._checked]
 
     def _say(self, reason: str) -> None:
         self._reasons.append(reason)
         _log.warning("%s: a resume will not be exact", reason)
         self._on_reason(reason)
-
-
-class _Buffer:
-    """One buffer by its place in the module, since the tensor there may be replaced."""
-
-    __slots__ = ("dtype", "first", "first_version", "given_up", "key", "name", "of_norm", "region", "table")
-
-    def __init__(self, name: str, module: torch.nn.Module, key: str, tensor: torch.Tensor, *, lazy: bool) -> None:
-        self.name = name
-        self.table = module._buffers
-        self.key = key
-        self.first = tensor
-        self.first_version = version_of(tensor)
-        self.of_norm = isinstance(module, _NormBase)
-        self.dtype = tensor.dtype
-        self.given_up = False
-        shape = tuple(local_of(tensor).shape)
-        self.region = RegionSpec(f"buffer/{name}", _DTYPE_CODES[tensor.dtype], shape, lazy=lazy)
-
-    def changed(self) -> bool:
-        """Whether the buffer is another tensor than at the start, or has been written to."""
-        tensor = self.table.get(self.key)
-        return tensor is not self.first or version_of(self.first) != self.first_version
-
-    def misfit(self) -> str:
-        """Why the buffer cannot be copied into its region as it is now; "" if it can."""
-        tensor = self.table.get(self.key)
-        if tensor is None:
-            return "was removed"
-        problem = _unstorable(tensor)
-        if problem:
-            return problem
-        shape, dtype = _form(local_of(tensor))
-        if (tuple(shape), dtype) == (self.region.shape, self.dtype):
-            return ""
-        return f"was replaced by one of {dtype} {tuple(shape)}"
-
-
-_Form = tuple[torch.Size, torch.dtype]
-
-
-def _form(tensor: torch.Tensor) -> _Form:
-    return tensor.shape, tensor.dtype
-
-
-def _unstorable(tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return f"cannot be captured ({tensor.layout} on {tensor.device})"
-    if what := problem_of(local_of(tensor)):
-        return f"cannot be captured: it {what}"
-    if tensor.dtype not in _DTYPE_CODES:
-        return f"cannot be captured ({tensor.dtype})"
-    return ""
 
 
 def _ignore(reason: str) -> None:

@@ -39,22 +39,22 @@ class BufferForms:
         }
 
 
-def put(module: torch.nn.Module, key: str, buffer: torch.Tensor) -> None:
+def put(table: dict[str, torch.Tensor | None], key: str, buffer: torch.Tensor) -> None:
     """Give a module's buffer this content and form. It stays the same tensor where it can: DDP has a list of them.
 
     >>> module = torch.nn.BatchNorm1d(2)
     >>> before = module.running_mean
-    >>> put(module, "running_mean", torch.ones(3))
+    >>> put(module._buffers, "running_mean", torch.ones(3))
     >>> before is module.running_mean, before
     (True, tensor([1., 1., 1.]))
     """
-    live = module._buffers.get(key)
+    live = table.get(key)
     if (
         live is None
         or live.is_inference()
         or type(live) is not type(buffer)
         or (live.dtype, live.device) != (buffer.dtype, buffer.device)
     ):
-        module._buffers[key] = buffer
+        table[key] = buffer
     else:
         live.data = buffer

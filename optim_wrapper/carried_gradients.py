@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.buffer_capture import region_dtype
+from lastwords.optim_wrapper.captured_buffer import region_dtype
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, local_of, placements_to_json
 

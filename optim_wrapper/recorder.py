@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lastwords.errors import StorageError
 from lastwords.optim_wrapper import extra_digests, rank_units, step_document
 from lastwords.optim_wrapper.before_collective import BeforeCollective
 from lastwords.optim_wrapper.boundary_copies import names_in
+from lastwords.optim_wrapper.captured_buffer import SavedForms
 from lastwords.optim_wrapper.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.ddp_found import holding
 from lastwords.optim_wrapper.extra_buffers import ExtraBuffers
@@ -231,10 +232,10 @@ class StepRecorder:
         """Why state of the optimizer's or a module's own is not as it was saved, after a resume."""
         return self._own.reasons
 
-    def restore_own(self, regions: Mapping[str, RegionCopy], volatile: Collection[str]) -> list[str]:
+    def restore_own(self, regions: Mapping[str, RegionCopy], forms: SavedForms) -> list[str]:
         """Put back what is this rank's own, beside its streams; returns why the outcome is not exact, if it is not."""
         self.watch.needs_room = True
-        reasons = [*self.buffers.restore(regions, volatile)]
+        reasons = [*self.buffers.restore(regions, forms)]
         self.watch.keep(names_in(regions))
         return [*reasons, *self.watch.copies.restore(regions), *self.gradients.restore(regions)]
 
@@ -330,8 +331,7 @@ class StepRecorder:
         """At a step's end, before it is copied: what has to be copied of it."""
         updated = self.watch.was_updated
         self.watch.step_ends(look=look)
-        if look:
-            self.watch.needs_room |= self.buffers.look()
+        self.watch.needs_room |= self.buffers.look(late=look)
         trained = {} if updated else self.watch.trained()
         self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=trained)
         if self.watch.needs_room:

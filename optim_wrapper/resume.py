@@ -18,6 +18,7 @@ from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import added_groups, ddp_buckets, extra_digests, hyperparameters
+from lastwords.optim_wrapper.captured_buffer import SavedForms
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
@@ -166,7 +167,7 @@ def _restore(
     epoch_start = {
         name.removeprefix(EPOCH_PREFIX): copy for name, copy in local.items() if name.startswith(EPOCH_PREFIX)
     }
-    reasons += recorder.restore_own(step_regions, _volatile(manifest))
+    reasons += recorder.restore_own(step_regions, _forms(manifest))
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if "data" not in manifest.facts:  # else the loader is not known before steps() begins
@@ -294,9 +295,11 @@ def _not_alike(manifest: Manifest, rank: int) -> list[str]:
     return reasons
 
 
-def _volatile(manifest: Manifest) -> frozenset[str]:
-    """Names of the buffers that no state_dict() has."""
-    return frozenset(name for unit in manifest.units.values() for name in unit.meta.get("volatile_buffers", ()))
+def _forms(manifest: Manifest) -> SavedForms:
+    """What all units say of the job's buffers."""
+    metas = [unit.meta for unit in manifest.units.values()]
+    keys = ("volatile_buffers", "reshaped_buffers")
+    return SavedForms(*(frozenset(name for meta in metas for name in meta.get(key, ())) for key in keys))
 
 
 def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[str]:

@@ -79,7 +79,7 @@ class RestorePlan(Reading):
             module, key = self._names.owners[name]
             if key not in module._buffers and name in self._meta.get("volatile_buffers", ()):
                 module._non_persistent_buffers_set.add(key)
-            put(module, key, buffer)
+            put(module._buffers, key, buffer)
         for name in self._meta["absent_buffers"]:
             if name in self._names.owners:
                 module, key = self._names.owners[name]
