@@ -98,7 +98,7 @@ class BoundaryCopies:
         self._step = -1
         began_s = clock.mono_s()
         for name, tensor in self._tensors.items():
-            if name not in self._host:
+            if name not in self._host or _form(self._host[name]) != _form(tensor):
                 self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         with torch.inference_mode():
             torch._foreach_copy_([self._host[name] for name in self._tensors], [*self._tensors.values()])

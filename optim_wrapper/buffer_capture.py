@@ -122,7 +122,7 @@ class BufferCapture:
         does not count."""
         if name in self._lazy:
             self._activate_lazy(name)
-        return name in self.captured
+        return name in self.captured or name in self._reshaped  # then from the step's end on
 
     @property
     def larger(self) -> frozenset[str]:

@@ -7,12 +7,11 @@ PHASES_OF: dict[str, str] = {
     "bigbuf_data": "fwd win bwd end",
     "buffer_first_change": "fwd",
     "byol_target_after": "win",
-    "growing_cache": "end",
+    "growing_cache": "bwd win fwd end",
     "lazy_none": "bwd win fwd",
     "lbfgs_local_loss": "bwd fwd",
     "moco": "end fwd",
     "prune": "end",
-    "qat_channel": "bwd",
     "vq_data": "bwd fwd win",
     "vq_data_nb": "bwd fwd end win",
 }
