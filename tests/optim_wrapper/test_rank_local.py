@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.optim_wrapper import buffer_capture, rng_streams
+from lastwords.optim_wrapper import captured_buffer, rng_streams
 from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
 from lastwords.optim_wrapper.resume import _changed_elsewhere_only
 from lastwords.optim_wrapper.rng_streams import NumpyStream, PythonStream, TorchStream
@@ -356,6 +356,13 @@ def test_a_small_buffer_that_was_replaced_is_followed(tmp_path: Path) -> None:
     assert np.frombuffer(held(made, 2).regions["buffer/small"].data, np.float32).tolist() == [9.0] * 4
 
 
+@pytest.fixture
+def too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer may change its form."""
+    monkeypatch.setattr(captured_buffer, "REFORMS_MAX", 0)
+
+
+@pytest.mark.usefixtures("too_often")
 @pytest.mark.parametrize("replacement", [torch.zeros(5), torch.zeros(4, dtype=torch.int64), None])
 def test_a_buffer_of_another_form_is_given_up_and_it_is_said(tmp_path: Path, replacement: torch.Tensor | None) -> None:
     net = Net()
@@ -394,6 +401,7 @@ def form_of(name: str, count: int = LARGE) -> Callable[[nn.Module], None]:
     return write
 
 
+@pytest.mark.usefixtures("too_often")
 @pytest.mark.parametrize("count", [4, LARGE])
 @pytest.mark.parametrize("changed_before", [False, True])
 @pytest.mark.parametrize(
@@ -546,7 +554,7 @@ def test_a_buffer_that_cannot_be_stored_is_named(buffer: torch.Tensor) -> None:
     assert capture.reasons[0].startswith("the buffer 'odd' cannot be captured")
 
 
-@pytest.mark.parametrize("dtype", sorted(buffer_capture._DTYPE_CODES, key=str))
+@pytest.mark.parametrize("dtype", sorted(captured_buffer._DTYPE_CODES, key=str))
 def test_every_storable_type_is_put_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 120, (4, 32), dtype=torch.uint8)
 
@@ -681,6 +689,7 @@ def test_the_start_of_an_epoch_is_recorded_without_buffers(tmp_path: Path) -> No
     assert draw() == expected
 
 
+@pytest.mark.usefixtures("too_often")
 def test_reasons_that_arise_during_the_run_are_told_once(tmp_path: Path) -> None:
     net = Net()
     told: list[str] = []
