@@ -38,6 +38,7 @@ class BoundaryCopies:
     def __init__(self) -> None:
         self._tensors: dict[StateName, torch.Tensor] = {}
         self._host: dict[StateName, torch.Tensor] = {}
+        self._resized: set[StateName] = set()
         self._step = -1
         self._frozen: dict[StateName, bool] = {}
         self._boxed: dict[StateName, RegionSpec] = {}
@@ -64,7 +65,8 @@ class BoundaryCopies:
 
     def add(self, tensors: Mapping[StateName, torch.Tensor], frozen: Callable[[StateName], bool]) -> bool:
         """Copy these as well from now on. Returns whether the black box has to be made anew, with room for them."""
-        new = {name: tensor for name, tensor in tensors.items() if name not in self._tensors}
+        known = self._tensors.keys() | self._resized
+        new = {name: tensor for name, tensor in tensors.items() if name not in known}
         before = len(self._boxed)
         for name, tensor in new.items():
             self._tensors[name] = tensor
@@ -82,20 +84,26 @@ class BoundaryCopies:
         for name in [*self._tensors]:
             tensor = tensor_of(name)
             if tensor is None or _form(tensor) != _form(self._tensors[name]):
-                del self._tensors[name]
-                self._host.pop(name, None)
-                if self._boxed.pop(name, None) is not None and self._box is not None:
-                    self._box.deactivate(PREFIX + name.name)
+                self._leave_out(name)
                 continue
             self._tensors[name] = tensor
+
+    def _leave_out(self, name: StateName) -> None:
+        del self._tensors[name]
+        self._host.pop(name, None)
+        if self._boxed.pop(name, None) is not None and self._box is not None:
+            self._box.deactivate(PREFIX + name.name)
 
     # ------------------------------------------------------------------ host memory
 
     def take(self, step: int) -> None:
         """All of them, as they are at the end of `step`."""
+        self._step = -1
+        for name in [name for name, host in self._host.items() if _form(host) != _form(self._tensors[name])]:
+            self._leave_out(name)  # `resize_` has given it another form, and will again: it is named, not copied
+            self._resized.add(name)
         if not self._tensors:
             return
-        self._step = -1
         began_s = clock.mono_s()
         for name, tensor in self._tensors.items():
             if name not in self._host or _form(self._host[name]) != _form(tensor):
@@ -107,10 +115,14 @@ class BoundaryCopies:
             self._tell(clock.mono_s() - began_s)
 
     def at(self, step: int) -> dict[StateName, Bytes]:
-        """Bytes of each as it was at the end of `step`; none if they were taken at another one. Any thread."""
+        """Bytes of each as it was at the end of `step`; none if they were taken at another one. Any thread.
+
+        Not of one that has another form by now: what is stored beside the bytes is the form of today.
+        """
         if self._step != step:
             return {}
-        return {name: memory for name, tensor in self._host.items() if (memory := bytes_of(tensor)) is not None}
+        same = {name: host for name, host in self._host.items() if _form(host) == _form(self._tensors[name])}
+        return {name: memory for name, host in same.items() if (memory := bytes_of(host)) is not None}
 
     def _tell(self, took_s: float) -> None:
         nbytes = sum(self._tensors[name].nbytes for name in self._untold if name in self._tensors)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 PHASES_OF: dict[str, str] = {
-    "accum_noarg2": "fwd",
-    "bigbuf_data": "fwd win bwd end",
-    "buffer_first_change": "fwd",
-    "byol_target_after": "win",
-    "growing_cache": "bwd win fwd end",
-    "lazy_none": "bwd win fwd",
+    "accum_noarg2": "end",
+    "accum_own": "bwd end",
+    "embed_maxnorm": "bwd fwd win",
+    "gradnoise4": "bwd",
     "lbfgs_local_loss": "bwd fwd",
-    "moco": "end fwd",
-    "prune": "end",
-    "vq_data": "bwd fwd win",
-    "vq_data_nb": "bwd fwd end win",
+    "lr_after_log": "win",
+    "prune": "epoch end",
 }
 
 NOT_YET: frozenset[str] = frozenset(f"{name}:{phase}" for name, where in PHASES_OF.items() for phase in where.split())
-"""`recipe:phase`. A death at any instant (`bwd`) may spare what is missing, so these only may fail."""
+"""`recipe:phase`. Whether a death at any instant (`bwd`), or while others go on (`end`), costs anything, is chance."""

@@ -71,13 +71,14 @@ class Codebook(nn.Module):
         return x + self.embed[codes].detach() - x.detach()
 
 
-@recipe("vq_data", "VQ-VAE codebook in large buffers, `embed.data.copy_()`", "bwd fwd win")
+@recipe("vq_data", "VQ-VAE codebook in large buffers, `embed.data.copy_()`", "bwd fwd win", {"win": "embed"})
 class VqData(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Codebook()]
 
 
-@recipe("vq_data_nb", "the same with `broadcast_buffers=False`: each rank has its own", "bwd fwd win end")
+@recipe("vq_data_nb", "the same with `broadcast_buffers=False`: each rank has its own", "bwd fwd win end",
+        {"win end": "embed"})  # fmt: skip
 class VqDataOwn(VqData):
     ranks = 3
 
@@ -106,7 +107,8 @@ class Bank(nn.Module):
         return x + self.bank[:32].mean(0)
 
 
-@recipe("bigbuf_data", "memory bank in a large buffer of each rank, `bank.data[i:j] = x`", "bwd fwd win end")
+@recipe("bigbuf_data", "memory bank in a large buffer of each rank, `bank.data[i:j] = x`", "bwd fwd win end",
+        {"all": "bank"}, price="told: a few rows of many are not seen to change")  # fmt: skip
 class BigBuffer(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Bank()]

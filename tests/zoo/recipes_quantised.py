@@ -89,7 +89,7 @@ class GrowingCache(nn.Module):
         return x - self.cache.mean(0)
 
 
-@recipe("growing_cache", "buffer that `resize_` makes larger in each step", "bwd win fwd end")
+@recipe("growing_cache", "buffer that `resize_` makes larger in each step", "bwd win fwd end", {"all": "cache"})
 class Growing(Block):
     def block(self) -> nn.Module:
         return GrowingCache()
@@ -122,7 +122,8 @@ class ReboundLarge(Block):
         return Rebound(2048, persistent=False)
 
 
-@recipe("buffer_first_change", "large buffer that changes first in the killed step", "fwd@4 bwd@4 win@4", mixes=False)
+@recipe("buffer_first_change", "large buffer that changes first in this step", "fwd@4 bwd@4 win@4", {"all": "codes"},
+        mixes=False)  # fmt: skip
 class FirstChange(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Codes()]

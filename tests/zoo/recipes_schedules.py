@@ -310,7 +310,7 @@ class LrByHand(Loop):
         return super().before_forward(batch)
 
 
-@recipe("lr_after_log", "the loop multiplies lr after the log", "win bwd", {"win": ("lr", "group")})
+@recipe("lr_after_log", "the loop multiplies lr after the log", "win bwd", {"win": ("lr", "group", "hyperparameters")})
 class LrAfterLog(Loop):
     def after_log(self) -> None:
         super().after_log()

@@ -64,7 +64,7 @@ def results_of(path: Path) -> dict[str, dict[str, str]]:
 
 def main() -> None:
     results = results_of(Path(sys.argv[1]))
-    lines = [row_text(card, results.get(card.name, {})) for card in sorted(CARDS.values(), key=lambda card: card.name)]
+    lines = [row_text(card, results.get(card.name, {})) for card in CARDS.values()]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text("\n".join([f"{before}{BEGIN}", HEAD, *lines, f"{END}{rest.partition(END)[2]}"]))
 

@@ -2,9 +2,92 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
-MECHANISMS: dict[str, Callable[[], None]] = {}
+
+def nothing(*_: Any, **__: Any) -> list[Any]:
+    """What a mechanism finds that does not look."""
+    return []
+
+
+def never(*_: Any, **__: Any) -> bool:
+    """Nothing has come that needs anything."""
+    return False
+
+
+def unseen() -> None:
+    """The witness sees no tensor move."""
+    witness = importlib.import_module("lastwords.optim_wrapper.witness").Witness
+    witness.moved = witness.replaced = nothing
+
+
+def unsampled() -> None:
+    """The witness looks at no words of the tensors, only at their memory and torch's count of writes."""
+    witness = importlib.import_module("lastwords.optim_wrapper.witness").Witness
+    whole = witness.__init__
+
+    def without_words(self: Any, every: Any, *, sampled: bool = True) -> None:
+        whole(self, every, sampled=False)
+
+    witness.__init__ = without_words
+
+
+def uncopied() -> None:
+    """What moves outside of updates is named, and not copied."""
+    watch = importlib.import_module("lastwords.optim_wrapper.state_watch").StateWatch
+    whole = watch.__init__
+
+    def without_copies(self: Any, *arguments: Any, **options: Any) -> None:
+        whole(self, *arguments, **{**options, "copies": False})
+
+    watch.__init__ = without_copies
+
+
+def gradients_dropped() -> None:
+    """Gradients that the next step goes on with are not captured."""
+    importlib.import_module("lastwords.optim_wrapper.carried_gradients").CarriedGradients.step_ends = never
+
+
+def buckets_as_they_come() -> None:
+    """The order of DDP's buckets is not replayed."""
+    importlib.import_module("lastwords.optim_wrapper.ddp_buckets").replay = nothing
+
+
+def extras_as_they_are() -> None:
+    """A step that was cut off gives no reason to doubt its extras."""
+    importlib.import_module("lastwords.optim_wrapper.extras").CutOff.reasons = nothing
+
+
+def own_streams_unseen() -> None:
+    """Nobody looks for random generators of the user's own."""
+    streams = importlib.import_module("lastwords.optim_wrapper.own_streams").OwnStreams
+    whole = streams.__init__
+
+    def without_search(self: Any, *arguments: Any, **options: Any) -> None:
+        whole(self, *arguments, **options)
+        self._searches = False
+
+    streams.__init__ = without_search
+
+
+def optimizers_own_state_lost() -> None:
+    """Only `state` and `param_groups` of an optimizer are saved, and its attributes are not looked at."""
+    importlib.import_module("lastwords.optim_wrapper.own_state")._speaks_for_itself = lambda wrapper: False
+    importlib.import_module("lastwords.optim_wrapper.hidden_state").HiddenState.look = nothing
+
+
+MECHANISMS: dict[str, Callable[[], None]] = {
+    "witness": unseen,
+    "sampled words": unsampled,
+    "boundary copies": uncopied,
+    "carried gradients": gradients_dropped,
+    "bucket replay": buckets_as_they_come,
+    "doubts about extras": extras_as_they_are,
+    "own generators": own_streams_unseen,
+    "optimizers' own state": optimizers_own_state_lost,
+}
 
 
 def take_out(names: Iterable[str]) -> None:

@@ -1,0 +1,70 @@
+"""Negative controls: without the mechanism that a recipe depends on, the zoo turns red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import cluster, references
+from tests.integration.harness import Cluster
+from tests.selection import more
+from tests.zoo.loop import CARDS
+from tests.zoo.verdict import Keeper
+from tests.zoo.without import MECHANISMS
+
+__all__ = ["cluster", "references"]
+pytestmark = pytest.mark.process
+
+SILENT = [
+    ("witness", "moco", "fwd"),
+    more("witness", "sam_manual", "mid"),
+    more("witness", "clamp_after_log", "win"),
+    ("sampled words", "frozen_bn_data", "fwd"),
+    more("sampled words", "vq_data", "fwd"),
+    ("carried gradients", "accum_noarg2", "fwd"),
+    ("bucket replay", "tiny_buckets", "fwd"),
+    more("bucket replay", "model_is_inner", "fwd"),
+    ("doubts about extras", "extras_partial", "win"),
+    more("doubts about extras", "plateau_epoch1", "epoch"),
+    ("own generators", "gen_attr", "fwd"),
+    more("own generators", "nprng_global", "fwd"),
+    ("optimizers' own state", "lookahead", "fwd"),
+    more("optimizers' own state", "opt_attr", "bwd"),
+]
+
+
+@pytest.fixture
+def keeper(cluster: Cluster, references: Path, tmp_path: Path) -> Iterator[Keeper]:
+    keeper = Keeper(cluster, tmp_path, references)
+    yield keeper
+    keeper.close()
+
+
+@pytest.mark.parametrize(("mechanism", "name", "phase"), SILENT)
+def test_without_its_mechanism_a_recipe_differs_and_nobody_says_so(
+    keeper: Keeper, mechanism: str, name: str, phase: str
+) -> None:
+    verdict = keeper.judge(name, phase, without=[mechanism])
+    assert verdict.kind == "silent", verdict.text
+    assert verdict.problem(CARDS[name], phase)
+
+
+@pytest.mark.parametrize(("name", "phase"), [("moco", "fwd"), more("vq_data", "fwd")])
+def test_without_copies_at_the_steps_end_a_recipe_that_has_to_be_exact_is_told(
+    keeper: Keeper, name: str, phase: str
+) -> None:
+    verdict = keeper.judge(name, phase, without=["boundary copies"])
+    assert verdict.kind == "told", verdict.text
+    assert not verdict.equal
+    assert verdict.problem(CARDS[name], phase)
+
+
+def test_a_recipe_that_is_documented_to_be_out_of_reach_is_seen_to_differ(keeper: Keeper) -> None:
+    assert keeper.judge("counter", "bwd").kind == "silent"
+
+
+def test_each_mechanism_has_a_control() -> None:
+    controlled = {case.values[0] if hasattr(case, "values") else case[0] for case in SILENT}
+    assert {*controlled, "boundary copies"} == MECHANISMS.keys()
