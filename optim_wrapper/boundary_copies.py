@@ -58,6 +58,10 @@ class BoundaryCopies:
         """Names of those that no black box has: they have to be the same on every rank."""
         return [name for name in self._tensors if name not in self._boxed]
 
+    def own(self) -> frozenset[str]:
+        """Names of the parameters that each rank has for itself."""
+        return frozenset(name.name for name in self._boxed)
+
     @property
     def late(self) -> list[StateName]:
         """Names of those that only a black box's committed copies have."""

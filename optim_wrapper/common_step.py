@@ -55,7 +55,8 @@ class CommonStep:
         if needs_gate(self.units.table, options):
             self.gate = Gate(world, f"{prefix}/gate", timeout_s=config.gate_timeout_s, notice_s=config.gate_notice_s)
         group = check_group(world.size, None if self.gate is None else self.gate.group)
-        self._check = ReplicaCheck(self.units, world.rank, world.size, group, recorder.extras_by_rank)
+        own = recorder.watch.copies.own
+        self._check = ReplicaCheck(self.units, world.rank, world.size, group, recorder.extras_by_rank, own)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -232,11 +232,12 @@ class StepRecorder:
         """Why state of the optimizer's or a module's own is not as it was saved, after a resume."""
         return self._own.reasons
 
-    def restore_own(self, regions: Mapping[str, RegionCopy], forms: SavedForms) -> list[str]:
+    def restore_own(
+        self, regions: Mapping[str, RegionCopy], forms: SavedForms, any_rank: Iterable[str] = ()
+    ) -> list[str]:
         """Put back what is this rank's own, beside its streams; returns why the outcome is not exact, if it is not."""
-        self.watch.needs_room = True
         reasons = [*self.buffers.restore(regions, forms)]
-        self.watch.keep(names_in(regions))
+        self.watch.keep(names_in({*regions, *any_rank}))
         return [*reasons, *self.watch.copies.restore(regions), *self.gradients.restore(regions)]
 
     def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None) -> None:
@@ -288,7 +289,7 @@ class StepRecorder:
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
         same_streams = not self.rng.own.step_ended(look=look)
-        self._keep(step, position, comparable=same_streams)
+        self._keep(step, position, comparable=self.watch.same_copies() and same_streams)
         if look:
             self.watch.announce_left_out()
             self.not_exact(self._own.look())

@@ -167,7 +167,7 @@ def _restore(
     epoch_start = {
         name.removeprefix(EPOCH_PREFIX): copy for name, copy in local.items() if name.startswith(EPOCH_PREFIX)
     }
-    reasons += recorder.restore_own(step_regions, _forms(manifest))
+    reasons += recorder.restore_own(step_regions, _forms(manifest), _regions_of_any(manifest))
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if "data" not in manifest.facts:  # else the loader is not known before steps() begins
@@ -300,6 +300,11 @@ def _forms(manifest: Manifest) -> SavedForms:
     metas = [unit.meta for unit in manifest.units.values()]
     keys = ("volatile_buffers", "reshaped_buffers")
     return SavedForms(*(frozenset(name for meta in metas for name in meta.get(key, ())) for key in keys))
+
+
+def _regions_of_any(manifest: Manifest) -> set[str]:
+    """Names of the regions that any rank's copy has."""
+    return {spec.name.split("/", 2)[2] for local in manifest.locals.values() for spec in local.tensors}
 
 
 def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[str]:

@@ -28,6 +28,10 @@ from lastwords.optim_wrapper.witness import Mark, StateName, Witness, tensors_of
 
 _log = logging.getLogger(__name__)
 
+FULL_LOOKS = 4
+"""At the ends of so many steps all bytes are looked at of what the optimizer has nothing to do with, in the host's
+memory: a queue or a codebook, of which a step writes a few rows through `.data`, is found out then."""
+
 _SHOWN_MAX = 3
 
 
@@ -58,6 +62,8 @@ class StateWatch:
         self._late: dict[StateName, int] = {}
         self._named: set[StateName] = set()
         self._states = -1
+        self._steps = 0
+        self._keeps_more = False
         self._announced: set[str] = set()
         self.needs_room = False
 
@@ -96,6 +102,11 @@ class StateWatch:
         ids = {id(one) for group in self._view.optimizer.param_groups for one in group["params"]}
         return {name: one for name, one in self._view.all_names().parameters.items() if id(one) in ids}
 
+    def same_copies(self) -> bool:
+        """Whether no buffer is kept that was not when the step's tentative copy was taken."""
+        more, self._keeps_more = self._keeps_more, False
+        return not more
+
     def look(self) -> None:
         """See which tensors there are now."""
         self._states = len(self._view.stateful.state)
@@ -114,7 +125,15 @@ class StateWatch:
         """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
         self._ended = self._witness.mark(step=step)
         self.copies.take(step)
-        self._digests = {name: _digest(tensor) for name, tensor in self._witness.items()} if digests else {}
+        self._steps += 1
+        self._digests = {}
+        if digests or self._steps <= FULL_LOOKS:
+            trained = {id(one) for group in self._view.optimizer.param_groups for one in group["params"]}
+            self._digests = {
+                name: _digest(tensor)
+                for name, tensor in self._witness.items()
+                if digests or (name.kind != "optim" and tensor.device.type == "cpu" and id(tensor) not in trained)
+            }
 
     def again(self, step: int) -> list[str]:
         """`ended` once more, where anything has moved since; what has."""
@@ -126,6 +145,7 @@ class StateWatch:
     def keep(self, names: Iterable[StateName]) -> None:
         """Copy these from now on: a run that is resumed has found that they move."""
         self._witness.look()
+        self.needs_room = True
         self._promote([name for name in names if self._witness.get(name) is not None])
 
     def alike(self) -> dict[str, Any]:
@@ -193,6 +213,7 @@ class StateWatch:
             )
             return
         buffers = [name for name in names if name.kind == "buffer" and self._keep_buffer(name.name)]
+        self._keeps_more = bool(buffers)
         found = {name: self._witness.get(name) for name in names if name not in buffers}
         rest = {name: tensor for name, tensor in found.items() if tensor is not None}
         trained = self.trained()

@@ -14,8 +14,9 @@ from torch import nn
 
 from lastwords.optim_wrapper import boundary_copies
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
-from lastwords.optim_wrapper.buffer_capture import version_of
+from lastwords.optim_wrapper.captured_buffer import NO_FORMS, version_of
 from lastwords.optim_wrapper.recorder import StepRecorder
+from lastwords.optim_wrapper.state_watch import FULL_LOOKS
 from lastwords.optim_wrapper.witness import ROUNDS, StateName
 from lastwords.optim_wrapper.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -200,6 +201,13 @@ def test_a_model_that_moves_as_a_whole_is_a_warning_with_its_bytes(caplog: pytes
     assert "and 1 more (160.0 MB)" in record.getMessage()
 
 
+def test_a_queue_that_is_written_row_by_row_is_found_in_the_first_steps(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.between = lambda net: net.book.data[8 * job.step : 8 * job.step + 8].add_(1)  # type: ignore[index]
+    job.run(2)
+    assert "book" in job.recorder.buffers.captured
+
+
 def test_a_write_that_spares_the_words_is_seen_where_all_bytes_are_looked_at(tmp_path: Path) -> None:
     def between(net: Net) -> None:
         version = version_of(net.book)  # type: ignore[arg-type]
@@ -212,7 +220,7 @@ def test_a_write_that_spares_the_words_is_seen_where_all_bytes_are_looked_at(tmp
     begin = (job.net.book.data_ptr() >> 3) - 1  # type: ignore[operator]
     looked_at = {int(word) - begin for some in indices for word in some.ravel()}
     spared = next(2 * word for word in range(10_000) if word not in looked_at)
-    job.recorder.watch.ended(0)
+    job.run(FULL_LOOKS)
     between(job.net)
     job.recorder.watch.before_update()
     assert "book" not in job.recorder.buffers.captured
@@ -252,7 +260,7 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
     assert bytes(regions["grad/trained.weight"].data) == raw(job.net.trained.weight.grad)  # type: ignore[arg-type]
     (tmp_path / "again").mkdir()
     again = Job(tmp_path / "again")
-    assert again.recorder.restore_own(regions, ()) == []
+    assert again.recorder.restore_own(regions, NO_FORMS) == []
     for name, parameter in again.net.named_parameters():
         here, there = parameter.grad, job.net.get_parameter(name).grad
         assert (here is None) == (there is None) == (name == "frozen")
@@ -276,7 +284,7 @@ def test_a_resumed_run_knows_at_once_what_moves(tmp_path: Path) -> None:
     job.run(2)
     (tmp_path / "again").mkdir()
     again = Job(tmp_path / "again", lambda net: count(net.frozen))
-    again.recorder.restore_own(job.regions(), ())
+    again.recorder.restore_own(job.regions(), NO_FORMS)
     assert raw(again.net.frozen) == raw(job.net.frozen)
     again.step = 2
     again.recorder.begin(2, None)
