@@ -7,7 +7,7 @@ lets a peer update, `committed` at the step's end, `epoch_start` when an epoch b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -155,6 +155,8 @@ class BoxRecorder:
         self._slots: dict[int, tuple[SlotKind, int]] = {}
         self.late = Recurrence()
         """In which steps the state has moved between its tentative and its committed copy."""
+        self.moved = ""
+        """The first region that had moved so, the last time."""
         for capture in self._captures:
             capture.bind(box)
             capture.listen(on_reason or _ignore)
@@ -176,8 +178,10 @@ class BoxRecorder:
         ends_epoch: `step` is the last one of its epoch, None: not known. True if they differ, as `late` says now.
         """
         self._record(SlotKind.COMMITTED, step, json_bytes)
-        if not comparable or self.box.compare_tentative() is None:
+        moved = self.box.compare_tentative() if comparable else None
+        if moved is None:
             return False
+        self.moved = moved
         self.late = self.late.happened(step, ends_epoch)
         return True
 
@@ -190,6 +194,10 @@ class BoxRecorder:
         if moved is not None and self.box.compare_tentative() is not None and self.late.last != step:
             self.late = self.late.happened(step, None)
         return moved
+
+    def late_moves(self) -> dict[str, Any]:
+        """What a reader has to know of these, as JSON."""
+        return {"late": self.late.to_list(), "moved": self.moved}
 
     def slot_of(self, step: int) -> int | None:
         """Where the copy of `step` is that a reader gets: the committed one if there is one."""

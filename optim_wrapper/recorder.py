@@ -385,8 +385,8 @@ class StepRecorder:
 
     def _say_reasons(self) -> None:
         assert self._box is not None
-        facts: dict[str, Any] = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons}
-        self._box.box.set_facts(json.dumps({**facts, "late": self._box.late.to_list()}).encode())
+        facts = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons, **self._box.late_moves()}
+        self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
         return step_document.begin(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.errors import IncompleteError, LastWordsError, StorageError
 from lastwords.optim_wrapper import hyperparameters
+from lastwords.optim_wrapper.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.device_reader import reader_for
 from lastwords.optim_wrapper.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot, left_out_of
 from lastwords.optim_wrapper.group_copies import copied_differs, copy_groups
@@ -179,13 +181,37 @@ class TrainerSource:
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
-        return {rank: self._local_state(rank, step) for rank in ranks}
+        states = {rank: self._local_state(rank, step) for rank in ranks}
+        if why := self._moved_late(states, step):
+            for rank, state in states.items():
+                if state.exact and state.meta.get("kind") == SlotKind.TENTATIVE.name.lower():
+                    states[rank] = replace(state, exact=False, reasons=(*state.reasons, why))
+        return states
 
     def facts(self, step: int) -> dict[str, Any]:
         """Facts of the run up to `step`, for the manifest."""
         return self._facts(step)
 
     # ------------------------------------------------------------------ inside
+
+    def _moved_late(self, states: Mapping[int, LocalState], step: int) -> str:
+        """What moved in `step` after the tentative copies of it, on a rank that has ended it; empty if nothing did."""
+        kinds = {rank: state.meta.get("kind") for rank, state in states.items()}
+        if SlotKind.TENTATIVE.name.lower() not in kinds.values():
+            return ""
+        for rank in (rank for rank, kind in kinds.items() if kind == SlotKind.COMMITTED.name.lower()):
+            try:
+                with BoxReader(self._box_path(rank)) as box:
+                    facts = box.facts()
+            except (OSError, LastWordsError) as error:
+                return f"it had not ended step {step}, and whether anything moved late in it is not known ({error})"
+            if (late := facts.get("late")) and Recurrence(*late).last == step:
+                return (
+                    f"it had not ended step {step}, in which {facts.get('moved')} of rank {rank} moved after its update"
+                )
+            if any(f"/{GRADIENT_PREFIX}" in spec.name for spec, _ in states[rank].tensors):
+                return f"it had not ended step {step}, and its gradients, which the next step goes on with, are lost"
+        return ""
 
     def _local_state(self, rank: int, step: int) -> LocalState:
         for pause_s in (*BOX_PAUSES_S, None):

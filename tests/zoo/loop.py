@@ -31,6 +31,8 @@ EXCLUSIVE = frozenset(
 """Hooks that two recipes cannot both replace in a mixture of them."""
 
 Words = tuple[str, ...]
+NO_NAME = "global step"
+"""A step of an own loop that was cut off before its end: the loop has not said what it calls it."""
 
 
 def no_step_end() -> None:
@@ -273,9 +275,10 @@ class Card:
     def words(self, phase: str) -> Words:
         """Of which one has to be in the reasons, if the resume is not exact; none: it has to be exact.
 
-        A death at any instant may be one in the window.
+        A death at any instant may be one in the window, where the step of an own loop has no name yet.
         """
-        return self.told.get(phase, self.told.get("win", ()) if phase == "bwd" else ())
+        words = self.told.get(phase, self.told.get("win", ()) if phase == "bwd" else ())
+        return (*words, NO_NAME) if self.loop.own_loop and phase in ("bwd", "win") else words
 
 
 CARDS: dict[str, Card] = {}

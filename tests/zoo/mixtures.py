@@ -10,14 +10,12 @@ import random
 from collections.abc import Sequence
 
 from tests.zoo import recipes
-from tests.zoo.loop import CARDS, EXCLUSIVE, Card, Loop, Words
+from tests.zoo.loop import CARDS, EXCLUSIVE, NO_NAME, Card, Loop, Words
 
 assert recipes.__doc__
 
 STEPS = range(2, 8)
 MOST = 4
-OWN_LOOP_WORDS = ("global step",)
-"""A step of an own loop that was cut off in the window has no name yet."""
 
 
 def card_of(name: str) -> Card:
@@ -52,7 +50,7 @@ def allowed(parts: Sequence[Card], phase: str, loop: type[Loop]) -> Words:
     early = phase in ("fwd", "end")
     phases = ("fwd", "end") if early else ("fwd", "end", "win", "bwd", "epoch", "mid")
     words = [word for part in parts for where in phases for word in part.words(where)]
-    return tuple(dict.fromkeys([*words, *(OWN_LOOP_WORDS if loop.own_loop and not early else ())]))
+    return tuple(dict.fromkeys([*words, *((NO_NAME,) if loop.own_loop and not early else ())]))
 
 
 def go_together(loops: Sequence[type[Loop]]) -> bool:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 PHASES_OF: dict[str, str] = {
-    "accum_noarg2": "end",
-    "accum_own": "bwd end",
-    "embed_maxnorm": "bwd fwd win",
-    "gradnoise4": "bwd",
+    "embed_maxnorm": "win bwd",
     "lbfgs_local_loss": "bwd fwd",
     "lr_after_log": "win",
-    "prune": "epoch end",
 }
 
 NOT_YET: frozenset[str] = frozenset(f"{name}:{phase}" for name, where in PHASES_OF.items() for phase in where.split())

@@ -108,7 +108,7 @@ class Bank(nn.Module):
 
 
 @recipe("bigbuf_data", "memory bank in a large buffer of each rank, `bank.data[i:j] = x`", "bwd fwd win end",
-        {"all": "bank"}, price="told: a few rows of many are not seen to change")  # fmt: skip
+        {"win": "bank"})  # fmt: skip
 class BigBuffer(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Bank()]
@@ -189,8 +189,8 @@ class Words(nn.Module):
     "embed_maxnorm",
     "`nn.Embedding(max_norm=1.0)`: replicas drift apart in forward",
     "bwd fwd win",
-    {"all": ("em.weight",)},
-    price="told: the ranks' weights differ, and one of them is saved",
+    {"win": "em.weight"},
+    price="copies of the table in each step",
 )
 class EmbeddingMaxNorm(Loop):
     ranks = 3

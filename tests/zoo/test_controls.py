@@ -18,8 +18,7 @@ __all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
 
 SILENT = [
-    ("witness", "moco", "fwd"),
-    more("witness", "sam_manual", "mid"),
+    ("witness", "sam_manual", "mid"),
     more("witness", "clamp_after_log", "win"),
     ("sampled words", "frozen_bn_data", "fwd"),
     more("sampled words", "vq_data", "fwd"),
@@ -28,6 +27,7 @@ SILENT = [
     more("bucket replay", "model_is_inner", "fwd"),
     ("doubts about extras", "extras_partial", "win"),
     more("doubts about extras", "plateau_epoch1", "epoch"),
+    ("what others saw move late", "prune", "end"),
     ("own generators", "gen_attr", "fwd"),
     more("own generators", "nprng_global", "fwd"),
     ("optimizers' own state", "lookahead", "fwd"),

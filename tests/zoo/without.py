@@ -17,14 +17,21 @@ def never(*_: Any, **__: Any) -> bool:
     return False
 
 
+def no_full_looks() -> None:
+    """Not even in the first steps all bytes are looked at."""
+    importlib.import_module("lastwords.optim_wrapper.state_watch").FULL_LOOKS = 0
+
+
 def unseen() -> None:
     """The witness sees no tensor move."""
+    no_full_looks()
     witness = importlib.import_module("lastwords.optim_wrapper.witness").Witness
     witness.moved = witness.replaced = nothing
 
 
 def unsampled() -> None:
     """The witness looks at no words of the tensors, only at their memory and torch's count of writes."""
+    no_full_looks()
     witness = importlib.import_module("lastwords.optim_wrapper.witness").Witness
     whole = witness.__init__
 
@@ -60,6 +67,12 @@ def extras_as_they_are() -> None:
     importlib.import_module("lastwords.optim_wrapper.extras").CutOff.reasons = nothing
 
 
+def others_unasked() -> None:
+    """What ranks that have ended a step saw move late in it says nothing of a rank that had not ended it."""
+    source = importlib.import_module("lastwords.optim_wrapper.source").TrainerSource
+    source._moved_late = lambda self, states, step: ""
+
+
 def own_streams_unseen() -> None:
     """Nobody looks for random generators of the user's own."""
     streams = importlib.import_module("lastwords.optim_wrapper.own_streams").OwnStreams
@@ -85,6 +98,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "carried gradients": gradients_dropped,
     "bucket replay": buckets_as_they_come,
     "doubts about extras": extras_as_they_are,
+    "what others saw move late": others_unasked,
     "own generators": own_streams_unseen,
     "optimizers' own state": optimizers_own_state_lost,
 }
