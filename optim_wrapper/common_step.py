@@ -41,7 +41,7 @@ class CommonStep:
     ) -> None:
         self._recorder = recorder
         self._optimizers = tuple(optimizers)
-        self._verify_every = options.verify_every
+        self._verify_every = recorder.watch.verify_every = options.verify_every
         self._protection: Protection | None = None
         self._gated: GatedStep | None = None
         self._several: SeveralOptimizers | None = None

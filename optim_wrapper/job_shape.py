@@ -31,7 +31,8 @@ class Options:
 
     gate: "auto" makes a gate where one is needed; "existing" says that the loop has a collective of its own with the
     gate's property (every rank enters it when its gradients are final, and no rank updates before all have).
-    verify_every: compare the replicas every so many steps, 0: only when the loop begins. local_copy: "auto"
+    verify_every: compare the replicas every so many steps, 0: only when the loop begins; and look then at all bytes for
+    what changes outside of updates. local_copy: "auto"
     copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything, and
     does so always with LBFGS; False copies nothing, and what has changed so is named.
     """

@@ -66,6 +66,8 @@ class StateWatch:
         self._keeps_more = False
         self._announced: set[str] = set()
         self.needs_room = False
+        self.verify_every = 0
+        """All bytes are looked at in every so many steps."""
 
     # ------------------------------------------------------------------ training thread
 
@@ -127,6 +129,7 @@ class StateWatch:
         self.copies.take(step)
         self._steps += 1
         self._digests = {}
+        digests = digests or bool(self.verify_every and step % self.verify_every == 0)
         if digests or self._steps <= FULL_LOOKS:
             trained = {id(one) for group in self._view.optimizer.param_groups for one in group["params"]}
             self._digests = {
