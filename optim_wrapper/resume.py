@@ -19,6 +19,7 @@ from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import added_groups, ddp_buckets, extra_digests, hyperparameters
 from lastwords.optim_wrapper.captured_buffer import SavedForms
+from lastwords.optim_wrapper.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.facts import differences
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
@@ -292,7 +293,14 @@ def _not_alike(manifest: Manifest, rank: int) -> list[str]:
         if marks and not mine_is_there and (len({checksum for _, checksum in marks}) > 1 or alone):
             what = next(iter(marks))[0]
             reasons.append(f"rank {rank}: the {what} may differ from rank to rank, and its own were not saved")
+    with_gradients = {one for one, local in manifest.locals.items() if any(map(_is_gradient, local.tensors))}
+    if with_gradients and rank not in with_gradients:
+        reasons.append(f"rank {rank}: the gradients that it carried into the next step were not saved")
     return reasons
+
+
+def _is_gradient(spec: TensorSpec) -> bool:
+    return spec.name.split("/", 2)[2].startswith(GRADIENT)
 
 
 def _forms(manifest: Manifest) -> SavedForms:

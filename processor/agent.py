@@ -3,9 +3,7 @@
 Threads. The training thread marks its phases here (`ready`, `enter_update`, ...) and is parked here in an incident.
 The session's threads hand in orders, a pulse thread streams the status and feeds ticks, and a writer thread exists
 while a part of a checkpoint is written. One lock is held around every call of the core: it makes "check the freeze, set
-UPDATING" and "set the freeze, read the phase" atomic.
-
-No torch here: tensors arrive as memoryviews through `StateSource`.
+UPDATING" and "set the freeze, read the phase" atomic. No torch here: tensors arrive as memoryviews (`StateSource`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.interfaces import GateFailedError, GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaveJob, SaverSpec
-from lastwords.vocabulary import Exit, Hello, Order, Refused, Report, Save, Stand, Status
+from lastwords.vocabulary import Exit, Hello, Order, Phase, Refused, Report, Save, Stand, Status
 
 _log = logging.getLogger(__name__)
 
@@ -178,16 +176,18 @@ class Agent:
             self._settle_calls()
 
     def end_step(self, commit: Callable[[int], None]) -> None:
-        """The step is over. `commit(step)` captures what may move on; it runs before the step counts as ended.
+        """The step is over; `commit(step)`, which captures what may move on, runs before it counts as ended.
 
-        Parks during an incident; a rank that has settled neither captures nor counts any more.
-        """
+        Parks during an incident: a rank that has settled neither captures nor counts any more."""
         core = self._core
-        if not core.may_end_step:
+        while not core.may_end_step or core.phase is Phase.COMPUTING:
             with self._condition:
-                if not core.may_end_step:  # still: a false alarm may have ended since
-                    core.try_end_step()  # says SKIPPED where there was no update, and parks
-                    self._settle_calls()
+                if core.may_end_step:
+                    core.mark_skipped()  # a freeze from here on finds this: copies of the step before are replaced
+                    self._after_mark()
+                    break
+                core.try_end_step()  # says SKIPPED where there was no update, and parks
+                self._settle_calls()
             self._park(lambda: core.may_end_step)
         commit(core.ended_step + 1)
         with self._lock:
