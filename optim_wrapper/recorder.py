@@ -67,7 +67,7 @@ class StepRecorder:
         self.extras.add(self._own.of_optimizers)
         self.local_extras.add(self._own.of_modules)
         self.buffers = BufferCapture(self.view.model, called=self.view.called)
-        plain = [state for part in (extras, local_extras) for state in (part or {}).values() if isinstance(state, dict)]
+        plain = [one for part in (extras, local_extras) for one in (part or {}).values() if isinstance(one, dict)]
         self._search_in = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}, plain
         self.rng = RngCapture(own=OwnStreams(*self._search_in))
         self.extra_buffers = ExtraBuffers(self.extras)
@@ -77,6 +77,7 @@ class StepRecorder:
         self._unchecked = False
         self._ended_here = 0
         self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
+        self.watch.has_scheduler = any(hasattr(one, "get_last_lr") for one in (extras or {}).values())
         self.gradients = CarriedGradients(lambda: self.view.all_names().parameters)
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
@@ -339,9 +340,7 @@ class StepRecorder:
             self._make_room()
 
     def _announce_late_change(self, tentative: ExtrasSnapshot) -> None:
-        """Said once: from here on, a rank that is killed between its update and the end of its step is not exact."""
-        if self._tentative_reasons:
-            return
+        """From here on, a rank that is killed between its update and the end of its step is not exact."""
         which = step_document.what_differs(self.local_extras, tentative, self._local_now)
         self._tentative_reasons = [step_document.changed_before_the_end(which, self._step)]
         self._say_reasons()
@@ -361,7 +360,7 @@ class StepRecorder:
             said, ends = ended + local + early + self._of_all() + b"}", self.ends_epoch(position)
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends):
                 self._say_reasons()
-            if self._tentative_local is not None and self._tentative_local[1] != local:
+            if self._tentative_local is not None and self._tentative_local[1] != local and not self._tentative_reasons:
                 self._announce_late_change(self._tentative_local[0])
             self._tentative_local = None
         if self.source is not None:
@@ -381,7 +380,7 @@ class StepRecorder:
                 local = self._local(extras)
                 self._tentative_local = extras, local
             said = self._document or self._document_of(self._position)
-            self._box.tentative(self._step + 1, said + local + self._digests + b"}")
+            self._box.tentative(self._step + 1, said + local + self._of_all() + b"}")
 
     def _say_reasons(self) -> None:
         assert self._box is not None

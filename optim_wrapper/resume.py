@@ -285,13 +285,19 @@ def _restore_units(
 
 def _not_alike(manifest: Manifest, rank: int) -> list[str]:
     """Why copies of what changes outside of optimizer.step() are not this rank's."""
-    said = {one: local.meta.get("slot", {}).get("alike", {}) for one, local in manifest.locals.items()}
+    locals_ = manifest.locals.values()
+    said = [(local.meta.get("kind"), local.meta.get("slot", {}).get("alike", {})) for local in locals_]
+    mine = manifest.locals.get(rank)
     reasons = []
-    for kind, mine_is_there in (("all", False), ("own", rank in said and "own" in said[rank])):
-        marks = {tuple(alike[kind]) for alike in said.values() if kind in alike}
-        alone = kind == "own" and sum(kind in alike for alike in said.values()) < 2
-        if marks and not mine_is_there and (len({checksum for _, checksum in marks}) > 1 or alone):
-            what = next(iter(marks))[0]
+    for kind, mine_is_there in (("all", False), ("own", mine is not None and mine.meta.get("kind") == "committed")):
+        # What was looked at the step's end, and at the one before, which is all that a tentative copy knows of.
+        marks = [
+            alike[kind][1:] if copy == "committed" else [None, alike[kind][1]] for copy, alike in said if kind in alike
+        ]
+        ends = [[mark for mark in end if mark is not None] for end in zip(*marks, strict=True)]
+        alone = kind == "own" and all(len(end) < 2 for end in ends)
+        if marks and not mine_is_there and (any(len({*end}) > 1 for end in ends) or alone):
+            what = next(alike[kind][0] for _, alike in said if kind in alike)
             reasons.append(f"rank {rank}: the {what} may differ from rank to rank, and its own were not saved")
     with_gradients = {one for one, local in manifest.locals.items() if any(map(_is_gradient, local.tensors))}
     if with_gradients and rank not in with_gradients:

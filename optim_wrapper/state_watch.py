@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.group_copies import GroupCopies
 from lastwords.optim_wrapper.state_view import UnitView
 from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, staged_bytes
 from lastwords.optim_wrapper.witness import Mark, StateName, Witness, tensors_of
@@ -60,12 +61,19 @@ class StateWatch:
         self._updating = False
         self._digests: dict[StateName, bytes] = {}
         self._late: dict[StateName, int] = {}
+        self._groups = GroupCopies(view.optimizer)
+        self._groups_updated: list[dict[str, Any]] = []
+        self._groups_late = False
         self._named: set[StateName] = set()
         self._states = -1
         self._steps = 0
+        self._ended_step = -1
+        self._checksums: dict[str, tuple[int, int, int]] = {}
         self._keeps_more = False
         self._announced: set[str] = set()
         self.needs_room = False
+        self.has_scheduler = False
+        """Among the extras, which know by themselves whether it is due."""
         self.verify_every = 0
         """All bytes are looked at in every so many steps."""
 
@@ -81,6 +89,7 @@ class StateWatch:
     def updated(self) -> None:
         """The optimizer has written everything."""
         self._updated = self._witness.mark(self._ended)
+        self._groups_updated = self._groups.take()
 
     @property
     def was_updated(self) -> bool:
@@ -93,6 +102,7 @@ class StateWatch:
             until = self._witness.mark(self._updated)
             for name in self._witness.moved(self._updated, until):
                 self._late[name] = self._witness.writes(name, self._updated, until)
+            self._groups_late |= self._groups.take() is not self._groups_updated
         elif self._ended is not None and not self._updating:
             self._note(self._witness.moved(self._ended))
         self._updated, self._updating = None, False
@@ -125,7 +135,7 @@ class StateWatch:
 
     def ended(self, step: int, *, digests: bool = False) -> None:
         """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
-        self._ended = self._witness.mark(step=step)
+        self._ended, self._ended_step = self._witness.mark(step=step), step
         self.copies.take(step)
         self._steps += 1
         self._digests = {}
@@ -154,13 +164,19 @@ class StateWatch:
     def alike(self) -> dict[str, Any]:
         """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks. JSON values.
 
-        all: those that are taken to be; own: those that a tentative copy lacks. Each with a name and a checksum.
+        all: those that are taken to be; own: those that a tentative copy lacks. Each with a name, a checksum, and the
+        checksum of the step's end before.
         """
         kinds = {"all": self.copies.unboxed, "own": self.copies.late}
-        return {kind: [some(names), self._checksum(names)] for kind, names in kinds.items() if names}
+        return {kind: [some(names), *self._sums(kind, names)] for kind, names in kinds.items() if names}
 
-    def _checksum(self, names: list[StateName]) -> int:
-        return 0 if self._ended is None else zlib.crc32(self._witness.sample(self._ended, names))
+    def _sums(self, kind: str, names: list[StateName]) -> tuple[int, int]:
+        """Of the last step's end, and of the one before."""
+        step = -1 if self._ended is None else self._ended_step
+        if kind not in self._checksums or self._checksums[kind][0] != step:
+            now = 0 if self._ended is None else zlib.crc32(self._witness.sample(self._ended, names))
+            self._checksums[kind] = step, now, self._checksums.get(kind, (0, 0, 0))[1]
+        return self._checksums[kind][1:]
 
     # ------------------------------------------------------------------ writer's thread
 
@@ -190,6 +206,8 @@ class StateWatch:
             reasons.append(f"in the steps before, the {some(missing)} changed after optimizer.step(), not in this one")
         if partly:
             reasons.append(f"the {some(partly)} changed after optimizer.step(), perhaps not for the last time")
+        if self._groups_late and not self.has_scheduler:
+            reasons.append("the loop changes hyperparameters after optimizer.step(), perhaps not yet in this step")
         return reasons
 
     # ------------------------------------------------------------------ inside

@@ -30,7 +30,7 @@ class Heard:
         pass
 
 
-def in_a_loop() -> tuple[Agent, Heard]:
+def in_a_loop() -> Agent:
     unused: Any = None
     agent, session = Agent(ProcessorCore(0, 1, 0), unused, unused, Departure(0)), Heard()
     session.agent = agent
@@ -38,13 +38,13 @@ def in_a_loop() -> tuple[Agent, Heard]:
     agent.on_session_up()
     agent.on_order(Welcome(1, 0, 1))
     agent.begin_loop(10, 1, 0)
-    return agent, session
+    return agent
 
 
 @pytest.mark.parametrize("updates", [True, False])
 def test_a_freeze_while_a_step_s_copies_are_replaced_finds_the_step_that_they_are_of(updates: bool) -> None:
     """A writer that is asked for the step before would find its copies gone."""
-    agent, session = in_a_loop()
+    agent = in_a_loop()
     agent.end_step(lambda step: None)
 
     def commit(step: int) -> None:

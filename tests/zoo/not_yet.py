@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 PHASES_OF: dict[str, str] = {
-    "embed_maxnorm": "win bwd",
     "lbfgs_local_loss": "bwd fwd",
-    "lr_after_log": "win",
 }
 
 NOT_YET: frozenset[str] = frozenset(f"{name}:{phase}" for name, where in PHASES_OF.items() for phase in where.split())

@@ -216,7 +216,7 @@ class Adafactor(With):
         return [torch.optim.Adafactor(self.weights(), lr=0.05)]
 
 
-@recipe("asgd_nadam", "ASGD and NAdam, half of the weights each", "bwd win end mid", nothing=("mid",))
+@recipe("asgd_nadam", "ASGD and NAdam, half of the weights each", "bwd win end mid", nothing=("mid", "bwd"))
 class TwoKinds(With):
     def optimizers(self) -> list[Any]:
         first, rest = self.weights()[:2], self.weights()[2:]
