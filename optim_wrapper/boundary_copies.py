@@ -54,6 +54,11 @@ class BoundaryCopies:
         return bool(self._tensors)
 
     @property
+    def names(self) -> list[StateName]:
+        """Names of all."""
+        return [*self._tensors]
+
+    @property
     def unboxed(self) -> list[StateName]:
         """Names of those that no black box has: they have to be the same on every rank."""
         return [name for name in self._tensors if name not in self._boxed]

@@ -84,6 +84,7 @@ class TrainerSource:
         self._copy = copy
         self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
         self._snapshot: Snapshot | None = None
+        self._before: Snapshot | None = None
         self._next_position: Position | None = None
         self._watch = watch
         self._ends_epoch = ends_epoch
@@ -96,6 +97,8 @@ class TrainerSource:
         The name goes first: a writer in between finds none, and never the name of another step.
         """
         self._next_position = None
+        if self._snapshot is not None and self._snapshot.step < snapshot.step:
+            self._before = self._snapshot
         self._snapshot = snapshot
         if self._copy is not None:
             stand = Stand(Phase.COMPUTING, snapshot.step)
@@ -122,8 +125,9 @@ class TrainerSource:
     def position(self, step: int) -> Position | None:
         """What the loop calls global step `step`; None if it has not said so yet. Never a guess."""
         snapshot = self._snapshot
-        if snapshot is not None and snapshot.step == step:
-            return snapshot.position
+        for known in (snapshot, self._before):
+            if known is not None and known.step == step:
+                return known.position
         return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
@@ -139,7 +143,7 @@ class TrainerSource:
         if view is None:
             held = ", ".join(self._units.names)
             raise IncompleteError(f"this rank holds the units {held}, not {unit!r}", missing=(unit,))
-        snapshot = self._snapshot
+        snapshot = self._held(step, stand)
         of_extras: list[str] = []
         of_state: list[str] = []
         copies: dict[StateName, Bytes] = {}
@@ -148,7 +152,7 @@ class TrainerSource:
             groups, extras = snapshot.groups, snapshot.extras
             if watch is not None and stage is not None:  # None: it ends now
                 copies = watch.copies_at(step)
-                of_state = _moved(watch.moved_since(step), step)
+                of_state = _moved(watch.moved_since(step) if snapshot is self._snapshot else watch.copied, step)
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
@@ -178,6 +182,13 @@ class TrainerSource:
         if self._buckets is not None:
             meta["buckets"] = self._buckets(step)
         return UnitState(tensors=tensors, meta={**meta, "reasons": reasons})
+
+    def _held(self, step: int, stand: Stand) -> Snapshot | None:
+        """The newest snapshot; or the one before, which a step without an update is to be given up for."""
+        newest, before = self._snapshot, self._before
+        if before is not None and before.step == step and stand == Stand(Phase.SKIPPED, step + 1):
+            return before
+        return newest
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""

@@ -184,6 +184,11 @@ class StateWatch:
         """What is to be saved in the live tensors' place at the end of `step`."""
         return self.copies.at(step)
 
+    @property
+    def copied(self) -> list[StateName]:
+        """What is copied at each step's end."""
+        return self.copies.names
+
     def moved_since(self, step: int) -> list[StateName]:
         """What is not as it was at the end of `step`, the last one, and was not copied then."""
         if self._ended is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper import boundary_copies
+from lastwords.errors import IncompleteError
+from lastwords.optim_wrapper import boundary_copies, resume
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.captured_buffer import NO_FORMS, version_of
 from lastwords.optim_wrapper.recorder import StepRecorder
@@ -249,6 +251,71 @@ def test_a_step_that_was_cut_off_before_what_the_loop_writes_after_its_update_sa
     count(job.net.frozen)
     [reason] = job.save(Phase.UPDATED, 4)[1]
     assert "perhaps not for the last time" in reason
+
+
+@pytest.mark.parametrize("scheduler", [False, True])
+def test_hyperparameters_that_the_loop_changes_after_its_update_are_told(tmp_path: Path, scheduler: bool) -> None:
+    job = Job(tmp_path)
+
+    def lower(net: Net) -> None:
+        job.optimizer.param_groups[0]["lr"] *= 0.5
+
+    job.run(2, after=lower)
+    job.recorder.watch.has_scheduler = scheduler  # it knows by itself whether it is due
+    job.compute()
+    job.recorder.watch.before_update()
+    job.optimizer.step()
+    job.recorder.watch.updated()
+    reasons = job.save(Phase.UPDATED, 3)[1]
+    assert any("hyperparameters" in reason for reason in reasons) == (not scheduler)
+
+
+def manifest(*ranks: tuple[str, dict[str, Any]]) -> Any:
+    return SimpleNamespace(
+        locals={
+            rank: SimpleNamespace(meta={"kind": kind, "slot": {"alike": alike}}, tensors=())
+            for rank, (kind, alike) in enumerate(ranks)
+        }
+    )
+
+
+OWN = {"own": ["parameter 'em.weight'", 5, 4]}
+OTHER = {"own": ["parameter 'em.weight'", 6, 3]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([("committed", OWN), ("committed", OTHER)], False),  # this rank's own is there
+        ([("tentative", OWN), ("tentative", OWN)], False),
+        ([("tentative", OWN), ("tentative", OTHER)], True),
+        ([("tentative", {"own": ["", 4, 3]}), ("committed", OWN)], False),  # alike at the end before
+        ([("tentative", {"own": ["", 3, 2]}), ("committed", OWN)], True),
+        ([("tentative", {}), ("committed", OWN)], True),  # nothing to compare with
+        ([("committed", {"all": ["x", 1, 0]}), ("committed", {"all": ["x", 2, 0]})], True),
+        ([("committed", {"all": ["x", 1, 0]}), ("committed", {"all": ["x", 1, 0]})], False),
+        ([("committed", {}), ("committed", {})], False),
+    ],
+)
+def test_who_lacks_its_own_is_told_where_it_may_matter(ranks: list[tuple[str, dict[str, Any]]], told: bool) -> None:
+    assert bool(resume._not_alike(manifest(*ranks), 0)) == told
+
+
+def test_the_step_before_one_without_an_update_can_still_be_saved(tmp_path: Path) -> None:
+    """A rank in SKIPPED(N+1) says that it holds N too, also when the copies of N+1 have been taken."""
+    job = Job(tmp_path)
+    job.run(2)
+    before, _ = job.save()
+    job.optimizer.param_groups[0]["lr"] = 0.5
+    job.run(1, updates=False)
+    state = job.source.unit_state(UNIT_REPLICATED, 2, Stand(Phase.SKIPPED, 3))
+    assert state.meta["reasons"] == []
+    assert dict(state.meta["groups"][0]["dict"])["lr"] == {"plain": 1e-3}
+    found = {spec.name.split("/", 2)[2]: bytes(source() if callable(source) else source)
+             for spec, source in state.tensors}  # fmt: skip
+    assert found == before
+    with pytest.raises(IncompleteError):
+        job.source.unit_state(UNIT_REPLICATED, 2, Stand(Phase.UPDATED, 3))
 
 
 def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: Path) -> None:
