@@ -25,9 +25,12 @@ from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.group_copies import GroupCopies
 from lastwords.optim_wrapper.state_view import UnitView
 from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, staged_bytes
-from lastwords.optim_wrapper.witness import Mark, StateName, Witness, tensors_of
+from lastwords.optim_wrapper.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 
 _log = logging.getLogger(__name__)
+
+LOOKS, LOOK_EVERY = 16, 4
+"""Before the update it is looked at in so many steps first, and then in one of so many."""
 
 FULL_LOOKS = 4
 """At the ends of so many steps all bytes are looked at of what the optimizer has nothing to do with, in the host's
@@ -58,6 +61,7 @@ class StateWatch:
         self.copies = BoundaryCopies()
         self._ended: Mark | None = None
         self._updated: Mark | None = None
+        self._newest: Mark | None = None
         self._updating = False
         self._digests: dict[StateName, bytes] = {}
         self._late: dict[StateName, int] = {}
@@ -84,11 +88,13 @@ class StateWatch:
         if self._updating or self._ended is None:
             return
         self._updating = True
-        self._note(self._witness.moved(self._ended))
+        # Most of what moves does so from the start; what begins to later is named for a few steps before it is copied.
+        if self._steps <= LOOKS or self._digests or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0:
+            self._note(self._witness.moved(self._ended))
 
     def updated(self) -> None:
         """The optimizer has written everything."""
-        self._updated = self._witness.mark(self._ended)
+        self._updated = self._witness.mark(step=self._ended_step + 1)
         self._groups_updated = self._groups.take()
 
     @property
@@ -102,6 +108,7 @@ class StateWatch:
             until = self._witness.mark(self._updated)
             for name in self._witness.moved(self._updated, until):
                 self._late[name] = self._witness.writes(name, self._updated, until)
+            self._newest = until
             self._groups_late |= self._groups.take() is not self._groups_updated
         elif self._ended is not None and not self._updating:
             self._note(self._witness.moved(self._ended))
@@ -135,7 +142,9 @@ class StateWatch:
 
     def ended(self, step: int, *, digests: bool = False) -> None:
         """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
-        self._ended, self._ended_step = self._witness.mark(step=step), step
+        newest, self._newest = self._newest, None
+        current = newest is not None and newest.look == self._witness.looks and newest.round == step % ROUNDS
+        self._ended, self._ended_step = newest if current else self._witness.mark(step=step), step
         self.copies.take(step)
         self._steps += 1
         self._digests = {}

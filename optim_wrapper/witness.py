@@ -19,7 +19,7 @@ from lastwords.optim_wrapper.state_view import UnitView
 from lastwords.optim_wrapper.tensor_places import Places, TensorPlaces, Words, word_index, words_at
 from lastwords.sharding.dtensor import is_dtensor, local_of
 
-WORDS_MAX, WORDS_EACH_MAX = 1024, 16
+WORDS_MAX, WORDS_EACH_MAX = 512, 16
 """About so many words are looked at in all, and of each tensor at least two and at most so many."""
 
 ROUNDS = 16
@@ -76,6 +76,11 @@ class Witness:
         self._tensors: list[torch.Tensor] = []
         self._restless: dict[StateName, Slot] = {}
         self._enrol({})
+
+    @property
+    def looks(self) -> int:
+        """Counts up where the tensors are others; marks of different looks are not compared."""
+        return self._look
 
     def look(self) -> None:
         """See which tensors there are now. What stands in one's place every now and then is told by itself alone."""
