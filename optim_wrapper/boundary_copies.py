@@ -12,11 +12,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+import xxhash
 
 from lastwords import clock
 from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.captured_buffer import region_dtype
-from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, writing
+from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, problem_of, writing
 from lastwords.optim_wrapper.witness import StateName
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 
@@ -111,17 +112,28 @@ class BoundaryCopies:
         for name in [name for name, host in self._host.items() if _form(host) != _form(self._tensors[name])]:
             self._leave_out(name)  # `resize_` has given it another form, and will again: it is named, not copied
             self._resized.add(name)
-        if not self._tensors:
+        tensors = {name: tensor for name, tensor in self._tensors.items() if not problem_of(tensor)}
+        for name in self._host.keys() - tensors.keys():
+            del self._host[name]  # freed for now: it is named if it is to be saved
+        if not tensors:
             return
         began_s = clock.mono_s()
-        for name, tensor in self._tensors.items():
+        for name, tensor in tensors.items():
             if name not in self._host or _form(self._host[name]) != _form(tensor):
                 self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         with torch.inference_mode():
-            torch._foreach_copy_([self._host[name] for name in self._tensors], [*self._tensors.values()])
+            torch._foreach_copy_([self._host[name] for name in tensors], [*tensors.values()])
         self._step = step
         if self._untold:
             self._tell(clock.mono_s() - began_s)
+
+    def checksum(self, names: Iterable[StateName]) -> int:
+        """Of the newest copies of some of them."""
+        digest = xxhash.xxh3_64()
+        for name in names:
+            memory = bytes_of(self._host[name]) if name in self._host else b""
+            digest.update(b"?" if memory is None else memory)
+        return digest.intdigest()
 
     def at(self, step: int) -> dict[StateName, Bytes]:
         """Bytes of each as it was at the end of `step`; none if they were taken at another one. Any thread.
@@ -190,6 +202,7 @@ class BoundaryCopies:
         targets = self._targets[slot]
         names = [name for name in self._boxed if name in targets and (self._frozen[name] or not early)]
         if names:
+            names = [name for name in names if not problem_of(self._tensors[name])]
             with torch.inference_mode():
                 torch._foreach_copy_([targets[name] for name in names], [self._tensors[name] for name in names])
 

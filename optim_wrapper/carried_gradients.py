@@ -2,12 +2,13 @@
 
 They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
 in which no optimizer has updated. After an update they are used up: the loop sets them to zero or to None before they
-count again. So are gradients that are not finite, which a GradScaler has skipped.
+count again. So are those that a GradScaler among the extras has skipped, which shows in its scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,8 +26,10 @@ BYTES_MAX = 256 << 20
 class CarriedGradients:
     """A `Capture` of the gradients of `parameters`, by name. Training thread."""
 
-    def __init__(self, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, parameters: Callable[[], Mapping[str, torch.Tensor]], scalers: Sequence[Any] = ()) -> None:
         self._all = parameters
+        self._scalers = scalers
+        self._scales: list[Any] = [scaler.state_dict() for scaler in scalers]
         self._parameters: dict[str, torch.Tensor] = {}
         self._regions: dict[str, RegionSpec] = {}
         self._carried: list[str] = []
@@ -40,14 +43,20 @@ class CarriedGradients:
         """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them."""
         self._carried = []
         if updated or self._given_up:
+            if self._scalers:
+                self._scaler_has_skipped()
             return False
         present = {name: tensor for name, tensor in trained.items() if tensor.grad is not None}
-        gradients = [local_of(one.grad) for one in present.values() if one.grad is not None]
-        if not gradients or not all(bool(one.isfinite().all()) for one in gradients):
+        if not present or self._scaler_has_skipped():
             return False
         self._carried = [*present]
         new = self._admit(present)
         return new and not self._given_up
+
+    def _scaler_has_skipped(self) -> bool:
+        """Whether a GradScaler has looked at this step's gradients, and found some that are not finite."""
+        before, self._scales = self._scales, [scaler.state_dict() for scaler in self._scalers]
+        return before != self._scales
 
     def _admit(self, present: Mapping[str, torch.Tensor]) -> bool:
         self._parameters = dict(present)

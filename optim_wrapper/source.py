@@ -293,7 +293,8 @@ def _with_copies(
     if not copies:
         return list(tensors)
     stored = {unit_tensor_name(unit, *name): memory for name, memory in copies.items()}
-    return [(spec, stored.get(spec.name, source)) for spec, source in tensors]
+    fits = {spec.name for spec, _ in tensors if spec.name in stored and stored[spec.name].nbytes == spec.nbytes}
+    return [(spec, stored[spec.name] if spec.name in fits else source) for spec, source in tensors]
 
 
 def _moved(names: list[StateName], step: int) -> list[str]:

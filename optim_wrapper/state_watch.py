@@ -13,7 +13,6 @@ In an incident the writer compares once more: what has moved since the mark, and
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -24,7 +23,7 @@ import xxhash
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.group_copies import GroupCopies
 from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, staged_bytes
+from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
 from lastwords.optim_wrapper.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 
 _log = logging.getLogger(__name__)
@@ -145,6 +144,8 @@ class StateWatch:
         newest, self._newest = self._newest, None
         current = newest is not None and newest.look == self._witness.looks and newest.round == step % ROUNDS
         self._ended, self._ended_step = newest if current else self._witness.mark(step=step), step
+        if self.copies:
+            self.copies.follow(self._witness.live)
         self.copies.take(step)
         self._steps += 1
         self._digests = {}
@@ -183,7 +184,7 @@ class StateWatch:
         """Of the last step's end, and of the one before."""
         step = -1 if self._ended is None else self._ended_step
         if kind not in self._checksums or self._checksums[kind][0] != step:
-            now = 0 if self._ended is None else zlib.crc32(self._witness.sample(self._ended, names))
+            now = self.copies.checksum(names)
             self._checksums[kind] = step, now, self._checksums.get(kind, (0, 0, 0))[1]
         return self._checksums[kind][1:]
 
@@ -204,7 +205,12 @@ class StateWatch:
             return []
         found = [*self._witness.moved(self._ended), *self._witness.replaced()]
         copied = self.copies.at(step)
-        return [name for name in dict.fromkeys(found) if name not in copied]
+
+        def is_copied(name: StateName) -> bool:
+            live = self._witness.live(name)
+            return name in copied and (live is None or live.nbytes == copied[name].nbytes)
+
+        return [name for name in dict.fromkeys(found) if not is_copied(name)]
 
     def cut_off(self) -> list[str]:
         """Why a step that was cut off between its update and its end may lack something."""
@@ -256,6 +262,9 @@ class StateWatch:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
+    """Of all its bytes; of none where it cannot be read now."""
+    if problem_of(tensor):
+        return b""
     memory = bytes_of(tensor)
     return xxhash.xxh3_128_digest(staged_bytes(tensor) if memory is None else memory)
 

@@ -88,13 +88,16 @@ class Places(NamedTuple):
 class TensorPlaces:
     """Reads where these tensors' memory is, and how often they were written. Any thread may call.
 
-    They are dense or strided tensors, no wrappers around others (of a DTensor, its local part). public: ask the
-    tensors themselves; where the fields were not found, and for tests.
+    They are dense or strided tensors, no wrappers around others (of a DTensor, its local part). counted: those
+    whose counts of writes are theirs (DTensors), where these are others.
+    public: ask the tensors themselves; where the fields were not found, and for tests.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, public: bool = False) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor] = (), *, public: bool = False
+    ) -> None:
         self._held = tensors
-        self._counted = [_UNCOUNTED if tensor.is_inference() else tensor for tensor in tensors]
+        self._counted = [_UNCOUNTED if tensor.is_inference() else tensor for tensor in counted or tensors]
         self._use(None if public else _fields())
 
     def _use(self, fields: _Fields | None) -> None:
@@ -115,6 +118,10 @@ class TensorPlaces:
         memory = _memory()
         impls = memory.take(self._objects) >> 3
         at = memory.take(impls[_IMPLS] + self._of_impl)
+        if not at[_BOTH].all():  # swapped with a tensor that has no storage (sparse), or no counter (inference)
+            stand_in = memory.take(_word(np.array([[id(_UNCOUNTED)]], np.int64)) + self._fields.impl)
+            known = memory.take((stand_in >> 3) + self._of_impl)
+            at = np.where((at == 0) & _POINTERS, known, at)
         return Places(at, memory.take((at >> 3)[_BOTH] + self._of_both))
 
     def _asked(self) -> Places:
@@ -132,6 +139,7 @@ class TensorPlaces:
 
 _IMPLS = [0, 0, 1]
 _BOTH = [0, 0, 2]
+_POINTERS = np.array([[True], [False], [True]])
 
 
 def words_at(indices: Words) -> Words:

@@ -9,7 +9,7 @@ bytes in the steps that it names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +61,26 @@ class Mark(NamedTuple):
     restless: list[tuple[torch.Tensor | None, int]]
 
 
+class _Lying(NamedTuple):
+    """Where tensors lie, and so which words are looked at. Never changed: two threads may look at once.
+
+    held: their storages, so that `.data =` in another thread frees none of these words while they are read.
+    """
+
+    where: bytes
+    indices: list[Words]
+    masks: Words | None
+    wordy: Words
+    held: list[Any]
+
+    def words(self, number: int) -> bytes:
+        """Those of one round."""
+        if not self.indices:
+            return b""
+        words = words_at(self.indices[number])
+        return words.tobytes() if self.masks is None else (words & self.masks).tobytes()
+
+
 class Witness:
     """Marks of the tensors that `every` names; asked again at `look`, which belongs to the training thread.
 
@@ -75,6 +95,7 @@ class Witness:
         self._names: list[StateName] = []
         self._tensors: list[torch.Tensor] = []
         self._restless: dict[StateName, Slot] = {}
+        self._lying = _Lying(b"", [], None, np.empty(0, np.int64), [])
         self._enrol({})
 
     @property
@@ -100,12 +121,13 @@ class Witness:
         """What they are like now. since: a mark that it is to be compared with; step: else, other words for each."""
         places = self._places.read()
         where = places.at[1].tobytes() + places.memory[:2].tobytes()
-        if where != self._where:
-            self._lie_at(places, where)
+        lying = self._lying
+        if where != lying.where:
+            lying = self._lying = self._lie_at(places, where)
         number = step % ROUNDS if since is None else since.round
         restless = [_seen(slot) for slot in self._restless.values()]
         return Mark(
-            self._look, number, places, where + places.memory[2].tobytes(), self._wordy, self._words(number), restless
+            self._look, number, places, where + places.memory[2].tobytes(), lying.wordy, lying.words(number), restless
         )
 
     def moved(self, since: Mark, until: Mark | None = None) -> list[StateName]:
@@ -139,15 +161,17 @@ class Witness:
         slot = self._slots.get(name)
         return None if slot is None else local_of(slot.tensor)
 
+    def live(self, name: StateName) -> torch.Tensor | None:
+        """The tensor that stands in this name's place now, of a DTensor the part that lies here."""
+        slot = self._slots.get(name)
+        if slot is None or slot.table is None:
+            return None if slot is None else local_of(slot.tensor)
+        tensor = slot.table.get(slot.key)
+        return local_of(tensor) if isinstance(tensor, torch.Tensor) and _can_be_read(tensor) else None
+
     def items(self) -> Iterator[tuple[StateName, torch.Tensor]]:
         """All of them as of the last look."""
         return ((name, local_of(slot.tensor)) for name, slot in self._slots.items())
-
-    def sample(self, mark: Mark, names: Iterable[StateName]) -> bytes:
-        """The words of some of them in a mark."""
-        place = {int(at): row for row, at in enumerate(mark.wordy)}
-        wanted = [place[at] for name in names if (at := self._place_of.get(name, -1)) in place]
-        return self._rows(mark)[wanted].tobytes() if mark.look == self._look else b""
 
     def replaced(self) -> list[StateName]:
         """Names of those in whose place another tensor stands since the last look, and of those that have come.
@@ -160,11 +184,16 @@ class Witness:
             for name, slot in now.items()
             if name not in self._restless
             and _can_be_read(slot.tensor)
-            and (name.kind != "optim" if name not in self._slots else self._slots[name].tensor is not slot.tensor)
+            and (name.kind != "optim" if name not in self._slots else self._is_other(name, slot.tensor))
             and (name.kind != "optim" or slot.table is not None)
         ]
 
     # ------------------------------------------------------------------ inside
+
+    def _is_other(self, name: StateName, tensor: torch.Tensor) -> bool:
+        place = self._place_of.get(name)
+        known = self._slots[name].tensor
+        return known is not tensor or (place is not None and local_of(tensor) is not self._tensors[place])
 
     def _rows(self, mark: Mark) -> Words:
         return np.frombuffer(mark.words, np.int64).reshape(-1, self._each)
@@ -174,43 +203,35 @@ class Witness:
         self._names = [*slots]
         self._place_of = {name: place for place, name in enumerate(self._names)}
         self._tensors = [local_of(slot.tensor) for slot in slots.values()]
-        self._places = TensorPlaces(self._tensors)
+        self._places = TensorPlaces(self._tensors, [slot.tensor for slot in slots.values()])
         self._each = min(max(WORDS_MAX // max(len(self._names), 1), 2), WORDS_EACH_MAX)
-        self._where = b""
-        self._indices: list[Words] | None = None
-        self._masks: Words | None = None
-        self._wordy: Words = np.empty(0, np.int64)
         places = self._places.read()
-        self._lie_at(places, places.at[1].tobytes() + places.memory[:2].tobytes())
+        self._lying = self._lie_at(places, places.at[1].tobytes() + places.memory[:2].tobytes())
 
-    def _lie_at(self, places: Places, where: bytes) -> None:
+    def _lie_at(self, places: Places, where: bytes) -> _Lying:
         """Where the words are that are looked at, now that the tensors lie there."""
-        self._where = where
-        self._indices = None
-        columns = zip(
-            self._tensors, places.addresses.tolist(), places.nbytes.tolist(), places.offsets.tolist(), strict=True
-        )
-        spans = [_words_of(tensor, *place) for tensor, *place in columns] if self._sampled else []
-        self._wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
-        if not len(self._wordy):
-            return
+        held = [tensor.untyped_storage() if _is_plain(tensor) else None for tensor in self._tensors]
+        columns = zip(places.addresses.tolist(), places.nbytes.tolist(), places.offsets.tolist(), strict=True)
+        spans = [
+            _words_of(tensor, *place) if self._sampled and storage is not None else None
+            for tensor, place, storage in zip(self._tensors, columns, held, strict=True)
+        ]
+        wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
+        if not len(wordy):
+            return _Lying(where, [], None, wordy, held)
         begins, counts, masks = np.array([span for span in spans if span is not None], np.int64).T[:, :, None]
         fractions = np.arange(ROUNDS * self._each).reshape(ROUNDS, self._each) * _GOLDEN % 1.0
-        self._indices = [word_index(begins) + (fraction * counts).astype(np.int64) for fraction in fractions]
-        self._masks = None if (masks == -1).all() else masks
-
-    def _words(self, number: int) -> bytes:
-        if self._indices is None:
-            return b""
-        words = words_at(self._indices[number])
-        return words.tobytes() if self._masks is None else (words & self._masks).tobytes()
+        indices = [word_index(begins) + (fraction * counts).astype(np.int64) for fraction in fractions]
+        return _Lying(where, indices, None if (masks == -1).all() else masks, wordy, held)
 
 
 def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterator[tuple[StateName, Slot]]:
     """Everything that a checkpoint holds of a rank beside what is `captured` in each step: buffers of these names."""
     every, apart = view.all_names(), captured()
+    tables = {id(one): (module._parameters, key) for module in view.model.modules()
+              for key, one in module._parameters.items() if one is not None}  # fmt: skip
     for name, parameter in every.parameters.items():
-        yield StateName("model", name), Slot(parameter)
+        yield StateName("model", name), Slot(parameter, *tables.get(id(parameter), (None, None)))
     for name, buffer in every.buffers.items():
         if name not in apart:
             module, key = every.owners[name]
@@ -239,6 +260,11 @@ def _can_be_read(tensor: torch.Tensor) -> bool:
     local = local_of(tensor)
     plain = is_dtensor(tensor) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return plain and local.layout is torch.strided and not local.is_quantized and local.device.type != "meta"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is still what it was let in for: it may have been swapped with another one."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_nested
 
 
 def _words_of(tensor: torch.Tensor, address: int, nbytes: int, offset: int) -> tuple[int, int, int] | None:

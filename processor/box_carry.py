@@ -48,6 +48,8 @@ def _regions(old: BlackBox, new: BlackBox, slot: int) -> None:
     for name, place in there.regions.items():
         known = here.regions.get(name)
         if known is not None and known.spec == place.spec and old._bytes[there.present_at + place.index]:
+            if place.spec.lazy:
+                new._reserve(known.offset, place.spec.nbytes)  # it may be in use in older copies alone
             new._bytes[here.present_at + known.index] = 1
             new.region(slot, name)[:] = old.region(slot, name)
 

@@ -17,6 +17,7 @@ from lastwords.errors import IncompleteError
 from lastwords.optim_wrapper import boundary_copies, resume
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.captured_buffer import NO_FORMS, version_of
+from lastwords.optim_wrapper.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.state_watch import FULL_LOOKS
 from lastwords.optim_wrapper.witness import ROUNDS, StateName
@@ -82,7 +83,7 @@ class Job:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().numpy().tobytes()
+    return tensor.detach().clone().numpy().tobytes()  # numpy() would pin the storage
 
 
 def count(tensor: torch.Tensor) -> None:
@@ -217,8 +218,7 @@ def test_a_write_that_spares_the_words_is_seen_where_all_bytes_are_looked_at(tmp
         assert version_of(net.book) == version  # type: ignore[arg-type]
 
     job = Job(tmp_path)
-    indices = job.recorder.watch._witness._indices
-    assert indices is not None
+    indices = job.recorder.watch._witness._lying.indices
     begin = (job.net.book.data_ptr() >> 3) - 1  # type: ignore[operator]
     looked_at = {int(word) - begin for some in indices for word in some.ravel()}
     spared = next(2 * word for word in range(10_000) if word not in looked_at)
@@ -338,12 +338,37 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
 
 def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    job.between = lambda net: None
-    job.step += 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    job.recorder.gradients = CarriedGradients(job.recorder.gradients._all, [scaler])
+    job.recorder.watch.needs_room = True
+    for skips in (True, False):
+        job.step += 1
+        job.compute()
+        job.net.trained.bias.grad.fill_(np.inf)  # type: ignore[union-attr]
+        if skips:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+        job.recorder.committed(job.step, None)
+        assert any(name.startswith("grad/") for name in job.regions()) != skips, "what is not finite is carried too"
+
+
+def test_sparse_gradients_that_are_carried_are_named() -> None:
+    gradients, table = CarriedGradients(dict), nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    assert gradients.step_ends(updated=False, trained={"table": table.weight}) is False
+    assert "the gradient of 'table'" in gradients.reasons[0]
+
+
+def test_a_copied_tensor_that_is_replaced_is_followed_and_one_that_is_freed_ends_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda net: count(net.frozen))
+    job.run(5)
+    job.net.frozen = nn.Parameter(torch.full((8,), 3.0), requires_grad=False)
+    job.run(1)
+    before, _ = job.save()
+    assert before["model/frozen"] == raw(job.net.frozen)
     job.compute()
-    job.net.trained.bias.grad.fill_(np.inf)  # type: ignore[union-attr]
-    job.recorder.committed(job.step, None)
-    assert not any(name.startswith("grad/") for name in job.regions())
+    assert job.save()[0]["model/frozen"] == before["model/frozen"]
+    job.net.frozen.untyped_storage().resize_(0)
+    job.recorder.committed(7, None)
 
 
 def test_a_resumed_run_knows_at_once_what_moves(tmp_path: Path) -> None:

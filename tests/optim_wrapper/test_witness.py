@@ -230,3 +230,14 @@ def test_the_public_way_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         if change != "another part of the same memory":
             test_a_change_is_seen_and_named_once(change)
     test_a_write_through_data_into_the_same_memory_is_seen_in_the_words()
+
+
+@pytest.mark.parametrize("other", ["inference", "sparse"])
+def test_one_that_is_swapped_with_a_tensor_without_storage_or_counter_is_seen(other: str) -> None:
+    """What is read of such a tensor is a null pointer."""
+    tensors, witness = watched()
+    since = witness.mark()
+    with torch.inference_mode(other == "inference"):
+        made = torch.ones(2) if other == "inference" else torch.ones(2).to_sparse()
+    torch.utils.swap_tensors(tensors["w3"], made)
+    assert moved(witness, since) == ["w3"]
