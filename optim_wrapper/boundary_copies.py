@@ -201,8 +201,7 @@ class BoundaryCopies:
         early = self._box.open_kind is SlotKind.TENTATIVE
         targets = self._targets[slot]
         names = [name for name in self._boxed if name in targets and (self._frozen[name] or not early)]
-        if names:
-            names = [name for name in names if not problem_of(self._tensors[name])]
+        if names := [name for name in names if not problem_of(self._tensors[name])]:
             with torch.inference_mode():
                 torch._foreach_copy_([targets[name] for name in names], [self._tensors[name] for name in names])
 

@@ -152,7 +152,12 @@ def _has_more(module: torch.nn.Module, model: torch.nn.Module, parameters: froze
 
 def _live_modules() -> list[torch.nn.Module]:
     # By type(): isinstance() would ask objects of all libraries for their __class__, and proxies answer with effects.
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and hasattr(one, "_modules")]
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and _is_made(one)]
+
+
+def _is_made(module: torch.nn.Module) -> bool:
+    """Whether its constructor has come so far; its own `__getattr__` is not asked."""
+    return "_modules" in object.__getattribute__(module, "__dict__")
 
 
 def _registered(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:

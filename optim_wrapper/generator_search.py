@@ -12,8 +12,11 @@ A place has a name that is the same in a new process of the same script ("__main
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import inspect
+import logging
 import random
 import sys
 import sysconfig
@@ -26,6 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.quasirandom import SobolEngine
+
+_log = logging.getLogger(__name__)
 
 _DEPTH_MAX = 8
 _ITEMS_MAX = 256
@@ -63,7 +68,7 @@ class Place:
                 value = next(frame for frame in (frames or user_frames()) if frame.f_code is value)
             for follow, key in self.links:
                 value = follow(value, key)
-        except (LookupError, AttributeError, TypeError, ValueError, StopIteration):
+        except Exception:  # of the user's own containers: handed to the caller as nothing
             return None
         return value
 
@@ -89,12 +94,22 @@ def _is_of_the_user(module: str, file: str) -> bool:
     return module.partition(".")[0] not in _OUTSIDE and (module == "__main__" or not file.startswith(_INSTALLED))
 
 
+@functools.lru_cache(maxsize=4096)
+def _may_show_locals(code: types.CodeType) -> bool:
+    """Whether it calls `locals()` or the like: a name of its own, not a method's (`model.eval()`)."""
+    if _SHOW_LOCALS.isdisjoint(code.co_names):
+        return False
+    return any(
+        one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in _SHOW_LOCALS for one in dis.get_instructions(code)
+    )
+
+
 def locals_of(frame: types.FrameType) -> Mapping[str, Any]:
     """A function's local variables. Nothing where it may have called `locals()`: reading them writes into that dict."""
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or a class, whose names are a dict anyway
         return frame.f_locals
-    if not _SHOW_LOCALS.isdisjoint(code.co_names):
+    if _may_show_locals(code):
         return {}
     names: Any = frame.f_locals
     found = dict(names)
@@ -114,6 +129,15 @@ def search(
     for place, generator in _Search(roots, skip, user_frames() if frames else []).all():
         found.setdefault(place.name, (place, generator))
     return found
+
+
+def _own_names(value: Any) -> dict[str, Any]:
+    """An object's attributes, without asking its class."""
+    try:
+        names: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return names if isinstance(names, dict) else {}
 
 
 class _Search:
@@ -141,7 +165,7 @@ class _Search:
             if issubclass(kind, GENERATORS):
                 yield place, value
             elif depth < _DEPTH_MAX:
-                self._look_into(value, kind, place, depth + 1)
+                self._look_safely(value, kind, place, depth + 1)
 
     def _enter(self, frame: types.FrameType) -> None:
         code, names = frame.f_code, frame.f_globals
@@ -182,6 +206,12 @@ class _Search:
                 if name in names and not isinstance(names[name], types.ModuleType):
                     self._put(names[name], place, f".{name}", (_item, name), 1)
 
+    def _look_safely(self, value: Any, kind: type, place: Place, depth: int) -> None:
+        try:
+            self._look_into(value, kind, place, depth)
+        except Exception as error:  # of the user's own classes: handed to the log, and the search goes on
+            _log.debug("%s could not be searched for random generators: %r", place.name, error)
+
     def _look_into(self, value: Any, kind: type, place: Place, depth: int) -> None:
         if issubclass(kind, types.ModuleType):
             return
@@ -201,9 +231,12 @@ class _Search:
                     if type(item) not in _QUICKLY_PASSED:
                         name = f"[{key!r}]" if isinstance(key, str | int) else f"[{type(key).__name__} {index}]"
                         self._put(item, place, name, (_item, key), depth)
-        elif issubclass(kind, list | tuple):
+        elif issubclass(kind, types.BuiltinMethodType):
+            if isinstance(value.__self__, GENERATORS):
+                self._put(value.__self__, place, "", (_attribute_of_method, "__self__"), depth)
+        elif issubclass(kind, list | tuple | deque):
             if len(value) <= _ITEMS_MAX:
-                for index, item in enumerate(value):
+                for index, item in enumerate(list(value)):
                     if type(item) not in _QUICKLY_PASSED:
                         self._put(item, place, f"[{index}]", (_item, index), depth)
         else:
@@ -224,15 +257,15 @@ class _Search:
                 self._look_into_class(type(module))
             return
         saved = _SAVED_OF_OPTIMIZERS if issubclass(kind, torch.optim.Optimizer) else ()
-        for key, item in list(getattr(value, "__dict__", {}).items()):
+        for key, item in list(_own_names(value).items()):
             if key in saved:
                 continue
             self._put(item, place, f".{key}", (_attribute, key), depth)
         for owner in kind.__mro__:
-            for key in getattr(owner, "__slots__", ()) if "__slots__" in owner.__dict__ else ():
-                slot = owner.__dict__.get(key)
-                if isinstance(slot, types.MemberDescriptorType) and hasattr(value, key):
-                    self._put(getattr(value, key), place, f".{key}", (getattr, key), depth)
+            for key, slot in list(vars(owner).items()) if "__slots__" in vars(owner) else ():
+                if isinstance(slot, types.MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # not set
+                        self._put(slot.__get__(value, kind), place, f".{key}", (getattr, key), depth)
         self._look_into_class(kind)
 
     def _look_into_class(self, kind: type) -> None:

@@ -7,7 +7,9 @@ microseconds for each tensor, and comes after 1, 2, 4, 8, ... steps.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +25,8 @@ HASHED_BYTES_MAX = 1 << 20
 
 _DEPTH_MAX = 4
 _ITEMS_MAX = 1000
+_LEAVES_MAX = 10_000
+"""Of one attribute are looked at."""
 
 KNOWN = frozenset({"state", "param_groups", "defaults", "grad_scale", "found_inf", "_step_count", "_opt_called"})
 """Saved, or set by schedulers and scalers of torch's and read by nobody else."""
@@ -75,7 +79,7 @@ class HiddenState:
             for key, attribute in list(getattr(one, "__dict__", {}).items()):
                 if key in KNOWN or key in _CACHES or key.startswith("_optimizer_"):
                     continue
-                for place, value in _leaves(attribute, f"{where}{key}", _DEPTH_MAX):
+                for place, value in islice(_leaves(attribute, f"{where}{key}", _DEPTH_MAX), _LEAVES_MAX):
                     if id(value) not in known and (mark := _mark(value)) and mark not in numbers:
                         marks[place] = mark
         return marks
@@ -107,12 +111,16 @@ def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic | int | float | complex):
         yield place, value
     elif depth and isinstance(value, Mapping):
+        yield f"{place}'s length", len(value)
         for key, item in list(value.items())[:_ITEMS_MAX]:
             shown = key if isinstance(key, str | int) else type(key).__name__
             yield from _leaves(item, f"{place}[{shown!r}]", depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for index, item in enumerate(value[:_ITEMS_MAX]):
+    elif depth and isinstance(value, list | tuple | deque):
+        yield f"{place}'s length", len(value)
+        for index, item in enumerate(islice(value, _ITEMS_MAX)):
             yield from _leaves(item, f"{place}[{index}]", depth - 1)
+    elif isinstance(value, set | frozenset):
+        yield f"{place}'s length", len(value)
     elif depth and _is_users(value):
         for key, item in list(vars(value).items())[:_ITEMS_MAX]:
             yield from _leaves(item, f"{place}.{key}", depth - 1)

@@ -139,7 +139,7 @@ def with_a_dict_of_its_locals() -> tuple[bool, bool]:
 def test_a_function_that_may_have_its_locals_as_a_dict_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_a_dict_of_its_locals() == (False, True)
     if sys.version_info < (3, 13):
-        monkeypatch.setattr(generator_search, "_SHOW_LOCALS", frozenset())
+        monkeypatch.setattr(generator_search, "_may_show_locals", lambda code: False)
         assert with_a_dict_of_its_locals() == (True, False), "the control: the dict is written into"
 
 

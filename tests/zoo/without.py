@@ -65,6 +65,7 @@ def buckets_as_they_come() -> None:
 def extras_as_they_are() -> None:
     """A step that was cut off gives no reason to doubt its extras."""
     importlib.import_module("lastwords.optim_wrapper.extras").CutOff.reasons = nothing
+    importlib.import_module("lastwords.optim_wrapper.state_watch").StateWatch.cut_off = nothing
 
 
 def others_unasked() -> None:
