@@ -154,8 +154,15 @@ class BufferCapture:
         that this is perhaps not what they were at the step's end.
         """
         held = frozenset() if slot is None else self._held.get(slot, frozenset())
-        apart, moved = set(held), {}
-        live = {name: buffer.table.get(buffer.key) for name, buffer in (self._eager | self._lazy).items()}
+        apart: set[str] = set(held)
+        moved: dict[str, str] = {}
+        known = self._eager | self._lazy
+        moved |= {
+            name: f"the buffer {name!r} gets another form again and again; it may have had another at the step's end"
+            for name, buffer in known.items()
+            if buffer.reforms > 1
+        }
+        live = {name: buffer.table.get(buffer.key) for name, buffer in known.items()}
         for name, tensor in [*live.items(), *((name, tensor) for name, _, _, tensor in self._unseen())]:
             if name in held or tensor is None or (name not in live and not tensor.numel()):
                 continue
