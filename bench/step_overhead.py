@@ -111,9 +111,9 @@ def timed(owner: object, name: str, samples: list[float]) -> Iterator[None]:
     original = getattr(owner, name)
     now = time.perf_counter_ns
 
-    def call(*args: object) -> object:
+    def call(*args: object, **options: object) -> object:
         start_ns = now()
-        result = original(*args)
+        result = original(*args, **options)
         samples.append((now() - start_ns) / 1000)
         return result
 
