@@ -270,6 +270,19 @@ def test_hyperparameters_that_the_loop_changes_after_its_update_are_told(tmp_pat
     assert any("hyperparameters" in reason for reason in reasons) == (not scheduler)
 
 
+@pytest.mark.parametrize("value", [torch.tensor(0.01), 0.01])
+def test_hyperparameters_that_change_before_the_update_alone_are_not_doubted(tmp_path: Path, value: Any) -> None:
+    job = Job(tmp_path)
+    job.optimizer.param_groups[0].update(lr=value, betas=[0.9, 0.99])  # what may change in place is copied anew
+    job.between = lambda net: job.optimizer.param_groups[0].update(lr=job.optimizer.param_groups[0]["lr"] * 0.9)
+    job.run(3)
+    job.compute()
+    job.recorder.watch.before_update()
+    job.optimizer.step()
+    job.recorder.watch.updated()
+    assert job.save(Phase.UPDATED, 4)[1] == []
+
+
 def manifest(*ranks: tuple[str, dict[str, Any]]) -> Any:
     return SimpleNamespace(
         locals={
