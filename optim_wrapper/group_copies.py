@@ -84,11 +84,19 @@ def _is_fixed(value: Any) -> bool:
     return kind in _ATOMS or (kind is tuple and all(map(_is_fixed, value)))
 
 
-def copied_differs(before: Any, now: Any) -> bool:
-    """Whether two copies differ; True where that cannot be told."""
+def copies_differ(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """Whether two takes differ; of what cannot be stored, whether it is another object."""
+    if before is now:
+        return False
+    return len(before) != len(now) or any(map(_differs, before, now))
+
+
+def _differs(before: dict[str, Any], now: dict[str, Any]) -> bool:
     try:
-        return advance(before, now)[1]
-    except (UnstorableError, RecursionError):
+        return before.keys() != now.keys() or any(
+            value is not before[key] and advance(before[key], value)[1] for key, value in now.items()
+        )
+    except (UnstorableError, RecursionError):  # it could be copied before
         return True
 
 

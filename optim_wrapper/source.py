@@ -20,7 +20,7 @@ from lastwords.optim_wrapper import hyperparameters
 from lastwords.optim_wrapper.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.device_reader import reader_for
 from lastwords.optim_wrapper.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot, left_out_of
-from lastwords.optim_wrapper.group_copies import copied_differs, copy_groups
+from lastwords.optim_wrapper.group_copies import copies_differ, copy_groups
 from lastwords.optim_wrapper.host_copy import HostCopy
 from lastwords.optim_wrapper.rank_units import RankUnits
 from lastwords.optim_wrapper.state_watch import StateWatch, some
@@ -110,7 +110,7 @@ class TrainerSource:
         snapshot = self._snapshot
         assert snapshot is not None, "a step has ended"
         moved = [] if self._watch is None else self._watch.again(snapshot.step)
-        if groups is not snapshot.groups and copied_differs(snapshot.groups, groups):
+        if copies_differ(snapshot.groups, groups):
             moved.append("the optimizer's hyperparameters")
         if moved or extras is not snapshot.extras:
             self.committed(Snapshot(snapshot.step, snapshot.position, groups, extras))

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
-from lastwords.optim_wrapper.group_copies import GroupCopies, copied_differs
+from lastwords.optim_wrapper.group_copies import GroupCopies, copies_differ
 from lastwords.optim_wrapper.state_view import UnitView
 from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
 from lastwords.optim_wrapper.witness import ROUNDS, Mark, StateName, Witness, tensors_of
@@ -108,8 +108,7 @@ class StateWatch:
             for name in self._witness.moved(self._updated, until):
                 self._late[name] = self._witness.writes(name, self._updated, until)
             self._newest = until
-            groups = self._groups.take()
-            self._groups_late |= groups is not self._groups_updated and copied_differs(self._groups_updated, groups)
+            self._groups_late |= copies_differ(self._groups_updated, self._groups.take())
         elif self._ended is not None and not self._updating:
             self._note(self._witness.moved(self._ended))
         self._updated, self._updating = None, False

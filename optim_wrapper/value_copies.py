@@ -60,6 +60,7 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
         differs = differs or any(old is not key and advance(old, key)[1] for old, key in zip(known, now, strict=True))
         return (result, True) if differs else (before, False)
     if isinstance(now, torch.Tensor) and now.layout is torch.strided:
+        _refuse_odd(now)
         if before is not None and bytes_equal(before, now.detach()):
             return before, False
         return _cloned(now), True
@@ -72,11 +73,13 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
     return _advance_rare(before, now)
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor too: hyperparameters of its kind are stored with their parameter."""
-    what = problem_of(local_of(tensor))
-    if what:
+def _refuse_odd(tensor: torch.Tensor) -> None:
+    """DTensors are welcome: hyperparameters of their kind are stored with their parameter."""
+    if what := problem_of(local_of(tensor)):
         raise UnstorableError(f"a tensor {what}", f"a tensor that {what}")
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.detach().clone()
     except NotImplementedError as error:  # integers of less than a byte

@@ -244,6 +244,7 @@ def test_in_training_a_death_on_another_host_is_known_at_once_and_costs_nothing(
     launch.finish()
     step = rig.check_last_words(launch, [2], {5})
     (died,) = [event for event in launch.incidents()[-1]["events"] if event["what"] == "died"]
-    assert (died["rank"], died["source"]) == (2, DeathSource.ROBUST_MUTEX.name)
+    assert died["rank"] == 2
+    assert died["source"] in {DeathSource.ROBUST_MUTEX.name, DeathSource.PIDFD.name}, "whichever speaks first"
     assert died["seen_by"] in (0, 1)
     rig.check_resume(launch, step)

@@ -170,6 +170,18 @@ def test_what_comes_while_training_is_saved_or_named_and_everything_else_is_save
         assert any("odd" in reason or "extra" in reason for reason in reasons), reasons
 
 
+@pytest.mark.parametrize("place", ["group", "extras", "state_dict", "extra_state"])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_takes_the_place_of_a_plain_tensor_stops_no_step(tmp_path: Path, kind: str, place: str) -> None:
+    job = Job(tmp_path, place, torch.ones(3))
+    job.step()
+    job.step()
+    job.put(place, ODD[kind]())
+    for _ in range(2):
+        job.step()
+        job.save()
+
+
 @pytest.mark.parametrize("place", sorted({*PLACES, "parameter"} - {"state"}))
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_there_at_the_start_is_refused_or_trains(tmp_path: Path, kind: str, place: str) -> None:
