@@ -267,7 +267,12 @@ class Amp(With):
         self.scaler.update()
 
 
-@recipe("skipped_steps", "the loop leaves out `optimizer.step()` in every third step", "bwd@7 win@6 end@6 fwd@7")
+@recipe(
+    "skipped_steps",
+    "the loop leaves out `optimizer.step()` in every third step",
+    "bwd@7 win@6 end@6 fwd@7",
+    {"end": "gradients"},
+)
 class Skipped(Loop):
     def update(self) -> None:
         if self.step % 3:
