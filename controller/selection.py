@@ -74,22 +74,6 @@ class _Obstacle:
     storage: bool
 
 
-def holds(stand: Stand, step: int) -> bool:
-    """True if a settled rank at `stand` holds its units whole at `step` without doing anything.
-
-    The same as `step in stand.reach`, but for a rank in READY(step), which has to apply its gradients first.
-
-    >>> holds(Stand(Phase.READY, 8), 7), holds(Stand(Phase.READY, 8), 8)
-    (True, False)
-    """
-    phase = stand.phase
-    if phase is Phase.READY:
-        return stand.step == step + 1
-    if phase is Phase.SKIPPED:
-        return stand.step in (step, step + 1)
-    return stand.step == step and phase in (Phase.COMPUTING, Phase.UPDATED, Phase.DONE)
-
-
 def select(
     views: Mapping[int, RankView],
     units: Iterable[str],
@@ -202,7 +186,7 @@ def _candidate_steps(survey: _Survey) -> list[int]:
 def _place(survey: _Survey, step: int, target: int, may_retry: bool) -> _Place:
     refused = frozenset(view.host_id for view in survey.views.values() if target in view.refused_targets)
     ready = Stand(Phase.READY, step)
-    holding = frozenset(view.rank for view in survey.usable if view.stand is not None and holds(view.stand, step))
+    holding = frozenset(view.rank for view in survey.usable if view.stand is not None and view.stand.holds(step))
     proceeding = frozenset(view.rank for view in survey.usable if view.stand == ready)
     return _Place(step, target, refused, may_retry, holding, proceeding)
 

@@ -7,7 +7,6 @@ the incident ends in Resume; an Exit ends it with the process.
 from __future__ import annotations
 
 from lastwords.processor.events import INFO, CancelSave, Effect, Log, SendReport, StartSave
-from lastwords.processor.phases import holds
 from lastwords.vocabulary import (
     Freeze,
     Phase,
@@ -135,7 +134,7 @@ class Participation:
         self.proceed_step = 0
         if self.settled is None:
             self._refuse(order, f"rank {self._rank} has not settled; it stands at {stand}", storage=False)
-        elif order.units and not holds(stand, order.step):
+        elif order.units and not stand.holds(order.step):
             reason = f"rank {self._rank} does not hold step {order.step}; it stands at {stand}"
             self._refuse(order, reason, storage=False)
         else:

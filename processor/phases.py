@@ -82,12 +82,3 @@ def misuse(rank: int, stand: Stand, method: str) -> ConfigError:
     elif stand.phase is _DONE:
         text = "the training loop has been left already"
     return ConfigError(f"rank {rank} at {stand}: {text}")
-
-
-def holds(stand: Stand, step: int) -> bool:
-    """True if a settled rank at `stand` holds its units whole at global step `step` without doing anything.
-
-    >>> holds(Stand(Phase.READY, 8), 7), holds(Stand(Phase.READY, 8), 8), holds(Stand(Phase.UPDATED, 8), 8)
-    (True, False, True)
-    """
-    return step in stand.reach and not (stand.phase is _READY and stand.step == step)

@@ -76,6 +76,18 @@ class Stand:
             return frozenset((self.step,))
         return frozenset()
 
+    def holds(self, step: int) -> bool:
+        """The safety predicate: a settled rank here holds its units whole at global step `step` as they are.
+
+        "Never a torn checkpoint" rests on it, on both sides of the wire: the controller chooses writers by it, and a
+        rank refuses what it does not allow. Every step within `reach` but one: READY(N+1) still has to apply its
+        gradients, on `Proceed`, before it holds N+1.
+
+        >>> Stand(Phase.READY, 8).holds(7), Stand(Phase.READY, 8).holds(8), Stand(Phase.UPDATED, 8).holds(8)
+        (True, False, True)
+        """
+        return step in self.reach and not (self.phase is Phase.READY and self.step == step)
+
 
 class DeathSource(enum.IntEnum):
     """Who says that a process is dead or gone."""

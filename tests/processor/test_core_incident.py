@@ -16,7 +16,6 @@ from lastwords.processor.events import (
     StartSave,
     Wake,
 )
-from lastwords.processor.phases import holds
 from lastwords.vocabulary import (
     Exit,
     ExitKind,
@@ -289,7 +288,7 @@ def test_a_rank_refuses_a_step_that_it_does_not_hold(phase: Phase, step: int) ->
         return  # never settled: see the next test
     rank = frozen(phase, 7 if phase in (Phase.COMPUTING, Phase.DONE) else 8)
     rank.wait(1.0)
-    if holds(rank.core.stand, step):
+    if rank.core.stand.holds(step):
         return
     effects = rank.save(step)
     assert not any(isinstance(effect, StartSave) for effect in effects)
