@@ -80,7 +80,7 @@ def moved_text(step: int, streams: list[str]) -> str:
         f"random numbers ({', '.join(streams)}) were drawn between resume() and the first forward pass of your own "
         f"loop, after step {step}. If the step itself draws them (its batch, an augmentation), this is as it should "
         "be. If they were drawn while the data was set back (building a DataLoader's iterator draws some), call "
-        "restore_streams() after that, or the resume is not exact: see 'A loop of your own' in the README"
+        "restore_streams() after that, or the resume is not exact: see 'Custom training loops' in docs/training-loop.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""The pages tell the truth where a machine can check it: links, commands, settings, exit codes."""
+"""The pages tell the truth where a machine can check it: links, commands, settings, exit codes, width."""
 
 from __future__ import annotations
 
@@ -9,13 +9,32 @@ from pathlib import Path
 import pytest
 
 from lastwords.cli.main import ExitCode, build_parser
-from lastwords.optim_wrapper.config import Config
+from lastwords.optim_wrapper.config import Config, variables
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+README_BYTES_MAX = 12_000
+"""Four short pages. What does not fit is reference material and belongs in docs/."""
+WIDTH_MAX = 120
+WIDER_THAN_ALLOWED = (
+    "CHANGELOG.md",
+    "docs/format.md",
+    "docs/exactness.md",
+    "docs/benchmarks.md",
+    "docs/adr/",
+    "ARCHITECTURE.md",
+    "docs/elastic.md",
+    "docs/interop.md",
+    "docs/layouts.md",
+    "docs/protocol.md",
+)
+"""format.md has to fit on a screen of 60 lines."""
 
 
 def anchors(text: str) -> set[str]:
@@ -44,7 +63,7 @@ def test_every_link_inside_the_project_leads_somewhere(page: Path) -> None:
 
 
 def test_a_link_that_leads_nowhere_is_noticed() -> None:
-    text = "[a](missing.md) [b](README.md#nothing-like-this) [c](https://example.org/) [d](README.md#settings)"
+    text = "[a](missing.md) [b](README.md#nothing-like-this) [c](https://example.org/) [d](README.md#what-it-costs)"
     found = broken_links(ROOT / "README.md", text)
     assert found == ["missing.md: no such file", "README.md#nothing-like-this: no such heading"]
 
@@ -64,24 +83,51 @@ def test_every_make_target_that_a_page_names_exists() -> None:
             assert re.search(rf"^{target}\b.*:", makefile, flags=re.MULTILINE), f"{page.name}: make {target}"
 
 
-def test_every_command_that_the_readme_shows_exists() -> None:
-    shown = set(re.findall(r"^lastwords ([a-z]+)( +PATH)?", README, flags=re.MULTILINE))
-    assert {command for command, _ in shown} == {"latest", "inspect", "verify", "groups", "status"}
-    for command, path in shown:
+def test_every_command_that_exists_is_on_the_commands_page_and_parses() -> None:
+    shown = set(re.findall(r"^lastwords ([a-z]+)( +PATH)?", COMMANDS, flags=re.MULTILINE))
+    usage = build_parser().format_help()
+    assert {command for command, _ in shown} == set(re.findall(r"^ {4}([a-z]+)\b", usage, flags=re.MULTILINE))
+    for command, path in shown - {("transform", ""), ("convert", ""), ("export", " PATH"), ("diff", "")}:
         build_parser().parse_args([command, *(["somewhere"] if path else []), "--json"])
 
 
-def test_every_setting_that_the_readme_names_is_one_and_has_that_default() -> None:
+def test_every_timeout_on_the_settings_page_is_one_and_has_that_default() -> None:
     config = Config.from_env(0, "127.0.0.1", 30051, "ckpt", environ={})
     parts = (config, config.controller, config.processor)
     settings = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
-    rows = re.findall(r"^\| `LASTWORDS_([A-Z_]+_S)` \| ([0-9.]+) \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `LASTWORDS_([A-Z_]+_S)` \| ([0-9.]+) \|", SETTINGS, flags=re.MULTILINE)
     named = {name.lower(): float(default) for name, default in rows}
     assert named == {name: default for name, default in settings.items() if name.endswith("_s")}
 
 
-def test_exit_codes_in_the_readme_are_those_of_the_code() -> None:
+def test_every_environment_variable_is_on_the_settings_page() -> None:
+    assert set(variables()) == set(re.findall(r"^\| `(LASTWORDS_[A-Z_]+)` \|", SETTINGS, flags=re.MULTILINE))
+
+
+def test_exit_codes_on_the_pages_are_those_of_the_code() -> None:
     for code in (EXIT_SAVED, EXIT_NOT_SAVED):
-        assert f"\n| {code} | " in README
-    assert [code.value for code in ExitCode] == [0, 1, 2, 3, 4, 5]
-    assert "0 fine, 1 nothing found, 2 wrong usage, 3 damaged or incomplete, 4 the" in README
+        assert f"\n| {code} | " in TROUBLESHOOTING
+        assert f"{code} (" in README
+    documented = re.findall(r"^\| (\d) \| ", COMMANDS, flags=re.MULTILINE)
+    assert documented == [str(code.value) for code in ExitCode]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.encode()) <= README_BYTES_MAX
+
+
+def too_wide(text: str) -> list[str]:
+    """Lines of prose that are longer than WIDTH_MAX: neither in a table nor in a code block."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for line in prose.splitlines() if len(line) > WIDTH_MAX and not line.startswith("|")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_line_of_prose_is_too_wide(page: Path) -> None:
+    if not page.relative_to(ROOT).as_posix().startswith(WIDER_THAN_ALLOWED):
+        assert not too_wide(page.read_text(encoding="utf-8"))
+
+
+def test_a_line_that_is_too_wide_is_noticed() -> None:
+    wide = "w" * (WIDTH_MAX + 1)
+    assert too_wide(f"{wide}\n| {wide} |\n```\n{wide}\n```\n") == [wide]

@@ -190,7 +190,7 @@ def test_inspect_lists_what_was_never_published_and_says_which_only_lacks_its_na
         (str(parts), 40, "job", [0], False),
         (str(whole), 37, "job", [], True),
     ]  # its parts are in the manifest
-    whole.rename(newest)  # what the README says
+    whole.rename(newest)  # what docs/troubleshooting.md says
     assert load.latest(root) == newest
     assert not load.verify(newest, True)
 

@@ -81,7 +81,7 @@ print((torch.ones(64, 64) @ torch.ones(64, 64)).sum().item())
 @pytest.mark.process
 @pytest.mark.parametrize("state", ["there", "removed"])
 def test_a_removed_working_directory_is_what_ends_torch_at_its_first_product(state: str, tmp_path: Path) -> None:
-    """Why the demo chooses a directory by itself, and what the README's troubleshooting says."""
+    """Why the demo chooses a directory by itself, and what docs/troubleshooting.md says."""
     directory = tmp_path / "gone"
     directory.mkdir()
     command = [sys.executable, "-c", REMOVED, str(directory), state]
