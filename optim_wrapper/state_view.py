@@ -8,7 +8,7 @@ their memory is handed to the writer as it lies.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -259,11 +259,11 @@ class UnitView:
     def state(self, groups: list[dict[str, Any]] | None = None, stage: Stage | None = None) -> UnitState:
         """Everything of the unit, to be written by `lastwords.checkpoint.part.write_part`.
 
-        groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them. stage: copies what
-        does not lie in host memory as it is needed. What of the optimizer cannot be stored is left out; the meta's
-        `reasons` say so. Weights are never left out.
+        groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them; groups that have been
+        added since are no part of that state. stage: copies what does not lie in host memory as it is needed. What of
+        the optimizer cannot be stored is left out; the meta's `reasons` say so. Weights are never left out.
         """
-        names = self.names()
+        names = self.names() if groups is None else _with_groups(self.names(), len(groups))
         for error in names.refused.values():
             if not str(error).startswith("buffer "):
                 raise error
@@ -349,13 +349,26 @@ class UnitView:
 
     def _group_trees(self, names: Names, groups: list[dict[str, Any]] | None, taken: OptimizerTrees) -> list[Tree]:
         trees = []
-        live = copy_groups(self.optimizer)
+        stored = copy_groups(self.optimizer) if groups is None else groups
         for place, g in enumerate(names.group_numbers):
             first = next(iter(self.optimizer.param_groups[g]["params"]), None)
-            # A group that was added since has no older values than its own.
-            group = live[g] if groups is None or g >= len(groups) else groups[g]
-            trees.append(taken.dict_tree(group, f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
+            trees.append(taken.dict_tree(stored[g], f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
         return trees
+
+
+def _with_groups(every: Names, count: int) -> Names:
+    """Of `every`, what was there when there were so many groups: the step under way adds those again that it added."""
+    if not every.group_numbers or every.group_numbers[-1] < count:
+        return every
+    late = {name for number, group in zip(every.group_numbers, every.groups, strict=True) if number >= count
+            for name in group if name.startswith("~")}  # fmt: skip
+    kept = sum(number < count for number in every.group_numbers)
+    return replace(
+        every,
+        parameters={name: p for name, p in every.parameters.items() if name not in late},
+        groups=every.groups[:kept],
+        group_numbers=every.group_numbers[:kept],
+    )
 
 
 def _restricted(every: Names, members: Members, rank_local: frozenset[str]) -> Names:

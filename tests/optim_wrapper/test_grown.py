@@ -14,6 +14,7 @@ import lastwords
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper import buffer_forms
 from lastwords.optim_wrapper.added_groups import adopted
+from lastwords.optim_wrapper.group_copies import copy_groups
 from lastwords.optim_wrapper.state_restore import RestorePlan
 from lastwords.optim_wrapper.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -77,6 +78,21 @@ def test_a_loop_that_adds_the_group_again_has_it_once_with_the_values_that_were_
     assert [group["lr"] for group in wrapper.param_groups] == [0.1, 0.7, 0.025]
     with pytest.raises(ValueError, match="more than one parameter group"):
         wrapper.add_param_group({"params": models[1][1].parameters()})
+
+
+def test_a_group_that_the_step_under_way_has_added_is_added_by_the_step_that_is_repeated() -> None:
+    """It is no part of the step that is saved: what the loop does to all groups before it adds one would be twice."""
+    models = net(), net()
+    optimizers = made(models[0], 2), made(models[1], 1)
+    stepped(models[0], optimizers[0])
+    ended = copy_groups(optimizers[0])
+    optimizers[0].add_param_group({"params": models[0][0].parameters(), "lr": 0.5})
+    optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})  # of the loop's own
+    state = UnitView(models[0], optimizers[0]).state(ended)
+    assert [*state.meta["parameters"]] == [name for name, _ in models[0].named_parameters()]
+    resume(UnitView(models[1], optimizers[1]), store(state))
+    assert [group["lr"] for group in optimizers[1].param_groups] == [0.1, 0.05]
+    assert "~group3.0" in UnitView(models[0], optimizers[0]).state().meta["parameters"]
 
 
 def test_without_a_resume_a_group_that_is_added_twice_is_torchs_error() -> None:
