@@ -6,6 +6,7 @@ new name will show is durable before the one rename, and nothing of an older che
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from lastwords import clock
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.appearing import give_name, sync_name
 from lastwords.checkpoint.description import Incident, build_manifest
 from lastwords.checkpoint.manifest import Claimed, Manifest, read_manifest
 from lastwords.checkpoint.part import Part, read_part, write_document
@@ -171,7 +173,7 @@ def publish(
         raise IncompleteError("there is no writer, so nothing to publish", missing=("writers",))
     final = layout.checkpoint_dir(root, incident.global_step)
     if _is_of(final, incident, os):  # an earlier call got so far
-        _sync_published(root, final, os)
+        sync_name(final, os)
         discard(tmp_dir, os)  # what it has taken the place of
     else:
         if not _is_of(tmp_dir, incident, os) or _has_parts(tmp_dir, incident.writers, os):
@@ -264,9 +266,7 @@ def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS)
         _remove_descriptions(tmp_dir, writers, os)
     _remove_foreign(tmp_dir, writers, os, keep=(layout.MANIFEST_NAME,))
     sync_directory(tmp_dir, os)
-    with storage_errors("publishing", final):
-        os.rename(tmp_dir, final)
-    _sync_published(root, final, os)
+    give_name(tmp_dir, final, os)
     return final
 
 
@@ -333,15 +333,12 @@ def _remove_foreign(tmp_dir: Path, writers: Collection[int], os: Os, keep: Colle
 
 
 def _rename_into_place(root: Path, tmp_dir: Path, final: Path, incident: Incident, os: Os) -> None:
-    with storage_errors("publishing", final):
-        try:
-            os.rename(tmp_dir, final)
-            replaced = False
-        except FileExistsError:
-            replaced = True
-    if not replaced:
-        _sync_published(root, final, os)
+    try:
+        give_name(tmp_dir, final, os)
         return
+    except StorageError as error:
+        if error.errno != errno.EEXIST:
+            raise
     try:
         found = read_manifest(final, os)
         is_older = found.job == incident.job and (found.generation, found.incident, found.attempt) < (
@@ -357,7 +354,7 @@ def _rename_into_place(root: Path, tmp_dir: Path, final: Path, incident: Inciden
         with storage_errors("publishing", final):
             exchanged = os.exchange(tmp_dir, final)
         if exchanged:
-            _sync_published(root, final, os)
+            sync_name(final, os)
             discard(tmp_dir, os)  # now the older checkpoint of this very step
             return
     # First the old one gets its new name, under which scans still find it; then the new one is published. A crash in
@@ -367,9 +364,7 @@ def _rename_into_place(root: Path, tmp_dir: Path, final: Path, incident: Inciden
         aside = _free_name(root, final, os)
         os.rename(final, aside)
     sync_directory(root, os)
-    with storage_errors("publishing", final):
-        os.rename(tmp_dir, final)
-    _sync_published(root, final, os)
+    give_name(tmp_dir, final, os)
     if is_older:
         # Hidden first, and durably so: a crash half-way through removing it must not leave a visible torso.
         with storage_errors("removing", aside):
@@ -386,12 +381,3 @@ def _free_name(root: Path, final: Path, os: Os) -> Path:
         if not os.exists(aside):
             return aside
     raise StorageError(f"{root} has {_REPLACED_MAX} replaced checkpoints of one step: remove some")
-
-
-def _sync_published(root: Path, final: Path, os: Os) -> None:
-    try:
-        sync_directory(root, os)
-    except StorageError as error:
-        raise StorageError(
-            f"{final} is visible and whole, but may not survive a power loss: {error}", errno=error.errno
-        ) from error

@@ -6,15 +6,14 @@ header, with the part of the whole that each tensor is, so that such a file is a
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from lastwords.checkpoint.appearing import making_file, refuse_existing
 from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
 from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
-from lastwords.checkpoint.lock_file import alone
 from lastwords.checkpoint.part import FILE_FORMAT
 from lastwords.checkpoint.rank_files import Moment, RankFiles
 from lastwords.checkpoint.saved_state import Saved
@@ -22,7 +21,7 @@ from lastwords.checkpoint.slice_reader import SliceReader, Stored
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.strategy import Strategy, load_sound_strategy, text
 from lastwords.checkpoint.streamed import Streamed
-from lastwords.checkpoint.system import REAL_OS, Os, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.checkpoint.transform_plan import meta_of, of_rank, planned, whole_strategy
 from lastwords.errors import ConfigError, FormatError, IncompleteError, NotARankError, NotTextError
 
@@ -101,12 +100,6 @@ def check_rank(rank: int, wanted: Strategy | None) -> None:
         raise ConfigError(f"rank_id is {rank}; the destination has the ranks 0 to {size - 1}")
 
 
-def refuse_existing(target: Path, os: Os = REAL_OS) -> None:
-    """ConfigError if there is anything at `target`."""
-    if os.exists(target):
-        raise ConfigError(f"{target} exists already and is left as it is; give another name, or remove it first")
-
-
 def transform_rank(
     source: Source,
     wanted: Strategy | None,
@@ -149,7 +142,7 @@ def _write_rank(
     }
     with SliceReader(source, checked=True, unknown_too=not source.checked, keep_edges=True, os=os) as reader:
         streamed = Streamed(reader, source, [plans])
-        with _appearing(target, os) as hidden:
+        with making_file(target, os) as hidden:
             [own] = streamed.tensors
             tensors = [own[index] for index in file_order(spec for spec, _ in own)]
             header = encode_header(
@@ -162,25 +155,6 @@ def _write_rank(
                     writer.write(as_bytes(read()))
                 writer.finish()
             source.check_unchanged()
-
-
-@contextlib.contextmanager
-def _appearing(target: Path, os: Os) -> Iterator[Path]:
-    """A hidden name beside `target` to write to; renamed at the end, removed if anything goes wrong."""
-    hidden = target.parent / f".tmp-{target.name}"
-    with alone(target.parent / f"{hidden.name}.lock", target, os):
-        refuse_existing(target, os)
-        with storage_errors("removing", hidden), contextlib.suppress(FileNotFoundError):
-            os.unlink(hidden)  # a killed process has left it
-        try:
-            yield hidden
-            with storage_errors("writing", target):
-                os.rename(hidden, target)
-        except Exception:
-            with contextlib.suppress(OSError):
-                os.unlink(hidden)
-            raise
-        sync_directory(target.parent, os)
 
 
 def _same(name: str) -> str:

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from errno import EEXIST
 from os import PathLike, fspath
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
+from lastwords.checkpoint.appearing import TEMPORARY, write_file
 from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
 from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document, items_of
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest, read_published
-from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.reshard_plan import Divided, Shard
-from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors
 from lastwords.errors import (
     FormatError,
     NoStrategiesError,
@@ -44,9 +42,6 @@ REMEDY = "save the strategy again with the job that it describes (save_strategy)
 """What to do about a strategy that is damaged, or that fits no job."""
 
 _SHOWN_MAX = 8
-
-_TEMPORARY = ".tmp-"
-"""What the name of a file begins with that is still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,22 +236,15 @@ def strategy_of(manifest: Manifest) -> Strategy:
 
 def save_strategy_file(strategy: Strategy, path: Path, os: Os = REAL_OS) -> None:
     """Writes a new strategy file, whole or not at all. StorageError where it exists already, or cannot be written."""
-    # A process id would not do: two hosts that share the file system may give one twice.
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{token_hex(4)}")
     try:
-        write_document(temporary, strategy.encode(), os, durable=True)
-        with storage_errors("giving its name to", path):
-            os.rename(temporary, path)
+        write_file(path, strategy.encode(), os)
     except StorageError as error:
-        with suppress(OSError):
-            os.unlink(temporary)
         if error.errno == EEXIST:
             raise StorageError(
                 f"{path} exists already, and a strategy is never overwritten; give another path, or remove it first",
                 errno=EEXIST,
             ) from error
         raise
-    sync_directory(path.absolute().parent, os)
 
 
 def load_strategy(path: Path, os: Os = REAL_OS) -> Strategy:
@@ -295,7 +283,7 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
     if not os.is_directory(source.resolve()):
         raise NoStrategiesError(f"{source} is not a directory; give the one that holds the stages' strategy files")
     with storage_errors("listing", source):
-        names = [name for name in os.listdir(source) if not name.startswith(_TEMPORARY)]
+        names = [name for name in os.listdir(source) if not name.startswith(TEMPORARY)]
     if not names:
         raise StrategyError(f"{source} is empty; it should hold a strategy file of each stage")
     stages = [(name, load_strategy(source / name, os)) for name in names]

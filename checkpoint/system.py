@@ -146,6 +146,10 @@ class Os:
                 raise FileExistsError(errno.EEXIST, posix.strerror(errno.EEXIST), str(target)) from None
             posix.rename(source, target)
 
+    def replace(self, source: Path, target: Path) -> None:
+        """Renames a file; one that has the name already is gone, and there is no moment without either."""
+        posix.replace(source, target)
+
     def exchange(self, one: Path, other: Path) -> bool:
         """Swaps two names in one step; False where the file system or kernel cannot."""
         try:

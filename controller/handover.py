@@ -127,16 +127,10 @@ class RunFile:
         if record == self._written:
             return
         _make_private_directory(self.path.parent)
-        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            with contextlib.suppress(FileNotFoundError):
-                new.unlink()
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
+            with paths.replacing(self.path) as fd:
                 os.write(fd, json.dumps(asdict(record)).encode())
-            finally:
-                os.close(fd)
-            os.replace(new, self.path)
+            os.close(fd)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error}", errno=error.errno or 0) from error
         self._written = record

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.appearing import refuse_existing
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
 from lastwords.checkpoint.lock_file import alone
@@ -30,7 +31,6 @@ from lastwords.checkpoint.system import REAL_OS, make_directories, remove_tree
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.integrations.dcp import MODEL, OPTIMIZER
 from lastwords.integrations.dcp_out import EXTENSION
-from lastwords.integrations.destination import refuse_existing
 from lastwords.integrations.export import Progress
 from lastwords.optim_wrapper.tensor_bytes import dtype_name, source_of, spec_of
 from lastwords.optim_wrapper.tensor_tree import Tree, take_apart

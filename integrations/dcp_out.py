@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.boxes import whole
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.reading import read_checkpoint
@@ -27,7 +28,6 @@ from lastwords.checkpoint.storable import pack
 from lastwords.errors import CheckpointError, LastWordsError, StorageError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
-from lastwords.integrations.destination import building, refuse_existing
 from lastwords.integrations.export import Progress, check_dtype
 from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, dtype_of_code
 from lastwords.optim_wrapper.tensor_tree import tensor_nodes
@@ -88,7 +88,7 @@ def _convert(
         )
     standing: Standing = {}
     nested = nested_state(found, model, optimizer) | {EXTENSION: _extension(checkpoint, found)}
-    with building(out) as directory, SliceReader(checkpoint, checked=True, keep_edges=True) as reader:
+    with making_directory(out) as directory, SliceReader(checkpoint, checked=True, keep_edges=True) as reader:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

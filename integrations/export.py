@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec, encode_header, file_order
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import write_document
@@ -24,7 +25,6 @@ from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
 from lastwords.errors import ConfigError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
-from lastwords.integrations.destination import building, refuse_existing
 from lastwords.optim_wrapper.tensor_bytes import code_of_dtype, dtype_named
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -89,7 +89,10 @@ def _export(
     shards = split([(name, spec.nbytes) for name, spec in specs.items()], shard_bytes_max)
     files = {f"model-{at:05}-of-{len(shards):05}.safetensors": names for at, names in enumerate(shards, 1)}
     done, total = 0, sum(spec.nbytes for spec in specs.values())
-    with building(out, os) as directory, SliceReader(checkpoint, checked=True, keep_edges=True, os=os) as reader:
+    with (
+        making_directory(out, os) as directory,
+        SliceReader(checkpoint, checked=True, keep_edges=True, os=os) as reader,
+    ):
         for file, names in files.items():
             metadata = {"format": "pt"} | {alias: name for alias, name in found.aliases.items() if name in names}
             ordered = [names[index] for index in file_order(specs[name] for name in names)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import secrets
+import errno
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -24,13 +24,14 @@ from typing import Any
 import xxhash
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.checkpoint_source import CheckpointSource, lost_locals
 from lastwords.checkpoint.document import Fields, decode_document, encode_document
 from lastwords.checkpoint.entries import Entry, LocalEntry
 from lastwords.checkpoint.load import Status, examine, find_checkpoint, open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_document, write_part
+from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_part
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
 from lastwords.checkpoint.reading import damage_told_from_replacement, stamp_of
@@ -44,8 +45,6 @@ from lastwords.checkpoint.system import (
     make_directory,
     read_whole,
     remove_tree,
-    storage_errors,
-    sync_directory,
 )
 from lastwords.checkpoint.transform_plan import (
     Holding,
@@ -59,7 +58,7 @@ from lastwords.checkpoint.transform_plan import (
     planned,
     whole_strategy,
 )
-from lastwords.errors import ConfigError, FormatError, IncompleteError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.sharding.grouping import unit_name
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -248,11 +247,11 @@ class Transformation:
         os, path = self._os, self._hidden / IDENTITY_NAME
         if not os.exists(path) and not os.exists(self._hidden / layout.MANIFEST_NAME):
             content = {"format_version": IDENTITY_FORMAT, "source": str(self._source.checkpoint.path), **self._identity}
-            own = self._hidden / f"{IDENTITY_NAME}.{secrets.token_hex(4)}"
-            write_document(own, encode_document(content), os, durable=True)
-            with storage_errors("writing", path), contextlib.suppress(FileExistsError):
-                os.rename(own, path)
-            sync_directory(self._hidden, os)
+            try:
+                write_file(path, encode_document(content), os)
+            except StorageError as error:
+                if error.errno != errno.EEXIST:  # another process has claimed it for something, which is compared now
+                    raise
         self._refuse_another()
 
     def _refuse_another(self) -> None:

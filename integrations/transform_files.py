@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.partfile import read_lone_header
@@ -15,7 +16,6 @@ from lastwords.checkpoint.strategy import Strategy, strategy_of, text
 from lastwords.checkpoint.system import REAL_OS, Os, make_directory, storage_errors, sync_directory
 from lastwords.errors import ConfigError, IncompleteError, MismatchError, StrategyError
 from lastwords.integrations.bars import rank_bars
-from lastwords.integrations.destination import building, refuse_existing
 
 Progress = Callable[[int, int, int | None], None]
 """Called with a rank, the bytes of its file that are written, and None: how many there will be is not known before."""
@@ -75,7 +75,7 @@ def transform_all(
     ranks = range(1 if wanted is None else wanted.world_size)
     for rank in ranks:
         source.saved_for(wanted, rank)  # the whole plan is checked before anything is written
-    with building(out, os) as hidden:
+    with making_directory(out, os) as hidden:
         for rank in ranks:
             rank_dir = hidden / layout.rank_dir_name(rank)
             make_directory(rank_dir, os)

@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from lastwords.errors import ConfigError, StorageError
@@ -72,6 +73,27 @@ def box_path(job: str, generation: int, rank: int, nonce: str = "", *, root: Pat
     'rank_3.box'
     """
     return job_dir(job, generation, nonce, root=root) / f"rank_{_check_rank(rank)}.box"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[int]:
+    """A descriptor of a new file of this user alone, which takes the name `path` at the end of the block.
+
+    Whoever opens the name finds the older file or the new one, whole. Afterwards the descriptor is the caller's to
+    close; if the block fails, file and descriptor are gone, and an older file is as it was. Nothing is made durable:
+    shared memory ends with the host. OSError.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.new")
+    draft.unlink(missing_ok=True)
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield fd
+        os.replace(draft, path)
+    except BaseException:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def make_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:

@@ -17,7 +17,6 @@ File: 4 KiB, appears under its name only when the mutex is already held.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import errno
@@ -31,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
+from lastwords.liveness import paths
 from lastwords.liveness.process_id import start_ticks
 from lastwords.vocabulary import ProcessId
 
@@ -147,27 +147,16 @@ class LifeLine:
         """
         if platform.machine() not in _SYS_FUTEX:
             raise UnavailableError(f"robust mutexes are not known to work on {platform.machine()}; pidfd remains")
-        draft = path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
-            draft.unlink(missing_ok=True)
-            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
+            with paths.replacing(path) as fd:
                 os.posix_fallocate(fd, 0, _FILE_BYTES)
-                mapping = _Mapping(fd, writable=True)
-            finally:
-                os.close(fd)
-            line = cls(path, mapping)
-            line._start()
-            os.replace(draft, path)
+                line = cls(path, _Mapping(fd, writable=True))
+                line._start()
+            os.close(fd)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
             raise StorageError(
                 f"cannot create the life line {path}: {error.strerror}", errno=error.errno or 0
             ) from error
-        except UnavailableError:
-            draft.unlink(missing_ok=True)
-            raise
         return line
 
     def release(self) -> None:

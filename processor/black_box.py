@@ -27,7 +27,6 @@ A loop that skips steps without any collective can run further ahead; then `read
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.errors import ConfigError, StorageError
+from lastwords.liveness import paths
 from lastwords.processor.box_carry import carry_over
 from lastwords.processor.box_layout import (
     FIRST_DIFFERENCE_AT,
@@ -157,11 +157,8 @@ class BlackBox:
         `after_store` is for tests: it is called after each store into the file.
         """
         places = map_layout(layout)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
-            draft.unlink(missing_ok=True)
-            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
+            with paths.replacing(path) as fd:
                 os.ftruncate(fd, places.file_bytes)
                 for at, nbytes in places.needed_from_the_start(_JSON_RESERVE_BYTES):
                     os.posix_fallocate(fd, at, nbytes)
@@ -170,14 +167,8 @@ class BlackBox:
                 box = cls(path, places, fd, after_store)
                 if carried is not None:
                     carry_over(carried, box)
-                os.replace(draft, path)
-                return box
-            except (OSError, StorageError):
-                os.close(fd)
-                raise
+            return box
         except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
             raise StorageError(
                 f"cannot create the black box {path}: {error.strerror}; enlarge /dev/shm (docker: --shm-size)",
                 errno=error.errno or 0,

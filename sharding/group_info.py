@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 
 from lastwords._pb import group_info_pb2 as pb
-from lastwords.checkpoint.system import REAL_OS, make_directories, read_whole, storage_errors
+from lastwords.checkpoint.appearing import write_file
+from lastwords.checkpoint.system import REAL_OS, make_directories, read_whole
 from lastwords.errors import ConfigError, GroupInfoError, NotTextError
 from lastwords.sharding.redundancy import group_of
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -116,14 +116,7 @@ def write_group_info(environ: Mapping[str, str], rank: int, table: Units, *, sha
     for name in table.mine:
         message.units.add(name=name, holders=sorted(table.units[name]))
     make_directories(path.parent, REAL_OS)
-    # A process id would not do: two hosts that share the file system may give one twice.
-    temporary = path.with_name(f".{path.name}.tmp-{rank}-{secrets.token_hex(4)}")
-    with storage_errors("writing", path):
-        try:
-            temporary.write_bytes(message.SerializeToString())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    write_file(path, message.SerializeToString(), replace=True)
     return path
 
 

@@ -207,6 +207,12 @@ class SimulatedOs(Os):
                 self._change(parent, {target.name: moved})
                 self._change(self._find(source.parent), {source.name: None})
 
+    def replace(self, source: Path, target: Path) -> None:
+        with self._lock:
+            assert source.parent == target.parent
+            parent, _ = self._directory(target.parent)
+            self._change(parent, {source.name: None, target.name: self._find(source)})
+
     def exchange(self, one: Path, other: Path) -> bool:
         with self._lock:
             if not self._can_exchange:

@@ -1,0 +1,137 @@
+"""A file or a directory that appears under its name whole or not at all: a hidden name beside it first, then a rename.
+
+Everything on a disk that somebody else may read goes this way; `publish` adds what is special about checkpoints
+(fences, and what becomes of a checkpoint that is replaced). Files in shared memory appear through
+`liveness.paths.replacing`, which makes nothing durable. Torch-free.
+
+    write_file       a small file whose bytes are there; any number of writers at any time
+    making_file      a large file that is written in the block, by one process at a time
+    making_directory likewise a directory
+    give_name        the last step alone: rename, and the directory's fsync
+
+The order is the same everywhere: the content is durable, then the name is given, then the name is durable. A crash
+leaves the hidden name at most. A random part makes hidden names unique where several writers may be at work (a process
+id would not do: two hosts that share the file system may give one twice); where a lock lets in one at a time, the
+hidden name is fixed, so that the next one finds and removes what a killed process has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from lastwords.checkpoint.lock_file import alone
+from lastwords.checkpoint.part import write_document
+from lastwords.checkpoint.system import (
+    REAL_OS,
+    Os,
+    close,
+    make_directories,
+    make_directory,
+    remove_tree,
+    storage_errors,
+    sync_directory,
+)
+from lastwords.errors import ConfigError, StorageError
+
+TEMPORARY = ".tmp-"
+"""How every hidden name begins."""
+
+
+def refuse_existing(target: Path, os: Os = REAL_OS) -> None:
+    """ConfigError if there is anything at `target`."""
+    if os.exists(target):
+        raise ConfigError(f"{target} exists already and is left as it is; give another name, or remove it first")
+
+
+def give_name(hidden: Path, target: Path, os: Os = REAL_OS, *, replace: bool = False) -> None:
+    """Renames what is finished and durable to `target`, in the same directory; the name is durable on return.
+
+    StorageError: with errno EEXIST if the name is taken, unless a file may `replace` a file.
+    """
+    with storage_errors("giving its name to", target):
+        if replace:
+            os.replace(hidden, target)
+        else:
+            os.rename(hidden, target)
+    sync_name(target, os)
+
+
+def sync_name(target: Path, os: Os) -> None:
+    """Makes a name durable that others see already; the StorageError says so."""
+    try:
+        sync_directory(target.parent, os)
+    except StorageError as error:
+        raise StorageError(
+            f"{target} is visible and whole, but may not survive a power loss: {error}", errno=error.errno
+        ) from error
+
+
+def write_file(target: Path, raw: bytes, os: Os = REAL_OS, *, replace: bool = False) -> None:
+    """Writes a small file. Its directory has to exist. StorageError as `give_name`; then nothing is left behind."""
+    target = target.absolute()
+    hidden = target.with_name(f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}")
+    try:
+        write_document(hidden, raw, os, durable=True)
+        give_name(hidden, target, os, replace=replace)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(hidden)
+        raise
+
+
+@contextlib.contextmanager
+def making_file(target: Path, os: Os = REAL_OS) -> Iterator[Path]:
+    """A hidden name to create and write a file at; durable, and named `target`, at the end of the block.
+
+    If the block fails, the file is removed, and so is first what a killed process has left there. ConfigError if
+    `target` exists, BusyError if another process is making it.
+    """
+    with _hidden(target, os) as hidden:
+        with storage_errors("removing", hidden), contextlib.suppress(FileNotFoundError):
+            os.unlink(hidden)
+        try:
+            yield hidden
+            _sync_file(hidden, os)
+            give_name(hidden, target, os)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(hidden)
+            raise
+
+
+@contextlib.contextmanager
+def making_directory(target: Path, os: Os = REAL_OS) -> Iterator[Path]:
+    """As `making_file`, for a directory, there when the block begins; the files in it are the block's to fsync."""
+    refuse_existing(target, os)
+    make_directories(target.parent, os)
+    with _hidden(target, os) as hidden:
+        remove_tree(hidden, os)
+        make_directory(hidden, os)
+        try:
+            yield hidden
+            sync_directory(hidden, os)
+            give_name(hidden, target, os)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                remove_tree(hidden, os)
+            raise
+
+
+@contextlib.contextmanager
+def _hidden(target: Path, os: Os) -> Iterator[Path]:
+    hidden = target.parent / f"{TEMPORARY}{target.name}"
+    with alone(target.parent / f"{hidden.name}.lock", target, os):
+        refuse_existing(target, os)
+        yield hidden
+
+
+def _sync_file(path: Path, os: Os) -> None:
+    with storage_errors("fsync of", path):
+        fd = os.open_read(path)
+        try:
+            os.fsync(fd)
+        finally:
+            close(fd, path, os)
