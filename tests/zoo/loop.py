@@ -253,10 +253,10 @@ class Loop:
 class Card:
     """What is known and expected of a recipe.
 
-    phases: where a rank may die, and in which step. told: phase -> words of which the reasons have to hold one, where
-    "not exact" is an answer; everywhere else the resumed run has to be equal. nothing: phases in which there may be
-    nothing to save. silent: state that is documented to be out of reach. price: what exactness costs the user, or the
-    job. heavy: left to the thorough run. needs: the mechanism without which the recipe goes wrong silently.
+    phases: where a rank may die, and in which step. told: phase, or "all" -> words, of which the reasons have to hold
+    one, where "not exact" is an answer; everywhere else the resumed run has to be equal. nothing: phases in which
+    there may be nothing to save. silent: state that is documented to be out of reach. price: what exactness costs the
+    user, or the job. heavy: left to the thorough run. needs: the mechanism without which it goes wrong silently.
     """
 
     name: str
@@ -277,7 +277,8 @@ class Card:
 
         A death at any instant may be one in the window, where the step of an own loop has no name yet.
         """
-        words = self.told.get(phase, self.told.get("win", ()) if phase == "bwd" else ())
+        everywhere = self.told.get("all", ())
+        words = self.told.get(phase, self.told.get("win", everywhere) if phase == "bwd" else everywhere)
         return (*words, NO_NAME) if self.loop.own_loop and phase in ("bwd", "win") else words
 
 
@@ -301,7 +302,7 @@ def recipe(
             places[phase] = int(step or PHASES[phase])
         words: dict[str, Words] = {}
         for where, which in (told or {}).items():
-            for phase in places if where == "all" else where.split():
+            for phase in where.split():
                 words[phase] = (which,) if isinstance(which, str) else which
         CARDS[name] = loop.card = Card(name, what, loop, places, words, **more)
         return loop
