@@ -224,17 +224,6 @@ def epoch_and_step(global_step: int, steps_per_epoch: int) -> tuple[int, int]:
     return (global_step - 1) // steps_per_epoch + 1, (global_step - 1) % steps_per_epoch + 1
 
 
-def global_step_of(epoch: int, step: int, steps_per_epoch: int) -> int:
-    """Inverse of `epoch_and_step`.
-
-    >>> global_step_of(2, 1, 10)
-    11
-    """
-    if epoch < 1 or step < 1 or (steps_per_epoch and step > steps_per_epoch):
-        raise ConfigError(f"epoch {epoch}, step {step} does not exist with {steps_per_epoch} steps per epoch")
-    return (epoch - 1) * steps_per_epoch + step
-
-
 def check_unit_name(unit: str) -> str:
     """The unit's name, if it can be part of a tensor's name; ConfigError otherwise."""
     if _UNIT.fullmatch(unit) is None:

@@ -5,7 +5,6 @@ One thread polls any number of processes. See pidfd_open(2); Linux >= 5.3.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
@@ -145,12 +144,3 @@ def watch_pid(process: ProcessId, on_end: Callable[[], None]) -> PidWatch:
         watcher.stop()
         raise
     return PidWatch(watcher)
-
-
-def available() -> bool:
-    """Whether pidfds work here (some containers forbid them)."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
-        return error.errno not in (errno.ENOSYS, errno.EPERM)
-    return True

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from lastwords.clock import Clock, mono_s
-from lastwords.errors import ConfigError, LastWordsError
+from lastwords.errors import ConfigError, GateFailedError, LastWordsError
 from lastwords.optim_wrapper.world import World
 from lastwords.processor.agent import Agent
-from lastwords.processor.interfaces import GateFailedError
 from lastwords.processor.saver import Position
 
 _log = logging.getLogger(__name__)

@@ -180,11 +180,6 @@ class Protection:
         """True once this process has to end."""
         return self._departure.decided
 
-    @property
-    def guard_reasons(self) -> str:
-        """Why a signal might still tear an update; "" normally."""
-        return "" if self._signals is None else self._signals.degraded
-
     def box_path(self, rank: int) -> Path:
         """Where the black box of a rank of this host is."""
         agreement = self.agreement

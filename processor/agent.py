@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from lastwords import clock
+from lastwords import clock, errors
 from lastwords.processor import departure as ways_out
 from lastwords.processor import events, interfaces
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
-from lastwords.processor.interfaces import GateFailedError, GateLike, PhaseWord, SessionLike
+from lastwords.processor.interfaces import GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaveJob, SaverSpec
 from lastwords.vocabulary import Exit, Hello, Order, Phase, Refused, Report, Save, Stand, Status
 
@@ -142,7 +142,7 @@ class Agent:
                 try:
                     if gate.passed():
                         return
-                except GateFailedError as error:
+                except errors.GateFailedError as error:
                     with self._condition:
                         core.mark_gate_failed(str(error))
                         self._settle_calls()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lastwords.errors import UnavailableError
 from lastwords.vocabulary import Report
 
 STATUS_INTERVAL_S = 0.1
@@ -25,10 +24,6 @@ class SessionLike(Protocol):
     def send(self, report: Report) -> None: ...
 
     def close(self, timeout_s: float) -> None: ...
-
-
-class GateFailedError(UnavailableError):
-    """The gate of a step can never be passed any more: a peer, or the network, is gone."""
 
 
 class GateLike(Protocol):

@@ -51,7 +51,7 @@ class StateSource(Protocol):
         ...
 
 
-class SaveCancelledError(Exception):
+class _CancelledError(Exception):
     """Raised inside the writer to stop it; never leaves this module."""
 
 
@@ -117,7 +117,7 @@ class SaveJob:
                 self._after = None
             threading.Thread(target=self._report_syncs, name="lastwords-saver-sync", daemon=True).start()
             written = self._write()
-        except SaveCancelledError:
+        except _CancelledError:
             return
         except StorageError as error:
             self._fail(str(error), storage=True)
@@ -145,7 +145,7 @@ class SaveJob:
 
     def _progress(self, written: int) -> None:
         if self._cancelled.is_set():
-            raise SaveCancelledError
+            raise _CancelledError
         self._written = written
         now_mono_s = clock.mono_s()
         if now_mono_s - self._reported_mono_s >= PROGRESS_INTERVAL_S:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any, Protocol
 
 from lastwords.checkpoint.layout import check_unit_name
 from lastwords.errors import ConfigError
@@ -68,7 +69,18 @@ class _Place:
     tp: int
 
 
+class Mesh(Protocol):
+    """What `units_from_mesh` reads of a `torch.distributed.device_mesh.DeviceMesh`; torch itself is not needed here."""
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def mesh(self) -> Any: ...
+
+
 def units_from_mesh(
+    mesh: Mesh | None = None,
     *,
     dp: int = 1,
     tp: int = 1,
@@ -83,6 +95,8 @@ def units_from_mesh(
 ) -> tuple[Unit, ...]:
     """Units of a job whose ranks form a mesh of `pp` stages, `dp` replicas and `tp` tensor-parallel parts.
 
+    mesh: the job's DeviceMesh over all of its ranks, with dimensions named "pp", "dp" and "tp", in any order and as
+    many of them as there are; then dp, tp, pp and order are left out.
     order: the axes from the slowest to the fastest, as for `init_device_mesh`; axes of size 1 may be left out.
     Ranks along dp are copies of each other, with two exceptions:
     optimizer_shard_size: the optimizer is sharded over as many *consecutive* members of dp; copies are then the ranks
@@ -99,6 +113,13 @@ def units_from_mesh(
     >>> [(unit.name, unit.holders) for unit in units_from_mesh(dp=2, tp=4)]
     [('tp0', (0, 4)), ('tp1', (1, 5)), ('tp2', (2, 6)), ('tp3', (3, 7))]
     """
+    in_mesh: list[int] | None = None
+    if mesh is not None:
+        if (dp, tp, pp, order) != (1, 1, 1, "pp-dp-tp"):
+            raise ConfigError("units_from_mesh: a mesh says dp, tp, pp and their order itself; leave them out")
+        shape, in_mesh = _of_device_mesh(mesh)
+        dp, tp, pp = (shape.get(axis, 1) for axis in ("dp", "tp", "pp"))
+        order = "-".join(shape)
     sizes = {"dp": dp, "tp": tp, "pp": pp}
     numbers = {**sizes, "optimizer_shard_size": optimizer_shard_size, "expert_parallel": expert_parallel}
     for name, value in numbers.items():
@@ -124,7 +145,7 @@ def units_from_mesh(
             f"dp that hold the same experts (dp={dp}, expert_parallel={expert_parallel}); declare the experts' units "
             "yourself: lastwords.Unit(name, holders, patterns)"
         )
-    places = _places(sizes, _axes(order, sizes))
+    places = _places(sizes, _axes(order, sizes), in_mesh)
     units: list[Unit] = []
 
     def divide(patterns: Sequence[str], coordinates_of: Mapping[_Place, tuple[tuple[str, int], ...]]) -> None:
@@ -276,9 +297,27 @@ def _axes(order: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return (*left_out, *given)
 
 
-def _places(sizes: Mapping[str, int], axes: Sequence[str]) -> list[_Place]:
+def _of_device_mesh(mesh: Mesh) -> tuple[dict[str, int], list[int]]:
+    """Sizes by axis, from the slowest to the fastest, and the ranks in this order."""
+    names, table = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "mesh", None)
+    if table is None:
+        raise ConfigError(f"units_from_mesh: mesh is a {type(mesh).__name__}, not a DeviceMesh")
+    if not names or len(set(names)) != len(names) or not set(names) <= set(AXES):
+        raise ConfigError(
+            f"units_from_mesh: the mesh's dimensions are named {names!r}; name them 'pp', 'dp' or 'tp' "
+            "(mesh_dim_names= of init_device_mesh), or give the sizes: units_from_mesh(dp=2, tp=4)"
+        )
+    ranks = [int(rank) for rank in table.flatten().tolist()]
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ConfigError(f"units_from_mesh: give the mesh of the whole job; this one has the ranks {_words(ranks)}")
+    return dict(zip(names, map(int, table.shape), strict=True)), ranks
+
+
+def _places(sizes: Mapping[str, int], axes: Sequence[str], ranks: Sequence[int] | None) -> list[_Place]:
+    """Each rank's coordinates. ranks: in the order of the mesh, where they are not simply numbered."""
     indices = itertools.product(*(range(sizes[axis]) for axis in axes))
-    return [_Place(rank=rank, **dict(zip(axes, index, strict=True))) for rank, index in enumerate(indices)]
+    places = (dict(zip(axes, index, strict=True)) for index in indices)
+    return [_Place(rank=rank if ranks is None else ranks[rank], **place) for rank, place in enumerate(places)]
 
 
 def _named(split: Mapping[str, int], **coordinates: int) -> tuple[tuple[str, int], ...]:

@@ -55,7 +55,6 @@ def test_the_import_contracts_hold(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("controller/selection.py", "import time", "The cores read no clock"),
         ("processor/saver.py", "import lastwords.controller.events", "Imports point one way"),
         ("checkpoint/layout.py", "import lastwords.liveness.paths", "Imports point one way"),
         ("processor/saver.py", "import torch", "torch stays in optim_wrapper"),

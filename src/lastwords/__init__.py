@@ -13,16 +13,25 @@ if TYPE_CHECKING:
     from lastwords.checkpoint.strategy import merge_pipeline_strategys
     from lastwords.checkpoint.strategy_needs import rank_list_for_transform
     from lastwords.errors import (
+        BusyError,
         CheckpointError,
         ConfigError,
         FormatError,
+        GateFailedError,
         GroupInfoError,
         IncompleteError,
         LastWordsError,
         MismatchError,
+        NoStrategiesError,
+        NotAnOptimizerError,
+        NotARankError,
+        NotTextError,
         ProtocolError,
+        ReplacedError,
         StorageError,
+        StrategyError,
         UnavailableError,
+        UnstorableError,
     )
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
@@ -38,23 +47,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BusyError",
     "CheckpointError",
     "ConfigError",
     "FormatError",
+    "GateFailedError",
     "GroupInfoError",
     "IncompleteError",
     "LastWordsError",
     "LastWordsReader",
     "LoadedWeights",
     "MismatchError",
+    "NoStrategiesError",
+    "NotARankError",
+    "NotAnOptimizerError",
+    "NotTextError",
     "OptTFTWrapper",
     "Part",
     "ProtocolError",
+    "ReplacedError",
     "ResumePoint",
     "StorageError",
+    "StrategyError",
     "TFTRegister",
     "UnavailableError",
     "Unit",
+    "UnstorableError",
     "__version__",
     "get_ckpt_path_with_strategy",
     "load_for_inference",
@@ -89,10 +107,12 @@ _WHERE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'lastwords' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE.get(name, "lastwords.errors")), name)
+if not TYPE_CHECKING:  # for a type checker, a module that has it has every name there is
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'lastwords' has no attribute {name!r}")
+        return getattr(importlib.import_module(_WHERE.get(name, "lastwords.errors")), name)
 
 
 def __dir__() -> list[str]:

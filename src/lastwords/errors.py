@@ -1,4 +1,4 @@
-"""Every exception that lastwords raises on purpose.
+"""Every exception that a caller may see; all of them are in `lastwords`, too.
 
 There is one class for each different *reaction* of the caller, and each carries its data.
 A message says what happened, where, and what to do about it.
@@ -47,6 +47,10 @@ class ProtocolError(LastWordsError):
 
 class UnavailableError(LastWordsError):
     """A peer could not be reached in a bounded time; worth a retry."""
+
+
+class GateFailedError(UnavailableError):
+    """The gate of a step can never be passed any more: a peer, or the network, is gone."""
 
 
 class CheckpointError(LastWordsError):

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, GateFailedError
 from lastwords.optim_wrapper.gate import Gate
 from lastwords.optim_wrapper.world import World
-from lastwords.processor.interfaces import GateFailedError
 from lastwords.processor.saver import Position
 from tests.integration.forked import on_ranks
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from lastwords.errors import GateFailedError
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
-from lastwords.processor.interfaces import GateFailedError
 from lastwords.vocabulary import (
     Exit,
     ExitKind,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from lastwords.errors import ConfigError
 from lastwords.sharding import declare
@@ -359,3 +362,43 @@ def test_a_world_size_that_is_no_number_of_ranks_is_refused(world_size: Any) -> 
 def test_arguments_of_a_wrong_type_are_refused_in_words(unit: Unit) -> None:
     with pytest.raises(ConfigError, match="has to be"):
         check_units([unit], 1)
+
+
+@dataclass(frozen=True)
+class OfMesh:
+    """What is read of a DeviceMesh, which needs a process group to exist."""
+
+    mesh_dim_names: tuple[str, ...] | None
+    mesh: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("names", "order"), [(("dp", "tp"), "dp-tp"), (("tp", "dp"), "tp-dp"), (("pp", "dp", "tp"), "pp-dp-tp")]
+)
+def test_a_device_mesh_gives_what_its_sizes_give(names: tuple[str, ...], order: str) -> None:
+    sizes = {"pp": 2, "dp": 3, "tp": 4}
+    shape = tuple(sizes[name] for name in names)
+    mesh = OfMesh(names, torch.arange(math.prod(shape)).reshape(shape))
+    given = {name: sizes[name] for name in names}
+    assert units_from_mesh(mesh, cut={"*": 0}) == units_from_mesh(**given, order=order, cut={"*": 0})
+
+
+def test_the_ranks_of_a_device_mesh_may_be_in_any_order() -> None:
+    mesh = OfMesh(("dp", "tp"), torch.tensor([[3, 1], [0, 2]]))
+    assert groups(units_from_mesh(mesh)) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "named"),
+    [
+        (OfMesh(("dp", "ep"), torch.arange(4).reshape(2, 2)), {}, "'ep'"),
+        (OfMesh(None, torch.arange(4)), {}, "None"),
+        (OfMesh(("dp",), torch.tensor([1, 3])), {}, "whole job"),
+        (OfMesh(("dp",), torch.arange(4)), {"dp": 4}, "leave them out"),
+        (OfMesh(("dp",), torch.arange(4)), {"world_size": 8}, "4 ranks"),
+        (4, {}, "int"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_by_name(mesh: Any, more: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        units_from_mesh(mesh, **more)

@@ -29,7 +29,7 @@ from lastwords.controller import storage as controller_storage
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions
 from lastwords.controller.spec import ControllerSpec
-from lastwords.errors import CheckpointError, ConfigError
+from lastwords.errors import CheckpointError, ConfigError, GateFailedError
 from lastwords.processor import agent as agent_module
 from lastwords.processor import departure as departure_module
 from lastwords.processor import saver as saver_module
@@ -37,7 +37,6 @@ from lastwords.processor import session as session_module
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import EXIT_SAVED, Departure
-from lastwords.processor.interfaces import GateFailedError
 from lastwords.processor.saver import Position, SaverSpec
 from lastwords.processor.session import Session
 from lastwords.transport import grpc, start_of
