@@ -5,6 +5,7 @@ from __future__ import annotations
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.rank_files import Moment
+from lastwords.checkpoint.reason import Cause
 from lastwords.checkpoint.saved_state import Saved, join
 from lastwords.checkpoint.saved_units import buffers_of_ranks, units_of
 from lastwords.checkpoint.slice_reader import StoredTensor
@@ -12,8 +13,6 @@ from lastwords.checkpoint.strategy import Strategy
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.checkpoint.transform_plan import check_fit
 from lastwords.errors import FormatError, IncompleteError, ReplacedError
-
-_LOST = " its local state (RNG streams, buffers, data position) is lost: "
 
 
 class CheckpointSource:
@@ -63,10 +62,5 @@ class CheckpointSource:
 
 def lost_locals(manifest: Manifest) -> dict[int, str]:
     """Why each rank's own state is not there, as the source's manifest says it."""
-    found = {}
-    for rank in range(manifest.world_size):
-        begin = f"rank {rank}:{_LOST}"
-        why = next((reason.removeprefix(begin) for reason in manifest.reasons if reason.startswith(begin)), None)
-        if why is not None:
-            found[rank] = why
-    return found
+    lost = [reason for reason in manifest.reasons if reason.cause is Cause.LOCAL_STATE_LOST]
+    return {rank: reason.detail for reason in lost for rank in reason.ranks}

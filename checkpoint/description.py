@@ -12,6 +12,7 @@ from lastwords.checkpoint.manifest import Manifest, contradiction
 from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.part_head import LocalSummary, PartHead
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
+from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.checkpoint.system import REAL_OS
 
 
@@ -47,17 +48,17 @@ def build_manifest(
     heads = [PartHead.of(part) if isinstance(part, Part) else part for part in parts]
     units = {unit: entry for part in heads for unit, entry in part.units.items()}
     locals_ = {rank: entry for part in heads for rank, entry in part.locals.items()}
-    reasons: list[str] = []
+    reasons: list[Reason] = []
     for rank in range(incident.world_size):
         local = locals_.get(rank)
         if local is None:
             why = incident.lost_locals.get(rank, "it was not written")
-            reasons.append(f"rank {rank}: its local state (RNG streams, buffers, data position) is lost: {why}")
+            reasons.append(Reason(why, Cause.LOCAL_STATE_LOST, (rank,)))
         elif not local.exact:
-            reasons += [f"rank {rank}: {reason}" for reason in local.reasons or ("no reason given",)]
+            reasons += [reason.of_rank(rank) for reason in local.reasons or (Reason("no reason given"),)]
     for unit, entry in sorted(units.items()):
         # The writer's own: a step cut off between update and end leaves, for one, a scheduler that has not moved.
-        reasons += [f"unit {unit}: {reason}" for reason in entry.reasons]
+        reasons += [Reason(reason, unit=unit) for reason in entry.reasons]
     epoch, step = next(
         ((part.epoch, part.step) for part in heads if part.epoch != layout.EPOCH_UNKNOWN),
         (layout.EPOCH_UNKNOWN, incident.global_step),
@@ -82,7 +83,7 @@ def build_manifest(
         published_unix_ns=published_unix_ns,
         **listed,
         exact=not reasons,
-        reasons=tuple(dict.fromkeys(reasons)),
+        reasons=merged(reasons),
         facts=merge_facts(incident.facts, heads),
     )
     problem = contradiction(manifest)
@@ -123,15 +124,17 @@ def _left_in_parts(parts: Sequence[PartHead], global_step: int) -> dict[str, Any
     }
 
 
-def _unnamed(global_step: int, locals_: Mapping[int, LocalSummary]) -> list[str]:
+def _unnamed(global_step: int, locals_: Mapping[int, LocalSummary]) -> list[Reason]:
     """Why a resume after a step without a name is not exact; nothing where the loop gives names to no step."""
     said = [after for rank in sorted(locals_) if (after := locals_[rank].after) is not None]
     if any(after == () for after in said):
         return []
     last = next((f" (the last one that it named: epoch {a[0]}, step {a[1]})" for a in said if a), "")
     return [
-        f"global step {global_step} was saved before its loop had said which step of which epoch it is{last}; go on by "
-        "the number of global steps"
+        Reason(
+            f"global step {global_step} was saved before its loop had said which step of which epoch it is{last}; go "
+            "on by the number of global steps"
+        )
     ]
 
 

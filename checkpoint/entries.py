@@ -11,6 +11,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.document import Fields
 from lastwords.checkpoint.format import TensorSpec, is_checksum
 from lastwords.checkpoint.meta_forms import local_problem, unit_problem
+from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError
 
@@ -92,14 +93,14 @@ class LocalEntry(Entry):
     """Where one rank's local state is; `writer` is of the same host, and not the rank itself if that died."""
 
     exact: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return Entry.to_json(self) | {"exact": self.exact, "reasons": list(self.reasons)}
+        return Entry.to_json(self) | {"exact": self.exact, "reasons": [one.to_json() for one in self.reasons]}
 
     @staticmethod
     def from_json(fields: Fields, where: Path) -> LocalEntry:
-        return LocalEntry(*_entry_from_json(fields, where), fields.truth("exact"), fields.texts("reasons"))
+        return LocalEntry(*_entry_from_json(fields, where), fields.truth("exact"), reasons_in(fields, "reasons"))
 
 
 def _entry_from_json(fields: Fields, where: Path) -> tuple[int, str, tuple[TensorSpec, ...], dict[str, Any]]:
@@ -119,7 +120,7 @@ def local_summary(entry: LocalEntry) -> dict[str, Any]:
     """What publication needs of a local state; `after`: the step that the loop has named last, as epoch and step."""
     slot = entry.meta.get("slot")
     after = slot.get("after") if isinstance(slot, Mapping) else None
-    summary: dict[str, Any] = {"exact": entry.exact, "reasons": list(entry.reasons)}
+    summary: dict[str, Any] = {"exact": entry.exact, "reasons": [one.to_json() for one in entry.reasons]}
     return summary if after is None else summary | {"after": list(after)}
 
 

@@ -327,7 +327,7 @@ class Checkpoint:
         """All tensors that belong to one rank alone. Their JSON is `manifest.locals[rank].meta`."""
         entry = self.manifest.locals.get(rank)
         if entry is None:
-            why = "; ".join(reason for reason in self.manifest.reasons if reason.startswith(f"rank {rank}:"))
+            why = "; ".join(str(reason) for reason in self.manifest.reasons if rank in reason.ranks)
             raise IncompleteError(
                 f"{self.path} has no local state of rank {rank} ({why or 'it was not saved'})",
                 missing=(f"local state of rank {rank}",),

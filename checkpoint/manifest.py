@@ -33,6 +33,7 @@ from lastwords.checkpoint.entries import (
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta_forms import facts_problem
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
+from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.retry import NO_FILE
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
@@ -72,7 +73,7 @@ class Manifest:
     units: Mapping[str, UnitEntry]
     locals: Mapping[int, LocalEntry]
     exact: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     facts: Mapping[str, Any]
 
     @property
@@ -121,7 +122,7 @@ class Manifest:
         return tuple(range(self.world_size)) if said is None else tuple(said)
 
     @property
-    def local_reasons(self) -> dict[int, tuple[str, ...]]:
+    def local_reasons(self) -> dict[int, tuple[Reason, ...]]:
         """Why the local state of each rank is not exact; () if it is."""
         found = self.locals if self.tables is None else self.tables.heads.locals
         return {rank: one.reasons for rank, one in found.items()}
@@ -151,7 +152,7 @@ class Manifest:
                 "units": {unit: entry.to_json() for unit, entry in units.items()},
                 "locals": {str(rank): entry.to_json() for rank, entry in locals_.items()},
                 "exact": self.exact,
-                "reasons": list(self.reasons),
+                "reasons": [reason.to_json() for reason in self.reasons],
                 "facts": pack(dict(self.facts), "facts"),
             }
         )
@@ -190,7 +191,7 @@ class Manifest:
             units=units,
             locals=locals_,
             exact=fields.truth("exact"),
-            reasons=fields.texts("reasons"),
+            reasons=reasons_in(fields, "reasons"),
             facts=facts_from_json(fields, where),
         )
         problem = contradiction(manifest)

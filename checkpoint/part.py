@@ -31,6 +31,7 @@ from lastwords.checkpoint.entries import (
     units_from_json,
 )
 from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order
+from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -66,7 +67,7 @@ class LocalState:
     tensors: Sequence[tuple[TensorSpec, TensorSource]]
     meta: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = True
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.document import Fields, decode_document, read_document
 from lastwords.checkpoint.entries import facts_from_json, local_summary, ranks_of, unit_summary
 from lastwords.checkpoint.part import PART_FORMAT, Part, Written, written_from_json
+from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.system import REAL_OS, Os
 
 _KEYS = ("rank", "global_step", "epoch", "step", "job", "file", "facts", "summary")
@@ -36,13 +37,13 @@ class LocalSummary:
     """after: epoch and step that the loop had named last, () if it names none, None if that was not recorded."""
 
     exact: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     after: tuple[int, ...] | None
 
     @staticmethod
     def from_json(fields: Fields) -> LocalSummary:
         after = fields.integers("after") if "after" in fields.keys() else None  # noqa: SIM118
-        return LocalSummary(fields.truth("exact"), fields.texts("reasons"), after)
+        return LocalSummary(fields.truth("exact"), reasons_in(fields, "reasons"), after)
 
 
 @dataclass(frozen=True, slots=True)

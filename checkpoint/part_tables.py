@@ -20,6 +20,7 @@ from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry, meta_
 from lastwords.checkpoint.meta_forms import facts_problem
 from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.partfile import open_description, read_exactly
+from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.system import Os, close
 from lastwords.errors import FormatError
 
@@ -49,14 +50,14 @@ class LocalHead:
 
     writer: int
     exact: bool
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"writer": self.writer, "exact": self.exact, "reasons": list(self.reasons)}
+        return {"writer": self.writer, "exact": self.exact, "reasons": [one.to_json() for one in self.reasons]}
 
     @staticmethod
     def from_json(fields: Fields) -> LocalHead:
-        return LocalHead(fields.integer("writer"), fields.truth("exact"), fields.texts("reasons"))
+        return LocalHead(fields.integer("writer"), fields.truth("exact"), reasons_in(fields, "reasons"))
 
 
 @dataclass(frozen=True, slots=True)

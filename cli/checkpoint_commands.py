@@ -248,7 +248,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
             local.writer,
             len(local.tensors),
             tables.size(_bytes(local.tensors)),
-            "yes" if local.exact else "no" + (": " + "; ".join(local.reasons) if everything else ", see above"),
+            "yes" if local.exact else f"no: {'; '.join(map(str, local.reasons))}" if everything else "no, see above",
             local.file,
         )
         for rank, local in manifest.locals.items()
@@ -340,7 +340,7 @@ def _summary_json(manifest: Manifest) -> dict[str, Any]:
         "reason": manifest.reason,
         "cause_ranks": list(manifest.cause_ranks),
         "exact": manifest.exact,
-        "reasons": list(manifest.reasons),
+        "reasons": [reason.to_json() for reason in manifest.reasons],
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lastwords.checkpoint.reason import Reason, as_reason
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper import extra_digests, rank_units, step_document
 from lastwords.optim_wrapper.before_collective import BeforeCollective
@@ -63,9 +64,9 @@ class StepRecorder:
         self.extras = Extras(extras)
         self.local_extras = Extras(local_extras, "local_extras")
         whole = lambda: self._units is None or self._units.pure  # noqa: E731
-        self._own = OwnStates(self.view.model, self.view.called, optimizers, whole)
-        self.extras.add(self._own.of_optimizers)
-        self.local_extras.add(self._own.of_modules)
+        self.own = OwnStates(self.view.model, self.view.called, optimizers, whole)
+        self.extras.add(self.own.of_optimizers)
+        self.local_extras.add(self.own.of_modules)
         self.buffers = BufferCapture(self.view.model, called=self.view.called)
         plain = [one for part in (extras, local_extras) for one in (part or {}).values() if isinstance(one, dict)]
         self._search_in = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}, plain
@@ -82,7 +83,7 @@ class StepRecorder:
         self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers)
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
-        self.reasons: list[str] = []
+        self.reasons: list[Reason] = []
         self._box: BoxRecorder | None = None
         self._extras_now: ExtrasSnapshot = self.extras.first()
         self._local_now: ExtrasSnapshot = self.local_extras.first()
@@ -157,7 +158,7 @@ class StepRecorder:
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
         self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
-        self.reasons += [reason for reason in self._box.reasons if reason not in self.reasons]
+        self.not_exact(self._box.reasons)
         self._say_reasons()
         if self._hook is None and not at_gate:
             self._hook = BeforeCollective(self.model, self.tentative, holding(self.view.trained))
@@ -229,11 +230,6 @@ class StepRecorder:
         """In a forked child: the black box is its parent's."""
         self._box = None
 
-    @property
-    def own_reasons(self) -> list[str]:
-        """Why state of the optimizer's or a module's own is not as it was saved, after a resume."""
-        return self._own.reasons
-
     def restore_own(
         self, regions: Mapping[str, RegionCopy], forms: SavedForms, any_rank: Iterable[str] = ()
     ) -> list[str]:
@@ -248,13 +244,12 @@ class StepRecorder:
         if local_extras is not None:
             self._local_now = local_extras
 
-    def not_exact(self, reasons: Iterable[str]) -> None:
+    def not_exact(self, reasons: Iterable[str | Reason]) -> None:
         """Why a resume of this run cannot be exact, as it becomes known."""
-        new = [reason for reason in reasons if reason not in self.reasons]
+        new = [reason for reason in map(as_reason, reasons) if reason not in self.reasons]
         if new:
             self.reasons += new
-            if self._box is not None:
-                self._say_reasons()
+            self._say_reasons()
 
     # ------------------------------------------------------------------ each step
 
@@ -294,7 +289,7 @@ class StepRecorder:
         self._keep(step, position, comparable=self.watch.same_copies() and same_streams)
         if look:
             self.watch.announce_left_out()
-            self.not_exact(self._own.look())
+            self.not_exact(self.own.look())
         if self._units is not None and not self._units.pure:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step
@@ -384,9 +379,10 @@ class StepRecorder:
             self._box.tentative(self._step + 1, said + local + self._of_all() + b"}")
 
     def _say_reasons(self) -> None:
-        assert self._box is not None
-        facts = {"reasons": self.reasons, "tentative_reasons": self._tentative_reasons, **self._box.late_moves()}
-        self._box.box.set_facts(json.dumps(facts).encode())
+        if self._box is None:
+            return
+        facts = {"reasons": [one.to_json() for one in self.reasons], "tentative_reasons": self._tentative_reasons}
+        self._box.box.set_facts(json.dumps(facts | self._box.late_moves()).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
         return step_document.begin(

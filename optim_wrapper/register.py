@@ -251,7 +251,7 @@ class TFTRegister:
         self._position = resumed.position
         self._recorder.begin(resumed.global_step, self._position, step_regions=resumed.regions)
         self._recorder.not_exact(resumed.reasons)
-        reasons = tuple(resumed.reasons)
+        reasons = tuple(map(str, resumed.reasons))
         epoch, step = resumed.position or (None, None)
         point = ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path), resumed.groups)
         if self._world.rank == 0:

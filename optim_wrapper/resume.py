@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.reading import damage_told_from_replacement
+from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import added_groups, ddp_buckets, extra_digests, hyperparameters
@@ -52,8 +53,10 @@ _log = logging.getLogger(__name__)
 _OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
 """Facts that another layout changes by its nature; one reason says so."""
 
-OF_A_MOVE = ("it is resumed ", "small buffers (", "the saved run had been resumed elsewhere")
-EARLIER_MOVE = "the saved run had been resumed elsewhere itself, and made its sums in another order from there on"
+EARLIER_MOVE = Reason(
+    "the saved run had been resumed elsewhere itself, and made its sums in another order from there on",
+    Cause.RESHARDED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class Resumed:
     facts: Mapping[str, Any]
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
     groups: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -132,13 +135,15 @@ def _restore(
     """surveyed: some rank's units are not those of the saved run, so the state is put together from slices."""
     manifest, path = checkpoint.manifest, checkpoint.path
     moved = surveyed is not None or manifest.world_size != world.size
+    reasons: list[str | Reason] = []
     with all_or_none(world, f"{key}/taken"):
         if moved:
             taken = take_over(checkpoint, world, key, recorder)
             local, owner, extras_of = taken.regions, taken.source, taken.extras_of
-            reasons = [reason_of(manifest, world.size), *taken.reasons]
+            reasons += [reason_of(manifest, world.size), *taken.reasons]
         else:
-            local, owner, reasons = _local(checkpoint, world.rank)
+            local, owner, lost = _local(checkpoint, world.rank)
+            reasons += lost
             extras_of = owner
         order, amiss = _buckets(manifest, recorder) if surveyed is None else ({}, [])
     reasons += _reasons_of(manifest)
@@ -156,8 +161,11 @@ def _restore(
     if surveyed is None:
         untouched = _changed_elsewhere_only(manifest, recorder.buffers.larger - local_buffers)
         reasons += [
-            f"rank {world.rank}: the buffer {name!r} had changed on other ranks and not on this one, so no file has "
-            "this one's; it stays as the model was made"
+            Reason(
+                f"the buffer {name!r} had changed on other ranks and not on this one, so no file has this one's; it "
+                "stays as the model was made",
+                ranks=(world.rank,),
+            )
             for name in sorted(untouched)
         ]
         local_buffers |= untouched
@@ -182,7 +190,7 @@ def _restore(
     else:
         step_regions, epoch_start, local_history = {}, {}, None
     recorder.history(history, local_history)
-    reasons += recorder.own_reasons
+    reasons += recorder.own.reasons
     return Resumed(
         path=path,
         job=manifest.job,
@@ -192,28 +200,24 @@ def _restore(
         facts=manifest.facts,
         regions=step_regions,
         epoch_start=epoch_start,
-        reasons=list(dict.fromkeys(reasons)),
+        reasons=list(merged(map(as_reason, reasons))),
         groups=groups_of([unit.meta for unit in manifest.units.values()]),
     )
 
 
-def _reasons_of(manifest: Manifest) -> list[str]:
-    """Why the saved run was not exact. What every rank has said is said once, or each resume would multiply it.
+def _reasons_of(manifest: Manifest) -> list[Reason]:
+    """Why the saved run was not exact. What every rank has said is said of none, or each resume would multiply it.
 
-    >>> from types import SimpleNamespace as N
-    >>> local_reasons = {0: ("it is resumed by 3 ranks from a checkpoint of 4: ...", "why")}
-    >>> _reasons_of(N(local_reasons=local_reasons, reasons=["rank 0: why"])) == [EARLIER_MOVE, "why"]
-    True
+    An earlier move is told in the past tense, and once: it says nothing of the ranks that there are now.
     """
-    by_rank = list(manifest.local_reasons.values())
-    by_all = (
-        [reason for reason in dict.fromkeys(by_rank[0]) if all(reason in said for said in by_rank)] if by_rank else []
-    )
-    lines = {f"rank {rank}: {reason}" for rank in manifest.local_reasons for reason in by_all}
-    said = [*by_all, *(str(reason) for reason in manifest.reasons if reason not in lines)]
-    earlier = [reason for reason in said if reason.startswith(OF_A_MOVE)]
-    # An earlier move is told in the past tense, and once: it says nothing of the ranks that there are now.
-    return [*([EARLIER_MOVE] if earlier else []), *(reason for reason in said if reason not in earlier)]
+    moves = [reason for reason in manifest.reasons if reason.cause is Cause.RESHARDED]
+    every = tuple(manifest.local_reasons)
+    rest = [
+        (replace(reason, ranks=()) if reason.ranks == every else reason).of_the_past()
+        for reason in manifest.reasons
+        if reason not in moves
+    ]
+    return [*([EARLIER_MOVE] if moves else []), *merged(rest)]
 
 
 def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
@@ -239,7 +243,7 @@ def _restore_units(
     checkpoint: load.Checkpoint,
     recorder: StepRecorder,
     rank_local_buffers: frozenset[str],
-    reasons: list[str],
+    reasons: list[str | Reason],
     surveyed: Survey | None,
 ) -> ExtrasSnapshot:
     """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed.
@@ -283,7 +287,7 @@ def _restore_units(
     return recorder.extras.restore(of_extras.meta["extras"], extras.read)
 
 
-def _not_alike(manifest: Manifest, rank: int) -> list[str]:
+def _not_alike(manifest: Manifest, rank: int) -> list[Reason]:
     """Why copies of what changes outside of optimizer.step() are not this rank's."""
     locals_ = manifest.locals.values()
     said = [(local.meta.get("kind"), local.meta.get("slot", {}).get("alike", {})) for local in locals_]
@@ -298,10 +302,12 @@ def _not_alike(manifest: Manifest, rank: int) -> list[str]:
         alone = kind == "own" and all(len(end) < 2 for end in ends)
         if marks and not mine_is_there and (any(len({*end}) > 1 for end in ends) or alone):
             what = next(alike[kind][0] for _, alike in said if kind in alike)
-            reasons.append(f"rank {rank}: the {what} may differ from rank to rank, and its own were not saved")
+            reasons.append(
+                Reason(f"the {what} may differ from rank to rank, and its own were not saved", ranks=(rank,))
+            )
     with_gradients = {one for one, local in manifest.locals.items() if any(map(_is_gradient, local.tensors))}
     if with_gradients and rank not in with_gradients:
-        reasons.append(f"rank {rank}: the gradients that it carried into the next step were not saved")
+        reasons.append(Reason("the gradients that it carried into the next step were not saved", ranks=(rank,)))
     return reasons
 
 
@@ -332,7 +338,7 @@ def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[s
     return set(wanted & of_ranks) - in_units
 
 
-def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[str]]:
+def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[Reason]]:
     """Rank-local regions of `rank`; if they are lost, buffers of the lowest rank that has some, and why."""
     manifest = checkpoint.manifest
     entry = manifest.locals.get(rank)
@@ -340,10 +346,11 @@ def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy
         return regions_of(checkpoint, rank), rank, []
     for other in sorted(manifest.locals):
         if manifest.locals[other].tensors:
-            reason = f"rank {rank}: its own state was lost; it starts with the buffers of rank {other} and new streams"
+            reason = f"its own state was lost; it starts with the buffers of rank {other} and new streams"
             copies = regions_of(checkpoint, other)
-            return {name: copy for name, copy in copies.items() if name.startswith("buffer/")}, other, [reason]
-    return {}, -1, [f"rank {rank}: its own state was lost; it starts with new random number streams"]
+            buffers = {name: copy for name, copy in copies.items() if name.startswith("buffer/")}
+            return buffers, other, [Reason(reason, ranks=(rank,))]
+    return {}, -1, [Reason("its own state was lost; it starts with new random number streams", ranks=(rank,))]
 
 
 class _ExtraTensors:

@@ -24,6 +24,7 @@ import xxhash
 
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.foreign_weights import ForeignWeights
@@ -43,15 +44,16 @@ _SHOWN_MAX = 8
 _ACCELERATOR = re.compile(r"rng/[a-z]+:\d+")
 
 
-def reason_of(manifest: Manifest, world_size: int) -> str:
-    """The one line that says why this is not exact."""
+def reason_of(manifest: Manifest, world_size: int) -> Reason:
+    """Why no resume on other ranks is exact."""
     if manifest.world_size == world_size:
         how = "in another parallel layout"
     else:
         how = f"by {world_size} rank{'s' * (world_size > 1)} from a checkpoint of {manifest.world_size}"
-    return (
+    return Reason(
         f"it is resumed {how}: the state is the saved one, bit for bit, but sums are made in another order from here on"
-        + (", and random streams belong to ranks" if manifest.world_size != world_size else "")
+        + (", and random streams belong to ranks" if manifest.world_size != world_size else ""),
+        Cause.RESHARDED,
     )
 
 
@@ -146,7 +148,7 @@ class TakenOver:
 
     regions: dict[str, RegionCopy]
     source: int
-    reasons: list[str]
+    reasons: list[Reason]
     extras_of: int
 
 
@@ -173,10 +175,11 @@ def take_over(checkpoint: Checkpoint, world: World, key: str, recorder: StepReco
         names = sorted(name.removeprefix("buffer/") for name in regions if name.startswith("buffer/"))
         if names:
             more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
-            reasons.append(
+            said = (
                 f"small buffers ({', '.join(names[:_SHOWN_MAX])}{more}) are those that one saved rank had; what "
                 "depends on the layout, such as an offset into a tensor that is cut, has to be set again after resume()"
             )
+            reasons.append(Reason(said, Cause.RESHARDED))
     return TakenOver(regions, taken.source, reasons, own.source)
 
 
@@ -241,14 +244,14 @@ def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> T
     manifest = checkpoint.manifest
     source, own = source_rank(manifest, rank), rank % manifest.world_size
     if source < 0:
-        reason = f"rank {rank}: no rank's own state was saved; it starts with new random number streams"
-        return TakenOver({}, -1, [reason], -1)
+        nothing = "no rank's own state was saved; it starts with new random number streams"
+        return TakenOver({}, -1, [Reason(nothing, ranks=(rank,))], -1)
     regions = on_this_device(regions_of(checkpoint, source), recorder.rng.snapshot().keys())
-    reason = f"rank {rank}: the own state of saved rank {own} was lost; it starts with the buffers of rank {source}"
+    lost = f"the own state of saved rank {own} was lost; it starts with the buffers of rank {source}"
     if source != rank:
         step_regions = {name: copy for name, copy in regions.items() if not name.startswith(EPOCH_PREFIX)}
         regions = streams_of(step_regions, manifest, source, rank, recorder)
-    return TakenOver(regions, source, [] if source == own else [reason], source)
+    return TakenOver(regions, source, [] if source == own else [Reason(lost, ranks=(rank,))], source)
 
 
 def on_this_device(regions: Mapping[str, RegionCopy], here: Collection[str]) -> dict[str, RegionCopy]:

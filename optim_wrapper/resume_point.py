@@ -87,7 +87,7 @@ def point_of(manifest: Manifest, path: Path) -> ResumePoint:
         manifest.step if manifest.named else None,
         manifest.global_step,
         manifest.exact,
-        manifest.reasons,
+        tuple(map(str, manifest.reasons)),
         str(path),
         groups_of([unit.meta for unit in manifest.units.values()]),
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.part import LocalState, UnitState
+from lastwords.checkpoint.reason import Reason
 from lastwords.errors import IncompleteError, LastWordsError, StorageError
 from lastwords.optim_wrapper import hyperparameters
 from lastwords.optim_wrapper.carried_gradients import PREFIX as GRADIENT_PREFIX
@@ -196,7 +197,7 @@ class TrainerSource:
         if why := self._moved_late(states, step):
             for rank, state in states.items():
                 if state.exact and state.meta.get("kind") == SlotKind.TENTATIVE.name.lower():
-                    states[rank] = replace(state, exact=False, reasons=(*state.reasons, why))
+                    states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
         return states
 
     def facts(self, step: int) -> dict[str, Any]:
@@ -241,8 +242,8 @@ class TrainerSource:
                 if copy is None:
                     there = ", ".join(f"{kind.name.lower()} {at}" for kind, at in box.contents()) or "nothing"
                     return _nothing(f"its black box has no state of step {step} (it has: {there})")
-                reasons = [str(reason) for reason in box.facts().get("reasons", [])]
-                reasons += [str(reason) for key in ("reasons", "early") for reason in copy.json.get(key, [])]
+                told = [Reason.from_json(one) for one in box.facts().get("reasons", [])]
+                reasons = [str(reason) for key in ("reasons", "early") for reason in copy.json.get(key, [])]
                 if copy.problem:
                     reasons.append(copy.problem)
                 if copy.kind is SlotKind.TENTATIVE:
@@ -264,7 +265,8 @@ class TrainerSource:
         if start is not None:
             tensors += _tensors(rank, EPOCH_PREFIX, start)
             meta["epoch_start"] = start.json
-        return LocalState(tensors, meta, exact=not reasons, reasons=tuple(reasons))
+        told += map(Reason, reasons)
+        return LocalState(tensors, meta, exact=not told, reasons=tuple(told))
 
     def _of_averages(self, copy: SlotCopy, step: int) -> list[str]:
         """What a copy of before the update lacks: buffers of averaged models which have moved on this rank since."""
@@ -305,7 +307,7 @@ def _moved(names: list[StateName], step: int) -> list[str]:
 
 
 def _nothing(reason: str) -> LocalState:
-    return LocalState(tensors=[], meta={"kind": "none", "slot": {}}, exact=False, reasons=(reason,))
+    return LocalState(tensors=[], meta={"kind": "none", "slot": {}}, exact=False, reasons=(Reason(reason),))
 
 
 def _tensors(rank: int, prefix: str, copy: SlotCopy) -> list[tuple[TensorSpec, Any]]:

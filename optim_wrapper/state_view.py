@@ -264,8 +264,8 @@ class UnitView:
         the optimizer cannot be stored is left out; the meta's `reasons` say so. Weights are never left out.
         """
         names = self.names() if groups is None else _with_groups(self.names(), len(groups))
-        for error in names.refused.values():
-            if not str(error).startswith("buffer "):
+        for name, error in names.refused.items():
+            if name not in names.owners:
                 raise error
         tensors: list[tuple[TensorSpec, Source]] = []
         taken: dict[str, str] = {}

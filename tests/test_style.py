@@ -48,6 +48,10 @@ BANNED_NAMES = {
     "util": "what the code is about",
     "utils": "what the code is about",
 }
+MAY_MATCH_SENTENCES = ("checkpoint/reason.py",)
+"""It reads what older versions wrote."""
+TEXT_SEARCHES = frozenset({"startswith", "endswith", "removeprefix", "removesuffix", "partition", "find", "index"})
+SENTENCE = re.compile(r"[a-z]+ ")
 UNITLESS = re.compile(r"(?:^|_)(?:timeout|deadline|interval|delay|elapsed|duration)$")
 
 
@@ -117,6 +121,21 @@ def no_print(source: Source) -> Iterator[str]:
         for line, name in _calls(source):
             if name == "print":
                 yield f"line {line}: print in a library; use logging.getLogger(__name__), or sys.stderr.write at exit"
+
+
+def no_sentence_is_matched(source: Source) -> Iterator[str]:
+    """A better sentence must not change what the code does."""
+    if source.below(MAY_MATCH_SENTENCES):
+        return
+    for node in ast.walk(source.tree):
+        looked_for: list[ast.expr] = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TEXT_SEARCHES:
+            looked_for = node.args
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            looked_for = [node.left]
+        for part in (inner for given in looked_for for inner in ast.walk(given)):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str) and SENTENCE.search(part.value):
+                yield f"line {part.lineno}: {part.value!r} is matched; give the message's object a field or a class"
 
 
 def no_pickle(source: Source) -> Iterator[str]:
@@ -243,6 +262,7 @@ SHIPPED_RULES: tuple[Rule, ...] = (
     no_long_module,
     no_print,
     no_pickle,
+    no_sentence_is_matched,
     no_relative_import,
     no_broad_except,
     no_name_without_its_unit,
@@ -302,6 +322,8 @@ BAD = [
     (no_print, "checkpoint/layout.py", "print('saved')"),
     (no_pickle, "checkpoint/layout.py", "def load():\n    import pickle"),
     (no_pickle, "optim_wrapper/state.py", "torch.save(state, path)"),
+    (no_sentence_is_matched, "checkpoint/load.py", "lost = reason.startswith(f'rank {rank}: lost')"),
+    (no_sentence_is_matched, "checkpoint/load.py", "moved = 'is resumed by' in reason"),
     (no_relative_import, "checkpoint/layout.py", "from .format import TensorSpec"),
     (no_broad_except, "processor/agent.py", "try:\n    run()\nexcept Exception:\n    pass"),
     (

@@ -20,6 +20,7 @@ from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.manifest import Claimed, Manifest, contradiction, read_manifest
 from lastwords.checkpoint.part import Part, read_part
+from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.errors import FormatError, IncompleteError
 from tests.checkpoint.states import Job
 from tests.checkpoint.test_storable import VALUES, same
@@ -28,6 +29,13 @@ WHERE = Path("/ckpt/manifest.json")
 SUMS = st.integers(0, 2**64 - 1).map(lambda number: f"{number:016x}")
 METAS = st.dictionaries(st.text(max_size=3), VALUES, max_size=2)
 COUNTS = st.integers(0, 2**40)
+REASONS = st.builds(
+    Reason,
+    st.text(max_size=5),
+    st.sampled_from(Cause),
+    st.lists(st.integers(0, 99), max_size=3, unique=True).map(sorted).map(tuple),
+    st.sampled_from(["", "a", "r0-3"]),
+)
 
 
 @st.composite
@@ -64,7 +72,7 @@ def manifests(draw: Any) -> Manifest:
             draw(specs(f"local/{owner}/")),
             draw(METAS),
             draw(st.booleans()),
-            tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+            tuple(draw(st.lists(REASONS, max_size=2))),
         )
         for owner in draw(st.lists(st.integers(0, 9), max_size=2, unique=True).map(sorted))
     }
@@ -86,7 +94,7 @@ def manifests(draw: Any) -> Manifest:
         units=units,
         locals=locals_,
         exact=draw(st.booleans()),
-        reasons=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+        reasons=tuple(draw(st.lists(REASONS, max_size=2))),
         facts=draw(METAS),
     )
 

@@ -16,6 +16,7 @@ from lastwords.checkpoint import layout, load, publish, stale
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import LocalState, Part, UnitState, read_part, write_part
+from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from tests.checkpoint.simulated_disk import SimulatedOs
@@ -240,7 +241,7 @@ def test_where_no_writer_knows_it_the_step_has_no_name_and_the_resume_is_not_exa
     assert JOB.verify(directory, 37) == []
     manifest = load.read_published(publish.publish(tmp_path, directory, JOB.facts(37)))
     assert (manifest.named, manifest.epoch, manifest.step, manifest.exact) == (False, 0, 37, False)
-    assert any("which step of which epoch" in reason for reason in manifest.reasons)
+    assert any("which step of which epoch" in reason.detail for reason in manifest.reasons)
 
 
 def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:
@@ -424,15 +425,16 @@ def test_a_clock_that_was_set_back_does_not_make_the_new_one_look_older(tmp_path
 
 def test_reasons_say_why_a_resume_is_not_exact(tmp_path: Path) -> None:
     directory = JOB.tmp_dir(tmp_path, 37)
-    locals_ = {1: replace(JOB.local(1, 37), exact=False, reasons=("the tentative copy differed",))}
+    locals_ = {1: replace(JOB.local(1, 37), exact=False, reasons=(Reason("the tentative copy differed"),))}
     write_part(directory, 0, 4, 7, 37, {"a": JOB.unit("a", 37)}, locals_, {})
     facts = replace(JOB.facts(37), writers=(0,), world_size=3, lost_locals={2: "its host was lost"})
     manifest = load.open_checkpoint(publish.publish(tmp_path, directory, facts)).manifest
     assert not manifest.exact
-    assert [reason.split(":")[0] for reason in manifest.reasons] == ["rank 0", "rank 1", "rank 2"]
-    assert "it was not written" in manifest.reasons[0]
-    assert manifest.reasons[1] == "rank 1: the tentative copy differed"
-    assert "its host was lost" in manifest.reasons[2]
+    assert manifest.reasons == (
+        Reason("it was not written", Cause.LOCAL_STATE_LOST, (0,)),
+        Reason("the tentative copy differed", ranks=(1,)),
+        Reason("its host was lost", Cause.LOCAL_STATE_LOST, (2,)),
+    )
 
 
 def test_a_reason_that_the_writer_of_a_unit_knows_stands_in_the_manifest(tmp_path: Path) -> None:
@@ -443,7 +445,7 @@ def test_a_reason_that_the_writer_of_a_unit_knows_stands_in_the_manifest(tmp_pat
     facts = replace(JOB.facts(37), writers=(0,), world_size=2)
     manifest = load.open_checkpoint(publish.publish(tmp_path, directory, facts)).manifest
     assert not manifest.exact
-    assert manifest.reasons == ("unit a: the scheduler had not moved yet",)
+    assert manifest.reasons == (Reason("the scheduler had not moved yet", unit="a"),)
 
 
 def test_facts_of_the_writers_are_merged_and_differences_named(tmp_path: Path) -> None:

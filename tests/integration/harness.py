@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lastwords.checkpoint.reason import Reason
 from tests.integration.zygote import MESSAGE_BYTES_MAX
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,3 +317,8 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def with_texts(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's JSON, with its reasons as people read them."""
+    return manifest | {"reasons": [str(Reason.from_json(reason)) for reason in manifest["reasons"]]}

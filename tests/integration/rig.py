@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.compare import Difference, Track, differing, first_difference, resumed_difference
-from tests.integration.harness import Cluster, Job, Port
+from tests.integration.harness import Cluster, Job, Port, with_texts
 from tests.integration.kills import Kill
 from tests.integration.parallel_kills import ShardedKill
 from tests.integration.plan import Fault, Layout, Plan
@@ -100,8 +100,8 @@ class Launch:
         self.job.close()
 
     def manifest(self, checkpoint: Path) -> dict[str, Any]:
-        """The manifest's JSON."""
-        return dict(json.loads((checkpoint / "manifest.json").read_text()))
+        """The manifest's JSON, with the reasons as people read them."""
+        return with_texts(json.loads((checkpoint / "manifest.json").read_text()))
 
     def incidents(self) -> list[dict[str, Any]]:
         """What the controllers have noted about each incident, oldest first."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.integration.harness import Cluster, Port
+from tests.integration.harness import Cluster, Port, with_texts
 
 MODULE = "tests.integration.toy_training"
 RANKS = 4
@@ -78,7 +78,7 @@ class Toy:
 
     def manifests(self) -> list[dict[str, Any]]:
         """Manifests of the published checkpoints, the oldest step first."""
-        found = [json.loads(path.read_text()) for path in self.checkpoints.glob("tft_saved*/manifest.json")]
+        found = [with_texts(json.loads(path.read_text())) for path in self.checkpoints.glob("tft_saved*/manifest.json")]
         return sorted(found, key=lambda manifest: manifest["global_step"])
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ def test_there_and_back_is_the_same_checkpoint_and_a_job_of_one_resumes_from_it(
     manifest = open_checkpoint(back).manifest
     assert (manifest.global_step, manifest.epoch, manifest.step) == (7, 1, 7)
     assert not manifest.exact
-    assert "torch.distributed.checkpoint" in manifest.reasons[0]
+    assert "torch.distributed.checkpoint" in str(manifest.reasons[0])
     other, empty = trained(1)
     entry = manifest.units["replicated"]
     plan = RestorePlan(UnitView(other, empty), entry.tensors, entry.meta)

@@ -19,6 +19,7 @@ import lastwords
 from lastwords.checkpoint import load
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.reason import Cause
 from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file, strategy_of
 from lastwords.cli.main import main
 from lastwords.cli.transform_command import ranks_of
@@ -88,7 +89,7 @@ def test_state_of_single_ranks_goes_along_and_what_was_lost_is_still_said(rooms:
     assert new.world_size == old.world_size == 4
     assert {rank: entry.writer for rank, entry in new.locals.items()} == {rank: rank % 2 for rank in old.locals}
     assert new.reasons == old.reasons
-    assert any("is lost" in reason for reason in new.reasons)
+    assert any(reason.cause is Cause.LOCAL_STATE_LOST for reason in new.reasons)
     assert (new.job, new.cause_ranks, new.facts["torch"]) == (old.job, old.cause_ranks, "2.13")
     assert new.published_unix_ns > old.published_unix_ns
 

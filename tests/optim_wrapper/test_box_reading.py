@@ -42,7 +42,7 @@ def test_a_box_that_cannot_be_opened_for_a_moment_is_read_all_the_same(
 def test_a_box_that_can_never_be_opened_costs_the_exactness_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     state = read(monkeypatch, FULL, FULL, FULL)
     assert not state.exact
-    assert any("Too many open files" in reason for reason in state.reasons)
+    assert any("Too many open files" in reason for reason in map(str, state.reasons))
 
 
 def test_other_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class Rank:
 
     def reasons(self, step: int) -> list[str]:
         """What a writer says of this rank's state of the step, should it be asked now."""
-        return [*self.source.local_states([0], step)[0].reasons]
+        return [*map(str, self.source.local_states([0], step)[0].reasons)]
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ class Job:
         for _, content in state.tensors:
             bytes(content() if callable(content) else content)
         local = self.source.local_states([0], self.done)[0]
-        return [*state.meta["reasons"], *local.reasons]
+        return [*state.meta["reasons"], *map(str, local.reasons)]
 
 
 PLACES = ("buffer", "state", "group", "extras", "attribute", "state_dict", "extra_state")
@@ -165,7 +165,7 @@ def test_what_comes_while_training_is_saved_or_named_and_everything_else_is_save
     for _ in range(3):
         job.step()
         job.save()
-    reasons = [*job.save(), *job.recorder.reasons]
+    reasons = [*job.save(), *map(str, job.recorder.reasons)]
     if kind in ("meta", "own class", "nested", "quantized", "freed", "lazy") and place != "attribute":
         assert any("odd" in reason or "extra" in reason for reason in reasons), reasons
 

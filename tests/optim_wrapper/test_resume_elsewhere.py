@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper import resume_elsewhere
 from lastwords.optim_wrapper.buffer_capture import BufferCapture
-from lastwords.optim_wrapper.resume import _reasons_of
+from lastwords.optim_wrapper.resume import EARLIER_MOVE, _reasons_of
 from lastwords.optim_wrapper.resume_elsewhere import (
     TakenOver,
     buffers_by_name,
@@ -43,23 +44,30 @@ def test_streams_of_several_cards_or_of_another_kind_keep_their_names() -> None:
     assert on_this_device({"rng/cuda:0": region(0)}, ("rng/torch",)).keys() == {"rng/cuda:0"}
 
 
-def manifest(by_rank: dict[int, tuple[str, ...]], *more: str) -> Any:
-    lines = [f"rank {rank}: {reason}" for rank, reasons in by_rank.items() for reason in reasons]
+def manifest(by_rank: dict[int, tuple[Reason, ...]], *more: Reason) -> Any:
+    said = [reason.of_rank(rank) for rank, reasons in by_rank.items() for reason in reasons]
     return SimpleNamespace(
         locals={rank: SimpleNamespace(tensors=(1,)) for rank in by_rank},
         local_reasons=by_rank,
-        reasons=(*lines, *more),
+        reasons=merged([*said, *more]),
         world_size=4,
     )
 
 
 def test_what_every_saved_rank_has_said_is_said_once_and_the_rest_as_it_was() -> None:
-    saved = manifest({0: ("moved", "late"), 1: ("moved",), 2: ("moved",)}, "rank 3: lost", "unit a: cut off")
-    assert _reasons_of(saved) == ["moved", "rank 0: late", "rank 3: lost", "unit a: cut off"]
+    slow, late = Reason("slow"), Reason("late")
+    lost, cut = Reason("gone", Cause.LOCAL_STATE_LOST, (3,)), Reason("cut off", unit="a")
+    saved = manifest({0: (slow, late), 1: (slow,), 2: (slow,)}, lost, cut)
+    here = _reasons_of(saved)
+    assert here == [slow, late.of_rank(0), lost.of_the_past(), cut]
+    assert [*map(str, here)] == ["slow", "rank 0: late", str(lost), "unit a: cut off"]
+    assert not any(reason.cause is Cause.LOCAL_STATE_LOST for reason in here), "the next checkpoint has it"
     again = manifest({rank: tuple(_reasons_of(saved)) for rank in range(3)})
     assert _reasons_of(again) == _reasons_of(saved), "another resume adds nothing"
     assert _reasons_of(manifest({})) == []
-    assert _reasons_of(manifest({0: (), 1: ("late",)})) == ["rank 1: late"]
+    assert _reasons_of(manifest({0: (), 1: (late,)})) == [late.of_rank(1)]
+    moves = manifest({0: (Reason("on 3 ranks", Cause.RESHARDED),), 1: (EARLIER_MOVE,)})
+    assert _reasons_of(moves) == [EARLIER_MOVE], "once, and in the past tense"
 
 
 def test_a_rank_takes_over_its_own_number_or_the_lowest_that_is_there() -> None:
@@ -134,6 +142,7 @@ def test_ranks_that_are_seeded_alike_share_streams_and_buffers_but_not_local_ext
     assert taken.regions["rng/torch"].data[0] == 0, "as rank 0 does"
     assert (taken.source, taken.extras_of) == (0, 1)
     [line] = taken.reasons
-    assert line.startswith("small buffers (mean1) are those that one saved rank had; what depends on the layout")
+    assert line.cause is Cause.RESHARDED
+    assert "(mean1)" in line.detail
     world.read = lambda *_: {"here": "seeded otherwise", "then": "[0]"}
     assert take_over(Stored(2), world, "key", stage_recorder(1)).regions["rng/torch"].data[0] == 1, "the control"

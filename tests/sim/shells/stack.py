@@ -22,6 +22,7 @@ from lastwords import clock
 from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import LocalState, UnitState
+from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.system import Os
 from lastwords.controller import server as controller_server
 from lastwords.controller import sessions as controller_sessions
@@ -227,7 +228,7 @@ class Source:
 
     def _local(self, rank: int, step: int) -> LocalState:
         if step not in self._rank.stack.ranks[rank].box:
-            return LocalState([], {"step": -1}, exact=False, reasons=("its black box has another step",))
+            return LocalState([], {"step": -1}, exact=False, reasons=(Reason("its black box has another step"),))
         epoch, step_of_epoch = _name_of(step)
         named = step <= self._rank.stack.ranks[rank].record.ended
         after = list(_name_of(step - 1)) if step > 1 else None

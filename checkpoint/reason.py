@@ -1,0 +1,142 @@
+"""Why a resume is not exact: reasons as data, which become words only where people read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from lastwords.checkpoint.document import Fields
+
+_LOST = "its local state (RNG streams, buffers, data position) is lost: "
+
+
+class Cause(StrEnum):
+    """What code acts on. Everything else is OTHER, and told by `Reason.detail` alone."""
+
+    OTHER = "other"
+    LOCAL_STATE_LOST = "local_state_lost"
+    RESHARDED = "resharded"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """detail: a sentence for people. ranks: whom it concerns, sorted; () for all. unit: "" for all.
+
+    >>> str(Reason("its loader is shuffled by another seed", ranks=(0, 1, 2, 5)))
+    'ranks 0-2, 5: its loader is shuffled by another seed'
+    """
+
+    detail: str
+    cause: Cause = Cause.OTHER
+    ranks: tuple[int, ...] = ()
+    unit: str = ""
+
+    def __str__(self) -> str:
+        text = f"unit {self.unit}: {self._what}" if self.unit else self._what
+        if not self.ranks:
+            return text
+        return f"rank{'s' * (len(self.ranks) > 1)} {ranges(self.ranks)}: {text}"
+
+    @property
+    def _what(self) -> str:
+        return (_LOST if self.cause is Cause.LOCAL_STATE_LOST else "") + self.detail
+
+    def of_rank(self, rank: int) -> Reason:
+        """As `rank` says it; a reason that names ranks already stays what it is."""
+        return self if self.ranks else replace(self, ranks=(rank,))
+
+    def of_the_past(self) -> Reason:
+        """As a run says it that was resumed in spite of it: nothing acts on it any more."""
+        return Reason(self._what, ranks=self.ranks, unit=self.unit)
+
+    def to_json(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"detail": self.detail}
+        if self.cause is not Cause.OTHER:
+            said["cause"] = str(self.cause)
+        if self.ranks:
+            said["ranks"] = list(self.ranks)
+        return said | {"unit": self.unit} if self.unit else said
+
+    @staticmethod
+    def from_json(item: Any) -> Reason:
+        """Of `to_json`, or of a text that an older version wrote. ValueError for anything else."""
+        if isinstance(item, str):
+            return _of_text(item)
+        if not isinstance(item, Mapping):
+            raise ValueError("a reason is neither an object nor a text")
+        detail, cause, ranks, unit = (item.get(key, default) for key, default in _DEFAULTS.items())
+        if not isinstance(detail, str) or not isinstance(unit, str) or not isinstance(cause, str):
+            raise ValueError("a reason's detail, cause or unit is no text")
+        if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
+            raise ValueError("a reason's ranks are no list of ranks")
+        return Reason(detail, Cause(cause) if cause in [*Cause] else Cause.OTHER, tuple(sorted({*ranks})), unit)
+
+
+_DEFAULTS: Mapping[str, Any] = {"detail": None, "cause": "", "ranks": [], "unit": ""}
+
+
+def reasons_in(fields: Fields, key: str) -> tuple[Reason, ...]:
+    """The reasons of a document. FormatError if they are damaged."""
+    items = fields.raw(key)
+    if not isinstance(items, list):
+        fields.refuse(f"{key} is not a list")
+    try:
+        return tuple(map(Reason.from_json, items))
+    except ValueError as error:
+        fields.refuse(f"{key}: {error}")
+
+
+def as_reason(said: str | Reason) -> Reason:
+    """A reason that nothing acts on, if it is a text."""
+    return Reason(said) if isinstance(said, str) else said
+
+
+def merged(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    """Reasons that several ranks give alike, as one, in the order in which they come first.
+
+    >>> [str(one) for one in merged([Reason("late", ranks=(1,)), Reason("other"), Reason("late", ranks=(0, 4))])]
+    ['ranks 0-1, 4: late', 'other']
+    """
+    ranks: dict[Reason, set[int]] = {}
+    for reason in reasons:
+        # Whom a reason without ranks concerns is another question: it stands beside the same of some ranks.
+        alike = replace(reason, ranks=(-1,)) if reason.ranks else reason
+        ranks.setdefault(alike, set()).update(reason.ranks)
+    return tuple(replace(alike, ranks=tuple(sorted(owners))) for alike, owners in ranks.items())
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers, sorted, runs of them together.
+
+    >>> ranges([5, 0, 1, 2, 3]), ranges([7]), ranges([1, 2])
+    ('0-3, 5', '7', '1-2')
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+# ---------------------------------------------------------------------- older versions wrote texts
+
+_OLD_RANK = re.compile(r"rank (\d{1,9}): (.*)", re.DOTALL)
+_OLD_UNIT = re.compile(r"unit ([A-Za-z0-9_.:=+-]{1,128}): (.*)", re.DOTALL)
+_OLD_RESHARDED = ("it is resumed ", "small buffers (", "the saved run had been resumed elsewhere")
+
+
+def _of_text(text: str) -> Reason:
+    ranks: tuple[int, ...] = ()
+    unit = ""
+    if found := _OLD_RANK.fullmatch(text):
+        ranks, text = (int(found[1]),), found[2]
+    if found := _OLD_UNIT.fullmatch(text):
+        unit, text = found[1], found[2]
+    if text.startswith(_LOST):
+        return Reason(text.removeprefix(_LOST), Cause.LOCAL_STATE_LOST, ranks, unit)
+    return Reason(text, Cause.RESHARDED if text.startswith(_OLD_RESHARDED) else Cause.OTHER, ranks, unit)
