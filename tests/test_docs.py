@@ -28,11 +28,6 @@ WIDER_THAN_ALLOWED = (
     "docs/exactness.md",
     "docs/benchmarks.md",
     "docs/adr/",
-    "ARCHITECTURE.md",
-    "docs/elastic.md",
-    "docs/interop.md",
-    "docs/layouts.md",
-    "docs/protocol.md",
 )
 """format.md has to fit on a screen of 60 lines."""
 

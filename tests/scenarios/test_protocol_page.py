@@ -40,16 +40,16 @@ WAITS = {
         "for a file system that refuses to take it after all",
         "writers: the choice without them; files: the directory is given up",
     ),
-    "leave_timeout_s": ("of a rank that left early, or a loop of one's own, for any other rank to move", "an incident"),
+    "leave_timeout_s": ("of a rank that left early, or a custom loop, for any other rank to move", "an incident"),
     "finish_timeout_s": (
-        "of a rank that has done all its steps, or left a loop of one's own where all others stand, for any to move",
+        "of a rank that has done all its steps, or left a custom loop where all others stand, for any to move",
         "an incident",
     ),
     "exit_timeout_s": ("for the last session to end", "the controller ends"),
     "step_end_grace_s": ("for the end of a step after a frozen update", "the rank settles in UPDATED"),
     "unprotected_s": (
         "for a controller, of a rank that trains",
-        "the rank says that it is unprotected; a signal ends it as without us",
+        "the rank says that it is unprotected; signals act as without lastwords",
     ),
     "controller_lost_s": ("for a controller, of a rank that can do nothing else", "the rank leaves with the reason"),
     "update_grace_s": (
