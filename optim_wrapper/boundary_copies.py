@@ -93,7 +93,9 @@ class BoundaryCopies:
         """Tensors may have been replaced by others; what is gone, or has another form, is copied no more."""
         for name in [*self._tensors]:
             tensor = tensor_of(name)
-            if tensor is None or _form(tensor) != _form(self._tensors[name]):
+            if tensor is self._tensors[name]:
+                continue
+            if tensor is None or not _same_form(tensor, self._tensors[name]):
                 self._leave_out(name)
                 continue
             self._tensors[name] = tensor
@@ -109,17 +111,18 @@ class BoundaryCopies:
     def take(self, step: int) -> None:
         """All of them, as they are at the end of `step`."""
         self._step = -1
-        for name in [name for name, host in self._host.items() if _form(host) != _form(self._tensors[name])]:
+        mine = self._tensors
+        for name in [name for name, host in self._host.items() if not _same_form(host, mine[name])]:
             self._leave_out(name)  # `resize_` has given it another form, and will again: it is named, not copied
             self._resized.add(name)
-        tensors = {name: tensor for name, tensor in self._tensors.items() if not problem_of(tensor)}
+        tensors = {name: tensor for name, tensor in mine.items() if not problem_of(tensor)}
         for name in self._host.keys() - tensors.keys():
             del self._host[name]  # freed for now: it is named if it is to be saved
         if not tensors:
             return
         began_s = clock.mono_s()
         for name, tensor in tensors.items():
-            if name not in self._host or _form(self._host[name]) != _form(tensor):
+            if name not in self._host:
                 self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         with torch.inference_mode():
             torch._foreach_copy_([self._host[name] for name in tensors], [*tensors.values()])
@@ -142,7 +145,7 @@ class BoundaryCopies:
         """
         if self._step != step:
             return {}
-        same = {name: host for name, host in self._host.items() if _form(host) == _form(self._tensors[name])}
+        same = {name: host for name, host in self._host.items() if _same_form(host, self._tensors[name])}
         return {name: memory for name, host in same.items() if (memory := bytes_of(host)) is not None}
 
     def _tell(self, took_s: float) -> None:
@@ -236,8 +239,8 @@ def names_in(regions: Iterable[str]) -> list[StateName]:
     return [StateName("model", name.removeprefix(PREFIX)) for name in regions if name.startswith(PREFIX)]
 
 
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:

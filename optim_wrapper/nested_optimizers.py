@@ -26,6 +26,11 @@ def nested_in(optimizer: Optimizer) -> dict[str, Optimizer]:
     return found
 
 
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """All that have a state of their own: the parts of a set, of ZeRO's the local one, and those nested in each."""
+    return [one for part in zero.parts_of(optimizer) for one in (zero.stateful(part), *nested_in(part).values())]
+
+
 def _find(values: Mapping[Any, Any], prefix: str, found: dict[str, Optimizer], seen: set[int], depth: int) -> None:
     for key, value in list(values.items()):
         name = f"{prefix}{key}".replace("/", "_")

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.group_copies import GroupCopies, copies_differ
+from lastwords.optim_wrapper.nested_optimizers import optimizers_in
 from lastwords.optim_wrapper.state_view import UnitView
 from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
 from lastwords.optim_wrapper.witness import ROUNDS, Mark, StateName, Witness, tensors_of
@@ -68,6 +70,7 @@ class StateWatch:
         self._groups_updated: list[dict[str, Any]] = []
         self._groups_late = False
         self._named: set[StateName] = set()
+        self._optimizers: list[Optimizer] = []
         self._states = -1
         self._steps = 0
         self._ended_step = -1
@@ -94,7 +97,8 @@ class StateWatch:
     def updated(self) -> None:
         """The optimizer has written everything."""
         self._updated = self._witness.mark(step=self._ended_step + 1)
-        self._groups_updated = self._groups.take()
+        if not (self._groups_late or self.has_scheduler):
+            self._groups_updated = self._groups.take()
 
     @property
     def was_updated(self) -> bool:
@@ -104,15 +108,15 @@ class StateWatch:
     def step_ends(self, *, look: bool) -> None:
         """Before anything is copied of the step that has ended. look: whether to see which tensors there are now."""
         if self._updated is not None:
-            until = self._witness.mark(self._updated)
+            self._newest = until = self._witness.mark(self._updated)
             for name in self._witness.moved(self._updated, until):
                 self._late[name] = self._witness.writes(name, self._updated, until)
-            self._newest = until
-            self._groups_late |= copies_differ(self._groups_updated, self._groups.take())
+            if not (self._groups_late or self.has_scheduler):
+                self._groups_late = copies_differ(self._groups_updated, self._groups.take())
         elif self._ended is not None and not self._updating:
             self._note(self._witness.moved(self._ended))
         self._updated, self._updating = None, False
-        if look or len(self._view.stateful.state) != self._states:
+        if look or self._entries() != self._states:
             self.look()
 
     def trained(self) -> dict[str, torch.Tensor]:
@@ -127,7 +131,8 @@ class StateWatch:
 
     def look(self) -> None:
         """See which tensors there are now."""
-        self._states = len(self._view.stateful.state)
+        self._optimizers = optimizers_in(self._view.optimizer)
+        self._states = self._entries()
         self._witness.look()
         if self.copies:
             self.copies.follow(self._witness.get)
@@ -146,7 +151,7 @@ class StateWatch:
         self._ended, self._ended_step = newest if current else self._witness.mark(step=step), step
         if self.copies:
             self.copies.follow(self._witness.live)
-        self.copies.take(step)
+            self.copies.take(step)
         self._steps += 1
         self._digests = {}
         digests = digests or bool(self.verify_every and step % self.verify_every == 0)
@@ -231,6 +236,10 @@ class StateWatch:
         return reasons
 
     # ------------------------------------------------------------------ inside
+
+    def _entries(self) -> int:
+        """How many parameters have a state; of an optimizer that comes to be nested later it knows after a look."""
+        return sum([len(one.state) for one in self._optimizers])
 
     def _note(self, moved: list[StateName]) -> None:
         """These have moved between the end of a step and the next update."""

@@ -1,17 +1,19 @@
 """Where many tensors lie and how often they were written: read all at once.
 
 Asking a tensor for its address or its count of writes costs a tenth of a microsecond each, which is too much for all
-tensors of a model several times in a step. Both stand in the C++ objects behind it, and numpy gathers them with a few
+tensors of a model several times in a step. Both stand in the C++ objects behind it, and numpy gathers them with three
 reads for all tensors together:
 
     Python object -> TensorImpl -> StorageImpl   -> address and length of the memory
                                 -> storage offset
                                 -> VersionCounter -> count of writes
 
-Each object is held by the one before it, and the Python objects are held here, so whatever a user does with a tensor
-(`.data =`, `resize_`, `set_`, `swap_tensors`), what is read is alive. Where the fields lie is not assumed but found in
-tensors made for it, and proved on them; where anything does not fit (another torch, another interpreter), the public
-attributes are asked instead and only the time is lost.
+Tensors hardly ever move, so where each field lies is worked out once, and then compared: first whether the Python
+objects have the TensorImpls that they had, then whether all that these point to is the same, and then the counts are
+read. The Python objects and the storages are held here, and a counter by its TensorImpl, so whatever a user does with a
+tensor (`.data =`, `resize_`, `set_`, `swap_tensors`), what is read is alive. Where the fields lie is not assumed but
+found in tensors made for it, and proved on them; where anything does not fit (another torch, another interpreter), the
+public attributes are asked instead and only the time is lost.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,40 +56,94 @@ class _Fields(NamedTuple):
     version: int
 
 
-class Places(NamedTuple):
-    """Of some tensors, one column each. at: storage, offset in it in elements, counter; what these two are is nobody's
-    business. memory: address and bytes of the storage, and the count of writes."""
+class Where(NamedTuple):
+    """Where some tensors lie, one number each: address and bytes of the storage's memory, offset in it in elements."""
 
-    at: Words
-    memory: Words
+    addresses: Words
+    nbytes: Words
+    offsets: Words
 
-    @property
-    def addresses(self) -> Words:
-        """Where each storage's memory begins."""
-        row: Words = self.memory[0]
-        return row
 
-    @property
-    def nbytes(self) -> Words:
-        """How long it is."""
-        row: Words = self.memory[1]
-        return row
+class Settled:
+    """Some tensors and where they lay when this was made. Never changed; any thread may call.
 
-    @property
-    def offsets(self) -> Words:
-        """Where each tensor begins in it, in elements."""
-        row: Words = self.at[1]
-        return row
+    It holds their storages, so that neither their memory nor what is known of it is gone while it is read.
+    """
 
-    @property
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor], fields: _Fields | None
+    ) -> None:
+        self.held = [_storage_of(tensor) for tensor in tensors]
+        self._tensors, self._counted = tensors, counted
+        self._take = _memory().take
+        self._quick = fields is not None
+        self.counters: Words = np.empty(0, np.int64)
+        """Where `read` finds their counts of writes; empty where these have to be asked for."""
+        if fields is None:
+            self.where = self._asked()
+        else:
+            self._settle(fields)
+
+    def _settle(self, fields: _Fields) -> None:
+        count, take = len(self._tensors), self._take
+        same = all(map(is_, self._tensors, self._counted))
+        objects = [*self._tensors] if same else [*self._tensors, *self._counted]
+        self._objects = _word(np.fromiter(map(id, objects), np.int64, len(objects))) + fields.impl
+        impls = take(self._objects)
+        self._impls = impls.tobytes()
+        stand_in = _word(np.array(_UNCOUNTED._cdata, np.int64))
+        # Swapped with a tensor that has no storage (sparse), or no counter (inference): nobody counts or moves those.
+        storages = _word(
+            np.fromiter((_NOWHERE._cdata if one is None else one._cdata for one in self.held), np.int64, count)
+        )
+        of_tensor, of_counted = _word(impls[:count]), _word(impls[len(impls) - count :])
+        counters = take(of_counted + fields.counter)
+        counters = np.where(counters == 0, take(stand_in + fields.counter), counters)
+        columns = [
+            storages + fields.memory, storages + fields.nbytes, of_tensor + fields.offset, of_tensor + fields.storage,
+            of_counted + fields.counter,
+        ]  # fmt: skip
+        self._fields = np.stack(columns, 1).ravel()  # what belongs to one tensor is read together
+        found = take(self._fields)
+        self._found = found.tobytes()
+        self.where = Where(*found.reshape(count, len(columns)).T[:3])
+        self.counters = _word(counters) + fields.version
+
+    def still(self) -> bool:
+        """Whether all of them lie there now. A few microseconds, and a hundredth of one for each tensor.
+
+        What is read second is there if what was read first is as it was.
+        """
+        if self._quick:
+            take = self._take
+            same: bool = take(self._objects).tobytes() == self._impls and take(self._fields).tobytes() == self._found
+            return same
+        return all(map(np.array_equal, self._asked(), self.where))
+
+    def read(self, indices: Words) -> bytes:
+        """Counts of writes, 8 bytes each (see `writes_in`), and the words at these places; `counters` come first there.
+
+        They are to be memory of this process: so ask `still` before.
+        """
+        words: bytes = self._take(indices).tobytes()
+        return words if self._quick else self._asked_writes().tobytes() + words
+
     def writes(self) -> Words:
         """How often each tensor was written to."""
-        row: Words = self.memory[2] & _VERSION_BITS
-        return row
+        return writes_in(self.read(self.counters), len(self._tensors))
+
+    def _asked(self) -> Where:
+        storages = [tensor.untyped_storage() for tensor in self._tensors]
+        addresses = [storage.data_ptr() for storage in storages]
+        numbers = addresses, [one.nbytes() for one in storages], [one.storage_offset() for one in self._tensors]
+        return Where(*(np.array(column, np.int64) for column in numbers))
+
+    def _asked_writes(self) -> Words:
+        return np.array([tensor._version for tensor in self._counted], np.int64)
 
 
 class TensorPlaces:
-    """Reads where these tensors' memory is, and how often they were written. Any thread may call.
+    """Says where these tensors are, and how often they were written. Any thread may call.
 
     They are dense or strided tensors, no wrappers around others (of a DTensor, its local part). counted: those
     whose counts of writes are theirs (DTensors), where these are others.
@@ -96,64 +153,38 @@ class TensorPlaces:
     def __init__(
         self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor] = (), *, public: bool = False
     ) -> None:
-        self._held = tensors
+        self._tensors = tensors
         self._counted = [_UNCOUNTED if tensor.is_inference() else tensor for tensor in counted or tensors]
-        self._use(None if public else _fields())
+        self._fields = None if public else _fields()
 
-    def _use(self, fields: _Fields | None) -> None:
-        self._fields = fields
-        if fields is None:
-            return
-        count = len(self._held)
-        objects = [np.fromiter(map(id, some), np.int64, count) for some in (self._held, self._counted)]
-        self._objects = _word(np.stack(objects)) + fields.impl
-        # What is read of each object, and that `_word` has to take one off.
-        self._of_impl = np.array([[fields.storage], [fields.offset], [fields.counter]]) - 1
-        self._of_both = np.array([[fields.memory], [fields.nbytes], [fields.version]]) - 1
-
-    def read(self) -> Places:
-        """As it is now. A few microseconds, and a hundredth of one for each tensor."""
-        if self._fields is None:
-            return self._asked()
-        memory = _memory()
-        impls = memory.take(self._objects) >> 3
-        at = memory.take(impls[_IMPLS] + self._of_impl)
-        if not at[_BOTH].all():  # swapped with a tensor that has no storage (sparse), or no counter (inference)
-            stand_in = memory.take(_word(np.array([[id(_UNCOUNTED)]], np.int64)) + self._fields.impl)
-            known = memory.take((stand_in >> 3) + self._of_impl)
-            at = np.where((at == 0) & _POINTERS, known, at)
-        return Places(at, memory.take((at >> 3)[_BOTH] + self._of_both))
-
-    def _asked(self) -> Places:
-        storages = [tensor.untyped_storage() for tensor in self._held]
-        offsets = [tensor.storage_offset() for tensor in self._held]
-        memory = [
-            [storage.data_ptr() for storage in storages],
-            [storage.nbytes() for storage in storages],
-            [tensor._version for tensor in self._counted],
-        ]
-        count = len(storages)
-        at = [[0] * count, offsets, [0] * count]
-        return Places(np.array(at, np.int64).reshape(3, count), np.array(memory, np.int64).reshape(3, count))
+    def settle(self) -> Settled:
+        """Where they lie now. Some microseconds for each tensor."""
+        return Settled(self._tensors, self._counted, self._fields)
 
 
-_IMPLS = [0, 0, 1]
-_BOTH = [0, 0, 2]
-_POINTERS = np.array([[True], [False], [True]])
-
-
-def words_at(indices: Words) -> Words:
-    """The 8-byte words at these places, as `word_index` gives them. They have to be memory of this process."""
-    return _memory().take(indices)
+def writes_in(content: bytes, count: int) -> Words:
+    """How often each of so many tensors was written to, from what `Settled.read` has returned."""
+    numbers: Words = np.frombuffer(content, np.int64, count) & _VERSION_BITS
+    return numbers
 
 
 def word_index(addresses: Words) -> Words:
-    """Where `words_at` finds the word at each address, a multiple of 8."""
+    """Where `Settled.read` finds the word at each address, a multiple of 8."""
     return _word(addresses)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # sparse: a tensor that was swapped with it was let in
+        return None
 
 
 _UNCOUNTED = torch.empty(0)
 """Stands for tensors that were made under `torch.inference_mode`, whose writes nobody counts."""
+
+_NOWHERE = _UNCOUNTED.untyped_storage()
+"""Stands for the storage of tensors that have none."""
 
 
 def _word(addresses: Words) -> Words:
@@ -167,11 +198,11 @@ def _memory() -> Words:
 
 @functools.cache
 def _fields() -> _Fields | None:
-    """Found once in a process; None if anything is not as it has to be."""
+    """Found once in a process; None if anything is not as it has to be, and then only the quicker way is lost."""
     try:
         fields = _found()
         return fields if _proved(fields) else None
-    except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:  # only the quicker way is lost
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, StopIteration) as error:
         _log.info("tensors' places are asked for one by one: %r", error)
         return None
 
@@ -180,12 +211,13 @@ def _found() -> _Fields:
     flat = torch.empty(0x9000)
     one, other, apart = torch.nn.Parameter(torch.empty(7)), torch.empty(11), flat[0x1235:]
     shares = one.detach()  # the same storage and the same counter
-    impl = _only(_object(id(one), 8), one._cdata)
+    # The first of the places that fit: what lies behind an object's end may hold the same by chance.
+    impl = _object(id(one), 8).index(one._cdata)
     here, there, else_where = _object(one._cdata), _object(shares._cdata), _object(other._cdata)
-    storage = _only(here, one.untyped_storage()._cdata)
+    storage = here.index(one.untyped_storage()._cdata)
     shared = [at for at, word in enumerate(here) if word == there[at] != else_where[at] and at != storage]
-    (counter,) = [at for at in shared if here[at] % _WORD == 0 and here[at] > 1 << 16]
-    offset = _only(_object(apart._cdata), 0x1235)
+    counter = next(at for at in shared if here[at] % _WORD == 0 and here[at] > 1 << 16)
+    offset = _object(apart._cdata).index(0x1235)
     in_storage = _object(flat.untyped_storage()._cdata, 12)
     memory, nbytes = in_storage.index(flat.data_ptr()), in_storage.index(flat.untyped_storage().nbytes())
     before = _object(here[counter], 4)
@@ -193,7 +225,7 @@ def _found() -> _Fields:
         for _ in range(5):
             one.add_(1)
     after = _object(here[counter], 4)
-    (version,) = [at for at, (was, now) in enumerate(zip(before, after, strict=True)) if now - was == 5]
+    version = next(at for at, (was, now) in enumerate(zip(before, after, strict=True)) if now - was == 5)
     return _Fields(impl, storage, counter, offset, memory, nbytes, version)
 
 
@@ -203,19 +235,13 @@ def _proved(fields: _Fields) -> bool:
         torch.nn.Parameter(torch.ones(3, 4)), torch.arange(100)[7:], torch.empty(0), torch.tensor(1.5),
         torch.ones(8, 8, dtype=torch.bfloat16)[:, 3:5], torch.nn.Buffer(torch.ones(5, dtype=torch.bool)),
     ]  # fmt: skip
-    places = TensorPlaces(tensors, public=True)
-    places._use(fields)
+    before: Settled | None = None
     for _ in range(3):
-        read, asked = places.read(), places._asked()
-        if not all(
-            np.array_equal(*pair)
-            for pair in (
-                (read.memory[:2], asked.memory[:2]),
-                (read.writes, asked.writes),
-                (read.offsets, asked.offsets),
-            )
-        ):
+        read, asked = Settled(tensors, tensors, fields), Settled(tensors, tensors, None)
+        same = all(map(np.array_equal, (*read.where, read.writes()), (*asked.where, asked.writes())))
+        if not same or not read.still() or (before is not None and before.still()):
             return False
+        before = read
         with torch.no_grad():
             tensors[0].mul_(2)
             tensors[1].add_(1)
@@ -231,8 +257,3 @@ def _object(address: int, words: int = _LOOKED_AT) -> list[int]:
     """The first words of an object."""
     found: list[Any] = _memory().take(_word(np.array(address, np.int64)) + np.arange(words)).tolist()
     return found
-
-
-def _only(words: list[int], value: int) -> int:
-    (at,) = [at for at, word in enumerate(words) if word == value]
-    return at

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.tensor_places import Places, TensorPlaces, Words, word_index, words_at
+from lastwords.optim_wrapper.tensor_places import Settled, TensorPlaces, Where, Words, word_index, writes_in
 from lastwords.sharding.dtensor import is_dtensor, local_of
 
 WORDS_MAX, WORDS_EACH_MAX = 512, 16
@@ -49,36 +49,33 @@ class Slot(NamedTuple):
     key: Any = None
 
 
+class _Form(NamedTuple):
+    """Where tensors lay, which of them have words that are looked at, and what is theirs in these (None: all)."""
+
+    where: Where
+    wordy: Words
+    masks: Words | None
+
+
 class Mark(NamedTuple):
-    """What all tensors were like at a moment. Compared by the `Witness` that has made it."""
+    """What all tensors were like at a moment. Compared by the `Witness` that has made it.
+
+    content: their counts of writes, and the words of a round.
+    """
 
     look: int
     round: int
-    places: Places
-    written: bytes
-    wordy: Words
-    words: bytes
+    form: _Form
+    content: bytes
     restless: list[tuple[torch.Tensor | None, int]]
 
 
 class _Lying(NamedTuple):
-    """Where tensors lie, and so which words are looked at. Never changed: two threads may look at once.
+    """Where tensors lie, and so what is read of them in each round. Never changed: two threads may look at once."""
 
-    held: their storages, so that `.data =` in another thread frees none of these words while they are read.
-    """
-
-    where: bytes
+    settled: Settled
+    form: _Form
     indices: list[Words]
-    masks: Words | None
-    wordy: Words
-    held: list[Any]
-
-    def words(self, number: int) -> bytes:
-        """Those of one round."""
-        if not self.indices:
-            return b""
-        words = words_at(self.indices[number])
-        return words.tobytes() if self.masks is None else (words & self.masks).tobytes()
 
 
 class Witness:
@@ -95,7 +92,7 @@ class Witness:
         self._names: list[StateName] = []
         self._tensors: list[torch.Tensor] = []
         self._restless: dict[StateName, Slot] = {}
-        self._lying = _Lying(b"", [], None, np.empty(0, np.int64), [])
+        self._lying: _Lying
         self._enrol({})
 
     @property
@@ -119,42 +116,44 @@ class Witness:
 
     def mark(self, since: Mark | None = None, *, step: int = 0) -> Mark:
         """What they are like now. since: a mark that it is to be compared with; step: else, other words for each."""
-        places = self._places.read()
-        where = places.at[1].tobytes() + places.memory[:2].tobytes()
         lying = self._lying
-        if where != lying.where:
-            lying = self._lying = self._lie_at(places, where)
+        if not lying.settled.still():
+            lying = self._lying = self._settle()
         number = step % ROUNDS if since is None else since.round
-        restless = [_seen(slot) for slot in self._restless.values()]
-        return Mark(
-            self._look, number, places, where + places.memory[2].tobytes(), lying.wordy, lying.words(number), restless
-        )
+        restless = [_seen(slot) for slot in self._restless.values()] if self._restless else []
+        return Mark(self._look, number, lying.form, lying.settled.read(lying.indices[number]), restless)
 
     def moved(self, since: Mark, until: Mark | None = None) -> list[StateName]:
         """Names of those that were written, or have other memory, since then (`until` another mark, or now)."""
         if since.look != self._look:
             return []
         now = until or self.mark(since)
-        if now.written == since.written and now.words == since.words and _alike(now.restless, since.restless):
+        same = now.content == since.content and now.form is since.form
+        if same and not self._restless:
             return []
-        differs = (since.places.memory != now.places.memory)[:2].any(0) | (since.places.writes != now.places.writes)
-        differs |= since.places.offsets != now.places.offsets
-        if now.words != since.words:
-            both = np.intersect1d(since.wordy, now.wordy)
-            one, other = (self._rows(mark)[np.isin(mark.wordy, both)] for mark in (since, now))
-            differs[both] |= (one != other).any(1)
-        found = [self._names[place] for place in np.flatnonzero(differs)]
-        pairs = zip(self._restless, since.restless, now.restless, strict=True)
-        return found + [name for name, was, mark in pairs if not _alike([was], [mark])]
+        restless = [
+            name
+            for name, was, seen in zip(self._restless, since.restless, now.restless, strict=True)
+            if was[0] is not seen[0] or was[1] != seen[1]
+        ]
+        if same:
+            return restless
+        differs = self._writes(now) != self._writes(since)
+        for one, other in zip(since.form.where, now.form.where, strict=True):
+            differs |= one != other
+        both = np.intersect1d(since.form.wordy, now.form.wordy)
+        one, other = (self._rows(mark)[np.isin(mark.form.wordy, both)] for mark in (since, now))
+        differs[both] |= (one != other).any(1)
+        return [self._names[place] for place in np.flatnonzero(differs)] + restless
 
     def writes(self, name: StateName, since: Mark, until: Mark) -> int:
         """How many writes torch has counted to one of them in between; 0 where it lies elsewhere now."""
         if name not in self._place_of or since.look != until.look:
             return 0
-        at = self._place_of[name]
-        if (since.places.memory[:2, at] != until.places.memory[:2, at]).any():
+        at, one, other = self._place_of[name], since.form.where, until.form.where
+        if one.addresses[at] != other.addresses[at] or one.nbytes[at] != other.nbytes[at]:
             return 0
-        return int(until.places.writes[at] - since.places.writes[at])
+        return int(self._writes(until)[at] - self._writes(since)[at])
 
     def get(self, name: StateName) -> torch.Tensor | None:
         """The tensor of this name as of the last look, of a DTensor the part that lies here."""
@@ -167,6 +166,8 @@ class Witness:
         if slot is None or slot.table is None:
             return None if slot is None else local_of(slot.tensor)
         tensor = slot.table.get(slot.key)
+        if tensor is slot.tensor and _is_plain(tensor):
+            return local_of(tensor)
         return local_of(tensor) if isinstance(tensor, torch.Tensor) and _can_be_read(tensor) else None
 
     def items(self) -> Iterator[tuple[StateName, torch.Tensor]]:
@@ -195,8 +196,13 @@ class Witness:
         known = self._slots[name].tensor
         return known is not tensor or (place is not None and local_of(tensor) is not self._tensors[place])
 
+    def _writes(self, mark: Mark) -> Words:
+        return writes_in(mark.content, len(self._names))
+
     def _rows(self, mark: Mark) -> Words:
-        return np.frombuffer(mark.words, np.int64).reshape(-1, self._each)
+        """Of each tensor that has any, the words that are looked at, and of these what is the tensor's own."""
+        words = np.frombuffer(mark.content, np.int64)[len(self._names) :].reshape(-1, self._each)
+        return words if mark.form.masks is None else words & mark.form.masks
 
     def _enrol(self, slots: Mapping[StateName, Slot]) -> None:
         self._look += 1
@@ -205,24 +211,24 @@ class Witness:
         self._tensors = [local_of(slot.tensor) for slot in slots.values()]
         self._places = TensorPlaces(self._tensors, [slot.tensor for slot in slots.values()])
         self._each = min(max(WORDS_MAX // max(len(self._names), 1), 2), WORDS_EACH_MAX)
-        places = self._places.read()
-        self._lying = self._lie_at(places, places.at[1].tobytes() + places.memory[:2].tobytes())
+        self._lying = self._settle()
 
-    def _lie_at(self, places: Places, where: bytes) -> _Lying:
+    def _settle(self) -> _Lying:
         """Where the words are that are looked at, now that the tensors lie there."""
-        held = [tensor.untyped_storage() if _is_plain(tensor) else None for tensor in self._tensors]
-        columns = zip(places.addresses.tolist(), places.nbytes.tolist(), places.offsets.tolist(), strict=True)
+        settled = self._places.settle()
+        where = settled.where
+        columns = zip(where.addresses.tolist(), where.nbytes.tolist(), where.offsets.tolist(), strict=True)
         spans = [
-            _words_of(tensor, *place) if self._sampled and storage is not None else None
-            for tensor, place, storage in zip(self._tensors, columns, held, strict=True)
+            _words_of(tensor, *place) if self._sampled and _is_plain(tensor) else None
+            for tensor, place in zip(self._tensors, columns, strict=True)
         ]
         wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
-        if not len(wordy):
-            return _Lying(where, [], None, wordy, held)
-        begins, counts, masks = np.array([span for span in spans if span is not None], np.int64).T[:, :, None]
+        known = [span for span in spans if span is not None]
+        begins, counts, masks = np.array(known, np.int64).reshape(-1, 3).T[:, :, None]
         fractions = np.arange(ROUNDS * self._each).reshape(ROUNDS, self._each) * _GOLDEN % 1.0
-        indices = [word_index(begins) + (fraction * counts).astype(np.int64) for fraction in fractions]
-        return _Lying(where, indices, None if (masks == -1).all() else masks, wordy, held)
+        words = [(word_index(begins) + (fraction * counts).astype(np.int64)).ravel() for fraction in fractions]
+        indices = [np.concatenate((settled.counters, some)) for some in words]
+        return _Lying(settled, _Form(where, wordy, None if (masks == -1).all() else masks), indices)
 
 
 def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterator[tuple[StateName, Slot]]:
@@ -308,7 +314,3 @@ def _seen(slot: Slot) -> tuple[torch.Tensor | None, int]:
     if not isinstance(tensor, torch.Tensor):
         return None, 0
     return tensor, 0 if tensor.is_inference() else tensor._version
-
-
-def _alike(one: list[tuple[torch.Tensor | None, int]], other: list[tuple[torch.Tensor | None, int]]) -> bool:
-    return len(one) == len(other) and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(one, other, strict=True))
