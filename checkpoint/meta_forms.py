@@ -349,7 +349,7 @@ def _slot(value: Any, path: str) -> None:
     _object(value, path)
     _fields(value, {"epoch?": _or_none(_number), "step?": _or_none(_number), "after?": _or_none(_list(_number)),
                     "reasons?": _texts, "early?": _texts,
-                    "extras?": _tuple(_number, _by_name(_text))}, path)  # fmt: skip
+                    "extras?": _tuple(_number, _by_name(_text)), "numbers?": _by_name(_anything)}, path)  # fmt: skip
     packed = value.get("local_extras")
     if packed is None:
         return

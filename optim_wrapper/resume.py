@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,8 @@ def _restore(
             for name in sorted(untouched)
         ]
         local_buffers |= untouched
-    reasons += _not_alike(manifest, world.rank)
+    with_same = None if moved else recorder.units.table.holding_the_same(world.rank)
+    reasons += _not_alike(manifest, world.rank, with_same)
     history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed)
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
@@ -177,6 +178,8 @@ def _restore(
         name.removeprefix(EPOCH_PREFIX): copy for name, copy in local.items() if name.startswith(EPOCH_PREFIX)
     }
     reasons += recorder.restore_own(step_regions, _forms(manifest), _regions_of_any(manifest))
+    if with_same is not None:
+        recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if "data" not in manifest.facts:  # else the loader is not known before steps() begins
@@ -287,13 +290,18 @@ def _restore_units(
     return recorder.extras.restore(of_extras.meta["extras"], extras.read)
 
 
-def _not_alike(manifest: Manifest, rank: int) -> list[Reason]:
-    """Why copies of what changes outside of optimizer.step() are not this rank's."""
-    locals_ = manifest.locals.values()
+def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = None) -> list[Reason]:
+    """Why copies of what changes outside of optimizer.step() are not this rank's.
+
+    ranks: those that hold the same as this one does; None: whoever was in the saved run, of which nothing is kept.
+    """
+    locals_ = [local for one, local in manifest.locals.items() if ranks is None or one in ranks]
     said = [(local.meta.get("kind"), local.meta.get("slot", {}).get("alike", {})) for local in locals_]
     mine = manifest.locals.get(rank)
+    committed = mine is not None and mine.meta.get("kind") == "committed"
+    numbers = ranks is not None and bool(_numbers_of(manifest, rank))
     reasons = []
-    for kind, mine_is_there in (("all", False), ("own", mine is not None and mine.meta.get("kind") == "committed")):
+    for kind, mine_is_there in (("all", False), ("own", committed), ("groups", False), ("numbers", numbers)):
         # What was looked at the step's end, and at the one before, which is all that a tentative copy knows of.
         marks = [
             alike[kind][1:] if copy == "committed" else [None, alike[kind][1]] for copy, alike in said if kind in alike
@@ -309,6 +317,13 @@ def _not_alike(manifest: Manifest, rank: int) -> list[Reason]:
     if with_gradients and rank not in with_gradients:
         reasons.append(Reason("the gradients that it carried into the next step were not saved", ranks=(rank,)))
     return reasons
+
+
+def _numbers_of(manifest: Manifest, rank: int) -> Mapping[str, Any]:
+    """A rank's own, packed; empty where its copy is of before the update."""
+    local = manifest.locals.get(rank)
+    committed = local is not None and local.meta.get("kind") == "committed"
+    return local.meta.get("slot", {}).get("numbers", {}) if local is not None and committed else {}
 
 
 def _is_gradient(spec: TensorSpec) -> bool:

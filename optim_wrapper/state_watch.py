@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.group_copies import GroupCopies, copies_differ
 from lastwords.optim_wrapper.nested_optimizers import optimizers_in
+from lastwords.optim_wrapper.own_numbers import OwnNumbers
 from lastwords.optim_wrapper.state_view import UnitView
 from lastwords.optim_wrapper.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
 from lastwords.optim_wrapper.witness import ROUNDS, Mark, StateName, Witness, tensors_of
@@ -60,6 +61,7 @@ class StateWatch:
         self._keep_buffer = keep_buffer
         self._promotes = copies
         self.copies = BoundaryCopies()
+        self.numbers = OwnNumbers(view)
         self._ended: Mark | None = None
         self._updated: Mark | None = None
         self._newest: Mark | None = None
@@ -134,6 +136,7 @@ class StateWatch:
         self._optimizers = optimizers_in(self._view.optimizer)
         self._states = self._entries()
         self._witness.look()
+        self.numbers.look()
         if self.copies:
             self.copies.follow(self._witness.get)
 
@@ -152,6 +155,7 @@ class StateWatch:
         if self.copies:
             self.copies.follow(self._witness.live)
             self.copies.take(step)
+        self.numbers.take(step)
         self._steps += 1
         self._digests = {}
         digests = digests or bool(self.verify_every and step % self.verify_every == 0)

@@ -66,8 +66,8 @@ def what_differs(extras: Extras, one: ExtrasSnapshot, other: ExtrasSnapshot) -> 
 
 
 def alike(watch: StateWatch) -> bytes:
-    """The member that shows whether copies are alike on all ranks; empty where there are none."""
-    return b',"alike":%s' % json.dumps(watch.alike()).encode() if watch.copies else b""
+    """The members that show what is alike on all ranks, and the optimizer's numbers that are kept for this one."""
+    return watch.numbers.members(watch.alike() if watch.copies else {})
 
 
 def changed_before_the_end(which: str, step: int) -> str:

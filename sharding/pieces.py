@@ -130,6 +130,12 @@ class UnitTable:
         """True if every rank holds everything: plain data parallelism, or a job of one."""
         return self.units.keys() == {UNIT_REPLICATED}
 
+    def holding_the_same(self, rank: int) -> frozenset[int]:
+        """The ranks that hold just those units that `rank` holds, itself among them."""
+        held = {one: {unit for unit, ranks in self.units.items() if one in ranks}
+                for one in {one for ranks in self.units.values() for one in ranks}}  # fmt: skip
+        return frozenset(one for one, units in held.items() if units == held.get(rank))
+
     @property
     def unprotected(self) -> tuple[str, ...]:
         """Units that a single death destroys, sorted; none in a job of one, which has nobody to lose."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-PHASES_OF: dict[str, str] = {
-    "lbfgs_local_loss": "bwd fwd",
-}
+PHASES_OF: dict[str, str] = {}
 
 NOT_YET: frozenset[str] = frozenset(f"{name}:{phase}" for name, where in PHASES_OF.items() for phase in where.split())
 """`recipe:phase`. Whether a death at any instant (`bwd`), or while others go on (`end`), costs anything, is chance."""

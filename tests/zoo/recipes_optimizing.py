@@ -145,8 +145,8 @@ class Lbfgs(Loop):
         return loss
 
 
-@recipe("lbfgs_local_loss", "the same, each rank returns its own loss, which LBFGS keeps", "fwd bwd",
-        {"all": ("prev_loss", "optimizer")}, mixes=False)  # fmt: skip
+@recipe("lbfgs_local_loss", "the same, each rank returns its own loss, which LBFGS keeps", "fwd bwd win",
+        {"win": "prev_loss"}, mixes=False)  # fmt: skip
 class LbfgsLocal(Lbfgs):
     def agreed(self, loss: Any) -> Any:
         return loss
