@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.optim_wrapper.ddp_board import Board
-from lastwords.optim_wrapper.ddp_found import Listener, holding, place_of, places_of
+from lastwords.optim_wrapper.ddp_found import Listener, holding, places_of, span_of
 from lastwords.optim_wrapper.ddp_order import VERSION, GradientOrder, options_of, replay_passes, unwatched
 from lastwords.optim_wrapper.ddp_private import (
     buckets_from_log,
@@ -106,7 +107,7 @@ class BucketOrder:
 
     def record(self, step: int | None = None) -> dict[str, Any]:
         """What `replay` needs after global step `step` (None: now), as JSON. Empty for a job without DDP."""
-        living = sorted((one for one in self._orders if one.ddp is not None), key=lambda one: one.place)
+        living = sorted((one for one in self._orders if one.ddp is not None), key=lambda one: one.span)
         records = [one.record(step) for one in living]
         return joined(records)
 
@@ -114,21 +115,26 @@ class BucketOrder:
 
     def _found(self, ddp: DistributedDataParallel, network: torch.nn.Module) -> None:
         """A DDP, which may not be complete yet."""
-        place = place_of(network, self._places)
-        if place == len(self._places) or ddp in _observed_by(self._orders):
+        span = span_of(network, self._places)
+        if not span or ddp in _observed_by(self._orders):
             return
         called = next((one for one, state in replicate_states(self._model) if state._param_list is network), ddp)
         traced = is_compiled(network) or is_compiled(self._model)
-        order = GradientOrder(ddp, network, place, None if traced else called, self._board)
+        number = sum(one.span == span for one in self._orders)
+        order = GradientOrder(
+            ddp, network, span, None if traced else called, lambda one: self._board(one, span, number)
+        )
         self._orders.append(order)
         _observers[ddp] = weakref.ref(order)
 
-    def _board(self, ddp: DistributedDataParallel, place: int) -> Board | None:
+    def _board(self, ddp: DistributedDataParallel, span: tuple[int, ...], number: int) -> Board | None:
+        """number: of those that hold the same, as they came."""
         if self._store is None:
             return None
         store, key = self._store
         first = dist.get_process_group_ranks(ddp.process_group)[0]
-        board = Board(store, f"{key}/{first}/{place}", writes=dist.get_rank(ddp.process_group) == 0)
+        held = xxhash.xxh3_64_hexdigest(repr(span).encode())
+        board = Board(store, f"{key}/{first}/{held}/{number}", writes=dist.get_rank(ddp.process_group) == 0)
         self._boards.append(board)
         return board
 

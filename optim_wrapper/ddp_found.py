@@ -21,7 +21,7 @@ from lastwords.optim_wrapper.ddp_private import one_layer_off
 
 OnFound = Callable[[DistributedDataParallel, torch.nn.Module], None]
 
-_known: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_known: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # as they came
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _looked = False
 
@@ -39,15 +39,17 @@ def known_ddps() -> list[DistributedDataParallel]:
     global _looked
     if not _looked:
         _looked = True
-        _known.update(module for module in _live_modules() if isinstance(module, DistributedDataParallel))
+        for module in _live_modules():
+            if isinstance(module, DistributedDataParallel):
+                _note(module)
     return [ddp for ddp in _known if hasattr(ddp, "reducer")]
 
 
 def holding(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
-    """DDPs that hold any of `parameters`, in the order of the first that each holds."""
+    """DDPs that hold any of `parameters`, in the order of those that each holds, and else as they came."""
     places = places_of(parameters)
-    found = [(place_of(ddp.module, places), ddp) for ddp in known_ddps()]
-    return [ddp for place, ddp in sorted(found, key=lambda item: item[0]) if place < len(places)]
+    found = [(span_of(ddp.module, places), _known[ddp], ddp) for ddp in known_ddps()]
+    return [ddp for span, _, ddp in sorted(found, key=lambda item: item[:2]) if span]
 
 
 def places_of(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -58,9 +60,9 @@ def places_of(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
     return places
 
 
-def place_of(network: torch.nn.Module, places: dict[int, int]) -> int:
-    """The first of the places that the network holds a parameter of; their number if it holds none."""
-    return min((places.get(id(one), len(places)) for one in network.parameters()), default=len(places))
+def span_of(network: torch.nn.Module, places: dict[int, int]) -> tuple[int, ...]:
+    """The places that the network holds a parameter of, sorted."""
+    return tuple(sorted({places[id(one)] for one in network.parameters() if id(one) in places}))
 
 
 class Beside(torch.nn.Module):
@@ -160,9 +162,13 @@ def _is_made(module: torch.nn.Module) -> bool:
     return "_modules" in object.__getattribute__(module, "__dict__")
 
 
+def _note(ddp: DistributedDataParallel) -> None:
+    _known.setdefault(ddp, 1 + max(_known.values(), default=0))
+
+
 def _registered(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
     if name == "module" and submodule is not None and isinstance(module, DistributedDataParallel):
-        _known.add(module)
+        _note(module)
         for listener in list(_listeners):
             listener.found(module, submodule)
 

@@ -56,8 +56,9 @@ class Synced(NamedTuple):
 class GradientOrder:
     """Watches the first synchronised backward passes of one DDP, which it does not keep alive.
 
-    Made before the first of them, at the earliest when the DDP takes its module. called: the module whose forward
-    pass is DDP's, None where hooks on it would be traced. board: where rank 0's order is told.
+    Made before the first of them, at the earliest when the DDP takes its module. span: which of the job's parameters it
+    holds. called: the module whose forward pass is DDP's, None where hooks on it would be traced. board: where rank 0's
+    order is told.
     `step_ended` belongs to the training thread; `record` may be called from any thread at any time, during a collective
     too (it never calls into DDP, whose lock a hanging all-reduce can hold).
     """
@@ -66,11 +67,11 @@ class GradientOrder:
         self,
         ddp: DistributedDataParallel,
         network: torch.nn.Module,
-        place: int,
+        span: tuple[int, ...],
         called: torch.nn.Module | None,
-        board: Callable[[DistributedDataParallel, int], Board | None],
+        board: Callable[[DistributedDataParallel], Board | None],
     ) -> None:
-        self.place = place
+        self.span = span
         self._ddp = weakref.ref(ddp)
         self._called = called
         self._known = False
@@ -262,7 +263,7 @@ class GradientOrder:
         ddp = self.ddp
         if ddp is None or self._buckets is not None:
             return
-        self._board = self._board or self._make_board(ddp, self.place)
+        self._board = self._board or self._make_board(ddp)
         if self._board is not None:
             self._board.exchange([list(one) for one in self._passes])
 
@@ -275,7 +276,10 @@ class GradientOrder:
             self._passes, self._sole = found, True
 
     def _fits(self, passes: list[list[int]]) -> bool:
-        return all(index in range(len(self._names)) for one in passes for index in one)
+        ddp, every = self._ddp(), range(len(self._names))
+        if ddp is not None and not ddp.static_graph:
+            return all(sorted(one) == [*every] for one in passes)
+        return all(index in every for one in passes for index in one)
 
     def _unconfirmed(self) -> str:
         if self._sole or self._buckets is not None:

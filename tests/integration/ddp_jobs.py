@@ -125,6 +125,24 @@ class OtherOrder(Job):
         return [Crossed(turn=True)]
 
 
+class SharedTrunk(OtherOrder):
+    """Two DDPs that begin with the same layer, which the second one trains with a head of its own."""
+
+    def networks(self) -> list[nn.Module]:
+        trunk, again = Crossed(turn=True), Crossed(turn=True)
+        again.first = trunk.first
+        return [trunk, again]
+
+    def registered(self) -> nn.Module:
+        return nn.ModuleList(self.nets)
+
+    def wrap(self) -> None:
+        super().wrap()
+        own = {id(one) for one in self.nets[0].parameters()}
+        rest = [one for one in self.nets[1].parameters() if id(one) not in own]
+        self.inner[1] = self.optimizers[1] = torch.optim.AdamW(rest, lr=0.01)
+
+
 class Feedback:
     """Error feedback of a communication hook that DDP sees no state of."""
 

@@ -21,6 +21,7 @@ from tests.integration.ddp_jobs import (
     MadeLater,
     OtherOrder,
     Replicated,
+    SharedTrunk,
     TheInnerOne,
     TwoAndOneRegistered,
     TwoInAModule,
@@ -192,6 +193,24 @@ def test_without_the_store_a_wrong_order_is_told(tmp_path: Path) -> None:
         assert different > 0
         assert len(reasons) == 1
         assert "had not been told" in reasons[0]
+
+
+def test_two_ddps_that_begin_with_the_same_layer_have_an_order_each(tmp_path: Path) -> None:
+    def body(_: int) -> Any:
+        job = Watched(SharedTrunk, 0)
+        for net in job.job.nets[1:]:
+            net.turn = -net.turn if dist.get_rank() else 1  # its layers run in yet another order
+        job.train(1)
+        return job.record(1)["ddps"], [board._key for board in job.order._boards]
+
+    records, keys = zip(*on_ranks(body, tmp_path, RANKS), strict=True)
+    assert [*keys] == [keys[0]] * RANKS
+    assert len({*keys[0]}) == 2, "under one key, the slower of the two would have the other's order"
+    first, second = ([one["passes"] for one in record] for record in zip(*records, strict=True))
+    assert first == [first[0]] * RANKS
+    assert second == [second[0]] * RANKS
+    assert first[0] != second[0]
+    assert not any(one["unconfirmed"] for record in records for one in record)
 
 
 def test_once_ddp_shows_its_buckets_their_order_is_recorded_even_where_each_is_sorted(tmp_path: Path) -> None:

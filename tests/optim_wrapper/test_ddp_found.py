@@ -85,7 +85,7 @@ def test_a_ddp_that_was_made_before_lastwords_looked_and_one_that_was_made_after
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = nn.Linear(2, 2)
-    monkeypatch.setattr(ddp_found, "_known", ddp_found.weakref.WeakSet())
+    monkeypatch.setattr(ddp_found, "_known", ddp_found.weakref.WeakKeyDictionary())
     before = DistributedDataParallel(net)
     ddp_found._known.clear()  # as if nobody had listened
     monkeypatch.setattr(ddp_found, "_looked", True)
