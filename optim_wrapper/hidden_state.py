@@ -2,6 +2,10 @@
 
 Nobody can tell what such an attribute is for, so it is neither saved nor set; it is named. A look takes some
 microseconds for each tensor, and comes after 1, 2, 4, 8, ... steps.
+
+A flag that a first step sets, once and for all, stays a reason: a resumed run begins with it unset and does again what
+comes with it, such as copying slow weights or emptying a buffer. To set it would be no better: what was made along with
+it would be missing. Only a value that is back where it began is the one that a resumed run begins with.
 """
 
 from __future__ import annotations
@@ -52,13 +56,13 @@ class HiddenState:
         self._model = model
         self._name = name
         self._saved = saved
-        self._marks = self._look()
+        self._first = self._look()
 
     def look(self) -> list[str]:
-        """A reason for each attribute that has moved since the last look, or a parameter that nobody saves."""
-        before, now = self._marks, self._look()
-        self._marks = now
-        moved = [place for place, mark in now.items() if before.get(place, mark) != mark]
+        """A reason for each attribute that is not what it was when it was first seen."""
+        now = self._look()
+        self._first = {**now, **self._first}
+        moved = [place for place, mark in now.items() if self._first[place] != mark]
         return [
             f"{place} moves and is in no state_dict(), so a resumed run begins with another one; keep it in `state`, "
             "or give it out in state_dict() and take it back in load_state_dict()"
