@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import gc
 import inspect
 import logging
 import random
@@ -23,7 +24,7 @@ import sysconfig
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ _CONTAINERS = frozenset({dict, list, tuple, OrderedDict})
 _OUTSIDE = frozenset({"torch", "numpy", "lastwords", *sys.stdlib_module_names}) - {"__main__"}
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
+_Cache = type(functools.lru_cache(lambda: None))
 _SHOW_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 Link = tuple[Callable[[Any, Any], Any], Any]
@@ -118,16 +120,28 @@ def locals_of(frame: types.FrameType) -> Mapping[str, Any]:
     return found
 
 
+@dataclass(slots=True)
+class Unreached:
+    """reasons: generators that are there and have no place of their own. limits: where the search has ended early."""
+
+    reasons: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+
+
 def search(
-    roots: Mapping[str, Any], skip: Collection[Any] = (), *, frames: bool = True
+    roots: Mapping[str, Any], skip: Collection[Any] = (), *, frames: bool = True, unreached: Unreached | None = None
 ) -> dict[str, tuple[Place, Any]]:
     """Place and object of every generator that is found, each once, by name. skip: objects not to look into.
 
-    frames: search what is on the stack, too.
+    frames: search what is on the stack, too. unreached: is told what was not found.
     """
     found: dict[str, tuple[Place, Any]] = {}
-    for place, generator in _Search(roots, skip, user_frames() if frames else []).all():
-        found.setdefault(place.name, (place, generator))
+    unreached = Unreached() if unreached is None else unreached
+    for place, generator in _Search(roots, skip, user_frames() if frames else [], unreached).all():
+        if place.name in found:
+            unreached.reasons.append(f"two random generators lie at {place.name}, and only the first one is saved")
+            continue
+        found[place.name] = place, generator
     return found
 
 
@@ -143,7 +157,10 @@ def _own_names(value: Any) -> dict[str, Any]:
 class _Search:
     """Breadth first, so that a generator is found at its shortest place."""
 
-    def __init__(self, roots: Mapping[str, Any], skip: Collection[Any], frames: list[types.FrameType]) -> None:
+    def __init__(
+        self, roots: Mapping[str, Any], skip: Collection[Any], frames: list[types.FrameType], unreached: Unreached
+    ) -> None:
+        self._unreached = unreached
         self._seen = {id(thing) for thing in skip}
         self._seen_classes: set[int] = set()
         self._seen_names: set[tuple[int, str]] = set()
@@ -166,6 +183,10 @@ class _Search:
                 yield place, value
             elif depth < _DEPTH_MAX:
                 self._look_safely(value, kind, place, depth + 1)
+            elif not self._unreached.limits:
+                self._unreached.limits.append(f"at {place.name}, {_DEPTH_MAX} references from where it began")
+        if self._queue:
+            self._unreached.limits.append(f"after {_OBJECTS_MAX} objects, before {self._queue[0][1].name}")
 
     def _enter(self, frame: types.FrameType) -> None:
         code, names = frame.f_code, frame.f_globals
@@ -239,8 +260,20 @@ class _Search:
                 for index, item in enumerate(list(value)):
                     if type(item) not in _QUICKLY_PASSED:
                         self._put(item, place, f"[{index}]", (_item, index), depth)
+        elif issubclass(kind, set | frozenset):
+            self._look_into_unordered(value, place, depth)
         else:
+            if issubclass(kind, _Cache):
+                self._look_into_unordered(value, place, depth)
             self._look_into_object(value, kind, place, depth)
+
+    def _look_into_unordered(self, value: Any, place: Place, depth: int) -> None:
+        """A set, or a function with a cache: what is alone in it has a place there."""
+        kinds = [type(one) for one in _held_by(value)]
+        if len(kinds) == 1:
+            self._put(_only(value, None), place, "{}", (_only, None), depth)
+        elif any(issubclass(one, GENERATORS) for one in kinds):
+            self._unreached.reasons.append(f"random generators in {place.name} cannot be told apart, and are not saved")
 
     def _look_into_object(self, value: Any, kind: type, place: Place, depth: int) -> None:
         if kind.__module__.partition(".")[0] in ("lastwords", "logging"):
@@ -306,7 +339,21 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+def _held_by(value: Any) -> list[Any]:
+    """What is in a set, or what a cache of functools has of generators, as its values."""
+    if isinstance(value, set | frozenset):
+        return [one for one in list(value) if not isinstance(one, _PLAIN)]
+    near = gc.get_referents(value)
+    inside = [item for one in near if type(one) is dict for item in one.values()]
+    return [one for one in (*near, *inside) if isinstance(one, GENERATORS)]
+
+
 # ------------------------------------------------------------------ one hop
+
+
+def _only(container: Any, _: Any) -> Any:
+    (value,) = _held_by(container)
+    return value
 
 
 def _item(container: Any, key: Any) -> Any:

@@ -20,8 +20,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.generator_search import GENERATORS, Place, search, user_frames
+from lastwords.optim_wrapper.generator_search import GENERATORS, Place, Unreached, search, user_frames
 from lastwords.optim_wrapper.generator_states import kind_of, stream_of
 from lastwords.optim_wrapper.rng_streams import Stream
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
@@ -50,7 +52,8 @@ class _Own:
 
     @property
     def name(self) -> str:
-        return self.place.name[:_NAME_MAX]
+        name = self.place.name
+        return name if len(name) <= _NAME_MAX else f"{name[:_NAME_MAX]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
 
     @property
     def head(self) -> bytes:
@@ -98,6 +101,7 @@ class OwnStreams:
         self.reasons: list[str] = []
         self._missing: list[str] = []
         self._unsaved: list[str] = []
+        self._at_limit = False
 
     @classmethod
     def none(cls) -> OwnStreams:
@@ -165,7 +169,13 @@ class OwnStreams:
         """Search everywhere: captures what is new, lets go of what is nowhere any more."""
         if not self._searches:
             return
-        found = search(self._roots, self._taken)
+        unreached = Unreached()
+        found = search(self._roots, self._taken, unreached=unreached)
+        for reason in unreached.reasons:
+            self._say(reason)
+        if unreached.limits and not self._at_limit:
+            self._at_limit = True
+            _log.info("the search for random generators ended %s: what lies behind is not saved", unreached.limits[-1])
         there = {id(generator) for _, generator in found.values()}
         for own in list(self._own.values()):
             if id(own.generator) not in there:
