@@ -18,6 +18,7 @@ from lastwords.optim_wrapper.captured_buffer import (
     SavedForms,
     empty_of,
     form_of,
+    has_memory,
     unstorable,
 )
 from lastwords.optim_wrapper.tensor_bytes import writing
@@ -204,6 +205,7 @@ class BufferCapture:
         if (
             not all(map(is_, self._known, [buffer.table.get(buffer.key) for buffer in self._active]))
             or [form_of(self._sources[place]) for place in self._checked] != self._forms
+            or not all(has_memory(self._sources[place]) for place in self._checked)
         ):
             self._adopt_replaced()
 

@@ -98,6 +98,11 @@ class CapturedBuffer:
 Form = tuple[torch.Size, torch.dtype]
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """False where the storage has been resized to less than the tensor takes: reading it would end the process."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes or not unstorable(tensor)
+
+
 def form_of(tensor: torch.Tensor) -> Form:
     return tensor.shape, tensor.dtype
 

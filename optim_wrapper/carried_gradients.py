@@ -3,6 +3,7 @@
 They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
 in which no optimizer has updated. After an update they are used up: the loop sets them to zero or to None before they
 count again. So are those that a GradScaler among the extras has skipped, which shows in its scale.
+Those that FSDP2 keeps whole, or has reduced within a shard group only, while its sync is off, are named.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.captured_buffer import region_dtype
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
-from lastwords.sharding.dtensor import empty_shard, is_dtensor, local_of, placements_to_json
+from lastwords.sharding.dtensor import empty_shard, has_unreduced, is_dtensor, local_of, placements_to_json
 
 PREFIX = "grad/"
 
@@ -26,8 +27,14 @@ BYTES_MAX = 256 << 20
 class CarriedGradients:
     """A `Capture` of the gradients of `parameters`, by name. Training thread."""
 
-    def __init__(self, parameters: Callable[[], Mapping[str, torch.Tensor]], scalers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        scalers: Sequence[Any] = (),
+        model: torch.nn.Module | None = None,
+    ) -> None:
         self._all = parameters
+        self._model = model
         self._scalers = scalers
         self._scales: list[Any] = [scaler.state_dict() for scaler in scalers]
         self._parameters: dict[str, torch.Tensor] = {}
@@ -46,6 +53,8 @@ class CarriedGradients:
             if self._scalers:
                 self._scaler_has_skipped()
             return False
+        if self._model is not None and has_unreduced(self._model):
+            return self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
         present = {name: tensor for name, tensor in trained.items() if tensor.grad is not None}
         if not present or self._scaler_has_skipped():
             return False

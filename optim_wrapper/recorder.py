@@ -80,7 +80,7 @@ class StepRecorder:
         self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
         self.watch.has_scheduler = any(hasattr(one, "get_last_lr") for one in (extras or {}).values())
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
-        self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers)
+        self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers, model)
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
         self.reasons: list[Reason] = []

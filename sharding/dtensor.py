@@ -161,6 +161,25 @@ def managed_by_fsdp2(model: torch.nn.Module) -> bool:
     return kind is not None and any(isinstance(inner, kind) for inner in model.modules())
 
 
+def has_unreduced(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 holds gradients that it has not reduced to the parameters' `grad` (its sync was off)."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(module, "FSDPModule", None)
+    for inner in model.modules():
+        if kind is None or not isinstance(inner, kind):
+            continue
+        state: Any = inner._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            whole = (part for one in getattr(group, "fsdp_params", ()) for part in (
+                getattr(one, "unsharded_accumulated_grad", None),
+                getattr(getattr(one, "_unsharded_param", None), "grad", None),
+            ))  # fmt: skip
+            if getattr(group, "_partial_reduce_output", None) is not None or any(one is not None for one in whole):
+                return True
+    return False
+
+
 def managed_by_fsdp1(model: torch.nn.Module) -> bool:
     """True if the older FullyShardedDataParallel is in the model."""
     module = sys.modules.get("torch.distributed.fsdp")

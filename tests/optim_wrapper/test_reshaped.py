@@ -38,10 +38,11 @@ class Observing(nn.Module):
 
 
 class Rank:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cache: torch.Tensor | None = None) -> None:
         folder.mkdir()
         self.path = folder / "box"
         self.model = nn.Sequential(Observing(), nn.Linear(3, 2))
+        self.model.register_buffer("cache", cache)
         self.wrapper = OptTFTWrapper(torch.optim.SGD(self.model.parameters(), lr=0.1))
         self.recorder = StepRecorder(self.model, [self.wrapper], {}, {})
         self.recorder.agree_units(World(), next_prefix(), ())
@@ -123,3 +124,14 @@ def test_another_form_of_a_buffer_that_was_not_resized_is_refused(tmp_path: Path
     other = Rank(tmp_path / "resumed")
     with pytest.raises(buffer_capture.MismatchError, match=r"0\.scale"):
         other.recorder.restore_own(trained(tmp_path).regions(4), SavedForms(reshaped=["0.low"]))
+
+
+def test_a_buffer_whose_storage_is_freed_ends_no_run_and_is_named(tmp_path: Path) -> None:
+    """Copying it would read at address 0."""
+    cache = torch.ones(4)
+    rank = Rank(tmp_path / "saved", cache)
+    rank.train(1)
+    cache.untyped_storage().resize_(0)
+    rank.train(2)
+    assert any("'cache'" in one.detail and "storage of 0 bytes" in one.detail for one in rank.recorder.reasons)
+    assert "buffer/cache" not in rank.regions(2)
