@@ -188,8 +188,8 @@ class Words(nn.Module):
 @recipe(
     "embed_maxnorm",
     "`nn.Embedding(max_norm=1.0)`: replicas drift apart in forward",
-    "bwd fwd win",
-    {"win": "em.weight"},
+    "bwd fwd win end",
+    {"win end": "em.weight"},
     price="copies of the table in each step",
 )
 class EmbeddingMaxNorm(Loop):

@@ -67,6 +67,7 @@ def test_a_mixture_of_recipes_is_exact_or_was_told(keeper: Keeper, name: str) ->
         verdict = keeper.judge(name, phase)
     except NoLoopError as error:
         pytest.skip(f"{name}: {str(error).splitlines()[0]}")
+    note(name, phase, verdict)
     problem = verdict.problem(card, phase)
     assert not problem, f"{problem}\nagain: make zoo CASE={name}"
 
