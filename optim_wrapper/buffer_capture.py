@@ -288,7 +288,7 @@ class BufferCapture:
         if self._box is None or buffer is None or buffer.region not in self._box.layout.regions:
             self._activated_early.add(name)  # in the next box
             return
-        if buffer.given_up or self._box.is_active(buffer.region.name) or not self._fits(buffer):
+        if buffer.given_up or any(one.name == name for one in self._active) or not self._fits(buffer):
             return
         try:
             self._box.activate(buffer.region.name)

@@ -30,6 +30,10 @@ Moves = Mapping[tuple[str, str], Recurrence]
 
 _NOTHING = Recurrence()
 
+_MAY_COME = (Forecast.NEVER, Forecast.UNKNOWN)
+_TAKEN_OVER = (*_MAY_COME, Forecast.STOPPED, Forecast.NOT_DUE)
+"""What is forecast of a scheduler that has not moved, and of one that has, where it may take another one's place."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
@@ -147,17 +151,15 @@ class CutOff:
 
     def _is_due(self, one: Taken) -> bool:
         """No other scheduler may be about to take over, and the scheduler itself not about to end."""
-        others = [
-            self._forecast(other.name, WHOLE)
-            for other in self._taken
-            if other is not one and not other.differs and is_scheduler(other.target)
-        ]
+        others = [other for other in self._taken if other is not one and is_scheduler(other.target)]
         return (
             self._forecast(one.name, WHOLE) is Forecast.DUE
             and steps_without_argument(one.target)
             and not self._oddly(one)
             and not _at_its_end(one.now)
-            and not any(forecast in (Forecast.NEVER, Forecast.UNKNOWN) for forecast in others)
+            and not any(
+                self._forecast(other.name, WHOLE) in (_TAKEN_OVER if other.differs else _MAY_COME) for other in others
+            )
         )
 
 

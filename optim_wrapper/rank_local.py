@@ -204,6 +204,17 @@ class BoxRecorder:
         found = {kind: slot for slot, (kind, of) in self._slots.items() if of == step}
         return found.get(SlotKind.COMMITTED, found.get(SlotKind.TENTATIVE))
 
+    def drawn_since(self, step: int) -> str:
+        """In a step that was cut off: a stream that has moved since its tentative copy. Writer's thread, settled."""
+        slot = self.slot_of(step)
+        if slot is None or self._slots[slot][0] is not SlotKind.TENTATIVE:
+            return ""
+        for capture in self._captures:
+            for name, now in capture.snapshot().items() if isinstance(capture, RngCapture) else ():
+                if self.box.region(slot, name)[: len(now.data)] != now.data:
+                    return name
+        return ""
+
     def epoch_start(self, epoch: int, json_bytes: bytes = b"{}") -> None:
         """Take the random number streams before the first batch of `epoch` is asked for."""
         slot = self.box.begin(SlotKind.EPOCH, epoch)

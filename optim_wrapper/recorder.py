@@ -94,8 +94,7 @@ class StepRecorder:
         self._step = 0
         self._has_local_extras = bool(self.local_extras)
         self._hook: BeforeCollective | None = None
-        self._paused = False
-        self._needs_epoch_start = False
+        self._paused = self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
         self._tentative_reasons: list[str] = []
         self._steps_per_epoch = 0  # not known
@@ -127,8 +126,9 @@ class StepRecorder:
     ) -> TrainerSource:
         """The writer's view of this rank."""
         self.source = TrainerSource(
-            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch, self.ends_epoch
-        )
+            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch, self.ends_epoch,
+            lambda step: "" if self._box is None else self._box.drawn_since(step),
+        )  # fmt: skip
         return self.source
 
     def know(self, loader: Any, generators: Mapping[str, torch.Generator]) -> None:

@@ -61,7 +61,8 @@ class TrainerSource:
     buffers_at: names of the buffers that are in no unit at a step, and why others are not what they were then.
     buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
     each step's end, and saved instead of the live state where it is of the step that is asked for. watch: has copies of
-    what something else than the optimizer writes, and knows what has changed besides.
+    what something else than the optimizer writes, and knows what has changed besides. drawn_since: the random stream
+    that has moved on this rank since the tentative copy of a step that has not ended.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class TrainerSource:
         copy: HostCopy | None = None,
         watch: StateWatch | None = None,
         ends_epoch: Callable[[Position | None], bool | None] = lambda position: None,
+        drawn_since: Callable[[int], str] = lambda step: "",
     ) -> None:
         self._units = units
         self._extras = extras
@@ -89,6 +91,7 @@ class TrainerSource:
         self._next_position: Position | None = None
         self._watch = watch
         self._ends_epoch = ends_epoch
+        self._drawn_since = drawn_since
 
     # ------------------------------------------------------------------ training thread
 
@@ -207,10 +210,12 @@ class TrainerSource:
     # ------------------------------------------------------------------ inside
 
     def _moved_late(self, states: Mapping[int, LocalState], step: int) -> str:
-        """What moved in `step` after the tentative copies of it, on a rank that has ended it; empty if nothing did."""
+        """What moved in `step` after the tentative copies of it, here or on a rank that has ended it; or nothing."""
         kinds = {rank: state.meta.get("kind") for rank, state in states.items()}
         if SlotKind.TENTATIVE.name.lower() not in kinds.values():
             return ""
+        if drawn := self._drawn_since(step):
+            return f"it had not ended step {step}, in which {drawn} moved on another rank after such a copy of it"
         for rank in (rank for rank, kind in kinds.items() if kind == SlotKind.COMMITTED.name.lower()):
             try:
                 with BoxReader(self._box_path(rank)) as box:

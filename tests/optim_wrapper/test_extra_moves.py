@@ -128,6 +128,15 @@ class SwaSwitch(Ema):
             self.swalr.step()
 
 
+class SwaSwitchBeforeTheLog(SwaSwitch):
+    def early(self, step: int) -> None:
+        super().early(step)
+        super().late(step)
+
+    def late(self, step: int) -> None:
+        """What takes over has moved by then."""
+
+
 class Counters(Recipe):
     def __init__(self) -> None:
         super().__init__()
@@ -229,6 +238,7 @@ RECIPES: dict[type[Recipe], tuple[int, ...]] = {
     Ema: (),
     EmaEveryThird: (10, 11, 13, 14),
     SwaSwitch: (),
+    SwaSwitchBeforeTheLog: tuple(range(8, STEPS)),
     Counters: (),
     Best: (9, 10, 11, 13, 14, 15),
     Tracked: tuple(range(2, STEPS)),
@@ -264,7 +274,14 @@ def test_without_its_word_most_of_these_would_be_silent(monkeypatch: pytest.Monk
     """Negative control."""
     monkeypatch.setattr(extra_moves.CutOff, "reasons", lambda self, label: [])
     wrong = {make for make in RECIPES if silent(make, {at: cut(make, at) for at in range(2, STEPS)})}
-    assert wrong == RECIPES.keys() - {PerStep, PerStepBeforeTheLog, WarmThenStop, StopsSomewhere, Tracked}
+    assert wrong == RECIPES.keys() - {
+        PerStep,
+        PerStepBeforeTheLog,
+        WarmThenStop,
+        StopsSomewhere,
+        SwaSwitchBeforeTheLog,
+        Tracked,
+    }
 
 
 def test_the_leaf_that_had_not_moved_is_named() -> None:
@@ -280,6 +297,12 @@ def test_a_scheduler_that_was_stepped_on_resume_and_stands_still_then_is_told() 
     assert later == [
         "extras['scheduler'] was stepped on resume, as in each step before, but the loop does not go on so"
     ]
+
+
+def test_a_scheduler_whose_turn_another_one_has_taken_is_not_stepped_on_resume() -> None:
+    equal, reasons, _ = cut(SwaSwitchBeforeTheLog, 7)
+    assert equal
+    assert "extras['scheduler'] had not moved yet" in reasons[0]
 
 
 def test_steps_without_an_update_say_nothing_of_when_a_scheduler_moves() -> None:

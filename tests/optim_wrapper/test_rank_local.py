@@ -335,6 +335,21 @@ def test_a_large_buffer_joins_once_it_has_changed(tmp_path: Path) -> None:
         assert fresh.large[7] == value
 
 
+def test_a_large_buffer_is_in_the_copies_of_a_box_that_was_made_anew(tmp_path: Path) -> None:
+    """The new box has its region from the old one, and it has to be copied all the same."""
+    net = Net()
+    capture = BufferCapture(net)
+    first = recorder(tmp_path, capture)
+    net.large[7] = 3.0
+    first.committed(1, b"{}")
+    box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions([capture])), carried=first.box)
+    made = BoxRecorder(box, [capture])
+    net.large[7] = 4.0
+    made.committed(2, b"{}")
+    assert np.frombuffer(held(made, 2).regions["buffer/large"].data, np.float32).reshape(net.large.shape)[7].max() == 4
+    assert "large" in capture.at(made.slot_of(2))[0], "and so no unit has it"
+
+
 def test_a_large_buffer_that_was_replaced_is_followed(tmp_path: Path) -> None:
     net = Net()
     made = recorder(tmp_path, BufferCapture(net))
@@ -645,6 +660,21 @@ def test_whatever_moves_between_the_two_copies_ends_the_trust(tmp_path: Path, di
         trusted, reason = reader.tentative_trust()
     assert not trusted
     assert reason.endswith(f"in {region}")
+
+
+@pytest.mark.parametrize(("draw", "stream"), [(random.random, "rng/python"), (lambda: torch.rand(1), "rng/torch")])
+def test_what_is_drawn_after_the_tentative_copy_of_a_step_shows_where_it_is_cut_off(
+    tmp_path: Path, draw: Any, stream: str
+) -> None:
+    made = recorder(tmp_path, RngCapture())
+    assert made.drawn_since(1) == ""
+    made.tentative(1)
+    assert made.drawn_since(1) == ""
+    draw()
+    assert made.drawn_since(1) == stream
+    made.committed(1, b"{}")
+    draw()
+    assert made.drawn_since(1) == "", "the copy of its end has it"
 
 
 def test_a_rank_goes_on_from_its_black_box_as_if_nothing_had_happened(tmp_path: Path) -> None:

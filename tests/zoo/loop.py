@@ -299,6 +299,7 @@ def recipe(
         places: dict[str, int] = {}
         for part in phases.split():
             phase, _, step = part.partition("@")
+            assert phase not in places, f"{name} dies twice in {phase}: that takes two recipes"
             places[phase] = int(step or PHASES[phase])
         words: dict[str, Words] = {}
         for where, which in (told or {}).items():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tests.zoo import recipes
 from tests.zoo.loop import CARDS, EXCLUSIVE, NO_NAME, Card, Loop, Words
+from tests.zoo.recipes_schedules import Averaged, SwaSwitch
 
 assert recipes.__doc__
 
@@ -26,7 +27,7 @@ def card_of(name: str) -> Card:
         return parts[0]
     phase, _, step = (place or "bwd@5").partition("@")
     loop = parts[0].loop if len(parts) == 1 else mixed([part.loop for part in parts])
-    words = {phase: allowed(parts, phase, loop)}
+    words = {phase: allowed(parts, phase, int(step), loop)}
     silenced = tuple({phase for part in parts for phase in part.nothing})
     return Card(name, " + ".join(part.what for part in parts), loop, {phase: int(step)}, words, silenced)
 
@@ -42,14 +43,20 @@ def mixed(loops: Sequence[type[Loop]]) -> type[Loop]:
     return type("Mixture", tuple(loops), members)
 
 
-def allowed(parts: Sequence[Card], phase: str, loop: type[Loop]) -> Words:
+def allowed(parts: Sequence[Card], phase: str, step: int, loop: type[Loop]) -> Words:
     """What one of the reasons may say: whatever one of the parts may be told in any phase in which the step may end so.
 
-    A part in which the step under way is lost may be told in the window alone; which step that is was drawn.
+    A part in which the step under way is lost may be told in the window alone; which step that is was drawn. The
+    others go on from an epoch's last step into what comes after it, in a loop of one's own. An average has the buffers
+    of all parts, which may differ by rank.
     """
     early = phase in ("fwd", "end")
     phases = ("fwd", "end") if early else ("fwd", "end", "win", "bwd", "epoch", "mid")
+    if loop.own_loop and phase == "end" and step % loop.per_epoch == 0:
+        phases = (*phases, "epoch")
     words = [word for part in parts for where in phases for word in part.words(where)]
+    if any(issubclass(part.loop, Averaged | SwaSwitch) for part in parts):
+        words.append("was not the same on all ranks")
     return tuple(dict.fromkeys([*words, *((NO_NAME,) if loop.own_loop and not early else ())]))
 
 

@@ -102,8 +102,13 @@ class OtherOrder(Branching):
         return order if self.rank == 0 else order[::-1]
 
 
-@recipe("order_differs", "branches run in another order on each rank, rank 0 dies early", "fwd@2 fwd@3 end@2", victim=0)
+@recipe("order_differs", "branches run in another order on each rank, rank 0 dies early", "fwd@2 end@2", victim=0)
 class OrderDiffers(OtherOrder):
+    pass
+
+
+@recipe("order_differs_third", "the same, in the third step", "fwd@3", victim=0)
+class OrderDiffersThird(OtherOrder):
     pass
 
 
@@ -232,16 +237,13 @@ class TwoNets(Deep):
         return g_loss
 
 
-D_BUFFERS = {"all": ("running_mean", "buffer", "not in model", "D")}
-
-
-@recipe("gan_g_only", "`model=G`, both optimizers; D is a second DDP with BatchNorm", "bwd win mid", D_BUFFERS,
+@recipe("gan_g_only", "`model=G`, both optimizers; D is a second DDP with BatchNorm", "bwd win mid",
         nothing=("mid", "bwd"), mixes=False)  # fmt: skip
 class GanGOnly(TwoNets):
     pass
 
 
-@recipe("gan_g_only_copy", "the same with `local_copy=True`", "bwd win mid fwd", D_BUFFERS, mixes=False)
+@recipe("gan_g_only_copy", "the same with `local_copy=True`", "bwd win mid fwd", mixes=False)
 class GanGOnlyCopy(TwoNets):
     def options(self) -> dict[str, Any]:
         return {"local_copy": True}
@@ -295,7 +297,7 @@ class TwoParts(Deep):
 
 
 @recipe("nograd_fwd_sometimes", "a no_grad forward pass in train mode in every fourth step, after the update",
-        "end@4 win@5 fwd@5 bwd@5", {"win end": ("rng", "buffer", "running_mean")})  # fmt: skip
+        "end@4 win@5 fwd@5 bwd@5", {"end": ("rng", "buffer", "running_mean")})  # fmt: skip
 class NoGradForward(Loop):
     ranks = 3
 

@@ -71,14 +71,13 @@ class Codebook(nn.Module):
         return x + self.embed[codes].detach() - x.detach()
 
 
-@recipe("vq_data", "VQ-VAE codebook in large buffers, `embed.data.copy_()`", "bwd fwd win", {"win": "embed"})
+@recipe("vq_data", "VQ-VAE codebook in large buffers, `embed.data.copy_()`", "bwd fwd win")
 class VqData(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Codebook()]
 
 
-@recipe("vq_data_nb", "the same with `broadcast_buffers=False`: each rank has its own", "bwd fwd win end",
-        {"win end": "embed"})  # fmt: skip
+@recipe("vq_data_nb", "the same with `broadcast_buffers=False`: each rank has its own", "bwd fwd win end")
 class VqDataOwn(VqData):
     ranks = 3
 
@@ -107,8 +106,7 @@ class Bank(nn.Module):
         return x + self.bank[:32].mean(0)
 
 
-@recipe("bigbuf_data", "memory bank in a large buffer of each rank, `bank.data[i:j] = x`", "bwd fwd win end",
-        {"win": "bank"})  # fmt: skip
+@recipe("bigbuf_data", "memory bank in a large buffer of each rank, `bank.data[i:j] = x`", "bwd fwd win end")
 class BigBuffer(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Bank()]

@@ -13,7 +13,8 @@ from tests.zoo.loop import WIDTH, WIDTH_OUT, Loop, recipe
 GRADIENTS = ("grad",)
 
 
-@recipe("accum_noarg2", "accumulates over 3 batches by itself in `steps()`", "end@4 fwd@5 bwd@5", {"all": GRADIENTS})
+@recipe("accum_noarg2", "accumulates over 3 batches by itself in `steps()`", "end@4 fwd@5 bwd@5",
+        {"end bwd": GRADIENTS})  # fmt: skip
 class AccumulateByHand(Loop):
     def train(self, x: Any, y: Any) -> Any:
         loss = self.loss(x, y) / 3
@@ -25,7 +26,8 @@ class AccumulateByHand(Loop):
         return loss
 
 
-@recipe("accum_own", "the same in a loop with `step_end()` for each batch", "end@5 fwd@6 bwd@4", {"all": GRADIENTS})
+@recipe("accum_own", "the same in a loop with `step_end()` for each batch", "end@5 fwd@6 bwd@4",
+        {"end bwd": GRADIENTS})  # fmt: skip
 class AccumulateOwn(AccumulateByHand):
     own_loop = True
 
@@ -68,7 +70,7 @@ class Counting(torch.optim.SGD):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
 
 
-@recipe("opt_attr", "a counter that the optimizer's own `state_dict()` carries", "bwd win", {"win": "count"})
+@recipe("opt_attr", "a counter that the optimizer's own `state_dict()` carries", "bwd win")
 class OwnState(Loop):
     def optimizers(self) -> list[Any]:
         return [Counting(self.bare.parameters(), lr=0.05)]
@@ -246,7 +248,7 @@ class GroupsAndClip(With):
         nn.utils.clip_grad_norm_(self.bare.parameters(), 0.5)
 
 
-@recipe("amp_inf", "bf16 autocast, GradScaler with a step that is skipped", "fwd@4 bwd@4 win@4 end@3 win@5")
+@recipe("amp_inf", "bf16 autocast, GradScaler with a step that is skipped", "fwd@4 bwd@4 win@4 end@3")
 class Amp(With):
     def setup(self) -> None:
         super().setup()
@@ -265,6 +267,11 @@ class Amp(With):
         nn.utils.clip_grad_norm_(self.bare.parameters(), 1.0)
         self.scaler.step(self.opt)
         self.scaler.update()
+
+
+@recipe("amp_after_inf", "the same, in the step after that", "win@5 fwd@5")
+class AmpAfter(Amp):
+    pass
 
 
 @recipe(
@@ -307,7 +314,7 @@ class Unfreeze(Loop):
         return [torch.optim.AdamW(self.bare.parameters(), lr=0.01)]
 
 
-@recipe("gradnoise4", "gradient noise from torch's stream in every fourth step", "win@4 win@5 bwd@4", {"win": "rng"})
+@recipe("gradnoise4", "gradient noise from torch's stream in every fourth step", "win@4 bwd@4", {"win": "rng"})
 class GradientNoise(Loop):
     def after_backward(self) -> None:
         super().after_backward()
@@ -316,6 +323,11 @@ class GradientNoise(Loop):
             for p in self.bare.parameters():
                 if p.grad is not None:
                     p.grad.add_(torch.randn(p.shape, generator=generator), alpha=0.01)
+
+
+@recipe("gradnoise_after", "the same, in the step after that", "win@5 fwd@5")
+class GradientNoiseAfter(GradientNoise):
+    pass
 
 
 @recipe("gradient_penalty", "gradient penalty with a double backward", "bwd win")

@@ -122,8 +122,8 @@ class ReboundLarge(Block):
         return Rebound(2048, persistent=False)
 
 
-@recipe("buffer_first_change", "large buffer that changes first in this step", "fwd@4 bwd@4 win@4", {"all": "codes"},
-        mixes=False)  # fmt: skip
+@recipe("buffer_first_change", "large buffer that changes first in this step", "fwd@4 bwd@4 win@4",
+        {"fwd bwd": "codes"}, mixes=False)  # fmt: skip
 class FirstChange(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Codes()]

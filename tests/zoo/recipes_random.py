@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomS
 
 from tests.zoo.loop import BATCH, WIDTH, WIDTH_IN, Loop, recipe
 
-NAMED = {"all": ("generator", "Generator", "random")}
 shared_by_module = np.random.default_rng(0)
 """What a module-level generator of a user's script is."""
 
@@ -28,7 +27,7 @@ class Noisy(nn.Module):
         return x + 0.1 * torch.randn(x.shape, generator=self.generator)
 
 
-@recipe("gen_attr", "`torch.Generator` attribute of the model", "bwd win fwd end", NAMED)
+@recipe("gen_attr", "`torch.Generator` attribute of the model", "bwd win fwd end")
 class GeneratorAttribute(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Noisy()]
@@ -41,7 +40,7 @@ class GeneratorAttribute(Loop):
                 self.generators["noise"] = module.generator
 
 
-@recipe("nprng_model", "`np.random.default_rng` in the loop", "bwd win fwd", NAMED)
+@recipe("nprng_model", "`np.random.default_rng` in the loop", "bwd win fwd")
 class NumpyInLoop(Loop):
     def setup(self) -> None:
         super().setup()
@@ -118,7 +117,7 @@ class AugmentTorch(Augmenting):
         return torch.randn(WIDTH_IN)
 
 
-@recipe("nprng_global", "module-level `default_rng` used by the dataset", "bwd win fwd", NAMED)
+@recipe("nprng_global", "module-level `default_rng` used by the dataset", "bwd win fwd")
 class NumpyModule(Augmenting):
     def setup(self) -> None:
         super().setup()
@@ -136,7 +135,7 @@ class OwnNoise(Augmented):
         super().__init__(inner, lambda: self.rng.normal(size=WIDTH_IN))
 
 
-@recipe("nprng_dataset", "`default_rng` attribute of the dataset", "bwd win fwd", NAMED)
+@recipe("nprng_dataset", "`default_rng` attribute of the dataset", "bwd win fwd")
 class NumpyDataset(Augmenting):
     def dataset(self) -> Any:
         dataset = OwnNoise(Loop.dataset(self), self.rank)
@@ -152,13 +151,13 @@ class PythonNoise(Augmented):
         super().__init__(inner, lambda: self.rng.gauss(0, 1))
 
 
-@recipe("pyrng_dataset", "`random.Random` attribute of the dataset", "bwd win fwd", NAMED)
+@recipe("pyrng_dataset", "`random.Random` attribute of the dataset", "bwd win fwd")
 class PythonDataset(Augmenting):
     def dataset(self) -> Any:
         return PythonNoise(Loop.dataset(self), self.rank)
 
 
-@recipe("pyrng_loop", "`random.Random` attribute of the loop: stochastic depth", "bwd win", NAMED)
+@recipe("pyrng_loop", "`random.Random` attribute of the loop: stochastic depth", "bwd win")
 class PythonLoop(Loop):
     def setup(self) -> None:
         super().setup()
@@ -252,7 +251,7 @@ class Environment(Loop):
         return x + self.env["position"], y
 
 
-@recipe("cutmix_torch", "a `torch.Generator` made in the loop, a local variable of a closure", "bwd win", NAMED)
+@recipe("cutmix_torch", "a `torch.Generator` made in the loop, a local variable of a closure", "bwd win")
 class ClosureGenerator(Loop):
     def setup(self) -> None:
         super().setup()
@@ -264,7 +263,7 @@ class ClosureGenerator(Loop):
         return self.cut(x), y
 
 
-@recipe("diffusion", "timesteps and noise drawn on a generator of the rank (diffusers)", "bwd win fwd", NAMED)
+@recipe("diffusion", "timesteps and noise drawn on a generator of the rank (diffusers)", "bwd win fwd")
 class Diffusion(Loop):
     def setup(self) -> None:
         super().setup()

@@ -178,12 +178,12 @@ class BestMetric(Loop):
 
 
 @recipe("steplr_own_loop", "StepLR at the end of an epoch, after `step_end()`", "epoch end@4 win@4 fwd@5 bwd@5",
-        {"win end bwd": ("global step", "scheduler")})  # fmt: skip
+        {"win bwd": ("global step", "scheduler")})  # fmt: skip
 class StepOwnLoop(EachEpoch):
     own_loop = True
 
 
-@recipe("warm_then_stop", "warm-up scheduler that is stepped in steps 1 to 4 only", "win@5 win@4", {"win": "scheduler"})
+@recipe("warm_then_stop", "warm-up scheduler that is stepped in steps 1 to 4 only", "win@5", {"win": "scheduler"})
 class WarmThenStop(Scheduled):
     def make(self) -> Any:
         return schedulers.LinearLR(self.opt, 0.1, total_iters=4)
@@ -193,12 +193,17 @@ class WarmThenStop(Scheduled):
             self.scheduler.step()
 
 
-@recipe("warm_stopped", "the same, two steps later", "win@7 bwd@7", {"win": "scheduler"})
+@recipe("warm_last", "the same, in its last step", "win@4 end@4", {"win": "scheduler"})
+class WarmLast(WarmThenStop):
+    pass
+
+
+@recipe("warm_stopped", "the same, in the second epoch", "win@7 bwd@7", {"win": "scheduler"})
 class WarmStopped(WarmThenStop):
     pass
 
 
-@recipe("swa_switch", "AveragedModel and SWALR take over in step 5", "win@5 win@7 end@5 bwd@5", {"win": "extras["})
+@recipe("swa_switch", "AveragedModel and SWALR take over in step 5", "win@5 end@5 bwd@5", {"win": "extras["})
 class SwaSwitch(Scheduled):
     def blocks(self) -> list[nn.Module]:
         return [nn.ReLU(), nn.Dropout(0.1)]
@@ -214,6 +219,11 @@ class SwaSwitch(Scheduled):
             self.swalr.step()
         else:
             self.scheduler.step()
+
+
+@recipe("swa_later", "the same, two steps later", "win@7 bwd@7", {"win": "extras["})
+class SwaLater(SwaSwitch):
+    pass
 
 
 class Averaged(Loop):

@@ -233,7 +233,7 @@ class Wgan(GanGOnlyCopy):
 
 
 @recipe("task_weights", "weights of several tasks are parameters of the loop's, in a group of their own", "bwd win fwd",
-        {"all": ("group1", "not in")}, mixes=False)  # fmt: skip
+        mixes=False)  # fmt: skip
 class TaskWeights(Loop):
     def optimizers(self) -> list[Any]:
         self.weights = nn.Parameter(torch.zeros(2))
