@@ -218,6 +218,15 @@ def port_is_free(ip: str, port: int) -> bool:
     return True
 
 
+def free_port(ip: str) -> int:
+    """A port of `ip` on which nothing listens now. ConfigError if `ip` is no address of this host."""
+    port_is_free(ip, 0)
+    family, address = resolve(ip, 0)
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(address)
+        return int(probe.getsockname()[1])
+
+
 def ask_to_end(record: RunRecord) -> None:
     """Send SIGTERM to exactly that process; harmless if it has ended."""
     try:

@@ -6,6 +6,7 @@ trainer's, and a log file for its output. Nothing here imports torch or gRPC.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from lastwords.controller import handover, predecessors
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 
-__all__ = ["ControllerHandle", "ControllerSpec", "start_controller"]
+__all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_on_free_port"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ READY_TIMEOUT_S = 60.0
 """A controller serves after 0.3 s; on a host that imports from a cold network file system it takes far longer."""
 
 LOG_LINES_SHOWN = 15
+
+PORTS_TRIED = 5
+"""Between finding a free port and listening on it, some other process may take it."""
 
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, since a Popen that is collected while its process runs complains."""
@@ -97,6 +101,19 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
     process.kill()
     process.wait()
     raise _failure(answer, log_path, ready_timeout_s)
+
+
+def start_on_free_port(spec: ControllerSpec, token: str) -> int:
+    """As `start_controller`, on any free port of `spec.ip` (`spec.port` is not looked at); returns that port."""
+    for left in reversed(range(PORTS_TRIED)):
+        port = handover.free_port(spec.ip)
+        try:
+            start_controller(dataclasses.replace(spec, port=port), token)
+            return port
+        except ConfigError:
+            if not left or handover.port_is_free(spec.ip, port):  # the port is not what is wrong
+                raise
+    raise AssertionError
 
 
 def _environment(token: str) -> dict[str, str]:

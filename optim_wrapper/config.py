@@ -31,6 +31,7 @@ _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za
 class Config:
     """Every setting of a rank; the same on all ranks.
 
+    ctrl_port 0: any free one, which rank ctrl_rank_id finds and tells the others.
     Durations are seconds; each, also those of `controller` and `processor`, can be set by an environment variable
     named LASTWORDS_ and its name in capitals (for example LASTWORDS_LOST_CONFIRM_S=5).
     """
@@ -83,8 +84,11 @@ class Config:
                 "ctrl_ip must be an address of rank ctrl_rank_id's host, without a port, such as '10.0.0.7', '::1' or "
                 f"'node-3', not {ctrl_ip!r}"
             )
-        if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not 1 <= ctrl_port <= 65535:
-            raise ConfigError(f"ctrl_port must be a port, an int from 1 to 65535 such as 30051, not {ctrl_port!r}")
+        if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not 0 <= ctrl_port <= 65535:
+            raise ConfigError(
+                "ctrl_port must be a port, an int from 1 to 65535 such as 30051, or 0 for any free one, "
+                f"not {ctrl_port!r}"
+            )
         root = _path("ckpt_save_path", ckpt_save_path)
         fallback = None if fallback_path is None else _path("fallback_path", fallback_path)
         # A constructor does no I/O, so no links are followed; two names that differ by `..` are seen through.

@@ -64,11 +64,13 @@ class BucketOrder:
         self._listener = Listener(self._found)
 
     @classmethod
-    def observe(cls, model: torch.nn.Module, trained: Iterable[torch.Tensor] = ()) -> BucketOrder:
+    def observe(cls, model: torch.nn.Module, trained: Iterable[torch.Tensor] | None = ()) -> BucketOrder:
         """Begin to watch each DDP that holds a parameter of `model` or one that is `trained`, also those to come.
 
-        Call it before the first backward pass. Harmless where there is no DDP.
+        Call it before the first backward pass. Harmless where there is no DDP. None for `trained` watches nothing.
         """
+        if trained is None:
+            return cls(model, [])
         order = cls(model, [*model.parameters(), *trained])
         for ddp in holding(order._kept):
             order._found(ddp, ddp.module)
@@ -94,7 +96,9 @@ class BucketOrder:
         return new
 
     def close(self) -> None:
-        """Training is over."""
+        """Training is over: no hook of ours stays."""
+        for order in self._orders:
+            order.close()
         for board in self._boards:
             board.close()
 

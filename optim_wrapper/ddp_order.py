@@ -218,6 +218,10 @@ class GradientOrder:
             hook = StayingHook(lambda *_: self._pass_ends())
             self._hooks.append((self._called or ddp).register_forward_pre_hook(hook))
 
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        self._detach()
+
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()

@@ -101,7 +101,7 @@ class Protection:
         )
         signals = self._signals = SignalGuard(agent.on_signal)
         signals.install()
-        address = host_port(config.ctrl_ip, config.ctrl_port)
+        address = host_port(config.ctrl_ip, agreement.port)
         session = self._session = Session(
             address,
             agreement.token,
@@ -119,7 +119,7 @@ class Protection:
             raise UnavailableError(
                 f"rank {rank} could not reach the controller at {address} for {config.connect_timeout_s:g} s; rank "
                 f"{config.ctrl_rank_id} runs it: check that ctrl_ip={config.ctrl_ip!r} is an address of that rank's "
-                f"host and that port {config.ctrl_port} is open between the hosts"
+                f"host and that port {agreement.port} is open between the hosts"
             )
         start_timeout_s = config.controller.start_timeout_s
         if not agent.wait_until(lambda: agent.welcomed, start_timeout_s + 5.0):

@@ -27,11 +27,10 @@ from lastwords.optim_wrapper.recorder import StepRecorder
 from lastwords.optim_wrapper.resume import Resumed, resume_from
 from lastwords.optim_wrapper.resume_point import ResumePoint
 from lastwords.optim_wrapper.source import TrainerSource
-from lastwords.optim_wrapper.steps import ResumeAt, Steps
-from lastwords.optim_wrapper.training_hooks import LoopEvents
+from lastwords.optim_wrapper.steps import Steps
+from lastwords.optim_wrapper.training_hooks import LoopEvents, resume_at
 from lastwords.optim_wrapper.world import World, next_prefix, restart_count, tells_the_others
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import Phase
@@ -42,9 +41,9 @@ _log = logging.getLogger(__name__)
 class TFTRegister:
     """Protects a training run: when a process dies, the survivors' state is saved, and a restart goes on from it.
 
-    ctrl_rank_id, ctrl_ip, ctrl_port: the rank that starts the controller, the address of its host that all ranks
-    reach, and a free port there. ckpt_save_path: directory that all ranks and the controller see.
-    model: the module as the loop calls it (DDP included). optimizer: an `OptTFTWrapper` around its optimizer.
+    `lastwords.protect` is the short form. ctrl_rank_id, ctrl_ip, ctrl_port: the rank that starts the controller, the
+    address of its host that all ranks reach, and a free port there (0: any). ckpt_save_path: directory that all ranks
+    and the controller see. model: the module as the loop calls it (DDP included). optimizer: an `OptTFTWrapper`.
     extras: name -> object with state_dict()/load_state_dict() (a scheduler, a GradScaler) or a dict of plain
     values, the same on every rank. local_extras: likewise, but different on each rank.
     fallback_path: second directory for last words, used when the first one refuses (a full disk).
@@ -95,7 +94,8 @@ class TFTRegister:
         self._declared = declared_units(units)
         copies = local_copy is not False
         self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names, copies=copies)
-        self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, self._recorder.view.trained)
+        watched = self._recorder.view.trained if self._enabled else None
+        self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched)
         self._facts: dict[str, Any] = {}
         self._protection: Protection | None = None
         self._excepthook = ExceptHook(self._hold)
@@ -147,21 +147,9 @@ class TFTRegister:
 
     def stop(self) -> None:
         """The loop is over on this rank: wait until it is over on all of them, then end the protection."""
-        self.__exit__(None, None, None)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> Literal[False]:
         protection = self._protection
         if protection is None or protection.closed:
-            return False
-        clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
-        if error is not None and (not clean or protection.leaving):
-            self._hold(error)
-            return False
+            return
         try:
             if self._common is not None and protection.stand.phase is Phase.UPDATING:
                 self._common.before_step_end()
@@ -170,13 +158,25 @@ class TFTRegister:
             protection.agent.left()
         finally:
             self._close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> Literal[False]:
+        clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
+        leaving = self._protection is not None and self._protection.leaving
+        if error is not None and (leaving or not clean):
+            self._hold(error)
+        else:
+            self.stop()
         return False
 
     def _hold(self, error: BaseException) -> None:
         """An exception leaves the loop: wait until the incident is over, then let the right one through.
 
-        Raises SystemExit where the exception is only the echo of another rank's end; returns where it is this
-        rank's own, which its user wants to see.
+        Raises SystemExit where it is only the echo of another rank's end; returns where it is this rank's own.
         """
         protection = self._protection
         if protection is None or protection.closed:
@@ -207,6 +207,18 @@ class TFTRegister:
         self._protection = None
 
     # ------------------------------------------------------------------ resume
+
+    @property
+    def optimizer(self) -> OptTFTWrapper:
+        """The wrapped optimizer, which the loop, gradient scalers and schedulers use; several are `optimizers`."""
+        if len(self._optimizers) != 1:
+            raise ConfigError(f"this job has {len(self._optimizers)} optimizers: use tft.optimizers")
+        return self._optimizers[0]
+
+    @property
+    def optimizers(self) -> tuple[OptTFTWrapper, ...]:
+        """All of them, as they were given."""
+        return self._optimizers
 
     @property
     def restarted(self) -> bool:
@@ -246,17 +258,13 @@ class TFTRegister:
         )
         if resumed is None:
             return None
-        self._resumed = resumed
-        self._global_step = resumed.global_step
-        self._position = resumed.position
+        self._resumed, self._global_step, self._position = resumed, resumed.global_step, resumed.position
         self._recorder.begin(resumed.global_step, self._position, step_regions=resumed.regions)
         self._recorder.not_exact(resumed.reasons)
-        reasons = tuple(map(str, resumed.reasons))
-        epoch, step = resumed.position or (None, None)
+        reasons, (epoch, step) = tuple(map(str, resumed.reasons)), resumed.position or (None, None)
         point = ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path), resumed.groups)
         if self._world.rank == 0:
-            at = resumed.global_step
-            own_loop.look_at_first_forward(self._model, self._recorder.rng, at, lambda: self._steps is None)
+            own_loop.look_at_first_forward(self._model, self._recorder.rng, self._global_step, lambda: not self._steps)
         return point
 
     def restore_streams(self) -> None:
@@ -276,46 +284,50 @@ class TFTRegister:
     # ------------------------------------------------------------------ the loop
 
     def steps(self, loader: Iterable[Any], epochs: int, accumulate: int = 1) -> Iterator[tuple[int, int, Any]]:
-        """Yields (epoch, step, batch) for every batch, from where the run stands; both count from 1.
+        """(epoch, step, batch) for every batch, from where the run stands; both count from 1.
 
         A step is `accumulate` batches (the last one of an epoch may have fewer) and ends when the next batch is asked
         for; `ends_step` tells whether the batch in hand is its last. All ranks must have the same number of steps;
-        ConfigError otherwise. Calls `set_epoch(epoch - 1)` where the sampler has it.
+        ConfigError otherwise, and at once for what cannot work. Calls `set_epoch(epoch - 1)` where the sampler has it.
         """
         if self._world is None:
             raise ConfigError("steps() has to be called inside `with tft:` (or after tft.start())")
-        if self._begun:
+        if self._begun or self._steps is not None:
             raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
-        self._begun = True
         resumed = self._resumed
         here = onward(resumed, loader, accumulate, self._world.size)
-        steps = self._steps = Steps(
+        self._steps = Steps(
             loader,
             epochs,
             accumulate=accumulate,
             events=LoopEvents(self._recorder, self._end_step, self._protection),
-            resume=None if resumed is None else self._resume_at(resumed),
+            resume=None if resumed is None else resume_at(resumed, self._recorder),
             data=self._config.data,
             show_progress=self._world.rank == 0,
             onward=here,
             placed=resumed is not None and bool(resumed.regions) and loader in self._recorder.local_extras,
         )
-        self._facts["data"] = {**steps.facts(), "world_size": self._world.size}
+        self._facts["data"] = {**self._steps.facts(), "world_size": self._world.size}
+        return self._iterate(self._steps, loader, known_length=here.carried is None)
+
+    def _iterate(self, steps: Steps, loader: object, known_length: bool) -> Iterator[tuple[int, int, Any]]:
+        """The loop begins when its first batch is asked for: what is drawn until then belongs to no step."""
+        self._begun, resumed = True, self._resumed
         self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
         self._recorder.know(loader, steps.generators)
         if self._protection is not None:
-            at_gate = self._common is not None and self._common.gate is not None
-            self._recorder.open_box(self._protection.use_box, at_gate=at_gate)
+            gated = self._common is not None and self._common.gate is not None
+            self._recorder.open_box(self._protection.use_box, at_gate=gated)
         self._recorder.begin(
             self._global_step,
             self._position,
             epoch_start=None if resumed is None else resumed.epoch_start,
             step_regions=None if resumed is None else resumed.regions,
-            steps_per_epoch=steps.steps_per_epoch if here.carried is None else 0,
+            steps_per_epoch=steps.steps_per_epoch if known_length else 0,
         )
         if self._protection is not None and self._common is not None:
             self._common.compare("before the first step")
-            shape = (steps.steps_per_epoch, epochs) if here.carried is None else (0, 0)
+            shape = (steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)
             self._protection.agent.begin_loop(*shape, self._global_step)
         yield from steps
 
@@ -352,8 +364,6 @@ class TFTRegister:
         if self.ends_step:
             self.step_end(epoch, step)
 
-    # ------------------------------------------------------------------ inside
-
     def _ensure_loop(self) -> None:
         """A loop of the user's own begins with its first optimizer step or step_end."""
         if not self._begun:
@@ -377,12 +387,6 @@ class TFTRegister:
 
         self._protection.agent.end_step(commit)
         common.after_step_end(self._global_step)
-
-    def _resume_at(self, resumed: Resumed) -> ResumeAt:
-        def back_to(regions: Mapping[str, RegionCopy]) -> Callable[[], None] | None:
-            return (lambda: self._recorder.put_back(regions, last=regions is resumed.regions)) if regions else None
-
-        return ResumeAt(resumed.epoch, resumed.step, back_to(resumed.epoch_start), back_to(resumed.regions))
 
     def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
         # Where ranks hold different units their buckets may differ too: each unit has its own writer's.

@@ -31,7 +31,7 @@ class Agreement:
     """What all ranks of a job know before the first session. `token` never leaves memory, store and metadata.
 
     restarted: a launcher has started this job before. jobs: other jobs from whose checkpoints it has resumed then.
-    nonce: of this start, in the names of what it keeps in shared memory.
+    nonce: of this start, in the names of what it keeps in shared memory. port: where the controller listens.
     """
 
     job: str
@@ -41,6 +41,7 @@ class Agreement:
     restarted: bool = False
     jobs: tuple[str, ...] = ()
     nonce: str = ""
+    port: int = 0
 
 
 def check_directory(path: Path, what: str) -> tuple[str, ...]:
@@ -98,7 +99,7 @@ def agree(world: World, config: Config, settings: dict[str, Any], checkpoint_byt
             drawn.jobs,
             secrets.token_hex(4),
         )
-        start_controller(world, config, agreement)
+        agreement = dataclasses.replace(agreement, port=start_controller(world, config, agreement))
     except LastWordsError as error:
         world.publish(f"{prefix}/job", {"error": str(error)})
         raise
@@ -137,25 +138,26 @@ def _compare(world: World, prefix: str, settings: dict[str, Any]) -> None:
         raise ConfigError("the ranks were registered with different settings: " + "; ".join(different))
 
 
-def start_controller(world: World, config: Config, agreement: Agreement) -> controller_launch.ControllerHandle:
-    """Start the controller's process; returns once it serves."""
+def start_controller(world: World, config: Config, agreement: Agreement) -> int:
+    """Start the controller's process; returns its port once it serves."""
+    spec = controller_launch.ControllerSpec(
+        ip=config.ctrl_ip,
+        port=config.ctrl_port,
+        job=agreement.job,
+        generation=agreement.generation,
+        world_size=world.size,
+        root=config.ckpt_save_path,
+        fallback_root=config.fallback_path,
+        starter_pid=os.getpid(),
+        options=config.controller,
+        keepalive_time_s=config.keepalive_time_s,
+        keepalive_timeout_s=config.keepalive_timeout_s,
+        nonce=agreement.nonce,
+    )
     try:
-        return controller_launch.start_controller(
-            controller_launch.ControllerSpec(
-                ip=config.ctrl_ip,
-                port=config.ctrl_port,
-                job=agreement.job,
-                generation=agreement.generation,
-                world_size=world.size,
-                root=config.ckpt_save_path,
-                fallback_root=config.fallback_path,
-                starter_pid=os.getpid(),
-                options=config.controller,
-                keepalive_time_s=config.keepalive_time_s,
-                keepalive_timeout_s=config.keepalive_timeout_s,
-                nonce=agreement.nonce,
-            ),
-            token=agreement.token,
-        )
+        if not config.ctrl_port:
+            return controller_launch.start_on_free_port(spec, agreement.token)
+        controller_launch.start_controller(spec, token=agreement.token)
+        return config.ctrl_port
     except OSError as error:
         raise UnavailableError(f"the controller's process could not be started: {error}") from error

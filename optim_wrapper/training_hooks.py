@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.gate import GatedStep
 from lastwords.optim_wrapper.own_loop import refuse_update_after_end
 from lastwords.optim_wrapper.protection import Protection
 from lastwords.optim_wrapper.recorder import StepRecorder
+from lastwords.optim_wrapper.resume import Resumed
+from lastwords.optim_wrapper.steps import ResumeAt
+from lastwords.processor.box_reader import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import Phase
 
@@ -92,7 +95,8 @@ class LoopEvents:
 
     def under_way(self, epoch: int, step: int) -> None:
         """This step has begun."""
-        self._recorder.under_way(Position(epoch, step))
+        if self._protection is not None:
+            self._recorder.under_way(Position(epoch, step))
 
     def step_end(self, epoch: int, step: int) -> None:
         """This step is over."""
@@ -103,3 +107,12 @@ class LoopEvents:
         if self._protection is not None:
             refuse_update_after_end(self._protection.stand)
             self._protection.agent.between_steps(self._recorder.look_again)
+
+
+def resume_at(resumed: Resumed, recorder: StepRecorder) -> ResumeAt:
+    """Where a loop over `Steps` goes on, and how its random streams come back."""
+
+    def back_to(regions: Mapping[str, RegionCopy]) -> Callable[[], None] | None:
+        return (lambda: recorder.put_back(regions, last=regions is resumed.regions)) if regions else None
+
+    return ResumeAt(resumed.epoch, resumed.step, back_to(resumed.epoch_start), back_to(resumed.regions))

@@ -19,7 +19,7 @@ from lastwords.clock import mono_s
 from lastwords.errors import ConfigError, LastWordsError, UnavailableError
 from lastwords.liveness.process_id import host_id, start_ticks
 
-_Constructor = TypeVar("_Constructor", bound=Callable[..., None])
+_Constructor = TypeVar("_Constructor", bound=Callable[..., Any])
 
 _FIRST_LOOK_S = 0.0005
 _LOOK_S = 0.5
@@ -118,12 +118,12 @@ class World:
 
 
 def tells_the_others(constructor: _Constructor) -> _Constructor:
-    """A constructor whose LastWordsError is heard by ranks that got further and wait for this one's word."""
+    """A constructor, or a function that calls one, whose LastWordsError reaches ranks that wait for this one's word."""
 
     @functools.wraps(constructor)
-    def telling(*args: Any, **kwargs: Any) -> None:
+    def telling(*args: Any, **kwargs: Any) -> Any:
         try:
-            constructor(*args, **kwargs)
+            return constructor(*args, **kwargs)
         except LastWordsError as error:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 # The others take the next prefix; a store that is gone has nobody to tell.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.integrations.transform_files import transform_checkpoints
     from lastwords.optim_wrapper.live_strategy import save_strategy
+    from lastwords.optim_wrapper.protect import protect
     from lastwords.optim_wrapper.register import TFTRegister
     from lastwords.optim_wrapper.resume_point import ResumePoint, peek
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -78,6 +79,7 @@ __all__ = [
     "load_for_inference",
     "merge_pipeline_strategys",
     "peek",
+    "protect",
     "rank_list_for_transform",
     "restore_group_info_list",
     "save_strategy",
@@ -92,6 +94,7 @@ _WHERE = {
     "load_for_inference": "lastwords.integrations.inference",
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "TFTRegister": "lastwords.optim_wrapper.register",
+    "protect": "lastwords.optim_wrapper.protect",
     "ResumePoint": "lastwords.optim_wrapper.resume_point",
     "peek": "lastwords.optim_wrapper.resume_point",
     "Part": "lastwords.sharding.parts",

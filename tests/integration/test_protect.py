@@ -1,0 +1,49 @@
+"""`lastwords.protect`: no address, no port, no wrapper in the script, and the resume is exact all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lastwords.checkpoint import load
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+STEPS, DIES_AT = 20, 8
+
+
+def run(ckpt: Path, log: Path, dies_at: int = 0) -> subprocess.CompletedProcess[str]:
+    log.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LASTWORDS_JOB"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.integration.protected_training", str(ckpt), str(log), str(dies_at)]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
+
+
+def lines(log: Path, rank: int) -> dict[int, str]:
+    """The last line of each step: a step that was lost is trained again."""
+    return {int(line.split()[0]): line for line in (log / str(rank)).read_text(encoding="utf-8").splitlines()}
+
+
+def test_a_job_of_two_under_torchrun_is_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    whole = run(tmp_path / "undisturbed", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    ckpt, log = tmp_path / "ckpt", tmp_path / "log"
+    killed = run(ckpt, log, DIES_AT)
+    assert killed.returncode != 0
+    saved = load.latest(ckpt)
+    assert saved is not None, killed.stderr
+    resumed = run(ckpt, log)
+    assert resumed.returncode == 0, resumed.stderr
+    for rank in (0, 1):
+        undisturbed, found = lines(tmp_path / "whole", rank), lines(log, rank)
+        # Whoever dies in a step writes no line of it, and a survivor that has updated may be frozen before its own.
+        assert set(range(1, STEPS + 1)) - set(found) <= {DIES_AT}
+        assert found == {step: line for step, line in undisturbed.items() if step in found}

@@ -1,0 +1,214 @@
+"""The short form, what is checked at once, and what a run that is switched off leaves alone."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import lastwords
+from lastwords.controller import handover, launch
+from lastwords.controller.spec import ControllerSpec
+from lastwords.errors import ConfigError, NotAnOptimizerError, UnavailableError
+from lastwords.optim_wrapper.protect import More, controller_address
+
+OFF, ON = "{TTP:0}", "{TTP:1}"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(path: Path, **more: Any) -> lastwords.TFTRegister:
+    model = nn.Linear(2, 2)
+    return lastwords.protect(path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), **more)
+
+
+# ---------------------------------------------------------------------- protect
+
+
+def test_it_takes_what_the_long_form_takes() -> None:
+    taken = inspect.signature(lastwords.TFTRegister).parameters.values()
+    assert {one.name for one in taken if one.kind is one.KEYWORD_ONLY} - {"model", "optimizer"} == set(
+        More.__annotations__
+    )
+
+
+def test_a_plain_optimizer_is_wrapped_and_a_wrapped_one_stays_as_it_is(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    plain, wrapped = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    wrapper = lastwords.OptTFTWrapper(wrapped)
+    tft = lastwords.protect(tmp_path, model=nn.ModuleList([model, other]), optimizer=[plain, wrapper])
+    assert [one.inner for one in tft.optimizers] == [plain, wrapped]
+    assert tft.optimizers[1] is wrapper
+    with pytest.raises(ConfigError, match=r"2 optimizers: use tft\.optimizers"):
+        _ = tft.optimizer
+
+
+def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotAnOptimizerError, match="Optimizer, not str"):
+        lastwords.protect(tmp_path, model=nn.Linear(2, 2), optimizer="adam")  # type: ignore[arg-type]
+
+
+def test_the_ranks_meet_where_their_launcher_says() -> None:
+    assert controller_address({"MASTER_ADDR": "node-3", "WORLD_SIZE": "8"}) == "node-3"
+    assert controller_address({"WORLD_SIZE": "1"}) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
+        controller_address({"WORLD_SIZE": "8"})
+
+
+def spec(tmp_path: Path) -> ControllerSpec:
+    return ControllerSpec("127.0.0.1", 0, "digits", 1, 1, tmp_path)
+
+
+def test_a_port_that_was_taken_meanwhile_is_not_the_last_one_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = iter([taken.getsockname()[1], handover.free_port("127.0.0.1")])
+        monkeypatch.setattr(handover, "free_port", lambda ip: next(ports))
+        tried = []
+
+        def start(given: ControllerSpec, token: str) -> None:
+            tried.append(given.port)
+            if not handover.port_is_free(given.ip, given.port):
+                raise ConfigError("in use")
+
+        monkeypatch.setattr(launch, "start_controller", start)
+        assert launch.start_on_free_port(spec(tmp_path), "token") == tried[1] != tried[0]
+
+
+def test_what_is_wrong_otherwise_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def start(given: ControllerSpec, token: str) -> None:
+        calls.append(given.port)
+        raise ConfigError("no such job name") if len(calls) == 1 else UnavailableError("it ended at once")
+
+    monkeypatch.setattr(launch, "start_controller", start)
+    with pytest.raises(ConfigError, match="no such job name"):
+        launch.start_on_free_port(spec(tmp_path), "token")
+    with pytest.raises(UnavailableError):
+        launch.start_on_free_port(spec(tmp_path), "token")
+    assert len(calls) == 2
+
+
+def test_a_plain_optimizer_that_is_stepped_by_itself_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    with lastwords.protect(tmp_path, model=model, optimizer=plain) as tft:
+        model(torch.ones(1, 2)).sum().backward()
+        before = model.weight.detach().clone()
+        with pytest.raises(ConfigError, match="was stepped by itself"):
+            plain.step()
+        assert torch.equal(model.weight, before)
+        tft.optimizer.step()
+        tft.step_end()
+    plain.step()
+
+
+# ---------------------------------------------------------------------- steps()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(([1, 2], -1), "epochs"), (([1, 2], 1, 0), "accumulate"), ((iter([1]), 1), "length|len")],
+)
+def test_a_wrong_argument_is_told_by_the_call_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], named: str
+) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", OFF)
+    with made(tmp_path) as tft:
+        with pytest.raises(ConfigError, match=named):
+            tft.steps(*arguments)
+        assert [step for _, step, _ in tft.steps([1, 2], 1)] == [1, 2], "a call that was refused counts for nothing"
+
+
+def test_steps_outside_of_its_block_or_twice_is_told_by_the_call_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", OFF)
+    tft = made(tmp_path)
+    with pytest.raises(ConfigError, match="inside `with tft:`"):
+        tft.steps([1], 1)
+    with tft:
+        tft.steps([1], 1)
+        with pytest.raises(ConfigError, match="call steps\\(\\) once"):
+            tft.steps([1], 1)
+
+
+# ---------------------------------------------------------------------- what stays behind
+
+
+def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, int]]:
+    """How many hooks of each kind there are on modules, parameters and the optimizer."""
+    found = []
+    for name, module in model.named_modules():
+        found += [(f"{name} {key}", len(hooks)) for key, hooks in vars(module).items() if key.endswith("_hooks")]
+    for name, parameter in model.named_parameters():
+        found.append((name, len(parameter._post_accumulate_grad_hooks or ())))
+    found += [(key, len(hooks)) for key, hooks in vars(optimizer).items() if key.endswith("_hooks")]
+    return found
+
+
+def process() -> tuple[Any, ...]:
+    return sys.excepthook, threading.enumerate(), dist.all_reduce, dist.broadcast, torch.Tensor.backward
+
+
+def trained(tft: lastwords.TFTRegister, model: nn.Module) -> None:
+    for _ in tft.steps([1, 2], epochs=1):
+        tft.optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        tft.optimizer.step()
+
+
+def test_a_run_that_is_switched_off_has_no_hook_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None
+) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", OFF)
+    model: Any = DDP(nn.Linear(2, 2))
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    before, around = hooks_of(model, plain), process()
+    tft = lastwords.protect(tmp_path, model=model, optimizer=plain)
+    assert hooks_of(model, plain) == before
+    with tft:
+        trained(tft, model)
+        assert hooks_of(model, plain) == before
+        assert process() == around
+        later: Any = DDP(model.module)
+        later(torch.ones(1, 2)).sum().backward()
+        assert hooks_of(model, plain) == before, "nor does a DDP that is made later get any"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.process
+def test_a_run_that_is_over_leaves_no_hook_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", ON)
+    model: Any = DDP(nn.Linear(2, 2))
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    before = hooks_of(model, plain)
+    tft = lastwords.protect(tmp_path, model=model, optimizer=plain)
+    assert hooks_of(model, plain) != before, "what is counted below would be nothing"
+    tft.start()
+    tft.stop()
+    tft.stop()
+    assert hooks_of(model, plain) == before
