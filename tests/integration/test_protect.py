@@ -11,7 +11,7 @@ import pytest
 
 from lastwords.checkpoint import load
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(330)]  # three runs of torchrun, one after the other
 
 ROOT = Path(__file__).parents[2]
 STEPS, DIES_AT = 20, 8
