@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lastwords.optim_wrapper.gate import Gate
-from lastwords.optim_wrapper.world import World
+from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.trainer.gate import Gate
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure

@@ -48,15 +48,15 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish
+from lastwords.checkpoint.reshard.strategy import strategy_of
 from lastwords.checkpoint.reshard_plan import slices_for
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.checkpoint.strategy import strategy_of
 from lastwords.integrations.dcp import LastWordsReader
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.resume_elsewhere import Resharding
-from lastwords.optim_wrapper.survey import places_of, survey
-from lastwords.optim_wrapper.tensor_bytes import bytes_of
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.resume.resume_elsewhere import Resharding
+from lastwords.optim_wrapper.resume.survey import places_of, survey
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lastwords.optim_wrapper.own_streams import OwnStreams
-from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
+from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
+from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from lastwords.processor.black_box import BlackBox, BoxLayout
 from lastwords.processor.signals import SignalGuard
 from lastwords.vocabulary import Phase

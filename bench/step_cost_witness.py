@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.state_watch import StateWatch
+from lastwords.optim_wrapper.capture.state_watch import StateWatch
+from lastwords.optim_wrapper.state.state_view import UnitView
 
 BUDGET_US = 20.0
 """At 200 tensors."""

@@ -36,8 +36,8 @@ from lastwords.checkpoint.boxes import whole
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish
-from lastwords.checkpoint.rank_transform import transform_checkpoint_by_rank
-from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file
+from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_rank
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, save_strategy_file
 from lastwords.integrations.transform import transform
 from lastwords.vocabulary import UNIT_REPLICATED
 

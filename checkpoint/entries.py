@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,20 @@ def local_summary(entry: LocalEntry) -> dict[str, Any]:
     after = slot.get("after") if isinstance(slot, Mapping) else None
     summary: dict[str, Any] = {"exact": entry.exact, "reasons": [one.to_json() for one in entry.reasons]}
     return summary if after is None else summary | {"after": list(after)}
+
+
+def groups_of(metas: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Parameters of each param group, out of the `meta` of units; a group may have some in each of them.
+
+    >>> groups_of([{"group_parameters": [["a"], ["c"]]}, {"group_numbers": [1], "group_parameters": [["b", "c"]]}])
+    (('a',), ('c', 'b'))
+    """
+    found: dict[int, dict[str, None]] = {}
+    for meta in metas:
+        groups = meta.get("group_parameters", ())
+        for number, names in zip(meta.get("group_numbers", range(len(groups))), groups, strict=True):
+            found.setdefault(number, {}).update(dict.fromkeys(names))
+    return tuple(tuple(found.get(number, ())) for number in range(max(found, default=-1) + 1))
 
 
 def owners_contradiction(

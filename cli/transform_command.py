@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lastwords.checkpoint import load
-from lastwords.checkpoint.strategy import WORLD_SIZE_MAX
+from lastwords.checkpoint.reshard.strategy import WORLD_SIZE_MAX
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import print_json, say

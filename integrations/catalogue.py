@@ -14,13 +14,13 @@ from lastwords.checkpoint.direct_io import Buffer
 from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.reshard.saved_units import unit_of
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
-from lastwords.checkpoint.saved_units import unit_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
-from lastwords.optim_wrapper.state_restore import stored_shape
-from lastwords.optim_wrapper.tensor_bytes import dtype_of_code
-from lastwords.optim_wrapper.tensor_tree import Tree, filled, tensor_nodes
+from lastwords.optim_wrapper.resume.state_restore import stored_shape
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_of_code
+from lastwords.optim_wrapper.tensors.tensor_tree import Tree, filled, tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _SHOWN_MAX = 8

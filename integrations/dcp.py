@@ -35,7 +35,7 @@ from lastwords.checkpoint.reshard_plan import Slice
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import CheckpointError, IncompleteError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
-from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named
 
 MODEL = "model"
 OPTIMIZER = "optim"

@@ -32,8 +32,8 @@ from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageE
 from lastwords.integrations.dcp import MODEL, OPTIMIZER
 from lastwords.integrations.dcp_out import EXTENSION
 from lastwords.integrations.export import Progress
-from lastwords.optim_wrapper.tensor_bytes import dtype_name, source_of, spec_of
-from lastwords.optim_wrapper.tensor_tree import Tree, take_apart
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, source_of, spec_of
+from lastwords.optim_wrapper.tensors.tensor_tree import Tree, take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
 KeyPath = tuple[Any, ...]

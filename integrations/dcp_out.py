@@ -29,8 +29,8 @@ from lastwords.errors import CheckpointError, LastWordsError, StorageError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
 from lastwords.integrations.export import Progress, check_dtype
-from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, dtype_of_code
-from lastwords.optim_wrapper.tensor_tree import tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, dtype_of_code
+from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
 
 EXTENSION = "lastwords"

@@ -16,7 +16,7 @@ from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
-from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named
 
 _BLOCK_BYTES = 16 << 20
 """Of each tensor that much is in memory at a time: large enough for long reads."""

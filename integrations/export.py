@@ -25,7 +25,7 @@ from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
 from lastwords.errors import ConfigError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
-from lastwords.optim_wrapper.tensor_bytes import code_of_dtype, dtype_named
+from lastwords.optim_wrapper.tensors.tensor_bytes import code_of_dtype, dtype_named
 
 INDEX_NAME = "model.safetensors.index.json"
 Progress = Callable[[int, int], None]

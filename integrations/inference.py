@@ -16,8 +16,8 @@ from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
-from lastwords.optim_wrapper.state_view import unwrap
-from lastwords.optim_wrapper.tensor_bytes import bytes_of, dtype_named, overwrite
+from lastwords.optim_wrapper.state.state_view import unwrap
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, overwrite
 from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, local_of, placements_to_json
 
 _COMPILED = "_orig_mod."

@@ -25,7 +25,6 @@ import xxhash
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import write_file
-from lastwords.checkpoint.checkpoint_source import CheckpointSource, lost_locals
 from lastwords.checkpoint.document import Fields, decode_document, encode_document
 from lastwords.checkpoint.entries import Entry, LocalEntry
 from lastwords.checkpoint.load import Status, examine, find_checkpoint, open_checkpoint
@@ -35,18 +34,10 @@ from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_pa
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
 from lastwords.checkpoint.reading import damage_told_from_replacement, stamp_of
-from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.checkpoint.strategy import Strategy, load_sound_strategy
-from lastwords.checkpoint.streamed import Streamed
-from lastwords.checkpoint.system import (
-    REAL_OS,
-    Os,
-    make_directories,
-    make_directory,
-    read_whole,
-    remove_tree,
-)
-from lastwords.checkpoint.transform_plan import (
+from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource, lost_locals
+from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy
+from lastwords.checkpoint.reshard.streamed import Streamed
+from lastwords.checkpoint.reshard.transform_plan import (
     Holding,
     Planned,
     Ranks,
@@ -57,6 +48,15 @@ from lastwords.checkpoint.transform_plan import (
     meta_of,
     planned,
     whole_strategy,
+)
+from lastwords.checkpoint.slice_reader import SliceReader
+from lastwords.checkpoint.system import (
+    REAL_OS,
+    Os,
+    make_directories,
+    make_directory,
+    read_whole,
+    remove_tree,
 )
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.sharding.grouping import unit_name

@@ -1,1 +1,1 @@
-"""Who on this host is still alive: names in shared memory, robust mutexes, pidfds. See ARCHITECTURE.md."""
+"""Who on this host is still alive: names in shared memory, robust mutexes, pidfds."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from lastwords.checkpoint.entries import groups_of
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
-from lastwords.optim_wrapper.resume_point import groups_of
 from lastwords.sharding import zero
 
 if TYPE_CHECKING:
-    from lastwords.optim_wrapper.state_view import UnitView
+    from lastwords.optim_wrapper.state.state_view import UnitView
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.nested_optimizers import nested_in
-from lastwords.optim_wrapper.tensor_bytes import problem_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of, staged_bytes
 from lastwords.sharding.dtensor import local_of
 
 HASHED_BYTES_MAX = 1 << 20

@@ -1,1 +1,8 @@
-"""See ARCHITECTURE.md."""
+"""The processor: one rank's side of the protocol, inside the training process.
+
+- The core, pure: `core` (calls and events in, effects out), `phases` (the table of a step's phases), `rank_state`,
+  `participation` (in an incident), `correspondence`, `grace`; their values in `events`
+- The shell: `agent`, `session` (gRPC), `saver` (writes the part), `signals`, `departure`, `ring` (watches other ranks)
+- The black box, a file in shared memory that survives the process: `black_box`, `box_layout`, `box_reader`,
+  `box_carry`, `recurrence`
+"""

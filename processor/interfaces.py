@@ -27,7 +27,7 @@ class SessionLike(Protocol):
 
 
 class GateLike(Protocol):
-    """A collective that this rank has entered (`optim_wrapper.gate.Gate`)."""
+    """A collective that this rank has entered (`optim_wrapper.trainer.gate.Gate`)."""
 
     def passed(self) -> bool:
         """Whether every rank has entered it. Raises GateFailedError if that can never be any more."""

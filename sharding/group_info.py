@@ -46,7 +46,7 @@ class Units(Protocol):
 
 
 class Board(Protocol):
-    """Words that every rank of the job can read, as `optim_wrapper.world.World` keeps them."""
+    """Words that every rank of the job can read, as `optim_wrapper.launch.world.World` keeps them."""
 
     rank: int
     size: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lastwords.checkpoint.boxes import Box
-from lastwords.checkpoint.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.errors import ConfigError
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.grouping import Alike, refuse_different_forms

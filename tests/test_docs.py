@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.cli.main import ExitCode, build_parser
-from lastwords.optim_wrapper.config import Config, variables
+from lastwords.optim_wrapper.launch.config import Config, variables
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 
 ROOT = Path(__file__).resolve().parents[1]

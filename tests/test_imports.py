@@ -59,7 +59,7 @@ def test_the_import_contracts_hold(tree: Path) -> None:
         ("checkpoint/layout.py", "import lastwords.liveness.paths", "Imports point one way"),
         ("processor/saver.py", "import torch", "torch stays in optim_wrapper"),
         ("liveness/paths.py", "import lastwords.transport", "checkpoint and liveness know nothing of gRPC"),
-        ("optim_wrapper/startup.py", "import lastwords.controller.server", "only how to start a controller"),
+        ("optim_wrapper/launch/startup.py", "import lastwords.controller.server", "only how to start a controller"),
     ],
 )
 def test_an_import_that_points_the_wrong_way_breaks_a_contract(

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lastwords.checkpoint.rank_transform import transform_checkpoint_by_rank
-    from lastwords.checkpoint.strategy import merge_pipeline_strategys
-    from lastwords.checkpoint.strategy_needs import rank_list_for_transform
+    from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_rank
+    from lastwords.checkpoint.reshard.strategy import merge_pipeline_strategys
+    from lastwords.checkpoint.reshard.strategy_needs import rank_list_for_transform
     from lastwords.errors import (
         BusyError,
         CheckpointError,
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.integrations.transform_files import transform_checkpoints
-    from lastwords.optim_wrapper.live_strategy import save_strategy
-    from lastwords.optim_wrapper.protect import protect
-    from lastwords.optim_wrapper.register import TFTRegister
-    from lastwords.optim_wrapper.resume_point import ResumePoint, peek
+    from lastwords.optim_wrapper.resume.resume_point import ResumePoint, peek
+    from lastwords.optim_wrapper.trainer.live_strategy import save_strategy
+    from lastwords.optim_wrapper.trainer.protect import protect
+    from lastwords.optim_wrapper.trainer.register import TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
     from lastwords.sharding.declare import Unit, units_from_mesh
     from lastwords.sharding.group_info import get_ckpt_path_with_strategy, restore_group_info_list
@@ -93,18 +93,18 @@ _WHERE = {
     "LoadedWeights": "lastwords.integrations.inference",
     "load_for_inference": "lastwords.integrations.inference",
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
-    "TFTRegister": "lastwords.optim_wrapper.register",
-    "protect": "lastwords.optim_wrapper.protect",
-    "ResumePoint": "lastwords.optim_wrapper.resume_point",
-    "peek": "lastwords.optim_wrapper.resume_point",
+    "TFTRegister": "lastwords.optim_wrapper.trainer.register",
+    "protect": "lastwords.optim_wrapper.trainer.protect",
+    "ResumePoint": "lastwords.optim_wrapper.resume.resume_point",
+    "peek": "lastwords.optim_wrapper.resume.resume_point",
     "Part": "lastwords.sharding.parts",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
-    "merge_pipeline_strategys": "lastwords.checkpoint.strategy",
-    "rank_list_for_transform": "lastwords.checkpoint.strategy_needs",
+    "merge_pipeline_strategys": "lastwords.checkpoint.reshard.strategy",
+    "rank_list_for_transform": "lastwords.checkpoint.reshard.strategy_needs",
     "restore_group_info_list": "lastwords.sharding.group_info",
-    "save_strategy": "lastwords.optim_wrapper.live_strategy",
-    "transform_checkpoint_by_rank": "lastwords.checkpoint.rank_transform",
+    "save_strategy": "lastwords.optim_wrapper.trainer.live_strategy",
+    "transform_checkpoint_by_rank": "lastwords.checkpoint.reshard.rank_transform",
     "transform_checkpoints": "lastwords.integrations.transform_files",
     "units_from_mesh": "lastwords.sharding.declare",
 }

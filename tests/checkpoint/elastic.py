@@ -18,7 +18,7 @@ from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.partfile import read_lone_header
 from lastwords.checkpoint.publish import Incident, publish
-from lastwords.checkpoint.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.sharding.grouping import unit_name
 

@@ -15,7 +15,7 @@ from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.system import Os
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
-from lastwords.optim_wrapper.resume_choice import look_for
+from lastwords.optim_wrapper.resume.resume_choice import look_for
 from tests.checkpoint.states import Job, content_of, content_written
 
 JOB = Job()

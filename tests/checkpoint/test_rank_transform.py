@@ -16,14 +16,14 @@ import pytest
 from safetensors.numpy import load_file
 
 import lastwords
-from lastwords.checkpoint import rank_transform, streamed
 from lastwords.checkpoint.boxes import Box
-from lastwords.checkpoint.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.rank_files import RankFiles
-from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file
+from lastwords.checkpoint.reshard import rank_transform, streamed
+from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
+from lastwords.checkpoint.reshard.rank_files import RankFiles
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, save_strategy_file
 from lastwords.checkpoint.system import Os
 from lastwords.errors import (
     BusyError,

@@ -9,11 +9,11 @@ import pytest
 
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.saved_state import join
-from lastwords.checkpoint.saved_units import SavedUnit, placed, read_unit
-from lastwords.checkpoint.state_trees import mapped, renamed
-from lastwords.checkpoint.strategy import Cut, Held, Strategy
-from lastwords.checkpoint.transform_plan import by_holders, meta_of, planned, whole_strategy
+from lastwords.checkpoint.reshard.saved_state import join
+from lastwords.checkpoint.reshard.saved_units import SavedUnit, placed, read_unit
+from lastwords.checkpoint.reshard.state_trees import mapped, renamed
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.reshard.transform_plan import by_holders, meta_of, planned, whole_strategy
 from lastwords.errors import FormatError, MismatchError
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import strategy_needs
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
-from lastwords.checkpoint.strategy import (
+from lastwords.checkpoint.reshard import strategy_needs
+from lastwords.checkpoint.reshard.strategy import (
     Cut,
     Held,
     Strategy,
@@ -21,7 +21,7 @@ from lastwords.checkpoint.strategy import (
     save_strategy_file,
     strategy_of,
 )
-from lastwords.checkpoint.strategy_needs import rank_list_for_transform
+from lastwords.checkpoint.reshard.strategy_needs import rank_list_for_transform
 from lastwords.errors import ConfigError, FormatError, MismatchError, StorageError, StrategyError
 from tests.checkpoint.interposed import InterposedOs, counting
 from tests.checkpoint.simulated_disk import SimulatedOs

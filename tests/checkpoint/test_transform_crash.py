@@ -12,7 +12,7 @@ import pytest
 
 from lastwords.checkpoint import load
 from lastwords.checkpoint.boxes import Box
-from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, save_strategy_file
 from lastwords.checkpoint.system import Os
 from lastwords.errors import StorageError
 from lastwords.integrations.transform import transform

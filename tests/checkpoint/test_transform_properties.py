@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastwords.checkpoint.load import open_checkpoint, verify
-from lastwords.checkpoint.strategy import Strategy, save_strategy_file, strategy_of
+from lastwords.checkpoint.reshard.strategy import Strategy, save_strategy_file, strategy_of
 from lastwords.integrations import transform as module
 from lastwords.integrations.transform import transform
 from lastwords.integrations.transform_files import transform_all
@@ -96,7 +96,7 @@ def test_whole_and_by_rank_it_is_what_a_naive_gather_says(seed: int, source: int
 
 
 def _sorted(strategy: Strategy) -> dict[str, Any]:
-    from lastwords.checkpoint.strategy import Cut
+    from lastwords.checkpoint.reshard.strategy import Cut
 
     return {
         name: Cut(cut.dtype, cut.shape, tuple(sorted(cut.held, key=lambda held: held.box)))

@@ -27,7 +27,8 @@ STEPS = 6
 
 def take_out(name: str) -> None:
     """Replace a mechanism by one that does nothing."""
-    from lastwords.optim_wrapper import ddp_board, ddp_buckets, ddp_order, state_view
+    from lastwords.optim_wrapper.ddp import ddp_board, ddp_buckets, ddp_order
+    from lastwords.optim_wrapper.state import state_view
 
     if name == "replay":
         ddp_buckets.replay = lambda *_args, **_more: []

@@ -71,7 +71,7 @@ def watch_slots(faults: Faults) -> None:
 
 
 def _another_host(_: str) -> None:
-    from lastwords.optim_wrapper import protection
+    from lastwords.optim_wrapper.trainer import protection
 
     original = protection.this_process
     protection.this_process = lambda nonce: dataclasses.replace(original(nonce), host_id="another-host")
@@ -79,7 +79,7 @@ def _another_host(_: str) -> None:
 
 def watch_gate(faults: Faults) -> None:
     """Come by the phases "gate_enter" and "gate", and let the action "hold" keep this rank at its gate."""
-    from lastwords.optim_wrapper.gate import Gate
+    from lastwords.optim_wrapper.trainer.gate import Gate
 
     enter, passed = Gate.enter, Gate.passed
 
@@ -102,43 +102,43 @@ def _no_controller(_: str) -> None:
 
 
 def _no_bucket_replay(_: str) -> None:
-    from lastwords.optim_wrapper import ddp_buckets
+    from lastwords.optim_wrapper.ddp import ddp_buckets
 
     ddp_buckets.replay = lambda *_args, **_more: []
 
 
 def _no_tentative_slot(_: str) -> None:
-    from lastwords.optim_wrapper.rank_local import BoxRecorder
+    from lastwords.optim_wrapper.capture.rank_local import BoxRecorder
 
     BoxRecorder.tentative = lambda *_args, **_more: None  # type: ignore[method-assign]
 
 
 def _no_random_numbers(_: str) -> None:
-    from lastwords.optim_wrapper.rank_local import RngCapture
+    from lastwords.optim_wrapper.capture.rank_local import RngCapture
 
     RngCapture.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
 
 
 def _no_carrying(_: str) -> None:
-    from lastwords.optim_wrapper import loader_changes
+    from lastwords.optim_wrapper.loop import loader_changes
 
     loader_changes.carry = lambda *_args, **_more: (None, "")  # type: ignore[attr-defined]
 
 
 def _no_shared_streams(_: str) -> None:
-    from lastwords.optim_wrapper import resume_elsewhere
+    from lastwords.optim_wrapper.resume import resume_elsewhere
 
     resume_elsewhere._torch_streams = lambda *_: ""
 
 
 def _no_local_buffers(_: str) -> None:
-    from lastwords.optim_wrapper.rank_local import BufferCapture
+    from lastwords.optim_wrapper.capture.rank_local import BufferCapture
 
     BufferCapture.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
 
 
 def _no_epoch_start(_: str) -> None:
-    from lastwords.optim_wrapper.register import TFTRegister
+    from lastwords.optim_wrapper.trainer.register import TFTRegister
 
     original = TFTRegister._resume_at
 
@@ -149,7 +149,7 @@ def _no_epoch_start(_: str) -> None:
 
 
 def _no_one_moment(_: str) -> None:
-    from lastwords.optim_wrapper import hyperparameters
+    from lastwords.optim_wrapper.state import hyperparameters
 
     hyperparameters.align = lambda *_args, **_more: []
 

@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> None:
         sys.stdout.flush()
         os._exit(0)
     if plan["blind"]:
-        from lastwords.optim_wrapper import own_streams
+        from lastwords.optim_wrapper.streams import own_streams
 
         own_streams.search = lambda *_, **__: {}  # type: ignore[assignment]
     optimizer = lastwords.OptTFTWrapper(inner)

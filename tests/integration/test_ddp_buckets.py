@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lastwords.optim_wrapper.ddp_buckets import BucketOrder, replay
-from lastwords.optim_wrapper.ddp_private import buckets_from_log
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder, replay
+from lastwords.optim_wrapper.ddp.ddp_private import buckets_from_log
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.state_view import UnitView
 from tests.integration.forked import on_ranks
 from tests.selection import usually
 

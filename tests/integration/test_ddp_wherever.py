@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.meta_forms import facts_problem
-from lastwords.optim_wrapper import ddp_board
-from lastwords.optim_wrapper.ddp_buckets import BucketOrder, replay
+from lastwords.optim_wrapper.ddp import ddp_board
+from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder, replay
 from tests.integration.ddp_jobs import (
     Job,
     MadeLater,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.optim_wrapper.resume import EARLIER_MOVE
+from lastwords.optim_wrapper.resume.resume import EARLIER_MOVE
 from tests.integration.moving import elastic, move, samples_seen
 from tests.integration.parallel_kills import ShardedKill
 from tests.integration.plan import Layout

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from lastwords.errors import ConfigError, GateFailedError
-from lastwords.optim_wrapper.gate import Gate
-from lastwords.optim_wrapper.world import World
+from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.trainer.gate import Gate
 from lastwords.processor.saver import Position
 from tests.integration.forked import on_ranks
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lastwords
-from lastwords.checkpoint.strategy import load_strategy
+from lastwords.checkpoint.reshard.strategy import load_strategy
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import LAYOUTS, Net, Trial, adamw, stages
 from tests.integration.test_layouts import SAVED, Rank, raw

@@ -20,13 +20,13 @@ from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import write_part
 from lastwords.checkpoint.publish import Incident, publish, verify_parts
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.buffer_capture import BufferCapture
-from lastwords.optim_wrapper.ddp_buckets import BucketOrder
-from lastwords.optim_wrapper.foreign_weights import ForeignWeights
-from lastwords.optim_wrapper.rank_units import LOOK_EVERY_STEPS
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.resume import resume_from
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture.buffer_capture import BufferCapture
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
+from lastwords.optim_wrapper.resume.resume import resume_from
+from lastwords.optim_wrapper.state.rank_units import LOOK_EVERY_STEPS
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.box_layout import SlotKind

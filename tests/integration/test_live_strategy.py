@@ -12,7 +12,7 @@ from torch import nn
 
 import lastwords
 from lastwords.checkpoint.load import latest, open_checkpoint
-from lastwords.checkpoint.strategy import Strategy, load_strategy, strategy_of
+from lastwords.checkpoint.reshard.strategy import Strategy, load_strategy, strategy_of
 from lastwords.errors import ConfigError, LastWordsError, StorageError
 from lastwords.integrations.catalogue import catalogue
 from lastwords.sharding.declare import Unit

@@ -17,7 +17,7 @@ from demo.transformer.model import Shape, Transformer
 from demo.transformer.text import Text
 from lastwords.checkpoint.boxes import whole
 from lastwords.checkpoint.load import latest, open_checkpoint
-from lastwords.checkpoint.strategy import Cut, Held, Strategy, save_strategy_file, strategy_of
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, save_strategy_file, strategy_of
 from lastwords.cli.main import main
 from lastwords.integrations.diff import diff
 from tests.integration.forked import on_ranks

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lastwords.optim_wrapper.carried_gradients import CarriedGradients
+from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
 from lastwords.sharding.dtensor import has_unreduced
 from tests.integration.forked import on_ranks
 

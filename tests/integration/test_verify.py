@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.world import World
+from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.declare import units_from_mesh
 from lastwords.sharding.group_info import restore_group_info_list, value_is_shared, write_group_info
 from lastwords.sharding.verify import compare, digest_units, exchange_digests

@@ -12,8 +12,8 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish
-from lastwords.optim_wrapper.state_view import META_VERSION, UnitView
-from lastwords.optim_wrapper.tensor_bytes import bytes_of, spec_of
+from lastwords.optim_wrapper.state.state_view import META_VERSION, UnitView
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, spec_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape."""

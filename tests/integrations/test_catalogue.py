@@ -15,7 +15,7 @@ from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.errors import ConfigError, FormatError, IncompleteError
 from lastwords.integrations.catalogue import Whole, catalogue
-from lastwords.optim_wrapper.tensor_bytes import bytes_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of
 from tests.integrations.made import Box, published, unit
 
 

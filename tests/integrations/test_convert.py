@@ -25,9 +25,9 @@ from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageE
 from lastwords.integrations.dcp_in import Told, from_dcp
 from lastwords.integrations.dcp_out import to_dcp
 from lastwords.integrations.diff import diff
-from lastwords.optim_wrapper.extras import Extras
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.state.state_view import UnitView
 from tests.integration.saved_layouts import bits, differing
 from tests.integrations.made import flip, published, saved, trained
 

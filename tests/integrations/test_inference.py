@@ -12,7 +12,7 @@ from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import LocalState
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
-from lastwords.optim_wrapper.tensor_bytes import bytes_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of
 from tests.integration.saved_layouts import bits
 from tests.integrations.made import Small, flip, published, saved, trained, unit
 

@@ -14,8 +14,8 @@ from lastwords.checkpoint.part import LocalState
 from lastwords.integrations.dcp_out import to_dcp
 from lastwords.integrations.export import export_safetensors
 from lastwords.integrations.transform import transform
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.tensor_bytes import bytes_of, spec_of
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, spec_of
 from lastwords.sharding.pieces import Members
 from tests.integration.saved_layouts import bits
 from tests.integrations.made import Small, published, trained

@@ -17,7 +17,7 @@ from lastwords.cli.main import main
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.integrations.catalogue import catalogue
 from lastwords.integrations.inference import load_for_inference
-from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.discover import pieces_of
 from lastwords.sharding.pieces import Members, UnitTable
 from tests.integrations.made import published, unit

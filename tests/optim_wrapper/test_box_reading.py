@@ -10,8 +10,8 @@ import pytest
 
 from lastwords.checkpoint.part import LocalState
 from lastwords.errors import StorageError, UnavailableError
-from lastwords.optim_wrapper import source
-from lastwords.optim_wrapper.source import TrainerSource
+from lastwords.optim_wrapper.capture import source
+from lastwords.optim_wrapper.capture.source import TrainerSource
 
 FULL = StorageError("cannot open the black box: Too many open files", errno=errno.EMFILE)
 

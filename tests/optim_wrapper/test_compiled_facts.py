@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from lastwords.optim_wrapper import ddp_buckets
-from lastwords.optim_wrapper.ddp_private import is_compiled
-from lastwords.optim_wrapper.facts import differences, run_facts
+from lastwords.optim_wrapper.ddp import ddp_buckets
+from lastwords.optim_wrapper.ddp.ddp_private import is_compiled
+from lastwords.optim_wrapper.resume.facts import differences, run_facts
 from tests.integration.forked import on_ranks
 
 

@@ -13,8 +13,8 @@ from lastwords import OptTFTWrapper, TFTRegister
 from lastwords.controller.events import ControllerOptions
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper import config
-from lastwords.optim_wrapper.config import Config
+from lastwords.optim_wrapper.launch import config
+from lastwords.optim_wrapper.launch.config import Config
 from lastwords.processor.events import ProcessorOptions
 from lastwords.transport import Keepalive
 

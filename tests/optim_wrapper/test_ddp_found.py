@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.meta_forms import facts_problem
-from lastwords.optim_wrapper import ddp_found
-from lastwords.optim_wrapper.before_collective import BeforeCollective
-from lastwords.optim_wrapper.ddp_found import Beside, holding, known_ddps
+from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
+from lastwords.optim_wrapper.capture.rank_local import BufferCapture
+from lastwords.optim_wrapper.ddp import ddp_found
+from lastwords.optim_wrapper.ddp.ddp_found import Beside, holding, known_ddps
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
-from lastwords.optim_wrapper.rank_local import BufferCapture
-from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.state.state_view import UnitView
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from lastwords.optim_wrapper import device_reader, source
-from lastwords.optim_wrapper.device_reader import BUFFER_BYTES, DeviceReader
-from lastwords.optim_wrapper.tensor_bytes import Bytes, staged_bytes
+from lastwords.optim_wrapper.capture import device_reader, source
+from lastwords.optim_wrapper.capture.device_reader import BUFFER_BYTES, DeviceReader
+from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, staged_bytes
 from lastwords.sharding.pieces import UnitTable
 
 DEVICE = torch.device("cuda:0")
@@ -171,12 +171,12 @@ def test_a_job_on_the_cpu_has_neither_streams_nor_pinned_memory() -> None:
 
 def test_the_writer_uses_the_reader_and_the_training_thread_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that the training thread takes comes after what its stream has queued: it may have changed the weights."""
-    from lastwords.optim_wrapper.extras import Extras
-    from lastwords.optim_wrapper.group_copies import copy_groups
-    from lastwords.optim_wrapper.host_copy import HostCopy
-    from lastwords.optim_wrapper.rank_units import RankUnits
-    from lastwords.optim_wrapper.source import Snapshot, TrainerSource
-    from lastwords.optim_wrapper.state_view import UnitView
+    from lastwords.optim_wrapper.capture.host_copy import HostCopy
+    from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
+    from lastwords.optim_wrapper.state.extras import Extras
+    from lastwords.optim_wrapper.state.group_copies import copy_groups
+    from lastwords.optim_wrapper.state.rank_units import RankUnits
+    from lastwords.optim_wrapper.state.state_view import UnitView
     from lastwords.processor.saver import Position
     from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 

@@ -11,9 +11,9 @@ import torch
 
 import lastwords
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.own_loop import refuse_update_after_end
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.loop.own_loop import refuse_update_after_end
 from lastwords.processor.box_reader import BoxReader
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import Phase, Stand

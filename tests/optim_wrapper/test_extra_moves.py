@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from lastwords.optim_wrapper import extra_moves
-from lastwords.optim_wrapper.extras import Extras
-from lastwords.optim_wrapper.value_copies import advance
+from lastwords.optim_wrapper.state import extra_moves
+from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.tensors.value_copies import advance
 from tests.optim_wrapper.test_extras import sgd, through_storage
 
 PER_EPOCH, STEPS = 4, 16

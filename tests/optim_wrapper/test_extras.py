@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError
-from lastwords.optim_wrapper.extras import Extras, ExtrasSnapshot, pack_inline, restore_inline
+from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, pack_inline, restore_inline
 
 Make = Callable[[torch.optim.Optimizer], Any]
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import lastwords
-from lastwords.optim_wrapper import extra_digests
-from lastwords.optim_wrapper.extra_buffers import ExtraBuffers
-from lastwords.optim_wrapper.extras import Extras
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.replica_check import ReplicaCheck
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture.extra_buffers import ExtraBuffers
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.state import extra_digests
+from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.trainer.replica_check import ReplicaCheck
 from lastwords.processor.black_box import BlackBox, BoxLayout, SlotKind
 from lastwords.processor.box_reader import BoxReader
 from lastwords.sharding import verify
@@ -48,7 +48,7 @@ def check(monkeypatch: pytest.MonkeyPatch, mine: dict[str, int], other: dict[str
         return [value, (1, {**of_units, extra_digests.UNIT: digest})]
 
     monkeypatch.setattr(
-        "lastwords.optim_wrapper.replica_check.exchange_digests",
+        "lastwords.optim_wrapper.trainer.replica_check.exchange_digests",
         lambda group, digests: verify.exchange(all_gather, 0, digests),
     )
     units: Any = type("Units", (), {"views": {}, "table": type("Table", (), {"units": {}})})

@@ -19,27 +19,27 @@ import xxhash
 from torch import nn
 
 from lastwords.checkpoint import layout, load, publish
-from lastwords.checkpoint.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
+from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
+from lastwords.checkpoint.reshard.strategy import load_sound_strategy
+from lastwords.checkpoint.reshard.strategy_needs import Needs
+from lastwords.checkpoint.reshard.transform_plan import meta_of, of_rank, planned, whole_strategy
 from lastwords.checkpoint.storable import pack, unpack
-from lastwords.checkpoint.strategy import load_sound_strategy
-from lastwords.checkpoint.strategy_needs import Needs
-from lastwords.checkpoint.transform_plan import meta_of, of_rank, planned, whole_strategy
 from lastwords.cli.checkpoint_commands import inspect
 from lastwords.cli.groups_command import groups
 from lastwords.errors import LastWordsError
 from lastwords.integrations.catalogue import catalogue
 from lastwords.integrations.inference import load_for_inference
 from lastwords.integrations.transform import transform
-from lastwords.optim_wrapper.extras import Extras, pack_inline, restore_inline
-from lastwords.optim_wrapper.reshard import Resharded, fits_as_it_is
-from lastwords.optim_wrapper.resume import _reasons_of, _restore_units
-from lastwords.optim_wrapper.resume_point import peek
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.survey import places_of, survey
+from lastwords.optim_wrapper.resume.reshard import Resharded, fits_as_it_is
+from lastwords.optim_wrapper.resume.resume import _reasons_of, _restore_units
+from lastwords.optim_wrapper.resume.resume_point import peek
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.resume.survey import places_of, survey
+from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.pieces import Members, UnitTable
 from tests.checkpoint.elastic import QUICK, random_strategy, random_whole, save_naively
 

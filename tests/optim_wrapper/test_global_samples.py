@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from lastwords.optim_wrapper.global_samples import Carried, carry, dealing
-from lastwords.optim_wrapper.loader_changes import Onward
-from lastwords.optim_wrapper.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.loop.global_samples import Carried, carry, dealing
+from lastwords.optim_wrapper.loop.loader_changes import Onward
+from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 
 
 class Numbers(Dataset[int]):

@@ -12,11 +12,11 @@ from torch.optim.optimizer import Optimizer
 
 import lastwords
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper import buffer_forms
 from lastwords.optim_wrapper.added_groups import adopted
-from lastwords.optim_wrapper.group_copies import copy_groups
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state import buffer_forms
+from lastwords.optim_wrapper.state.group_copies import copy_groups
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from tests.integrations.made import saved as published
 from tests.optim_wrapper.test_state_view import Stored, store

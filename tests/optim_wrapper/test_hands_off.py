@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper import tensor_bytes
-from lastwords.optim_wrapper.rank_units import RankUnits
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.tensor_bytes import bytes_of, source_of, staged_bytes
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.state.rank_units import RankUnits
+from lastwords.optim_wrapper.tensors import tensor_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, source_of, staged_bytes
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.verify import digest_units
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lastwords.optim_wrapper.hold import is_collective_error
+from lastwords.optim_wrapper.trainer.hold import is_collective_error
 
 
 def of_a_socket() -> BaseException:

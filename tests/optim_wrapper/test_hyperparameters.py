@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.entries import UnitEntry
-from lastwords.optim_wrapper.hyperparameters import align, moment
+from lastwords.optim_wrapper.state.hyperparameters import align, moment
 
 
 def entry(meta: Mapping[str, Any]) -> UnitEntry:

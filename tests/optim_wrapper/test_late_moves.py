@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lastwords
-from lastwords.optim_wrapper import source
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture import source
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.processor.saver import Position
 
 PER_EPOCH = 4

@@ -12,7 +12,7 @@ from torch import nn
 
 import lastwords
 from lastwords.checkpoint.boxes import whole
-from lastwords.checkpoint.strategy import Held, load_strategy
+from lastwords.checkpoint.reshard.strategy import Held, load_strategy
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from lastwords.optim_wrapper import loader_changes
-from lastwords.optim_wrapper.loader_changes import Onward, onward
-from lastwords.optim_wrapper.steps import Steps
+from lastwords.optim_wrapper.loop import loader_changes
+from lastwords.optim_wrapper.loop.loader_changes import Onward, onward
+from lastwords.optim_wrapper.loop.steps import Steps
 from tests.optim_wrapper.test_steps import (
     BATCH,
     BATCHES,

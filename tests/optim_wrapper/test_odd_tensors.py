@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.verify import digest_units
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lastwords.optim_wrapper import own_loop
-from lastwords.optim_wrapper.own_loop import look_at_first_forward
-from lastwords.optim_wrapper.rank_local import RngCapture
+from lastwords.optim_wrapper.capture.rank_local import RngCapture
+from lastwords.optim_wrapper.loop import own_loop
+from lastwords.optim_wrapper.loop.own_loop import look_at_first_forward
 
 Log = pytest.LogCaptureFixture
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lastwords.checkpoint.reason import Reason
-from lastwords.optim_wrapper import resume
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
-from lastwords.optim_wrapper.own_numbers import KEPT_MAX, OwnNumbers
-from lastwords.optim_wrapper.state_view import UnitView
+from lastwords.optim_wrapper.resume import resume
+from lastwords.optim_wrapper.state.own_numbers import KEPT_MAX, OwnNumbers
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.pieces import Members, UnitTable
 
 

@@ -13,14 +13,15 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.part import UnitState
-from lastwords.optim_wrapper import hidden_state, nested_optimizers, own_state
-from lastwords.optim_wrapper.extras import restore_inline
-from lastwords.optim_wrapper.own_state import OwnOptimizerState
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.resume import _ExtraTensors
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.tensor_tree import put_together
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper import hidden_state, nested_optimizers
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.resume.resume import _ExtraTensors
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state import own_state
+from lastwords.optim_wrapper.state.extras import restore_inline
+from lastwords.optim_wrapper.state.own_state import OwnOptimizerState
+from lastwords.optim_wrapper.tensors.tensor_tree import put_together
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.box_reader import BoxReader
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand

@@ -18,11 +18,11 @@ from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset
 
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper import generator_search, own_streams
-from lastwords.optim_wrapper.generator_search import search
-from lastwords.optim_wrapper.generator_states import kind_of, stream_of
-from lastwords.optim_wrapper.own_streams import OwnStreams
-from lastwords.optim_wrapper.rank_local import BoxRecorder, RngCapture, regions
+from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, RngCapture, regions
+from lastwords.optim_wrapper.streams import generator_search, own_streams
+from lastwords.optim_wrapper.streams.generator_search import search
+from lastwords.optim_wrapper.streams.generator_states import kind_of, stream_of
+from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.box_reader import BoxReader
 

@@ -17,12 +17,12 @@ from lastwords.checkpoint import starts
 from lastwords.checkpoint.part import LocalState
 from lastwords.checkpoint.starts import Launch
 from lastwords.errors import ConfigError, FormatError, IncompleteError
-from lastwords.optim_wrapper import own_streams
-from lastwords.optim_wrapper.extras import Extras
-from lastwords.optim_wrapper.rank_local import RngCapture
-from lastwords.optim_wrapper.source import _tensors
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.capture.rank_local import RngCapture
+from lastwords.optim_wrapper.capture.source import _tensors
+from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.streams import own_streams
 from tests.integrations.made import published, saved
 
 

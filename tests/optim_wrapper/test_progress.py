@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from lastwords.optim_wrapper.progress import Progress
+from lastwords.optim_wrapper.launch.progress import Progress
 
 
 class Screen(io.StringIO):

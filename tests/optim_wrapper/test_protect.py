@@ -20,7 +20,7 @@ import lastwords
 from lastwords.controller import handover, launch
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, NotAnOptimizerError, UnavailableError
-from lastwords.optim_wrapper.protect import More, controller_address
+from lastwords.optim_wrapper.trainer.protect import More, controller_address
 
 OFF, ON = "{TTP:0}", "{TTP:1}"
 

@@ -15,11 +15,11 @@ from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.robust_mutex import LifeLine
-from lastwords.optim_wrapper import startup
-from lastwords.optim_wrapper.config import Config
-from lastwords.optim_wrapper.protection import Protection, refuse_watchdog
-from lastwords.optim_wrapper.startup import Agreement
-from lastwords.optim_wrapper.world import World
+from lastwords.optim_wrapper.launch import startup
+from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.startup import Agreement
+from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.trainer.protection import Protection, refuse_watchdog
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Verdict, verdict_of
 from lastwords.vocabulary import Exit, ExitKind
 

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.optim_wrapper import captured_buffer, rng_streams
-from lastwords.optim_wrapper.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
-from lastwords.optim_wrapper.resume import _changed_elsewhere_only
-from lastwords.optim_wrapper.rng_streams import NumpyStream, PythonStream, TorchStream
+from lastwords.optim_wrapper.capture import captured_buffer
+from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
+from lastwords.optim_wrapper.resume.resume import _changed_elsewhere_only
+from lastwords.optim_wrapper.streams import rng_streams
+from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 from lastwords.processor import black_box
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotCopy, SlotKind
 from lastwords.processor.box_reader import BoxReader

@@ -12,13 +12,13 @@ from torch import nn
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.optim_wrapper.extras import Extras
-from lastwords.optim_wrapper.group_copies import copy_groups
-from lastwords.optim_wrapper.rank_units import RankUnits
-from lastwords.optim_wrapper.source import Snapshot, TrainerSource
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.state_watch import StateWatch
+from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
+from lastwords.optim_wrapper.capture.state_watch import StateWatch
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.state.group_copies import copy_groups
+from lastwords.optim_wrapper.state.rank_units import RankUnits
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.saver import Position
 from lastwords.sharding.discover import pieces_of

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper import buffer_capture, captured_buffer
-from lastwords.optim_wrapper.captured_buffer import SavedForms
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture import buffer_capture, captured_buffer
+from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, RegionCopy
 from lastwords.processor.box_reader import BoxReader

@@ -27,9 +27,9 @@ from lastwords.errors import (
     ReplacedError,
     StorageError,
 )
-from lastwords.optim_wrapper import resume, resume_choice, resume_elsewhere
-from lastwords.optim_wrapper.resume_choice import OwnJobs, choose, open_chosen
-from lastwords.optim_wrapper.world import World, launch_of
+from lastwords.optim_wrapper.launch.world import World, launch_of
+from lastwords.optim_wrapper.resume import resume, resume_choice, resume_elsewhere
+from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, choose, open_chosen
 from tests.checkpoint.states import Job
 
 TORCHRUN = {
@@ -65,7 +65,7 @@ def start(root: Path, environ: dict[str, str]) -> starts.Start:
 
 def test_a_restart_through_a_wrapper_is_the_same_job(tmp_path: Path) -> None:
     """The wrapper is a new process in each start, so whatever is asked of the parent differs."""
-    code = "import os; from lastwords.optim_wrapper.world import launch_of; print(launch_of(os.environ))"
+    code = "import os; from lastwords.optim_wrapper.launch.world import launch_of; print(launch_of(os.environ))"
     script = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}; exit $?"  # `; exit`: the shell stays the parent
     said = [
         subprocess.run(["sh", "-c", script], env={**os.environ, **TORCHRUN}, capture_output=True, text=True)

@@ -12,10 +12,10 @@ import torch
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper import resume_elsewhere
-from lastwords.optim_wrapper.buffer_capture import BufferCapture
-from lastwords.optim_wrapper.resume import EARLIER_MOVE, _reasons_of
-from lastwords.optim_wrapper.resume_elsewhere import (
+from lastwords.optim_wrapper.capture.buffer_capture import BufferCapture
+from lastwords.optim_wrapper.resume import resume_elsewhere
+from lastwords.optim_wrapper.resume.resume import EARLIER_MOVE, _reasons_of
+from lastwords.optim_wrapper.resume.resume_elsewhere import (
     TakenOver,
     buffers_by_name,
     on_this_device,

@@ -11,8 +11,8 @@ import torch
 
 from lastwords.checkpoint.system import Os
 from lastwords.errors import ConfigError, StorageError
-from lastwords.optim_wrapper.config import Config
-from lastwords.optim_wrapper.space import check_space, checkpoint_bytes
+from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.space import check_space, checkpoint_bytes
 
 ROOTS = (Path("/ckpt"), Path("/fallback"))
 MB = 1_000_000

@@ -17,12 +17,12 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError
-from lastwords.optim_wrapper import tensor_bytes
-from lastwords.optim_wrapper.ddp_private import find_ddp
-from lastwords.optim_wrapper.group_copies import GroupCopies, copy_groups
-from lastwords.optim_wrapper.host_copy import HostCopy
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.state_view import UnitView, unwrap
+from lastwords.optim_wrapper.capture.host_copy import HostCopy
+from lastwords.optim_wrapper.ddp.ddp_private import find_ddp
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.group_copies import GroupCopies, copy_groups
+from lastwords.optim_wrapper.state.state_view import UnitView, unwrap
+from lastwords.optim_wrapper.tensors import tensor_bytes
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 
 Stored = tuple[list[TensorSpec], dict[str, bytes], Any]

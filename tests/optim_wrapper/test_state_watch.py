@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from lastwords.errors import IncompleteError
-from lastwords.optim_wrapper import boundary_copies, resume
-from lastwords.optim_wrapper.boundary_copies import BoundaryCopies
-from lastwords.optim_wrapper.captured_buffer import NO_FORMS, version_of
-from lastwords.optim_wrapper.carried_gradients import CarriedGradients
-from lastwords.optim_wrapper.recorder import StepRecorder
-from lastwords.optim_wrapper.state_watch import FULL_LOOKS
-from lastwords.optim_wrapper.witness import ROUNDS, StateName
-from lastwords.optim_wrapper.world import World, next_prefix
+from lastwords.optim_wrapper.capture import boundary_copies
+from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.capture.captured_buffer import NO_FORMS, version_of
+from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.capture.state_watch import FULL_LOOKS
+from lastwords.optim_wrapper.capture.witness import ROUNDS, StateName
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.resume import resume
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
@@ -186,7 +187,7 @@ def test_large_ones_are_told_apart_by_what_was_looked_at(tmp_path: Path, monkeyp
 
 
 def test_the_first_copy_is_told_once_with_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lastwords.optim_wrapper.boundary_copies")
+    caplog.set_level(logging.INFO, "lastwords.optim_wrapper.capture.boundary_copies")
     job = Job(tmp_path, lambda net: count(net.frozen))
     job.run(5)
     [record] = [record for record in caplog.records if "copied at each step's end" in record.getMessage()]

@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.own_streams import OwnStreams
-from lastwords.optim_wrapper.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 
 SAMPLES = 22
 BATCH = 4
@@ -631,7 +631,7 @@ def test_without_torchs_private_sampler_iterator_batches_are_fetched_again(monke
         return loader("shuffle", "none")
 
     whole = whole_run(make, epochs=1)
-    monkeypatch.setattr("lastwords.optim_wrapper.data_position._SAMPLER_ITERATOR", "_gone_in_a_later_torch")
+    monkeypatch.setattr("lastwords.optim_wrapper.loop.data_position._SAMPLER_ITERATOR", "_gone_in_a_later_torch")
     assert resumed(whole, make, 1, 3, epochs=1).record == after(whole.record, 1, 3)
 
 

@@ -20,12 +20,12 @@ from torch import nn
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import DEPTH_MAX, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
-from lastwords.optim_wrapper.extras import Extras, pack_inline, restore_inline
-from lastwords.optim_wrapper.resume import _ExtraTensors
-from lastwords.optim_wrapper.state_restore import RestorePlan
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.tensor_tree import put_together, take_apart
-from lastwords.optim_wrapper.value_copies import advance
+from lastwords.optim_wrapper.resume.resume import _ExtraTensors
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart
+from lastwords.optim_wrapper.tensors.value_copies import advance
 from tests.checkpoint.test_storable import KEYS, SCALARS, nested
 from tests.checkpoint.test_storable import same as same_plain
 

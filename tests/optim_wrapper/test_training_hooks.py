@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.training_hooks import UpdateHooks
+from lastwords.optim_wrapper.trainer.training_hooks import UpdateHooks
 from lastwords.vocabulary import Phase, Stand
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lastwords.optim_wrapper import generator_search
-from lastwords.optim_wrapper.generator_search import Unreached, search
-from lastwords.optim_wrapper.own_streams import OwnStreams
+from lastwords.optim_wrapper.streams import generator_search
+from lastwords.optim_wrapper.streams.generator_search import Unreached, search
+from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 
 
 def looked(value: Any) -> tuple[list[str], Unreached]:
@@ -83,7 +83,7 @@ def test_where_a_search_ends_is_logged_once(monkeypatch: pytest.MonkeyPatch, cap
     deep: Any = random.Random(1)
     for _ in range(12):
         deep = [deep]
-    caplog.set_level(logging.INFO, "lastwords.optim_wrapper.own_streams")
+    caplog.set_level(logging.INFO, "lastwords.optim_wrapper.streams.own_streams")
     streams = OwnStreams({"deep": deep, "wide": [[object()] for _ in range(30)]})
     streams.look()
     [line] = caplog.messages

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lastwords.optim_wrapper import tensor_places
-from lastwords.optim_wrapper.tensor_places import TensorPlaces
-from lastwords.optim_wrapper.witness import ROUNDS, Mark, Slot, StateName, Witness
+from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, Slot, StateName, Witness
+from lastwords.optim_wrapper.tensors import tensor_places
+from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
 
 
 def of(tensors: dict[str, torch.Tensor], **options: Any) -> Witness:

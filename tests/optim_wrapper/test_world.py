@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lastwords.optim_wrapper import world
+from lastwords.optim_wrapper.launch import world
 
 
 def test_each_registration_has_a_place_of_its_own_in_the_store() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import lastwords
 from lastwords.cli.main import build_parser
-from lastwords.optim_wrapper.job_shape import Options, announce
+from lastwords.optim_wrapper.trainer.job_shape import Options, announce
 from lastwords.sharding.declare import check_units
 from lastwords.sharding.differences import compare
 from lastwords.sharding.pieces import UnitTable

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lastwords.checkpoint.boxes import Box, whole
-from lastwords.checkpoint.strategy import Held
+from lastwords.checkpoint.reshard.strategy import Held
 from lastwords.errors import ConfigError
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.pieces import ANY_FORM, Piece

@@ -13,9 +13,9 @@ from torch import nn
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import UnitState
-from lastwords.optim_wrapper import tensor_bytes
-from lastwords.optim_wrapper.state_view import UnitView
-from lastwords.optim_wrapper.tensor_bytes import source_of, spec_of
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.tensors import tensor_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import source_of, spec_of
 from lastwords.sharding.verify import compare, digest_units, exchange, exchange_digests
 
 

@@ -19,20 +19,20 @@ def never(*_: Any, **__: Any) -> bool:
 
 def no_full_looks() -> None:
     """Not even in the first steps all bytes are looked at."""
-    importlib.import_module("lastwords.optim_wrapper.state_watch").FULL_LOOKS = 0
+    importlib.import_module("lastwords.optim_wrapper.capture.state_watch").FULL_LOOKS = 0
 
 
 def unseen() -> None:
     """The witness sees no tensor move."""
     no_full_looks()
-    witness = importlib.import_module("lastwords.optim_wrapper.witness").Witness
+    witness = importlib.import_module("lastwords.optim_wrapper.capture.witness").Witness
     witness.moved = witness.replaced = nothing
 
 
 def unsampled() -> None:
     """The witness looks at no words of the tensors, only at their memory and torch's count of writes."""
     no_full_looks()
-    witness = importlib.import_module("lastwords.optim_wrapper.witness").Witness
+    witness = importlib.import_module("lastwords.optim_wrapper.capture.witness").Witness
     whole = witness.__init__
 
     def without_words(self: Any, every: Any, *, sampled: bool = True) -> None:
@@ -43,7 +43,7 @@ def unsampled() -> None:
 
 def uncopied() -> None:
     """What moves outside of updates is named, and not copied."""
-    watch = importlib.import_module("lastwords.optim_wrapper.state_watch").StateWatch
+    watch = importlib.import_module("lastwords.optim_wrapper.capture.state_watch").StateWatch
     whole = watch.__init__
 
     def without_copies(self: Any, *arguments: Any, **options: Any) -> None:
@@ -54,29 +54,29 @@ def uncopied() -> None:
 
 def gradients_dropped() -> None:
     """Gradients that the next step goes on with are not captured."""
-    importlib.import_module("lastwords.optim_wrapper.carried_gradients").CarriedGradients.step_ends = never
+    importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").CarriedGradients.step_ends = never
 
 
 def buckets_as_they_come() -> None:
     """The order of DDP's buckets is not replayed."""
-    importlib.import_module("lastwords.optim_wrapper.ddp_buckets").replay = nothing
+    importlib.import_module("lastwords.optim_wrapper.ddp.ddp_buckets").replay = nothing
 
 
 def extras_as_they_are() -> None:
     """A step that was cut off gives no reason to doubt its extras."""
-    importlib.import_module("lastwords.optim_wrapper.extras").CutOff.reasons = nothing
-    importlib.import_module("lastwords.optim_wrapper.state_watch").StateWatch.cut_off = nothing
+    importlib.import_module("lastwords.optim_wrapper.state.extras").CutOff.reasons = nothing
+    importlib.import_module("lastwords.optim_wrapper.capture.state_watch").StateWatch.cut_off = nothing
 
 
 def others_unasked() -> None:
     """What ranks that have ended a step saw move late in it says nothing of a rank that had not ended it."""
-    source = importlib.import_module("lastwords.optim_wrapper.source").TrainerSource
+    source = importlib.import_module("lastwords.optim_wrapper.capture.source").TrainerSource
     source._moved_late = lambda self, states, step: ""
 
 
 def own_streams_unseen() -> None:
     """Nobody looks for random generators of the user's own."""
-    streams = importlib.import_module("lastwords.optim_wrapper.own_streams").OwnStreams
+    streams = importlib.import_module("lastwords.optim_wrapper.streams.own_streams").OwnStreams
     whole = streams.__init__
 
     def without_search(self: Any, *arguments: Any, **options: Any) -> None:
@@ -88,7 +88,7 @@ def own_streams_unseen() -> None:
 
 def optimizers_own_state_lost() -> None:
     """Only `state` and `param_groups` of an optimizer are saved, and its attributes are not looked at."""
-    importlib.import_module("lastwords.optim_wrapper.own_state")._speaks_for_itself = lambda wrapper: False
+    importlib.import_module("lastwords.optim_wrapper.state.own_state")._speaks_for_itself = lambda wrapper: False
     importlib.import_module("lastwords.optim_wrapper.hidden_state").HiddenState.look = nothing
 
 

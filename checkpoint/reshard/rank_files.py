@@ -1,0 +1,398 @@
+"""Files of single ranks as a source: which of them are needed, and what each holds.
+
+A file is what `transform_checkpoint_by_rank` has written, which says itself what parts of tensors it holds, or a file
+of last words (`unit/{unit}/...`), of which only the source's strategy says it. Of a group of ranks with the same part
+any file will do. A file that still lies in its checkpoint's directory is checked against the manifest there. Of any
+other no checksums are known: all that is noticed is that it was replaced or written again meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.document import damage
+from lastwords.checkpoint.entries import FileEntry
+from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
+from lastwords.checkpoint.part import FILE_FORMAT
+from lastwords.checkpoint.partfile import read_exactly
+from lastwords.checkpoint.reshard.published_files import PublishedFiles
+from lastwords.checkpoint.reshard.saved_state import Saved, join
+from lastwords.checkpoint.reshard.saved_units import SavedUnit, buffers_of_ranks, read_unit
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.reshard.strategy_needs import Needs
+from lastwords.checkpoint.slice_reader import StoredTensor
+from lastwords.checkpoint.storable import unpack
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
+from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
+from lastwords.vocabulary import UNIT_REPLICATED
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Of which step a state is. epoch and step: 1-based."""
+
+    job: str
+    global_step: int
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One file whose header has been read. Names of its units' specs are `{rank}/{name in the file}`."""
+
+    rank: int
+    path: Path
+    moment: Moment
+    header: Header
+    stamp: tuple[int, ...]
+    units: tuple[SavedUnit, ...]
+    entry: FileEntry | None
+    """Its checksums, if a manifest knows them."""
+    of_last_words: bool
+    """False for one that a transformation has written."""
+
+    def has(self, name: str, box: Box) -> bool:
+        """Whether this part of a tensor is in the file."""
+        found = (unit.specs.get(name) for unit in self.units)
+        return any(spec is not None and Box(spec.offsets, spec.shape) == box for spec in found)
+
+    def knows(self, fqn: str) -> bool:
+        """Whether the file has the state of this parameter, if there is any."""
+        return any(fqn in unit.states or fqn in unit.meta["parameters"] for unit in self.units)
+
+
+class RankFiles:
+    """Source of slices: the files of some ranks, opened as they are needed. For one thread.
+
+    files: rank of the source -> path. strategy: how the source's tensors are cut; None: every file has everything.
+    """
+
+    def __init__(self, files: Mapping[int, Path], strategy: Strategy | None, os: Os = REAL_OS) -> None:
+        self._files = dict(sorted(files.items()))
+        self._os = os
+        self._published = PublishedFiles(os)
+        self._opened: dict[int, RankFile | None] = {}
+        self._complete_for: set[tuple[int, int]] = set()
+        self._needs: tuple[Strategy | None, Needs] | None = None
+        self._joined: tuple[int, Saved] | None = None
+        self._given = strategy
+        if strategy is not None:
+            strategy.check()
+        self.strategy = self._undivided() if strategy is None else strategy
+
+    @property
+    def checked(self) -> bool:
+        """Whether the checksums of all files are known that have been opened."""
+        return all(file.entry is not None for file in self._opened.values() if file is not None)
+
+    @property
+    def moment(self) -> Moment:
+        """Of what has been opened."""
+        return next(file.moment for file in self._opened.values() if file is not None)
+
+    def saved_for(self, wanted: Strategy | None, rank: int) -> Saved:
+        """All that is known of what destination rank `rank` needs (`wanted` None: everything).
+
+        IncompleteError names the source rank whose file is missing, after its whole group has been tried.
+        """
+        if (id(wanted), rank) not in self._complete_for:
+            if self._needs is None or self._needs[0] is not wanted:
+                self._needs = wanted, Needs(self.strategy, wanted)
+            for name, held in self._needs[1].of(rank):
+                self._find(name, held)
+            self._find_common()
+            self._complete_for.add((id(wanted), rank))
+        opened = [file for _, file in sorted(self._opened.items()) if file is not None]
+        if not opened:
+            raise IncompleteError("there is none of the source's files", missing=tuple(map(str, self._files.values())))
+        if self._joined is None or self._joined[0] != len(opened):
+            self._refuse_mixed(opened)
+            units = sorted((unit for file in opened for unit in file.units), key=lambda unit: "extras" not in unit.meta)
+            saved = join([*units, buffers_of_ranks(_locals_of(opened), units)], copies=True)
+            self._joined = len(opened), saved
+        return self._joined[1]
+
+    def stored(self, name: str) -> StoredTensor:
+        """Where a tensor's bytes lie."""
+        rank, _, inside = name.partition("/")
+        file = self._opened.get(int(rank))
+        if file is None:
+            raise IncompleteError(f"there is no file of rank {rank}", missing=(f"rank {rank}",))
+        spec, begin, _ = file.header.tensors[inside]
+        return StoredTensor(file.path, begin, spec, file.entry)
+
+    def check_unchanged(self) -> None:
+        """ReplacedError if a file is not the one any more whose header was read."""
+        for file in filter(None, self._opened.values()):
+            now = None
+            with contextlib.suppress(IncompleteError):
+                now = _read(file.path, self._os, header=False)[0]
+            if now != file.stamp:
+                raise ReplacedError(f"{file.path} was replaced, changed or removed while it was read; begin again")
+
+    # ------------------------------------------------------------------ inside
+
+    def _find(self, name: str, held: Held) -> None:
+        """Opens files of the group until one has this part."""
+        fqn = name.removeprefix("optim/")
+        for rank in held.ranks:
+            file = self._open(rank)
+            if file is None:
+                continue
+            if file.has(name, held.box):
+                return
+            if name.startswith("optim/") and not self.strategy.tensors[name].dtype and file.knows(fqn):
+                return
+        if name.startswith("buffer/") and self._is_of_ranks(name, held):
+            return
+        absent = [rank for rank in held.ranks if self._open(rank) is None]
+        group = ", ".join(map(str, held.ranks))
+        if absent:
+            path = self._files.get(absent[0])
+            where = f"its file {path} does not exist" if path is not None else "no file was given for it"
+            text = f"source rank {absent[0]} is missing: {where}"
+            if len(absent) > 1:
+                text += f" (missing too: {', '.join(map(str, absent[1:]))})"
+            missing = tuple(f"rank {rank}" for rank in absent)
+        else:
+            text, missing = "it is in none of their files", (name,)
+        raise IncompleteError(
+            f"{name}{held.box} is held by source rank(s) {group}; {text}. "
+            + (f"No other rank of its group has it ({group}). " if absent and len(held.ranks) > 1 else "")
+            + "Give the file of one of them, or use another checkpoint",
+            missing=missing,
+        )
+
+    def _is_of_ranks(self, name: str, held: Held) -> bool:
+        """Whether a buffer is one that each rank saves for itself, or that nobody has saved.
+
+        The strategy of a model without content lists those too: only memory shows which buffers are small. Where files
+        of its holders are not there and no manifest says what was in them, it may be lost.
+        """
+        files = [file for file in map(self._open, self._files) if file is not None]
+        if any(spec_name.endswith(f"/{name}") for spec_name in _locals_of(files)):
+            return True
+        nowhere = not any(name in unit.specs for file in files for unit in file.units)
+        return nowhere and (all(map(self._open, held.ranks)) or self._published.nobody_has(name))
+
+    def _find_common(self) -> None:
+        """What belongs to all ranks (extras, buffers that no strategy lists) may be in any one file of last words.
+
+        A file that a transformation has written has all of it.
+        """
+        for rank in (*self._opened, *self._files):
+            file = self._open(rank)
+            if file is not None and not file.of_last_words:
+                return
+
+    def _open(self, rank: int) -> RankFile | None:
+        if rank not in self._opened:
+            path = self._files.get(rank)
+            self._opened[rank] = None if path is None or not self._os.exists(path) else self._read(rank, path)
+        return self._opened[rank]
+
+    def _read(self, rank: int, path: Path) -> RankFile:
+        stamp, header = _read(path, self._os)
+        entry, header = self._published.entry_of(path) or (None, header)
+        assert header is not None
+        content = read_content(header, path)
+        moment = Moment(content["job"], content["global_step"], content["epoch"], content["step"])
+        specs = {name: replace(spec, name=f"{rank}/{name}") for name, (spec, _, _) in header.tensors.items()}
+        if "meta" in content:
+            units = [self._of_rank(rank, path, content, specs)]
+        else:
+            units = [
+                self._of_unit(rank, path, unit, meta, specs)
+                for unit, meta in unpack(content["units"], str(path)).items()
+            ]
+        return RankFile(rank, path, moment, header, stamp, tuple(units), entry, "meta" not in content)
+
+    def _of_rank(self, rank: int, path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> SavedUnit:
+        """The one unit of a file that says itself which parts it holds."""
+        placed = dict(specs)
+        try:
+            for name, (offsets, shape) in content["boxes"].items():
+                spec = specs[name]
+                placed[name] = TensorSpec(spec.name, spec.dtype, spec.shape, tuple(shape), tuple(offsets))
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(damage(path, f"it does not say which parts of tensors it holds ({error!r})")) from error
+        if self._given is None and content["boxes"]:
+            name, (offsets, shape) = next(iter(content["boxes"].items()))
+            raise StrategyError(
+                f"{path} holds only parts of tensors, such as {name}{Box(tuple(offsets), specs[name].shape)} of "
+                f"{shape}: give the strategy that it was written under (src_strategy_file)"
+            )
+        for name, spec in placed.items():
+            if self._given is not None and name in self._given.tensors:
+                self._compare(path, rank, name, Box(spec.offsets, spec.shape), spec.dtype)
+        return read_unit(str(path), str(path), unpack(content["meta"], str(path)), "", placed)
+
+    def _of_unit(
+        self, rank: int, path: Path, unit: str, meta: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+    ) -> SavedUnit:
+        """A unit of last words, whose places in the whole the strategy says."""
+        if self._given is None and (unit != UNIT_REPLICATED or "holders" in meta):
+            raise StrategyError(
+                f"{path} is of a sharded job (it has the unit {unit!r}): give its strategy (src_strategy_file); the "
+                "checkpoint's directory serves as one"
+            )
+        prefix = f"unit/{unit}/"
+        own = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
+        plain = read_unit(str(path), f"unit {unit} of {path}", meta, prefix, own)
+        placed: dict[str, TensorSpec] = {}
+        for name, spec in own.items():
+            kind, _, fqn = name.partition("/")
+            if kind in ("model", "buffer") and not fqn.startswith("~"):
+                cut = self.strategy.tensors.get(name) if self._given is not None else None
+                if cut is not None:
+                    placed[name] = _at(spec, self._compare(path, rank, name, None, spec.dtype, spec.shape), cut.shape)
+        own_forms = set()
+        for fqn, keys in plain.states.items():
+            for node in keys.values():
+                if "tensor" not in node or fqn.startswith("~"):
+                    continue
+                name = node["tensor"]
+                found = self._place_of_state(path, rank, fqn, name, plain.place(name), len(node["shape"]))
+                if found is None:
+                    own_forms.add(name)
+                else:
+                    placed[name] = found
+        return replace(plain, specs={**own, **placed}, own_forms=frozenset(own_forms))
+
+    def _place_of_state(
+        self, path: Path, rank: int, fqn: str, name: str, spec: TensorSpec, dimensions: int
+    ) -> TensorSpec | None:
+        """Where the strategy says that a state tensor belongs; None for one of a form of its own."""
+        if self._given is None:
+            return spec
+        listed = self._given.tensors.get(name)
+        if listed is not None and listed.dtype:
+            return _at(spec, self._compare(path, rank, name, None, spec.dtype, spec.shape), listed.shape)
+        cut = self._given.state_of(fqn)
+        box = None if cut is None else _box_of(cut, rank)
+        more = spec.shape[dimensions:]
+        if cut is None or box is None:
+            return None
+        if spec.shape == box.sizes:
+            return _at(spec, box, cut.shape)
+        if more and spec.shape == (*box.sizes, *more):
+            zeros = (0,) * len(more)
+            return _at(spec, Box((*box.offsets, *zeros), spec.shape), (*cut.shape, *more))
+        return None
+
+    def _compare(self, path: Path, rank: int, name: str, box: Box | None, dtype: str, sizes: Sequence[int] = ()) -> Box:
+        """The part that the strategy gives to `rank`; MismatchError if the file's is another one."""
+        cut = self.strategy.tensors[name]
+        said = _box_of(cut, rank)
+        there = said if said is not None and box is None and said.sizes == tuple(sizes) else box
+        if said is None or there != said or dtype != cut.dtype:
+            has = f"{dtype} {box}" if box is not None else f"a part of the shape {tuple(sizes)}, {dtype}"
+            says = "no part of it" if said is None else f"{said} of {cut.shape}, {cut.dtype}"
+            raise MismatchError(
+                f"{path}: {name} is {has} there; the source's strategy gives rank {rank} {says}. Give the strategy "
+                "that the file was written under",
+                different={name: f"{has} in the file, {says} in the strategy"},
+            )
+        return said
+
+    def _undivided(self) -> Strategy:
+        """The strategy of files that all have everything."""
+        tensors: dict[str, tuple[TensorSpec, list[int]]] = {}
+        for rank in self._files:
+            file = self._open(rank)
+            for unit in () if file is None else file.units:
+                for name, spec in unit.specs.items():
+                    if name.startswith(("model/", "buffer/", "optim/")) and "/~" not in name:
+                        first, ranks = tensors.setdefault(name, (spec, []))
+                        if (first.dtype, first.shape) != (spec.dtype, spec.shape):
+                            raise StrategyError(
+                                f"{unit.label}: {name} is {spec.dtype} {spec.shape} there and {first.dtype} "
+                                f"{first.shape} in another file, so these are parts: give the source's strategy"
+                            )
+                        ranks.append(rank)
+        if not tensors:
+            what = ", ".join(str(path) for path in self._files.values()) or "no file was given"
+            raise IncompleteError(f"there is none of the source's files ({what})", missing=("rank 0",))
+        cuts = {
+            name: Cut(spec.dtype, spec.shape, (Held(whole(spec.shape), tuple(ranks)),))
+            for name, (spec, ranks) in tensors.items()
+        }
+        return Strategy(max(self._files) + 1, cuts)
+
+    def _refuse_mixed(self, opened: Sequence[RankFile]) -> None:
+        for file in opened[1:]:
+            first = opened[0]
+            if file.moment.global_step != first.moment.global_step:
+                raise MismatchError(
+                    f"{first.path} is of global step {first.moment.global_step} and {file.path} of step "
+                    f"{file.moment.global_step}; a state is of one step: give files of the same step"
+                )
+
+
+def read_content(header: Header, path: Path) -> dict[str, Any]:
+    """The JSON of a file of ours. FormatError for any other."""
+    text = header.metadata.get(METADATA_KEY)
+    if text is None:
+        raise FormatError(damage(path, "it was not written by lastwords: its metadata lack the key 'lastwords'"))
+    try:
+        content = json.loads(text)
+        numbers = [content[key] for key in ("format", "rank", "global_step", "epoch", "step")]
+        sound = all(type(number) is int for number in numbers) and isinstance(content["job"], str)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        sound = False
+    if not sound or ("units" in content) == ("meta" in content):
+        raise FormatError(damage(path, "its metadata cannot be read"))
+    if content["format"] > FILE_FORMAT:
+        raise FormatError(
+            f"{path} was written by a newer lastwords, format {content['format']}; this one reads up to {FILE_FORMAT}; "
+            "upgrade"
+        )
+    found: dict[str, Any] = content
+    return found
+
+
+def _read(path: Path, os: Os, *, header: bool = True) -> tuple[tuple[int, ...], Header | None]:
+    """Stamp of a file, and its header."""
+    try:
+        fd = os.open_read(path)
+    except FileNotFoundError as error:
+        raise IncompleteError(f"{path} is missing; restore it", missing=(str(path),)) from error
+    except OSError as error:
+        raise storage_error("opening", path, error) from error
+    try:
+        with storage_errors("reading", path):
+            stamp, size = os.stamp(fd), os.size(fd)
+        if not header:
+            return stamp, None
+        length = header_length(read_exactly(fd, min(8, size), 0, path, os), file_bytes=size, where=str(path))
+        return stamp, decode_header(read_exactly(fd, length, 0, path, os), file_bytes=size, where=str(path))
+    finally:
+        close(fd, path, os)
+
+
+def _locals_of(files: Sequence[RankFile]) -> dict[str, TensorSpec]:
+    """What single ranks have saved for themselves: name in the file -> the tensor as it is named in the source."""
+    return {
+        name: replace(spec, name=f"{file.rank}/{name}")
+        for file in files
+        for name, (spec, _, _) in file.header.tensors.items()
+        if name.startswith("local/")
+    }
+
+
+def _box_of(cut: Cut, rank: int) -> Box | None:
+    return next((held.box for held in cut.held if rank in held.ranks), None)
+
+
+def _at(spec: TensorSpec, box: Box, shape: tuple[int, ...]) -> TensorSpec:
+    try:
+        return TensorSpec(spec.name, spec.dtype, spec.shape, shape, box.offsets)
+    except ConfigError as error:
+        raise MismatchError(f"{spec.name}: {error}") from error

@@ -1,0 +1,301 @@
+"""A source as one state, whatever units it was saved in: every tensor with its shards, and the JSON that goes with it.
+
+Pure, and checked as a whole before anybody reads or writes a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.reshard.saved_units import GROUPS, SavedUnit
+from lastwords.checkpoint.reshard.state_trees import Tree, keys_of, leaves, renamed, without_names
+from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards
+from lastwords.errors import FormatError, MismatchError
+
+MOVED_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
+"""What torch's schedulers change in a group. Where anything else differs, two ranks have different groups."""
+
+_ABOUT = ("step_ended", "hyperparameters", "optimizer_own", "reasons")
+
+_SCALAR_BYTES_MAX = 16
+"""State of another shape than its parameter's is a counter or the like up to here: all shards have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A param group. number: its place in the optimizer. ended: `step_ended` of the unit that its values are from."""
+
+    number: int
+    parameters: tuple[str, ...]
+    tree: Tree
+    ended: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """All of a source, by the names of a strategy.
+
+    tensors: name -> what it is and which shards there are. parameters, buffers: name in the model -> torch's type.
+    states: parameter -> key -> tree. copied: names of tensors that are whole wherever they are needed and that no
+    strategy speaks of. more: of a tensor with elements that safetensors has no code for, its last sizes, in bytes.
+    """
+
+    tensors: Mapping[str, Divided]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    volatile: frozenset[str]
+    absent: tuple[str, ...]
+    aliases: Mapping[str, str]
+    states: Mapping[str, Mapping[str, Tree]]
+    groups: tuple[Group, ...]
+    optimizer: str
+    extras: Tree | None
+    copied: frozenset[str]
+    more: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, Mapping[str, Shard]] = field(default_factory=dict)
+    """State tensors (`step`) that are whole beside each shard of their parameter: name -> unit's label -> the copy."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """`step_ended`, `hyperparameters`, `optimizer_own` and `reasons` of the unit that has the extras."""
+
+    def near(self, name: str, places: Collection[str]) -> Divided:
+        """The tensor; of copies one in a unit that is among `places` and read anyway, if there is any."""
+        tensor = self.tensors[name]
+        found = next((shard for place, shard in self.copies.get(name, {}).items() if place in places), None)
+        return tensor if found is None else replace(tensor, shards=(found,))
+
+    def check(self) -> None:
+        """FormatError or IncompleteError, naming tensor and region, for shards that overlap or leave something out."""
+        for tensor in self.tensors.values():
+            check_shards(tensor)
+        check_covered(list(self.tensors.values()))
+
+
+def join(units: Sequence[SavedUnit], *, copies: bool) -> Saved:
+    """One state out of units, those first that have what all have.
+
+    copies: several units may have the very same part of a tensor; any will do. FormatError where units contradict each
+    other, MismatchError where state is divided in a way that is not understood.
+    """
+    return _Joining(units, copies).saved()
+
+
+class _Joining:
+    def __init__(self, units: Sequence[SavedUnit], copies: bool) -> None:
+        self._units = units
+        self._copies = copies
+        self._tensors: dict[str, Divided] = {}
+        self._copied: set[str] = set()
+        self._more: dict[str, tuple[int, ...]] = {}
+        self._found_copies: dict[str, dict[str, Shard]] = {}
+        metas = [unit.meta for unit in units]
+        self._parameters = self._types("parameters")
+        self._buffers = self._types("buffers")
+        self._volatile = frozenset(name for meta in metas for name in meta.get("volatile_buffers", ()))
+
+    def saved(self) -> Saved:
+        for kind, names in (("model", self._parameters), ("buffer", self._buffers)):
+            for name in names:
+                self._add(f"{kind}/{name}", volatile=kind == "buffer" and name in self._volatile)
+        states = self._states()
+        groups = self._groups()
+        metas = [unit.meta for unit in self._units]
+        host = next((unit for unit in self._units if "extras" in unit.meta), None)
+        extras = None if host is None else self._extras(host)
+        about = {} if host is None else host.meta
+        kinds = sorted({str(meta["optimizer"]) for meta in metas})
+        return Saved(
+            tensors=self._tensors,
+            parameters=self._parameters,
+            buffers=self._buffers,
+            volatile=self._volatile,
+            absent=tuple(dict.fromkeys(name for meta in metas for name in meta["absent_buffers"])),
+            aliases={alias: name for meta in metas for alias, name in meta["aliases"].items()},
+            states=states,
+            groups=groups,
+            optimizer=kinds[0] if kinds else "",
+            extras=extras,
+            copied=frozenset(self._copied),
+            more=self._more,
+            copies=self._found_copies,
+            about={
+                key: about[key] for key in ("step_ended", "hyperparameters", "reasons", "optimizer_own") if key in about
+            },
+        )
+
+    # ------------------------------------------------------------------ tensors
+
+    def _types(self, kind: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for unit in self._units:
+            for name, dtype in unit.meta[kind].items():
+                if found.setdefault(name, dtype) != dtype:
+                    raise FormatError(f"{unit.label}: {name!r} is {dtype} there, and {found[name]} elsewhere")
+        return found
+
+    def _add(self, name: str, *, volatile: bool = False) -> None:
+        found = [(unit, unit.specs[name]) for unit in self._units if name in unit.specs]
+        if not found:
+            raise FormatError(f"{self._units[0].label}: its JSON names the tensor {name!r}, but it is not there")
+        undivided = [one for one in found if one[1].shape == one[1].global_shape]
+        if undivided and (volatile or name in self._copied):
+            found = undivided[:1]
+        self._tensors[name] = self._divided(name, found)
+
+    def _divided(self, name: str, found: Sequence[tuple[SavedUnit, TensorSpec]]) -> Divided:
+        first = found[0][1]
+        shards: dict[Any, Shard] = {}
+        for place, (unit, spec) in enumerate(found):
+            if (spec.dtype, spec.global_shape) != (first.dtype, first.global_shape):
+                raise FormatError(
+                    f"{name} is {first.dtype} {first.global_shape} in {found[0][0].label} and {spec.dtype} "
+                    f"{spec.global_shape} in {unit.label}: two tensors of one name cannot be moved to another layout"
+                )
+            box = Box(spec.offsets, spec.shape)
+            shards.setdefault(box if self._copies else place, Shard(spec.name, box, unit.label))
+        return Divided(name, first.dtype, first.global_shape, tuple(shards.values()))
+
+    def _add_copy(self, unit: SavedUnit, name: str, stored: str | None = None) -> None:
+        """A tensor that is whole, wherever it goes; `stored`: what it is called in the unit."""
+        spec = unit.place(stored or name)
+        self._copied.add(name)
+        self._tensors[name] = Divided(name, spec.dtype, spec.shape, (Shard(spec.name, whole(spec.shape), unit.label),))
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def _states(self) -> dict[str, dict[str, Tree]]:
+        states: dict[str, dict[str, Tree]] = {}
+        for unit in self._units:
+            for fqn, keys in unit.states.items():
+                for key, node in keys.items():
+                    known = states.setdefault(fqn, {})
+                    if key not in known:
+                        known[key] = self._state(unit, fqn, key, node)
+                    elif without_names(_bare(node), unit.label) != without_names(known[key], unit.label):
+                        raise FormatError(f"{unit.label}: the optimizer's {key!r} of {fqn!r} differs between shards")
+        for fqn, keys in states.items():
+            having = [unit for unit in self._units if fqn in unit.states]
+            if not self._copies and any(unit.states[fqn].keys() != keys.keys() for unit in having):
+                raise FormatError(f"{having[0].label}: the state of {fqn!r} has other keys in each of its shards")
+        return states
+
+    def _state(self, unit: SavedUnit, fqn: str, key: str, node: Tree) -> Tree:
+        if "tensor" not in node:
+            for leaf in leaves(node, unit.label):
+                self._refuse_divided(leaf["tensor"], leaf, fqn, key)
+                self._add_copy(unit, leaf["tensor"])
+            return _bare(node)
+        name = node["tensor"]
+        spec = unit.place(name)
+        if spec.shape[len(node["shape"]) :]:
+            self._more[name] = spec.shape[len(node["shape"]) :]
+        having = [one for one in self._units if name in one.specs]
+        if fqn.startswith("~"):
+            self._add_copy(unit, name)
+        elif any(name in one.own_forms for one in having):
+            self._refuse_divided(name, node, fqn, key)
+            self._add_copies(name, having)
+        elif all(one.specs[name].shape == one.specs[name].global_shape for one in having):
+            self._add_copies(name, having)
+        else:
+            self._add(name)
+        return _bare(node)
+
+    def _add_copies(self, name: str, having: Sequence[SavedUnit]) -> None:
+        """A state tensor that is whole in each of these units."""
+        specs = {unit.label: unit.specs[name] for unit in having}
+        shards = {label: Shard(spec.name, whole(spec.shape), label) for label, spec in specs.items()}
+        first = having[0].specs[name]
+        self._tensors[name] = Divided(name, first.dtype, first.shape, (shards[having[0].label],))
+        self._found_copies[name] = {
+            label: shards[label]
+            for label, spec in specs.items()
+            if (spec.dtype, spec.shape) == (first.dtype, first.shape)
+        }
+
+    def _refuse_divided(self, name: str, node: Tree, fqn: str, key: str) -> None:
+        """MismatchError if a tensor of a shape of its own may be another one in each of its parameter's shards."""
+        having = [unit for unit in self._units if name in unit.specs]
+        parts = {(one.offsets, one.shape) for unit in having if (one := unit.specs.get(f"model/{fqn}")) is not None}
+        if "placements" in node or (len(parts) > 1 and unit_bytes(having, name) > _SCALAR_BYTES_MAX):
+            raise MismatchError(
+                f"{having[0].label}: the optimizer's {key!r} of {fqn!r} has a shape of its own, {tuple(node['shape'])}"
+                ", and it is not known how that is divided; only the layout that saved it can resume it",
+                different={f"{fqn}/{key}": "divided in a way of its own"},
+            )
+
+    def _groups(self) -> tuple[Group, ...]:
+        """Param groups of all units. Those of one number with other values (stages may differ) stay apart."""
+        found: list[Group] = []
+        ended = self._units[0].meta.get("step_ended") if self._units else None
+        for unit in self._units:
+            moment = unit.meta.get("step_ended", ended)
+            for number, names, tree in unit.groups:
+                ignored = frozenset() if moment == ended else MOVED_BY_SCHEDULERS
+                place = next((k for k, one in enumerate(found) if one.number == number
+                              and options_of(one.tree, ignored) == options_of(tree, ignored)), None)  # fmt: skip
+                if place is not None:
+                    known = found[place]
+                    joined = tuple(dict.fromkeys((*known.parameters, *names)))
+                    found[place] = Group(number, joined, known.tree, known.ended)
+                    continue
+                old = next((leaf["tensor"] for leaf in leaves(tree, unit.label)), "").split("/", 2)[:2]
+                before, after = "/".join(old) + "/", f"{GROUPS}{len(found)}/"
+                for leaf in leaves(tree, unit.label):
+                    self._add_copy(unit, after + leaf["tensor"].removeprefix(before), leaf["tensor"])
+                tree = renamed(tree, lambda name, b=before, a=after: a + name.removeprefix(b), unit.label)  # type: ignore[misc]
+                found.append(Group(number, names, tree, moment))
+        return tuple(found)
+
+    def _extras(self, unit: SavedUnit) -> Tree:
+        extras: Tree = dict(unit.meta["extras"])
+        states = {}
+        for name, tree in extras.get("states", {}).items():
+            states[name] = renamed(tree, plain_extra, unit.label)
+            for leaf in leaves(states[name], unit.label):
+                self._add_copy(unit, leaf["tensor"])
+        return {**extras, "states": states}
+
+
+def plain_extra(name: str) -> str:
+    """Name of an extra's tensor without its unit.
+
+    >>> plain_extra("unit/replicated/extra/ema/w"), plain_extra("extra/ema/w")
+    ('extra/ema/w', 'extra/ema/w')
+    """
+    return name if name.startswith("extra/") else name.split("/", 2)[-1]
+
+
+def unit_bytes(units: Sequence[SavedUnit], name: str) -> int:
+    """Bytes of the largest tensor of this name."""
+    return max((unit.specs[name].nbytes for unit in units), default=0)
+
+
+def _bare(tree: Tree) -> Tree:
+    """Without what only the saved layout means: which part of what a tensor is."""
+    if "tensor" not in tree:
+        return tree
+    return {key: value for key, value in tree.items() if key not in ("placements", "global_shape", "shape")}
+
+
+def renumbered(name: str, place: int) -> str:
+    """A group's tensor, named after another place of the group.
+
+    >>> renumbered("optim/~groups.0/lr", 2), renumbered("model/w", 2)
+    ('optim/~groups.2/lr', 'model/w')
+    """
+    if not name.startswith(GROUPS):
+        return name
+    return f"{GROUPS}{place}/" + name.removeprefix(GROUPS).partition("/")[2]
+
+
+def options_of(tree: Tree, ignored: frozenset[str]) -> dict[str, Any]:
+    """Values of a param group, tensors by their form only: equal for equal ones."""
+    return {
+        key: without_names(node, "a param group")
+        for key, node in keys_of(tree, "a param group").items()
+        if key not in ignored
+    }

@@ -1,0 +1,277 @@
+"""What the ranks of a destination hold of a source: which box of which tensor, and the JSON beside it. Pure.
+
+Where a tensor goes is the destination's strategy. State of the optimizer that it does not list goes where `state_held`
+says; buffers that it does not list, extras, and what belongs to no tensor of the model are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.entries import LocalEntry
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta_forms import META_VERSION
+from lastwords.checkpoint.reshard.saved_state import Group, Saved, renumbered
+from lastwords.checkpoint.reshard.state_trees import Tree, leaves, mapped, renamed
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.reshard.strategy_needs import refuse_another_model
+from lastwords.checkpoint.reshard_plan import Divided, Shard, Slice, slices_for
+from lastwords.errors import FormatError
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one rank, or each rank of a set, holds. boxes: by the names of a strategy.
+
+    states: parameters whose state is here, as far as it is no tensor. common: has what belongs to no tensor.
+    """
+
+    boxes: dict[str, Box] = field(default_factory=dict)
+    states: set[str] = field(default_factory=set)
+    common: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor of the destination: what it is called there, which part of the whole it is, and what fills it."""
+
+    spec: TensorSpec
+    box: Box
+    slices: tuple[Slice, ...]
+
+
+def whole_strategy(saved: Saved) -> Strategy:
+    """One rank that holds everything whole."""
+    return Strategy(
+        1,
+        {
+            name: Cut(tensor.dtype, tensor.shape, (Held(whole(tensor.shape), (0,)),))
+            for name, tensor in saved.tensors.items()
+            if name.startswith("model/")
+        },
+    )
+
+
+def check_fit(saved: Saved, wanted: Strategy) -> None:
+    """Before anything is read: the strategy is sound, and of this model.
+
+    StrategyError or MismatchError name the tensor and the region.
+    """
+    wanted.check()
+    listed = {
+        name: Cut(tensor.dtype, tensor.shape, ())
+        for name, tensor in saved.tensors.items()
+        if name not in saved.copied and not name.startswith("model/~")
+    }
+    refuse_another_model(Strategy(1, listed), wanted)
+
+
+def by_holders(saved: Saved, wanted: Strategy) -> dict[Ranks, Holding]:
+    """Everything of the destination, by the set of ranks that hold it; the set of all ranks is always there."""
+    everyone = tuple(range(wanted.world_size))
+    found: dict[Ranks, Holding] = {everyone: Holding(common=True)}
+    for name, box, ranks in _places(saved, wanted):
+        found.setdefault(ranks, Holding()).boxes[name] = box
+    for fqn in saved.states:
+        for ranks in _hosts(saved, wanted, fqn):
+            found.setdefault(ranks, Holding()).states.add(fqn)
+    return found
+
+
+def of_rank(saved: Saved, wanted: Strategy, rank: int) -> Holding:
+    """Everything that one rank of the destination holds."""
+    holding = Holding(common=True)
+    holding.boxes.update({name: box for name, box, ranks in _places(saved, wanted) if rank in ranks})
+    holding.states.update(fqn for fqn in saved.states if any(rank in ranks for ranks in _hosts(saved, wanted, fqn)))
+    return holding
+
+
+def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> list[Planned]:
+    """A plan for each tensor of a holding, groups' and extras' included. `called`: name of a strategy -> name there.
+
+    IncompleteError, naming tensor and region, for what no shard of the source has.
+    """
+    boxes = dict(holding.boxes)
+    numbered = {}
+    for place, group in enumerate(_groups(saved, holding)):
+        for leaf in leaves(group.tree, "a param group"):
+            name = leaf["tensor"]
+            boxes[name] = whole(saved.tensors[name].shape)
+            numbered[name] = renumbered(name, place)
+    if holding.common and saved.extras is not None:
+        for tree in saved.extras["states"].values():
+            for leaf in leaves(tree, "the extras"):
+                boxes[leaf["tensor"]] = whole(saved.tensors[leaf["tensor"]].shape)
+    found = []
+    places: dict[str, set[str]] = {}
+    for name, box in boxes.items():
+        # Parameters come before state, and a moment or a counter is best read where its parameter is.
+        kind, _, fqn = name.partition("/")
+        near = places.get(fqn.rpartition("/")[0], set()) if kind == "optim" else set()
+        tensor = saved.near(name, near)
+        spec = TensorSpec(called(numbered.get(name, name)), tensor.dtype, box.sizes, tensor.shape, box.offsets)
+        slices = slices_for(tensor, box)
+        if kind == "model":
+            places[fqn] = {piece.shard.where for piece in slices}
+        found.append(Planned(spec, box, slices))
+    return found
+
+
+def meta_of(saved: Saved, holding: Holding, called: Callable[[str], str]) -> dict[str, Any]:
+    """What is no tensor, as a unit's `meta` has it; trees name tensors as `planned` does."""
+    boxes = holding.boxes
+    parameters = {name: dtype for name, dtype in saved.parameters.items() if f"model/{name}" in boxes}
+    buffers = {name: dtype for name, dtype in saved.buffers.items() if f"buffer/{name}" in boxes}
+    groups = _groups(saved, holding)
+    meta: dict[str, Any] = {
+        "version": META_VERSION,
+        "optimizer": saved.optimizer,
+        "parameters": parameters,
+        "buffers": buffers,
+        "aliases": {a: name for a, name in saved.aliases.items() if name in parameters or name in buffers},
+        "absent_buffers": list(saved.absent) if holding.common else [],
+        "groups": [
+            renamed(group.tree, lambda name, place=place: called(renumbered(name, place)), "a param group")  # type: ignore[misc]
+            for place, group in enumerate(groups)
+        ],
+        "group_parameters": [[name for name in group.parameters if name in parameters] for group in groups],
+        "group_numbers": [group.number for group in groups],
+        # Those of single ranks are in no unit, and nothing else says that state_dict() leaves them out.
+        "volatile_buffers": sorted(saved.volatile - (saved.buffers.keys() - buffers.keys())),
+        "optimizer_state": dict(_states(saved, holding, called)),
+        "reasons": _reasons(saved) if holding.common else [],
+    }
+    if "step_ended" in saved.about:
+        ended = saved.about["step_ended"]
+        meta["step_ended"] = next((group.ended for group in groups if group.ended != ended), ended)
+    if holding.common:
+        if "hyperparameters" in saved.about:
+            meta["hyperparameters"] = saved.about["hyperparameters"]
+        if saved.extras is not None:
+            states = saved.extras["states"]
+            meta["extras"] = {
+                **saved.extras,
+                "states": {name: renamed(tree, called, "the extras") for name, tree in states.items()},
+            }
+    return meta
+
+
+# ---------------------------------------------------------------------- who holds what
+
+
+def _places(saved: Saved, wanted: Strategy) -> Iterator[tuple[str, Box, Ranks]]:
+    """Every tensor of model and optimizer: name, box, and all ranks that hold this box."""
+    everyone = tuple(range(wanted.world_size))
+    for kind, names in (("model", saved.parameters), ("buffer", saved.buffers)):
+        for fqn in names:
+            name = f"{kind}/{fqn}"
+            cut = wanted.tensors.get(name)
+            if cut is None:
+                yield name, whole(saved.tensors[name].shape), everyone
+            else:
+                yield from ((name, held.box, held.ranks) for held in cut.held)
+    for fqn, keys in saved.states.items():
+        hosts = _hosts(saved, wanted, fqn)
+        for key, node in keys.items():
+            if "tensor" in node and not fqn.startswith("~"):
+                yield from _state_places(saved, wanted, hosts, fqn, key)
+                continue
+            for leaf in leaves(node, fqn):
+                yield from ((leaf["tensor"], whole(saved.tensors[leaf["tensor"]].shape), ranks) for ranks in hosts)
+
+
+def _state_places(
+    saved: Saved, wanted: Strategy, hosts: Iterable[Ranks], fqn: str, key: str
+) -> Iterator[tuple[str, Box, Ranks]]:
+    name = f"optim/{fqn}/{key}"
+    shape = saved.tensors[name].shape
+    alike = _like_parameter(saved, fqn, name)
+    for held in wanted.state_held(fqn, key, shape, saved.more.get(name, ())):
+        left = set(held.ranks)
+        if not alike and held.box == whole(shape):
+            # A counter stands beside each part of what it counts for, so that a part can be read without the others.
+            for ranks in hosts:
+                if left.issuperset(ranks):
+                    yield name, held.box, ranks
+                    left.difference_update(ranks)
+        if left:
+            yield name, held.box, tuple(sorted(left))
+
+
+def _hosts(saved: Saved, wanted: Strategy, fqn: str) -> list[Ranks]:
+    """The sets of ranks each of which has a part of this parameter's state."""
+    if fqn.startswith("~"):
+        return [tuple(range(wanted.world_size))]
+    for key, node in saved.states[fqn].items():
+        name = f"optim/{fqn}/{key}"
+        if "tensor" in node and _like_parameter(saved, fqn, name):
+            held = wanted.state_held(fqn, key, saved.tensors[name].shape, saved.more.get(name, ()))
+            return [one.ranks for one in held]
+    cut = wanted.state_of(fqn)
+    return [] if cut is None else [held.ranks for held in cut.held]
+
+
+def _like_parameter(saved: Saved, fqn: str, name: str) -> bool:
+    if f"model/{fqn}" not in saved.tensors or name not in saved.tensors:
+        raise FormatError(f"the optimizer's state {name!r} is of a parameter, or of a name, that is not there")
+    own, shape = saved.tensors[f"model/{fqn}"].shape, saved.tensors[name].shape
+    return shape in (own, (*own, *saved.more.get(name, ())))
+
+
+# ---------------------------------------------------------------------- what is no tensor
+
+
+def _groups(saved: Saved, holding: Holding) -> list[Group]:
+    """Param groups of which the holding has a parameter; those without any are common to all."""
+    return [
+        group
+        for group in saved.groups
+        if any(f"model/{name}" in holding.boxes for name in group.parameters)
+        or (holding.common and not group.parameters)
+    ]
+
+
+def _states(saved: Saved, holding: Holding, called: Callable[[str], str]) -> Iterator[tuple[str, Tree]]:
+    for fqn, keys in saved.states.items():
+        pairs = []
+        for key, node in keys.items():
+            if "tensor" in node:
+                if node["tensor"] in holding.boxes:
+                    pairs.append([key, _leaf(saved, node, holding.boxes[node["tensor"]], called)])
+            elif fqn in holding.states:
+                pairs.append([key, mapped(node, lambda leaf: {**leaf, "tensor": called(leaf["tensor"])}, fqn)])
+        if pairs or (fqn in holding.states and not keys):
+            yield fqn, {"dict": pairs}
+
+
+def _reasons(saved: Saved) -> list[str]:
+    own = saved.about.get("optimizer_own")
+    more = ["the optimizer's state that is not kept by parameter and name was not moved to this layout"] if own else []
+    return [*saved.about.get("reasons", ()), *more]
+
+
+def _leaf(saved: Saved, node: Mapping[str, Any], box: Box, called: Callable[[str], str]) -> Tree:
+    more = len(saved.more.get(node["tensor"], ()))
+    shape = list(box.sizes[: len(box.sizes) - more])
+    leaf = {key: value for key, value in node.items() if key not in ("tensor", "dtype")}
+    return {"tensor": called(node["tensor"]), "dtype": node["dtype"], "shape": shape, **leaf}
+
+
+def called_in(unit: str) -> Callable[[str], str]:
+    """What a tensor of a strategy is called in the file of a unit."""
+    return lambda name: f"unit/{unit}/{name}"
+
+
+def as_it_is(entry: LocalEntry) -> list[Planned]:
+    """Tensors of one rank alone."""
+    found = []
+    for spec in entry.tensors:
+        box = whole(spec.shape)
+        found.append(Planned(spec, box, slices_for(Divided(spec.name, spec.dtype, spec.shape,
+                                                           (Shard(spec.name, box),)), box)))  # fmt: skip
+    return found

@@ -1,0 +1,172 @@
+"""Gradients that live from one step to the next: of a loop that accumulates by itself over steps without an update.
+
+They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
+in which no optimizer has updated. After an update they are used up: the loop sets them to zero or to None before they
+count again. So are those that a GradScaler among the extras has skipped, which shows in its scale.
+Those that FSDP2 keeps whole, or has reduced within a shard group only, while its sync is off, are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lastwords.errors import MismatchError, StorageError
+from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
+from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
+from lastwords.sharding.dtensor import empty_shard, has_unreduced, is_dtensor, local_of, placements_to_json
+
+PREFIX = "grad/"
+
+BYTES_MAX = 256 << 20
+"""Of all gradients together. The black box has room for four copies."""
+
+
+class CarriedGradients:
+    """A `Capture` of the gradients of `parameters`, by name. Training thread."""
+
+    def __init__(
+        self,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        scalers: Sequence[Any] = (),
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        self._all = parameters
+        self._model = model
+        self._scalers = scalers
+        self._scales: list[Any] = [scaler.state_dict() for scaler in scalers]
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._regions: dict[str, RegionSpec] = {}
+        self._carried: list[str] = []
+        self._targets: dict[int, dict[str, torch.Tensor]] = {}
+        self._box: BlackBox | None = None
+        self._bound: set[str] = set()
+        self._given_up = ""
+        self._on_reason: Callable[[str], None] = _ignore
+
+    def step_ends(self, *, updated: bool, trained: Mapping[str, torch.Tensor]) -> bool:
+        """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them."""
+        self._carried = []
+        if updated or self._given_up:
+            if self._scalers:
+                self._scaler_has_skipped()
+            return False
+        if self._model is not None and has_unreduced(self._model):
+            return self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
+        present = {name: tensor for name, tensor in trained.items() if tensor.grad is not None}
+        if not present or self._scaler_has_skipped():
+            return False
+        self._carried = [*present]
+        new = self._admit(present)
+        return new and not self._given_up
+
+    def _scaler_has_skipped(self) -> bool:
+        """Whether a GradScaler has looked at this step's gradients, and found some that are not finite."""
+        before, self._scales = self._scales, [scaler.state_dict() for scaler in self._scalers]
+        return before != self._scales
+
+    def _admit(self, present: Mapping[str, torch.Tensor]) -> bool:
+        self._parameters = dict(present)
+        regions = {}
+        for name, parameter in present.items():
+            assert parameter.grad is not None
+            local = local_of(parameter.grad)
+            code = region_dtype(local.dtype)
+            if code is None or local.layout is not torch.strided:
+                return self._give_up(f"the gradient of {name!r} ({local.dtype}, {local.layout}) cannot be captured")
+            regions[name] = RegionSpec(PREFIX + name, code, tuple(local.shape), lazy=True, committed_only=True)
+        wanted = {**self._regions, **regions}
+        nbytes = sum(region.nbytes for region in wanted.values())
+        if nbytes > BYTES_MAX:
+            return self._give_up(f"{nbytes / 1e6:.0f} MB of gradients are carried from step to step, more than is kept")
+        new = wanted.keys() != self._regions.keys() or any(wanted[name] != self._regions[name] for name in regions)
+        self._regions = wanted
+        return new
+
+    def _give_up(self, what: str) -> bool:
+        self._given_up = f"{what}; steps(accumulate=...) ends a step with its update instead"
+        self._regions, self._carried = {}, []
+        self._on_reason(self._given_up)
+        return False
+
+    # ------------------------------------------------------------------ Capture
+
+    @property
+    def regions(self) -> tuple[RegionSpec, ...]:
+        """What each copy needs room for."""
+        return tuple(self._regions.values())
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why they cannot be kept."""
+        return (self._given_up,) if self._given_up else ()
+
+    def bind(self, box: BlackBox) -> None:
+        """Prepare the captures into each step slot of `box`."""
+        self._box = box
+        self._bound = {region.name for region in box.layout.regions}
+        self._targets = {slot: {} for slot in box.step_slots}
+
+    def listen(self, on_reason: Callable[[str], None]) -> None:
+        """Tell reasons that arise later to `on_reason`."""
+        self._on_reason = on_reason
+
+    def refresh(self) -> None:
+        """Only those that are carried are in the next copy."""
+        box = self._box
+        if box is None:
+            return
+        try:
+            for name, region in self._regions.items():
+                if region.name not in self._bound:
+                    continue
+                if name not in self._carried:
+                    box.deactivate(region.name)
+                elif not box.is_active(region.name):
+                    box.activate(region.name)
+        except StorageError as error:
+            self._give_up(f"the gradients that are carried from step to step could not be kept: {error}")
+
+    def capture(self, slot: int) -> None:
+        """Take them into an open slot; they are complete at a step's end only."""
+        if not self._carried or self._box is None or self._box.open_kind is SlotKind.TENTATIVE:
+            return
+        targets = self._targets[slot]
+        for name in self._carried:
+            if PREFIX + name not in self._bound:
+                continue
+            gradient = self._parameters[name].grad
+            assert gradient is not None
+            local = local_of(gradient).detach()
+            if name not in targets:
+                view = torch.frombuffer(self._box.region(slot, PREFIX + name), dtype=local.dtype)
+                targets[name] = view.reshape(self._regions[name].shape)
+            targets[name].copy_(local)
+
+    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
+        """Give the parameters the gradients that they had; other regions are ignored.
+
+        Raises MismatchError, before anything is changed, for those of no parameter, or of another form.
+        """
+        here = self._all()
+        saved = {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
+        for name, copy in saved.items():
+            if name not in here or tuple(local_of(here[name]).shape) != tuple(copy.shape):
+                raise MismatchError(f"the saved gradient of {name!r} fits no parameter here", extra=[name])
+        for name, copy in saved.items():
+            parameter = here[name]
+            dtype = next(one for one in _DTYPES if region_dtype(one) == copy.dtype)
+            data = torch.frombuffer(bytearray(copy.data), dtype=dtype).reshape(copy.shape).to(parameter.device)
+            if is_dtensor(parameter):
+                data = empty_shard(parameter, placements_to_json(parameter), list(parameter.shape), data)
+            parameter.grad = data
+        return ()
+
+
+_DTYPES = [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
+
+
+def _ignore(reason: str) -> None:
+    """Nobody listens."""

@@ -1,0 +1,253 @@
+"""What no other rank holds: random number streams and buffers, taken in every step into the black box.
+
+The training thread calls `BoxRecorder.tentative` when the forward of a step is done and before the collective that
+lets a peer update, `committed` at the step's end, `epoch_start` when an epoch begins. See black_box.py for why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from lastwords.errors import ConfigError, MismatchError
+from lastwords.optim_wrapper.capture.buffer_capture import SMALL_BUFFER_BYTES_MAX, BufferCapture
+from lastwords.optim_wrapper.streams.own_streams import PREFIX as OWN
+from lastwords.optim_wrapper.streams.own_streams import OwnStreams
+from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, TorchStream, default_streams
+from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
+from lastwords.processor.recurrence import Recurrence
+
+__all__ = ["SMALL_BUFFER_BYTES_MAX", "BoxRecorder", "BufferCapture", "Capture", "RngCapture", "regions"]
+
+
+class Capture(Protocol):
+    """A part of the rank-local state. `refresh` comes before each copy is begun, `capture` while it is open.
+
+    listen: `on_reason` is called, during `refresh`, with each reason that arises later.
+    """
+
+    @property
+    def regions(self) -> tuple[RegionSpec, ...]: ...
+
+    @property
+    def reasons(self) -> tuple[str, ...]: ...
+
+    def bind(self, box: BlackBox) -> None: ...
+
+    def listen(self, on_reason: Callable[[str], None]) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def capture(self, slot: int) -> None: ...
+
+    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]: ...
+
+
+class RngCapture:
+    """All random number streams of this process: python, numpy, torch, the accelerator, and the user's generators.
+
+    generators: torch generators of the loader, of a sampler and the like, by name. own: all others of the user's.
+    devices: accelerator devices to include; None: the current one, if an accelerator is in use.
+    fast=False takes python's and numpy's streams the public way; only for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        generators: Mapping[str, torch.Generator] | None = None,
+        own: OwnStreams | None = None,
+        devices: Sequence[torch.device] | None = None,
+        fast: bool = True,
+    ) -> None:
+        self._streams: list[Stream] = default_streams(devices, fast=fast)
+        for name, generator in sorted((generators or {}).items()):
+            self._streams.append(TorchStream(f"generator/{name}", generator, fast=fast))
+        self._takes: dict[int, list[Callable[[], None]]] = {}
+        self._numpy = next(stream for stream in self._streams if isinstance(stream, NumpyStream))
+        self.own = OwnStreams.none() if own is None else own
+        self._told = ""
+        self._on_reason: Callable[[str], None] = _ignore
+
+    @property
+    def regions(self) -> tuple[RegionSpec, ...]:
+        """What each copy needs room for."""
+        return (*(stream.region for stream in self._streams), *self.own.regions)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why some stream cannot be captured."""
+        return (*(stream.problem for stream in self._streams if stream.problem), *self.own.reasons)
+
+    def bind(self, box: BlackBox) -> None:
+        """Prepare the captures into each slot of `box`, whose layout has `regions`."""
+        for slot in box.step_slots + box.epoch_slots:
+            self._takes[slot] = [stream.into(box.region(slot, stream.region.name)) for stream in self._streams]
+        self.own.bind(box)
+
+    def listen(self, on_reason: Callable[[str], None]) -> None:
+        """Tell reasons that arise later to `on_reason`."""
+        self._on_reason = on_reason
+        self.own.listen(on_reason)
+
+    def refresh(self) -> None:
+        """Say what went wrong in the copy before this one."""
+        if self._numpy.problem and self._numpy.problem != self._told:
+            self._told = self._numpy.problem
+            self._on_reason(self._told)
+
+    def capture(self, slot: int) -> None:
+        """Take all streams into an open slot."""
+        for take in self._takes[slot]:
+            take()
+        self.own.capture(slot)
+
+    def snapshot(self) -> dict[str, RegionCopy]:
+        """All streams as they are now, beside the box: for putting them back after something that must not count."""
+        copies = {}
+        for stream in self._streams:
+            data = bytearray(stream.region.nbytes)
+            stream.into(memoryview(data))()
+            copies[stream.region.name] = RegionCopy(stream.region.dtype, stream.region.shape, data)
+        return copies | self.own.snapshot()
+
+    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
+        """Put the streams back; other regions are ignored. Returns why the outcome is not exact, if it is not.
+
+        Raises MismatchError, before anything is changed, if a stream's size is not the one of this platform.
+        """
+        reasons = []
+        known = {stream.region.name: stream for stream in self._streams}
+        saved = {name: copy for name, copy in regions.items() if name.startswith("rng/") and not name.startswith(OWN)}
+        for name in sorted(known.keys() & saved.keys()):
+            if len(memoryview(saved[name].data)) != known[name].region.nbytes:
+                text = f"saved {len(saved[name].data)} bytes, here {known[name].region.nbytes}"
+                raise MismatchError(
+                    f"the random number stream {name!r} has another size: {text}; torch or numpy differ too much",
+                    different={name: text},
+                )
+        for name in sorted(known.keys() | saved.keys()):
+            if name not in saved:
+                reasons.append(f"the random number stream {name!r} was not saved")
+            elif name not in known:
+                reasons.append(f"the random number stream {name!r} was saved but does not exist here")
+            else:
+                try:
+                    known[name].restore(saved[name].data)
+                except MismatchError as error:
+                    reasons.append(str(error))
+        return (*reasons, *self.own.restore(regions))
+
+
+class BoxRecorder:
+    """Writes rank-local state into the black box, in step with training. Belongs to the training thread.
+
+    None of its methods raises because of what is captured: what cannot be kept becomes a line in `reasons`.
+    """
+
+    def __init__(
+        self, box: BlackBox, captures: Sequence[Capture], *, on_reason: Callable[[str], None] | None = None
+    ) -> None:
+        """`box` was made with `regions(captures)` in its layout; `on_reason` hears of each reason that arises later."""
+        self.box = box
+        self._captures = tuple(capture for capture in captures if capture.regions)
+        self._slots: dict[int, tuple[SlotKind, int]] = {}
+        self.late = Recurrence()
+        """In which steps the state has moved between its tentative and its committed copy."""
+        self.moved = ""
+        """The first region that had moved so, the last time."""
+        for capture in self._captures:
+            capture.bind(box)
+            capture.listen(on_reason or _ignore)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the copies are not exact, as far as is known now."""
+        return tuple(reason for capture in self._captures for reason in capture.reasons)
+
+    def tentative(self, step: int, json_bytes: bytes = b"{}") -> None:
+        """Take the state for `step`, which is under way: after its forward, before its last collective."""
+        self._record(SlotKind.TENTATIVE, step, json_bytes)
+
+    def committed(
+        self, step: int, json_bytes: bytes, *, comparable: bool = True, ends_epoch: bool | None = None
+    ) -> bool:
+        """Take the state at the end of `step` and compare it with the tentative copy, unless that has other regions.
+
+        ends_epoch: `step` is the last one of its epoch, None: not known. True if they differ, as `late` says now.
+        """
+        self._record(SlotKind.COMMITTED, step, json_bytes)
+        moved = self.box.compare_tentative() if comparable else None
+        if moved is None:
+            return False
+        self.moved = moved
+        self.late = self.late.happened(step, ends_epoch)
+        return True
+
+    def committed_again(self, step: int, json_bytes: bytes) -> str | None:
+        """`committed` once more, for a step after whose end the state may have moved; the first region that has."""
+        before = self.slot_of(step)
+        slot = self._record(SlotKind.COMMITTED, step, json_bytes)
+        moved = None if before is None else self.box.first_difference(before, slot)
+        # What the tentative copy has is not what the next step begins with either.
+        if moved is not None and self.box.compare_tentative() is not None and self.late.last != step:
+            self.late = self.late.happened(step, None)
+        return moved
+
+    def late_moves(self) -> dict[str, Any]:
+        """What a reader has to know of these, as JSON."""
+        return {"late": self.late.to_list(), "moved": self.moved}
+
+    def slot_of(self, step: int) -> int | None:
+        """Where the copy of `step` is that a reader gets: the committed one if there is one."""
+        found = {kind: slot for slot, (kind, of) in self._slots.items() if of == step}
+        return found.get(SlotKind.COMMITTED, found.get(SlotKind.TENTATIVE))
+
+    def drawn_since(self, step: int) -> str:
+        """In a step that was cut off: a stream that has moved since its tentative copy. Writer's thread, settled."""
+        slot = self.slot_of(step)
+        if slot is None or self._slots[slot][0] is not SlotKind.TENTATIVE:
+            return ""
+        for capture in self._captures:
+            for name, now in capture.snapshot().items() if isinstance(capture, RngCapture) else ():
+                if self.box.region(slot, name)[: len(now.data)] != now.data:
+                    return name
+        return ""
+
+    def epoch_start(self, epoch: int, json_bytes: bytes = b"{}") -> None:
+        """Take the random number streams before the first batch of `epoch` is asked for."""
+        slot = self.box.begin(SlotKind.EPOCH, epoch)
+        for capture in self._captures:
+            if any(region.in_epoch for region in capture.regions):
+                capture.capture(slot)
+        self.box.commit(slot, json_bytes)
+
+    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
+        """Put everything back; returns why the outcome is not exact, if it is not."""
+        return tuple(reason for capture in self._captures for reason in capture.restore(regions))
+
+    def _record(self, kind: SlotKind, step: int, json_bytes: bytes) -> int:
+        captures = self._captures
+        for capture in captures:
+            capture.refresh()
+        box = self.box
+        slot = box.begin(kind, step)
+        for capture in captures:
+            capture.capture(slot)
+        box.commit(slot, json_bytes)
+        self._slots.pop(slot, None)  # of two copies of a step the newer one is the last
+        self._slots[slot] = kind, step
+        return slot
+
+
+def regions(captures: Sequence[Capture]) -> tuple[RegionSpec, ...]:
+    """Regions of all captures together, for the box's layout."""
+    found = tuple(region for capture in captures for region in capture.regions)
+    if len({region.name for region in found}) != len(found):
+        raise ConfigError("two captures take a region of the same name")
+    return found
+
+
+def _ignore(reason: str) -> None:
+    """Nobody listens."""

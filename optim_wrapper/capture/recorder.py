@@ -1,0 +1,397 @@
+"""What is captured while training runs: the tentative copy in each step, the committed one at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.reason import Reason, as_reason
+from lastwords.errors import StorageError
+from lastwords.optim_wrapper.capture import step_document
+from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
+from lastwords.optim_wrapper.capture.boundary_copies import names_in
+from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
+from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
+from lastwords.optim_wrapper.capture.extra_buffers import ExtraBuffers
+from lastwords.optim_wrapper.capture.host_copy import HostCopy
+from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
+from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
+from lastwords.optim_wrapper.capture.state_watch import StateWatch
+from lastwords.optim_wrapper.ddp.ddp_found import holding
+from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
+from lastwords.optim_wrapper.state import extra_digests, rank_units
+from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
+from lastwords.optim_wrapper.state.global_names import Naming
+from lastwords.optim_wrapper.state.group_copies import GroupCopies
+from lastwords.optim_wrapper.state.own_state import OwnStates
+from lastwords.optim_wrapper.state.rank_units import RankUnits
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.streams.own_streams import OwnStreams
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
+from lastwords.processor.saver import Position
+from lastwords.sharding.agree import World
+from lastwords.sharding.declare import Unit
+
+_log = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Captures what may have moved on by the time of an incident. Belongs to the training thread.
+
+    The tentative copy is taken in the backward pass, before a collective that lets a peer update (`BeforeCollective`).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[OptTFTWrapper],
+        extras: Mapping[str, Any] | None,
+        local_extras: Mapping[str, Any] | None,
+        names: Naming | None = None,
+        *,
+        copies: bool = True,
+    ) -> None:
+        self.model = model
+        inner = [wrapper.inner for wrapper in optimizers]
+        self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner), names=names)
+        self._groups = GroupCopies(self.view.optimizer)
+        self.extras = Extras(extras)
+        self.local_extras = Extras(local_extras, "local_extras")
+        whole = lambda: self._units is None or self._units.pure  # noqa: E731
+        self.own = OwnStates(self.view.model, self.view.called, optimizers, whole)
+        self.extras.add(self.own.of_optimizers)
+        self.local_extras.add(self.own.of_modules)
+        self.buffers = BufferCapture(self.view.model, called=self.view.called)
+        plain = [one for part in (extras, local_extras) for one in (part or {}).values() if isinstance(one, dict)]
+        self._search_in = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}, plain
+        self.rng = RngCapture(own=OwnStreams(*self._search_in))
+        self.extra_buffers = ExtraBuffers(self.extras)
+        self._digests = b""
+        self.source: TrainerSource | None = None
+        self._units: RankUnits | None = None
+        self._unchecked = False
+        self._ended_here = 0
+        self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
+        self.watch.has_scheduler = any(hasattr(one, "get_last_lr") for one in (extras or {}).values())
+        scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
+        self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers, model)
+        self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
+        self._at_gate = False
+        self.reasons: list[Reason] = []
+        self._box: BoxRecorder | None = None
+        self._extras_now: ExtrasSnapshot = self.extras.first()
+        self._local_now: ExtrasSnapshot = self.local_extras.first()
+        self._position: Position | None = None
+        self._document = b""  # of the step under way
+        self._named: Position | None = None
+        self.names_steps = True
+        self._step = 0
+        self._has_local_extras = bool(self.local_extras)
+        self._hook: BeforeCollective | None = None
+        self._paused = self._needs_epoch_start = False
+        self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
+        self._tentative_reasons: list[str] = []
+        self._steps_per_epoch = 0  # not known
+        self.updated = True  # in the step that ends
+        self.ends_early = False
+        self._early_reasons: list[str] = []
+
+    # ------------------------------------------------------------------ life
+
+    def agree_units(self, world: World, prefix: str, declared: Sequence[Unit]) -> RankUnits:
+        """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
+        self._units = rank_units.agree(self.view, world, prefix, declared, self.rank_local_buffers())
+        self._units.exclude_buffers(self.rank_local_buffers())
+        self._unchecked = not self._units.pure
+        return self._units
+
+    @property
+    def units(self) -> RankUnits:
+        """This rank's units; known once they are agreed."""
+        assert self._units is not None, "agree_units() comes first"
+        return self._units
+
+    def make_source(
+        self,
+        box_path: Callable[[int], Path],
+        facts: Callable[[int], dict[str, Any]],
+        buckets: Callable[[int], dict[str, Any]] | None = None,
+        copy: HostCopy | None = None,
+    ) -> TrainerSource:
+        """The writer's view of this rank."""
+        self.source = TrainerSource(
+            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch, self.ends_epoch,
+            lambda step: "" if self._box is None else self._box.drawn_since(step),
+        )  # fmt: skip
+        return self.source
+
+    def know(self, loader: Any, generators: Mapping[str, torch.Generator]) -> None:
+        """The loop draws its batches from this loader, whose torch generators are these; before the box is opened."""
+        roots, plain = self._search_in
+        own = OwnStreams({"loader": loader, **roots}, [*plain, *generators.values()])
+        self.rng = RngCapture(generators=generators, own=own)
+
+    def rank_local_buffers(self) -> frozenset[str]:
+        """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
+        return self.buffers.captured
+
+    def buffers_at(self, step: int) -> tuple[frozenset[str], dict[str, str]]:
+        """Names of the buffers that are in no unit of `step`, and why what is saved of some others is not exact."""
+        apart, moved = self.buffers.at(None if self._box is None else self._box.slot_of(step))
+        return (apart if self.units.pure else apart | self.buffers.always), moved
+
+    def open_box(self, use: Callable[[Callable[[Path], BlackBox]], None], *, at_gate: bool) -> None:
+        """Copies go into a black box from now on: `use` is given what makes it. at_gate: see `open`."""
+        self._use_box, self._at_gate = use, at_gate
+        use(lambda path: self.open(path, at_gate=at_gate))
+
+    def open(self, path: Path, *, at_gate: bool = False, carried: BoxRecorder | None = None) -> BlackBox:
+        """Make the black box, which begins with the copies of `carried`. at_gate: the gate alone calls `tentative`."""
+        self.rng.own.look()
+        captures = (self.rng, self.buffers, self.extra_buffers, self.watch.copies, self.gradients)
+        old = None if carried is None else carried.box
+        box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
+        self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
+        self.not_exact(self._box.reasons)
+        self._say_reasons()
+        if self._hook is None and not at_gate:
+            self._hook = BeforeCollective(self.model, self.tentative, holding(self.view.trained))
+        return box
+
+    def begin(
+        self,
+        step: int,
+        position: Position | None,
+        *,
+        epoch_start: Mapping[str, RegionCopy] | None = None,
+        step_regions: Mapping[str, RegionCopy] | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
+
+        position: what the loop calls `step`, None if it has no name; with `epoch_start`, the epoch that those are of.
+        steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
+        """
+        self._needs_epoch_start = steps_per_epoch is not None
+        self._steps_per_epoch = steps_per_epoch or 0
+        self._extras_now = self.extras.first(self._extras_now)
+        self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
+        self.buffers.look()
+        self.watch.look()
+        if self.watch.needs_room:
+            self._make_room()
+        if step_regions:
+            self.local_extras.reopen_loaders()
+        if epoch_start and position is not None and self._box is not None:
+            self.rng.restore(epoch_start)
+            self._box.epoch_start(position.epoch)
+        if step_regions:
+            self.rng.restore(step_regions)
+        self._keep(step, position)
+
+    def put_back(self, streams: Mapping[str, RegionCopy], *, last: bool) -> None:
+        """Restore the random streams; last: the loop goes on from there, so what is missing now stays so."""
+        self.not_exact(self.rng.restore(streams))
+        self.not_exact(self.rng.own.left_over() if last else ())
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward passes belong to no step (the replay of DDP's buckets)."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _make_room(self) -> None:
+        """The black box anew, with room for what has come to be copied; all that it holds stays."""
+        self.watch.needs_room = False
+        carried, use = self._box, self._use_box
+        if carried is None or use is None:
+            return
+        try:
+            use(lambda path: self.open(path, at_gate=self._at_gate, carried=carried))
+        except StorageError as error:
+            self.not_exact((f"what changes outside of optimizer.step() could not be kept: {error}",))
+
+    def close(self) -> None:
+        """Take the hook off the model again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def forget_box(self) -> None:
+        """In a forked child: the black box is its parent's."""
+        self._box = None
+
+    def restore_own(
+        self, regions: Mapping[str, RegionCopy], forms: SavedForms, any_rank: Iterable[str] = ()
+    ) -> list[str]:
+        """Put back what is this rank's own, beside its streams; returns why the outcome is not exact, if it is not."""
+        reasons = [*self.buffers.restore(regions, forms)]
+        self.watch.keep(names_in({*regions, *any_rank}))
+        return [*reasons, *self.watch.copies.restore(regions), *self.gradients.restore(regions)]
+
+    def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None) -> None:
+        """How the extras of the run that is resumed have moved so far."""
+        self._extras_now = extras
+        if local_extras is not None:
+            self._local_now = local_extras
+
+    def not_exact(self, reasons: Iterable[str | Reason]) -> None:
+        """Why a resume of this run cannot be exact, as it becomes known."""
+        new = [reason for reason in map(as_reason, reasons) if reason not in self.reasons]
+        if new:
+            self.reasons += new
+            self._say_reasons()
+
+    # ------------------------------------------------------------------ each step
+
+    @property
+    def position_under_way(self) -> Position | None:
+        """What the loop calls the step that has begun; None until it says so, in a loop of one's own."""
+        return self._position
+
+    def ends_epoch(self, position: Position | None) -> bool | None:
+        """Whether this is the last step of its epoch; None: not known."""
+        return position.step == self._steps_per_epoch if position is not None and self._steps_per_epoch else None
+
+    @property
+    def position_at_gate(self) -> Position | None:
+        """The newest thing that the loop has said: the name of the step that has begun, or else of the last one."""
+        return self._position or self._named
+
+    def under_way(self, position: Position) -> None:
+        """The loop calls the next step so."""
+        self._position = position
+        self._document = self._document_of(position)
+        if self.source is not None:
+            self.source.under_way(position)
+
+    def committed(self, step: int, position: Position | None) -> None:
+        """The end of `step`: everything that may move on from here. position: None if the loop has not named it."""
+        self._extras_now = self.extras.ended(self._extras_now, self.updated, self.ends_epoch(position))
+        self.not_exact(self.extras.reasons)
+        if self._has_local_extras:
+            self._local_now = self.local_extras.again(self._local_now)[0]
+        self._ended_here += 1
+        look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
+        self._see_what_moves(look=look)
+        if look or not self._ended_here % extra_digests.EVERY:
+            self.extras_by_rank()
+        same_streams = not self.rng.own.step_ended(look=look)
+        self._keep(step, position, comparable=self.watch.same_copies() and same_streams)
+        if look:
+            self.watch.announce_left_out()
+            self.not_exact(self.own.look())
+        if self._units is not None and not self._units.pure:
+            self._units.check_step()
+            if self._unchecked:  # the optimizer's state is there since this step
+                self._unchecked = False
+                self._units.exclude_buffers(self.rank_local_buffers())
+                self._units.check()
+
+    def look_again(self) -> bool:
+        """The loop, which ended its step early (`ends_early`), is done with what came after: take the copies once more.
+
+        What has moved is told, once: a rank that is killed in between leaves it as it was before. True.
+        """
+        self.ends_early = False
+        self._extras_now, of_all = self.extras.again(self._extras_now)
+        self._local_now, of_rank = self.local_extras.again(self._local_now)
+        moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
+        if self.source is not None:
+            moved += self.source.look_again(self._groups.take(), self._extras_now)
+        self.rng.own.follow()
+        if self._box is not None:
+            local = self._local(self._local_now) if self._has_local_extras else b""
+            said = self._document_of(self._named) + local + self._of_all()
+            region = self._box.committed_again(self._step, said + b"}")
+            moved += [] if region is None else [region]
+        if moved and not self._early_reasons:
+            self._early_reasons = [step_document.changed_after_the_end(moved, self._step)]
+        return True
+
+    def extras_by_rank(self) -> dict[str, int]:
+        """Digests of what has to be the same on all ranks; noted, for whoever resumes."""
+        states = {name: one for name, one in self._extras_now.states.items() if self.extras.are_users(name)}
+        found = extra_digests.digests(states, {name: self.extra_buffers.of(name) for name in states})
+        self._digests = step_document.of_extras(self._ended_here, extra_digests.by_extra(found, states))
+        return found
+
+    def _see_what_moves(self, *, look: bool) -> None:
+        """At a step's end, before it is copied: what has to be copied of it."""
+        updated = self.watch.was_updated
+        self.watch.step_ends(look=look)
+        self.watch.needs_room |= self.buffers.look(late=look)
+        trained = {} if updated else self.watch.trained()
+        self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=trained)
+        if self.watch.needs_room:
+            self._make_room()
+
+    def _announce_late_change(self, tentative: ExtrasSnapshot) -> None:
+        """From here on, a rank that is killed between its update and the end of its step is not exact."""
+        which = step_document.what_differs(self.local_extras, tentative, self._local_now)
+        self._tentative_reasons = [step_document.changed_before_the_end(which, self._step)]
+        self._say_reasons()
+
+    def _keep(self, step: int, position: Position | None, *, comparable: bool = True) -> None:
+        named_before = position is not None and position == self._position
+        ended = self._document if named_before else self._document_of(position)
+        self._step = step
+        self._position = None
+        self._named = position or self._named
+        # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
+        self._document = b"" if self._needs_epoch_start else self._document_of(None)
+        self.watch.ended(step)
+        if self._box is not None:
+            local = self._local(self._local_now) if self._has_local_extras else b""
+            early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
+            said, ends = ended + local + early + self._of_all() + b"}", self.ends_epoch(position)
+            if self._box.committed(step, said, comparable=comparable, ends_epoch=ends):
+                self._say_reasons()
+            if self._tentative_local is not None and self._tentative_local[1] != local and not self._tentative_reasons:
+                self._announce_late_change(self._tentative_local[0])
+            self._tentative_local = None
+        if self.source is not None:
+            self.source.committed(Snapshot(step, position, self._groups.take(), self._extras_now))
+
+    def epoch_start(self, epoch: int) -> None:
+        """The random number streams before the first batch of `epoch` is asked for."""
+        if self._box is not None:
+            self._box.epoch_start(epoch)
+
+    def tentative(self) -> None:
+        """The copy of the step under way, before anything that lets a peer update."""
+        if self._box is not None and not self._paused:
+            local = b""
+            if self._has_local_extras:
+                extras = self.local_extras.again(self._local_now)[0]
+                local = self._local(extras)
+                self._tentative_local = extras, local
+            said = self._document or self._document_of(self._position)
+            self._box.tentative(self._step + 1, said + local + self._of_all() + b"}")
+
+    def _say_reasons(self) -> None:
+        if self._box is None:
+            return
+        facts = {"reasons": [one.to_json() for one in self.reasons], "tentative_reasons": self._tentative_reasons}
+        self._box.box.set_facts(json.dumps(facts | self._box.late_moves()).encode())
+
+    def _document_of(self, position: Position | None) -> bytes:
+        return step_document.begin(
+            position, self._named, self.names_steps, ahead=self._needs_epoch_start, ends_epoch=self.ends_epoch(position)
+        )
+
+    def _of_all(self) -> bytes:
+        return self._digests + step_document.alike(self.watch)
+
+    def _local(self, local: ExtrasSnapshot) -> bytes:
+        return step_document.of_rank(self.local_extras, local)

@@ -1,0 +1,322 @@
+"""Where the writer finds this rank's state during an incident: weights live, everything else as last committed.
+
+Called in the writer's thread while this rank is settled, so neither weights nor the newest `Snapshot` change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
+from lastwords.checkpoint.part import LocalState, UnitState
+from lastwords.checkpoint.reason import Reason
+from lastwords.errors import IncompleteError, LastWordsError, StorageError
+from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
+from lastwords.optim_wrapper.capture.device_reader import reader_for
+from lastwords.optim_wrapper.capture.host_copy import HostCopy
+from lastwords.optim_wrapper.capture.state_watch import StateWatch, some
+from lastwords.optim_wrapper.capture.witness import StateName
+from lastwords.optim_wrapper.state import hyperparameters
+from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot, left_out_of
+from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
+from lastwords.optim_wrapper.state.rank_units import RankUnits
+from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, Stage
+from lastwords.processor.box_layout import SlotKind
+from lastwords.processor.box_reader import BoxReader, SlotCopy
+from lastwords.processor.recurrence import Forecast, Recurrence
+from lastwords.processor.saver import Position
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+
+_log = logging.getLogger(__name__)
+
+BOX_PAUSES_S = (0.1, 0.4, 1.0)
+"""Before further tries to open a black box: no descriptor or no memory now is no reason to give its content up. Not
+for longer, since the units that this rank has to write wait for it."""
+
+EXTRA_BUFFER_PREFIX = "extra_buffer/"
+"""Rank-local tensors of averaged models among the extras: `extra_buffer/{extra}/{name}`."""
+
+EPOCH_PREFIX = "epoch/"
+"""Rank-local tensors of an epoch's start stand under this prefix, beside those of the step itself."""
+
+
+class Snapshot(NamedTuple):
+    """What may move on after a step has ended, as it was at the end of global step `step`."""
+
+    step: int
+    position: Position | None
+    groups: list[dict[str, Any]]
+    extras: ExtrasSnapshot
+
+
+class TrainerSource:
+    """`StateSource` over a live model, optimizer and extras, and the black boxes of this host.
+
+    buffers_at: names of the buffers that are in no unit at a step, and why others are not what they were then.
+    buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
+    each step's end, and saved instead of the live state where it is of the step that is asked for. watch: has copies of
+    what something else than the optimizer writes, and knows what has changed besides. drawn_since: the random stream
+    that has moved on this rank since the tentative copy of a step that has not ended.
+    """
+
+    def __init__(
+        self,
+        units: RankUnits,
+        extras: Extras,
+        box_path: Callable[[int], Path],
+        buffers_at: Callable[[int], tuple[frozenset[str], Mapping[str, str]]],
+        facts: Callable[[int], dict[str, Any]],
+        buckets: Callable[[int], dict[str, Any]] | None = None,
+        copy: HostCopy | None = None,
+        watch: StateWatch | None = None,
+        ends_epoch: Callable[[Position | None], bool | None] = lambda position: None,
+        drawn_since: Callable[[int], str] = lambda step: "",
+    ) -> None:
+        self._units = units
+        self._extras = extras
+        self._box_path = box_path
+        self._buffers_at = buffers_at
+        self._facts = facts
+        self._buckets = buckets
+        self._copy = copy
+        self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
+        self._snapshot: Snapshot | None = None
+        self._before: Snapshot | None = None
+        self._next_position: Position | None = None
+        self._watch = watch
+        self._ends_epoch = ends_epoch
+        self._drawn_since = drawn_since
+
+    # ------------------------------------------------------------------ training thread
+
+    def committed(self, snapshot: Snapshot) -> None:
+        """The step of `snapshot` has ended; what the next one is called is not known any more.
+
+        The name goes first: a writer in between finds none, and never the name of another step.
+        """
+        self._next_position = None
+        if self._snapshot is not None and self._snapshot.step < snapshot.step:
+            self._before = self._snapshot
+        self._snapshot = snapshot
+        if self._copy is not None:
+            stand = Stand(Phase.COMPUTING, snapshot.step)
+            states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
+            self._copy.take(snapshot.step, states)
+
+    def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
+        """The end of the newest step once more, with what has moved since; what of weights and groups has."""
+        snapshot = self._snapshot
+        assert snapshot is not None, "a step has ended"
+        moved = [] if self._watch is None else self._watch.again(snapshot.step)
+        if copies_differ(snapshot.groups, groups):
+            moved.append("the optimizer's hyperparameters")
+        if moved or extras is not snapshot.extras:
+            self.committed(Snapshot(snapshot.step, snapshot.position, groups, extras))
+        return moved
+
+    def under_way(self, position: Position) -> None:
+        """What the loop calls the step that comes next, or is being computed now."""
+        self._next_position = position
+
+    # ------------------------------------------------------------------ writer's thread (StateSource)
+
+    def position(self, step: int) -> Position | None:
+        """What the loop calls global step `step`; None if it has not said so yet. Never a guess."""
+        snapshot = self._snapshot
+        for known in (snapshot, self._before):
+            if known is not None and known.step == step:
+                return known.position
+        return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
+
+    def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
+        """Tensors and JSON of the unit at `step`; IncompleteError if this rank does not hold it."""
+        copied = None if self._copy is None else self._copy.get(unit, step)
+        if copied is not None:
+            return copied
+        with self._reader.aside():
+            return self._live(unit, step, stand, self._reader)
+
+    def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
+        view = self._units.views.get(unit)
+        if view is None:
+            held = ", ".join(self._units.names)
+            raise IncompleteError(f"this rank holds the units {held}, not {unit!r}", missing=(unit,))
+        snapshot = self._held(step, stand)
+        of_extras: list[str] = []
+        of_state: list[str] = []
+        copies: dict[StateName, Bytes] = {}
+        watch = self._watch
+        if snapshot is not None and snapshot.step == step:
+            groups, extras = snapshot.groups, snapshot.extras
+            if watch is not None and stage is not None:  # None: it ends now
+                copies = watch.copies_at(step)
+                of_state = _moved(watch.moved_since(step) if snapshot is self._snapshot else watch.copied, step)
+        elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
+            # The update is done, or there is none; the step's end was never reached (a collective before it, say).
+            groups = copy_groups(view.optimizer)
+            before = None if snapshot is None else snapshot.extras
+            extras, of_extras = self._extras.after_update(before, self._ends_epoch(self.position(step)))
+            if watch is not None:
+                of_state = [f"step {step} was cut off before its end: {why}" for why in watch.cut_off()]
+        else:
+            held = "nothing" if snapshot is None else f"step {snapshot.step}"
+            raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")
+        apart, moved = self._buffers_at(step)
+        self._units.exclude_buffers(apart)
+        self._units.check_layout()
+        state = view.state(groups, stage)
+        meta: dict[str, Any] = dict(state.meta)
+        tensors = _with_copies(state.tensors, unit, copies)
+        here = {*state.meta["buffers"], *(apart if unit == UNIT_REPLICATED else ())}
+        of_buffers = [why for name, why in moved.items() if name in here and stage is not None]  # None: it ends now
+        reasons = [*state.meta.get("reasons", ()), *of_state, *of_buffers]
+        if unit == UNIT_REPLICATED:
+            meta["extras"], extra_tensors = self._extras.store(extras, unit, stage, json_bytes_max=JSON_BYTES_MAX)
+            tensors += extra_tensors
+            reasons += of_extras + left_out_of(meta["extras"])
+        if not self._units.pure:
+            ended = snapshot is not None and snapshot.step == step
+            meta |= hyperparameters.moment(groups, unit=unit, ended=ended)
+        if self._buckets is not None:
+            meta["buckets"] = self._buckets(step)
+        return UnitState(tensors=tensors, meta={**meta, "reasons": reasons})
+
+    def _held(self, step: int, stand: Stand) -> Snapshot | None:
+        """The newest snapshot; or the one before, which a step without an update is to be given up for."""
+        newest, before = self._snapshot, self._before
+        if before is not None and before.step == step and stand == Stand(Phase.SKIPPED, step + 1):
+            return before
+        return newest
+
+    def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
+        """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
+        states = {rank: self._local_state(rank, step) for rank in ranks}
+        if why := self._moved_late(states, step):
+            for rank, state in states.items():
+                if state.exact and state.meta.get("kind") == SlotKind.TENTATIVE.name.lower():
+                    states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
+        return states
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """Facts of the run up to `step`, for the manifest."""
+        return self._facts(step)
+
+    # ------------------------------------------------------------------ inside
+
+    def _moved_late(self, states: Mapping[int, LocalState], step: int) -> str:
+        """What moved in `step` after the tentative copies of it, here or on a rank that has ended it; or nothing."""
+        kinds = {rank: state.meta.get("kind") for rank, state in states.items()}
+        if SlotKind.TENTATIVE.name.lower() not in kinds.values():
+            return ""
+        if drawn := self._drawn_since(step):
+            return f"it had not ended step {step}, in which {drawn} moved on another rank after such a copy of it"
+        for rank in (rank for rank, kind in kinds.items() if kind == SlotKind.COMMITTED.name.lower()):
+            try:
+                with BoxReader(self._box_path(rank)) as box:
+                    facts = box.facts()
+            except (OSError, LastWordsError) as error:
+                return f"it had not ended step {step}, and whether anything moved late in it is not known ({error})"
+            if (late := facts.get("late")) and Recurrence(*late).last == step:
+                return (
+                    f"it had not ended step {step}, in which {facts.get('moved')} of rank {rank} moved after its update"
+                )
+            if any(f"/{GRADIENT_PREFIX}" in spec.name for spec, _ in states[rank].tensors):
+                return f"it had not ended step {step}, and its gradients, which the next step goes on with, are lost"
+        return ""
+
+    def _local_state(self, rank: int, step: int) -> LocalState:
+        for pause_s in (*BOX_PAUSES_S, None):
+            try:
+                return self._read_box(rank, step)
+            except (OSError, MemoryError, StorageError) as error:
+                if pause_s is None:
+                    return _nothing(f"{type(error).__name__}: {error}")
+                time.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    def _read_box(self, rank: int, step: int) -> LocalState:
+        try:
+            with BoxReader(self._box_path(rank)) as box:
+                copy = box.read(step)
+                if copy is None:
+                    there = ", ".join(f"{kind.name.lower()} {at}" for kind, at in box.contents()) or "nothing"
+                    return _nothing(f"its black box has no state of step {step} (it has: {there})")
+                told = [Reason.from_json(one) for one in box.facts().get("reasons", [])]
+                reasons = [str(reason) for key in ("reasons", "early") for reason in copy.json.get(key, [])]
+                if copy.problem:
+                    reasons.append(copy.problem)
+                if copy.kind is SlotKind.TENTATIVE:
+                    trusted, why = box.tentative_trust()
+                    if not trusted and not _spared(box.facts().get("late"), copy):
+                        reasons.append(f"it had not ended step {step}, and {why}")
+                    late = [*box.facts().get("tentative_reasons", []), *self._of_averages(copy, step)]
+                    reasons += [f"it had not ended step {step}, and {why}" for why in late]
+                epoch = copy.json.get("epoch")
+                start = box.read_epoch(epoch) if isinstance(epoch, int) else None
+                if start is None and copy.json.get("needs_epoch_start"):
+                    reasons.append(f"its black box has no record of the start of epoch {epoch}")
+        except StorageError:
+            raise
+        except LastWordsError as error:
+            return _nothing(str(error))
+        tensors = _tensors(rank, "", copy)
+        meta: dict[str, Any] = {"kind": copy.kind.name.lower(), "slot": copy.json}
+        if start is not None:
+            tensors += _tensors(rank, EPOCH_PREFIX, start)
+            meta["epoch_start"] = start.json
+        told += map(Reason, reasons)
+        return LocalState(tensors, meta, exact=not told, reasons=tuple(told))
+
+    def _of_averages(self, copy: SlotCopy, step: int) -> list[str]:
+        """What a copy of before the update lacks: buffers of averaged models which have moved on this rank since."""
+        names = {name.split("/", 2)[1] for name in copy.regions if name.startswith(EXTRA_BUFFER_PREFIX)}
+        snapshot = self._snapshot
+        if not names or snapshot is None:
+            return []
+        moved = snapshot.extras.moved_last if snapshot.step == step else self._extras.again(snapshot.extras)[1]
+        return [f"its buffers of extras[{name!r}] are from before" for name in sorted(names & {*moved})]
+
+
+def _spared(late: Any, copy: SlotCopy) -> bool:
+    """Whether what moves after tentative copies (a validation, say) was not due in this one's step.
+
+    late: the steps in which it has moved so far, as `BoxRecorder.late` has them.
+    """
+    return (
+        late is not None and Recurrence(*late).forecast(copy.step, copy.json.get("ends_epoch"), 1) is Forecast.NOT_DUE
+    )
+
+
+def _with_copies(
+    tensors: Sequence[tuple[TensorSpec, Any]], unit: str, copies: Mapping[StateName, Bytes]
+) -> list[tuple[TensorSpec, Any]]:
+    """What is stored of a unit, with what was copied at the step's end in the place of what has changed since."""
+    if not copies:
+        return list(tensors)
+    stored = {unit_tensor_name(unit, *name): memory for name, memory in copies.items()}
+    fits = {spec.name for spec, _ in tensors if spec.name in stored and stored[spec.name].nbytes == spec.nbytes}
+    return [(spec, stored[spec.name] if spec.name in fits else source) for spec, source in tensors]
+
+
+def _moved(names: list[StateName], step: int) -> list[str]:
+    """Why what is saved is not what it was at the end of a step."""
+    if not names:
+        return []
+    return [f"the {some(names)} changed outside of optimizer.step() after the end of step {step}, and was not copied"]
+
+
+def _nothing(reason: str) -> LocalState:
+    return LocalState(tensors=[], meta={"kind": "none", "slot": {}}, exact=False, reasons=(Reason(reason),))
+
+
+def _tensors(rank: int, prefix: str, copy: SlotCopy) -> list[tuple[TensorSpec, Any]]:
+    return [
+        (TensorSpec(local_tensor_name(rank, prefix + name), region.dtype, region.shape), region.data)
+        for name, region in copy.regions.items()
+    ]

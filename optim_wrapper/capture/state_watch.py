@@ -1,0 +1,292 @@
+"""What of a rank's state moves at which moments of a step, and what that means for what is saved.
+
+    end of step N     mark; what is known to move outside of updates is copied
+    before the update what has moved since that mark is moved by the loop itself: it is copied from now on
+    update            the optimizer writes
+    after the update  mark
+    end of step N+1   what has moved since is written by the loop after its update: where a step is cut off in
+                      between, that may be missing
+
+In an incident the writer compares once more: what has moved since the mark, and was not copied, is named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+import xxhash
+from torch.optim.optimizer import Optimizer
+
+from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
+from lastwords.optim_wrapper.nested_optimizers import optimizers_in
+from lastwords.optim_wrapper.state.group_copies import GroupCopies, copies_differ
+from lastwords.optim_wrapper.state.own_numbers import OwnNumbers
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
+
+_log = logging.getLogger(__name__)
+
+LOOKS, LOOK_EVERY = 16, 4
+"""Before the update it is looked at in so many steps first, and then in one of so many."""
+
+FULL_LOOKS = 4
+"""At the ends of so many steps all bytes are looked at of what the optimizer has nothing to do with, in the host's
+memory: a queue or a codebook, of which a step writes a few rows through `.data`, is found out then."""
+
+_SHOWN_MAX = 3
+
+
+class StateWatch:
+    """captured: names of the buffers that the black box has. keep_buffer: from now on it has this one too.
+
+    copies: whether what moves outside of updates is copied, or only named. Training thread, except what is said.
+    """
+
+    def __init__(
+        self,
+        view: UnitView,
+        captured: Callable[[], frozenset[str]],
+        keep_buffer: Callable[[str], bool],
+        *,
+        copies: bool = True,
+        sampled: bool = True,
+    ) -> None:
+        self._view = view
+        self._witness = Witness(lambda: dict(tensors_of(view, captured)), sampled=sampled)
+        self._keep_buffer = keep_buffer
+        self._promotes = copies
+        self.copies = BoundaryCopies()
+        self.numbers = OwnNumbers(view)
+        self._ended: Mark | None = None
+        self._updated: Mark | None = None
+        self._newest: Mark | None = None
+        self._updating = False
+        self._digests: dict[StateName, bytes] = {}
+        self._late: dict[StateName, int] = {}
+        self._groups = GroupCopies(view.optimizer)
+        self._groups_updated: list[dict[str, Any]] = []
+        self._groups_late = False
+        self._named: set[StateName] = set()
+        self._optimizers: list[Optimizer] = []
+        self._states = -1
+        self._steps = 0
+        self._ended_step = -1
+        self._checksums: dict[str, tuple[int, int, int]] = {}
+        self._keeps_more = False
+        self._announced: set[str] = set()
+        self.needs_room = False
+        self.has_scheduler = False
+        """Among the extras, which know by themselves whether it is due."""
+        self.verify_every = 0
+        """All bytes are looked at in every so many steps."""
+
+    # ------------------------------------------------------------------ training thread
+
+    def before_update(self) -> None:
+        """The gradients are final. The first call of a step counts."""
+        if self._updating or self._ended is None:
+            return
+        self._updating = True
+        # Most of what moves does so from the start; what begins to later is named for a few steps before it is copied.
+        if self._steps <= LOOKS or self._digests or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0:
+            self._note(self._witness.moved(self._ended))
+
+    def updated(self) -> None:
+        """The optimizer has written everything."""
+        self._updated = self._witness.mark(step=self._ended_step + 1)
+        if not (self._groups_late or self.has_scheduler):
+            self._groups_updated = self._groups.take()
+
+    @property
+    def was_updated(self) -> bool:
+        """Whether the step under way has come to its update."""
+        return self._updating
+
+    def step_ends(self, *, look: bool) -> None:
+        """Before anything is copied of the step that has ended. look: whether to see which tensors there are now."""
+        if self._updated is not None:
+            self._newest = until = self._witness.mark(self._updated)
+            for name in self._witness.moved(self._updated, until):
+                self._late[name] = self._witness.writes(name, self._updated, until)
+            if not (self._groups_late or self.has_scheduler):
+                self._groups_late = copies_differ(self._groups_updated, self._groups.take())
+        elif self._ended is not None and not self._updating:
+            self._note(self._witness.moved(self._ended))
+        self._updated, self._updating = None, False
+        if look or self._entries() != self._states:
+            self.look()
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that an optimizer has, by name."""
+        ids = {id(one) for group in self._view.optimizer.param_groups for one in group["params"]}
+        return {name: one for name, one in self._view.all_names().parameters.items() if id(one) in ids}
+
+    def same_copies(self) -> bool:
+        """Whether no buffer is kept that was not when the step's tentative copy was taken."""
+        more, self._keeps_more = self._keeps_more, False
+        return not more
+
+    def look(self) -> None:
+        """See which tensors there are now."""
+        self._optimizers = optimizers_in(self._view.optimizer)
+        self._states = self._entries()
+        self._witness.look()
+        self.numbers.look()
+        if self.copies:
+            self.copies.follow(self._witness.get)
+
+    def announce_left_out(self) -> None:
+        """A look at all of the optimizer's state, which costs microseconds a parameter."""
+        for reason in self._view.left_out():
+            if reason not in self._announced:
+                self._announced.add(reason)
+                _log.warning("%s, so it is left out of what is saved, and a resume is not exact", reason)
+
+    def ended(self, step: int, *, digests: bool = False) -> None:
+        """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
+        newest, self._newest = self._newest, None
+        current = newest is not None and newest.look == self._witness.looks and newest.round == step % ROUNDS
+        self._ended, self._ended_step = newest if current else self._witness.mark(step=step), step
+        if self.copies:
+            self.copies.follow(self._witness.live)
+            self.copies.take(step)
+        self.numbers.take(step)
+        self._steps += 1
+        self._digests = {}
+        digests = digests or bool(self.verify_every and step % self.verify_every == 0)
+        if digests or self._steps <= FULL_LOOKS:
+            trained = {id(one) for group in self._view.optimizer.param_groups for one in group["params"]}
+            self._digests = {
+                name: _digest(tensor)
+                for name, tensor in self._witness.items()
+                if digests or (name.kind != "optim" and tensor.device.type == "cpu" and id(tensor) not in trained)
+            }
+
+    def again(self, step: int) -> list[str]:
+        """`ended` once more, where anything has moved since; what has."""
+        moved = [] if self._ended is None else self._witness.moved(self._ended)
+        if moved:
+            self.ended(step)
+        return [f"the {some(moved)}"] if moved else []
+
+    def keep(self, names: Iterable[StateName]) -> None:
+        """Copy these from now on: a run that is resumed has found that they move."""
+        self._witness.look()
+        self.needs_room = True
+        self._promote([name for name in names if self._witness.get(name) is not None])
+
+    def alike(self) -> dict[str, Any]:
+        """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks. JSON values.
+
+        all: those that are taken to be; own: those that a tentative copy lacks. Each with a name, a checksum, and the
+        checksum of the step's end before.
+        """
+        kinds = {"all": self.copies.unboxed, "own": self.copies.late}
+        return {kind: [some(names), *self._sums(kind, names)] for kind, names in kinds.items() if names}
+
+    def _sums(self, kind: str, names: list[StateName]) -> tuple[int, int]:
+        """Of the last step's end, and of the one before."""
+        step = -1 if self._ended is None else self._ended_step
+        if kind not in self._checksums or self._checksums[kind][0] != step:
+            now = self.copies.checksum(names)
+            self._checksums[kind] = step, now, self._checksums.get(kind, (0, 0, 0))[1]
+        return self._checksums[kind][1:]
+
+    # ------------------------------------------------------------------ writer's thread
+
+    def copies_at(self, step: int) -> dict[StateName, Bytes]:
+        """What is to be saved in the live tensors' place at the end of `step`."""
+        return self.copies.at(step)
+
+    @property
+    def copied(self) -> list[StateName]:
+        """What is copied at each step's end."""
+        return self.copies.names
+
+    def moved_since(self, step: int) -> list[StateName]:
+        """What is not as it was at the end of `step`, the last one, and was not copied then."""
+        if self._ended is None:
+            return []
+        found = [*self._witness.moved(self._ended), *self._witness.replaced()]
+        copied = self.copies.at(step)
+
+        def is_copied(name: StateName) -> bool:
+            live = self._witness.live(name)
+            return name in copied and (live is None or live.nbytes == copied[name].nbytes)
+
+        return [name for name in dict.fromkeys(found) if not is_copied(name)]
+
+    def cut_off(self) -> list[str]:
+        """Why a step that was cut off between its update and its end may lack something."""
+        if self._updated is None:
+            return []
+        now = self._witness.mark(self._updated)
+        moved = self._witness.moved(self._updated, now)
+        writes = {name: self._witness.writes(name, self._updated, now) for name in moved}
+        missing = [name for name in self._late if name not in writes]
+        partly = [name for name, count in writes.items() if self._late.get(name, -1) != count or not count]
+        reasons = []
+        if missing:
+            reasons.append(f"in the steps before, the {some(missing)} changed after optimizer.step(), not in this one")
+        if partly:
+            reasons.append(f"the {some(partly)} changed after optimizer.step(), perhaps not for the last time")
+        if self._groups_late and not self.has_scheduler:
+            reasons.append("the loop changes hyperparameters after optimizer.step(), perhaps not yet in this step")
+        return reasons
+
+    # ------------------------------------------------------------------ inside
+
+    def _entries(self) -> int:
+        """How many parameters have a state; of an optimizer that comes to be nested later it knows after a look."""
+        return sum([len(one.state) for one in self._optimizers])
+
+    def _note(self, moved: list[StateName]) -> None:
+        """These have moved between the end of a step and the next update."""
+        if self._digests:
+            here = dict(self._witness.items())
+            seen = {*moved}
+            moved += [name for name, was in self._digests.items() if name not in seen and name in here
+                      and _digest(here[name]) != was]  # fmt: skip
+        if new := [name for name in moved if name not in self.copies and name not in self._named]:
+            self._promote(new)
+
+    def _promote(self, names: list[StateName]) -> None:
+        if not self._promotes:
+            self._named.update(names)
+            nbytes = sum(tensor.nbytes for name in names if (tensor := self._witness.get(name)) is not None)
+            _log.warning(
+                "the %s (%.1f MB) changed outside of optimizer.step(); with local_copy=False a rank that dies before "
+                "the next update leaves a checkpoint that is not exact",
+                some(names),
+                nbytes / 1e6,
+            )
+            return
+        buffers = [name for name in names if name.kind == "buffer" and self._keep_buffer(name.name)]
+        self._keeps_more = bool(buffers)
+        found = {name: self._witness.get(name) for name in names if name not in buffers}
+        rest = {name: tensor for name, tensor in found.items() if tensor is not None}
+        trained = self.trained()
+        self.needs_room |= self.copies.add(rest, lambda name: name.kind == "model" and name.name not in trained)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of all its bytes; of none where it cannot be read now."""
+    if problem_of(tensor):
+        return b""
+    memory = bytes_of(tensor)
+    return xxhash.xxh3_128_digest(staged_bytes(tensor) if memory is None else memory)
+
+
+def some(names: Iterable[StateName]) -> str:
+    """
+    >>> some(StateName("model", name) for name in "abcde")
+    "parameter 'a', parameter 'b', parameter 'c' and 2 more"
+    """
+    every = [*names]
+    more = f" and {len(every) - _SHOWN_MAX} more" if len(every) > _SHOWN_MAX else ""
+    return ", ".join(str(name) for name in islice(every, _SHOWN_MAX)) + more

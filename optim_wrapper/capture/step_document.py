@@ -1,0 +1,92 @@
+"""What a black box says of a step beside its regions: JSON, put together from parts written when it is cheap."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lastwords.checkpoint.storable import pack
+from lastwords.optim_wrapper.capture.state_watch import StateWatch
+from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, left_out_of, pack_inline
+from lastwords.processor.saver import Position
+
+_log = logging.getLogger(__name__)
+
+
+def begin(
+    position: Position | None,
+    last: Position | None,
+    names_steps: bool,
+    *,
+    ahead: bool,
+    ends_epoch: bool | None = None,
+) -> bytes:
+    """The document of a step that the loop calls so, open for more members.
+
+    last: what it called the step before, where this one has no name yet. ahead: the step needs its epoch's start.
+    ends_epoch: it is the last one of its epoch; None: not known.
+
+    >>> begin(Position(2, 7), None, True, ahead=False)
+    b'{"epoch":2,"step":7,"needs_epoch_start":false'
+    """
+    needs = b"true" if ahead else b"false"
+    if position is not None:
+        ends = b"" if ends_epoch is None else b',"ends_epoch":true' if ends_epoch else b',"ends_epoch":false'
+        return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s%s' % (*position, needs, ends)
+    # What the loop called the last step: null if no step has ended, nothing if it gives no names.
+    after = b"[]" if not names_steps else b"null" if last is None else b"[%d,%d]" % last
+    return b'{"epoch":null,"step":null,"after":%s,"needs_epoch_start":%s' % (after, needs)
+
+
+def of_rank(extras: Extras, snapshot: ExtrasSnapshot) -> bytes:
+    """The members that hold rank-local extras."""
+    inline = pack_inline(extras, snapshot)
+    members: dict[str, Any] = {"local_extras": pack(inline, "local_extras")}
+    if inline["tree"]["left_out"]:
+        members["reasons"] = left_out_of(inline["tree"])
+    return b",%s" % json.dumps(members).encode()[1:-1]
+
+
+def of_extras(step: int, digests: Mapping[str, str]) -> bytes:
+    """The member that shows whether extras are the same on all ranks, as of that many steps; empty without extras."""
+    return b',"extras":%s' % json.dumps([step, digests]).encode() if digests else b""
+
+
+def what_differs(extras: Extras, one: ExtrasSnapshot, other: ExtrasSnapshot) -> str:
+    """Which rank-local extras are not stored alike in two snapshots."""
+
+    def alone(snapshot: ExtrasSnapshot, name: str) -> bytes:
+        return of_rank(extras, dataclasses.replace(snapshot, states={name: snapshot.states[name]}))
+
+    names = [name for name in one.states if alone(one, name) != alone(other, name)]
+    return ", ".join(f"local_extras[{name!r}]" for name in names) or "local_extras"
+
+
+def alike(watch: StateWatch) -> bytes:
+    """The members that show what is alike on all ranks, and the optimizer's numbers that are kept for this one."""
+    return watch.numbers.members(watch.alike() if watch.copies else {})
+
+
+def changed_before_the_end(which: str, step: int) -> str:
+    """Say that these rank-local extras changed between forward pass and step end; the reason for a death in between."""
+    _log.warning(
+        "%s changed between the forward pass and the end of step %s: where a rank is killed in between, the resume "
+        "is not exact; change it before the forward pass, or after the step's end",
+        which,
+        step,
+    )
+    return f"{which} changed between the forward pass and the end of a step"
+
+
+def changed_after_the_end(moved: Sequence[str], step: int) -> str:
+    """Say that this changed after an early end of a step; the reason for a death in between."""
+    _log.warning(
+        "after step_end(), in what followed in step %s, %s changed: where a rank is killed there, the resume is not "
+        "exact; change what the next step reads before step_end()",
+        step,
+        ", ".join(moved),
+    )
+    return f"between step_end() and the next batch {', '.join(moved)} changed in an earlier step"

@@ -1,0 +1,316 @@
+"""Whether a tensor has changed since a moment: seen, for every tensor that a checkpoint holds, in a few microseconds.
+
+What is taken of each tensor is where its memory lies, how often torch has counted a write to it, and, in the host's
+memory, a few of its 8-byte words: a write through `.data`, and one by a kernel that does not count, leaves the first
+two as they were. Other words are looked at after each step, so that what one look spares the next one may see. A
+write that spares all that is looked at is not seen, nor is an uncounted write on a device; `verify_every` looks at all
+bytes in the steps that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.tensors.tensor_places import Settled, TensorPlaces, Where, Words, word_index, writes_in
+from lastwords.sharding.dtensor import is_dtensor, local_of
+
+WORDS_MAX, WORDS_EACH_MAX = 512, 16
+"""About so many words are looked at in all, and of each tensor at least two and at most so many."""
+
+ROUNDS = 16
+"""After so many steps the same words are looked at again."""
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, without their whole parts, lie spread over 0 to 1 however many there are."""
+
+
+class StateName(NamedTuple):
+    """What a tensor is called in a checkpoint's unit. kind: model, buffer or optim; key: the optimizer's."""
+
+    kind: str
+    name: str
+    key: str | None = None
+
+    def __str__(self) -> str:
+        words = {"model": "parameter", "buffer": "buffer", "optim": "optimizer state of"}
+        return f"{words[self.kind]} {self.name!r}" + (f" ({self.key})" if self.key else "")
+
+
+class Slot(NamedTuple):
+    """A tensor and the dictionary that has it, if it may be replaced there by another one."""
+
+    tensor: torch.Tensor
+    table: Mapping[Any, Any] | None = None
+    key: Any = None
+
+
+class _Form(NamedTuple):
+    """Where tensors lay, which of them have words that are looked at, and what is theirs in these (None: all)."""
+
+    where: Where
+    wordy: Words
+    masks: Words | None
+
+
+class Mark(NamedTuple):
+    """What all tensors were like at a moment. Compared by the `Witness` that has made it.
+
+    content: their counts of writes, and the words of a round.
+    """
+
+    look: int
+    round: int
+    form: _Form
+    content: bytes
+    restless: list[tuple[torch.Tensor | None, int]]
+
+
+class _Lying(NamedTuple):
+    """Where tensors lie, and so what is read of them in each round. Never changed: two threads may look at once."""
+
+    settled: Settled
+    form: _Form
+    indices: list[Words]
+
+
+class Witness:
+    """Marks of the tensors that `every` names; asked again at `look`, which belongs to the training thread.
+
+    Other methods may be called by any thread. sampled: whether words are looked at.
+    """
+
+    def __init__(self, every: Callable[[], Mapping[StateName, Slot]], *, sampled: bool = True) -> None:
+        self._every = every
+        self._sampled = sampled
+        self._look = 0
+        self._slots: dict[StateName, Slot] = {}
+        self._names: list[StateName] = []
+        self._tensors: list[torch.Tensor] = []
+        self._restless: dict[StateName, Slot] = {}
+        self._lying: _Lying
+        self._enrol({})
+
+    @property
+    def looks(self) -> int:
+        """Counts up where the tensors are others; marks of different looks are not compared."""
+        return self._look
+
+    def look(self) -> None:
+        """See which tensors there are now. What stands in one's place every now and then is told by itself alone."""
+        before, slots = self._slots, {name: slot for name, slot in self._every().items() if _can_be_read(slot.tensor)}
+        for name, slot in slots.items():
+            known = before.get(name)
+            if known is not None and known.tensor is not slot.tensor and slot.table is not None:
+                self._restless[name] = slot
+        self._restless = {name: slot for name, slot in self._restless.items() if name in slots}
+        if len(before) != len(slots) or any(
+            name not in before or before[name].tensor is not slot.tensor for name, slot in slots.items()
+        ):
+            self._slots = slots
+            self._enrol({name: slot for name, slot in slots.items() if name not in self._restless})
+
+    def mark(self, since: Mark | None = None, *, step: int = 0) -> Mark:
+        """What they are like now. since: a mark that it is to be compared with; step: else, other words for each."""
+        lying = self._lying
+        if not lying.settled.still():
+            lying = self._lying = self._settle()
+        number = step % ROUNDS if since is None else since.round
+        restless = [_seen(slot) for slot in self._restless.values()] if self._restless else []
+        return Mark(self._look, number, lying.form, lying.settled.read(lying.indices[number]), restless)
+
+    def moved(self, since: Mark, until: Mark | None = None) -> list[StateName]:
+        """Names of those that were written, or have other memory, since then (`until` another mark, or now)."""
+        if since.look != self._look:
+            return []
+        now = until or self.mark(since)
+        same = now.content == since.content and now.form is since.form
+        if same and not self._restless:
+            return []
+        restless = [
+            name
+            for name, was, seen in zip(self._restless, since.restless, now.restless, strict=True)
+            if was[0] is not seen[0] or was[1] != seen[1]
+        ]
+        if same:
+            return restless
+        differs = self._writes(now) != self._writes(since)
+        for one, other in zip(since.form.where, now.form.where, strict=True):
+            differs |= one != other
+        both = np.intersect1d(since.form.wordy, now.form.wordy)
+        one, other = (self._rows(mark)[np.isin(mark.form.wordy, both)] for mark in (since, now))
+        differs[both] |= (one != other).any(1)
+        return [self._names[place] for place in np.flatnonzero(differs)] + restless
+
+    def writes(self, name: StateName, since: Mark, until: Mark) -> int:
+        """How many writes torch has counted to one of them in between; 0 where it lies elsewhere now."""
+        if name not in self._place_of or since.look != until.look:
+            return 0
+        at, one, other = self._place_of[name], since.form.where, until.form.where
+        if one.addresses[at] != other.addresses[at] or one.nbytes[at] != other.nbytes[at]:
+            return 0
+        return int(self._writes(until)[at] - self._writes(since)[at])
+
+    def get(self, name: StateName) -> torch.Tensor | None:
+        """The tensor of this name as of the last look, of a DTensor the part that lies here."""
+        slot = self._slots.get(name)
+        return None if slot is None else local_of(slot.tensor)
+
+    def live(self, name: StateName) -> torch.Tensor | None:
+        """The tensor that stands in this name's place now, of a DTensor the part that lies here."""
+        slot = self._slots.get(name)
+        if slot is None or slot.table is None:
+            return None if slot is None else local_of(slot.tensor)
+        tensor = slot.table.get(slot.key)
+        if tensor is slot.tensor and _is_plain(tensor):
+            return local_of(tensor)
+        return local_of(tensor) if isinstance(tensor, torch.Tensor) and _can_be_read(tensor) else None
+
+    def items(self) -> Iterator[tuple[StateName, torch.Tensor]]:
+        """All of them as of the last look."""
+        return ((name, local_of(slot.tensor)) for name, slot in self._slots.items())
+
+    def replaced(self) -> list[StateName]:
+        """Names of those in whose place another tensor stands since the last look, and of those that have come.
+
+        State of the optimizer that has come, or that lies in lists, is what its update has made.
+        """
+        now = self._every()
+        return [
+            name
+            for name, slot in now.items()
+            if name not in self._restless
+            and _can_be_read(slot.tensor)
+            and (name.kind != "optim" if name not in self._slots else self._is_other(name, slot.tensor))
+            and (name.kind != "optim" or slot.table is not None)
+        ]
+
+    # ------------------------------------------------------------------ inside
+
+    def _is_other(self, name: StateName, tensor: torch.Tensor) -> bool:
+        place = self._place_of.get(name)
+        known = self._slots[name].tensor
+        return known is not tensor or (place is not None and local_of(tensor) is not self._tensors[place])
+
+    def _writes(self, mark: Mark) -> Words:
+        return writes_in(mark.content, len(self._names))
+
+    def _rows(self, mark: Mark) -> Words:
+        """Of each tensor that has any, the words that are looked at, and of these what is the tensor's own."""
+        words = np.frombuffer(mark.content, np.int64)[len(self._names) :].reshape(-1, self._each)
+        return words if mark.form.masks is None else words & mark.form.masks
+
+    def _enrol(self, slots: Mapping[StateName, Slot]) -> None:
+        self._look += 1
+        self._names = [*slots]
+        self._place_of = {name: place for place, name in enumerate(self._names)}
+        self._tensors = [local_of(slot.tensor) for slot in slots.values()]
+        self._places = TensorPlaces(self._tensors, [slot.tensor for slot in slots.values()])
+        self._each = min(max(WORDS_MAX // max(len(self._names), 1), 2), WORDS_EACH_MAX)
+        self._lying = self._settle()
+
+    def _settle(self) -> _Lying:
+        """Where the words are that are looked at, now that the tensors lie there."""
+        settled = self._places.settle()
+        where = settled.where
+        columns = zip(where.addresses.tolist(), where.nbytes.tolist(), where.offsets.tolist(), strict=True)
+        spans = [
+            _words_of(tensor, *place) if self._sampled and _is_plain(tensor) else None
+            for tensor, place in zip(self._tensors, columns, strict=True)
+        ]
+        wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
+        known = [span for span in spans if span is not None]
+        begins, counts, masks = np.array(known, np.int64).reshape(-1, 3).T[:, :, None]
+        fractions = np.arange(ROUNDS * self._each).reshape(ROUNDS, self._each) * _GOLDEN % 1.0
+        words = [(word_index(begins) + (fraction * counts).astype(np.int64)).ravel() for fraction in fractions]
+        indices = [np.concatenate((settled.counters, some)) for some in words]
+        return _Lying(settled, _Form(where, wordy, None if (masks == -1).all() else masks), indices)
+
+
+def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterator[tuple[StateName, Slot]]:
+    """Everything that a checkpoint holds of a rank beside what is `captured` in each step: buffers of these names."""
+    every, apart = view.all_names(), captured()
+    tables = {id(one): (module._parameters, key) for module in view.model.modules()
+              for key, one in module._parameters.items() if one is not None}  # fmt: skip
+    for name, parameter in every.parameters.items():
+        yield StateName("model", name), Slot(parameter, *tables.get(id(parameter), (None, None)))
+    for name, buffer in every.buffers.items():
+        if name not in apart:
+            module, key = every.owners[name]
+            yield StateName("buffer", name), Slot(buffer, module._buffers, key)
+    names = {id(parameter): name for name, parameter in every.parameters.items()}
+    for of, value in [*view.stateful.state.items()]:
+        whose = names.get(id(of)) if isinstance(of, torch.Tensor) else f"~{of}"
+        if whose is not None and isinstance(value, dict):
+            for inner, item in [*value.items()]:
+                yield from _nested(StateName("optim", whose, str(inner)), item, value, inner)
+
+
+def _nested(name: StateName, item: Any, table: Mapping[Any, Any] | None, key: Any) -> Iterator[tuple[StateName, Slot]]:
+    if isinstance(item, torch.Tensor):
+        yield name, Slot(item, table, key)
+    elif isinstance(item, list | tuple | dict):
+        for place, inner in [*item.items()] if isinstance(item, dict) else enumerate(item):
+            deeper = name._replace(key=f"{name.key}.{place}")
+            yield from _nested(deeper, inner, item if isinstance(item, dict) else None, place)
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own and no other tensor inside."""
+    if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested:
+        return False
+    local = local_of(tensor)
+    plain = is_dtensor(tensor) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and local.layout is torch.strided and not local.is_quantized and local.device.type != "meta"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is still what it was let in for: it may have been swapped with another one."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_nested
+
+
+def _words_of(tensor: torch.Tensor, address: int, nbytes: int, offset: int) -> tuple[int, int, int] | None:
+    """Where a tensor's first word lies, how many follow one another from there, and a mask for what is its own in them.
+
+    address, nbytes: of its storage; offset: in it, in elements. None where there is none: on a device, or without
+    memory. A word that begins at a multiple of 8 lies in one page: where a byte of it can be read, all can.
+    """
+    size = tensor.element_size()
+    run = _run(tensor) * size
+    begin = address + offset * size
+    if tensor.device.type != "cpu" or not address or not run or begin + run > address + nbytes:
+        return None
+    first = -(-begin // 8) * 8
+    if (whole := (begin + run - first) // 8) > 0:
+        return first, whole, -1
+    lead = begin % 8
+    own = min(run, 8 - lead)
+    return begin - lead, 1, int.from_bytes(bytes(lead) + b"\xff" * own + bytes(8 - lead - own), "little", signed=True)
+
+
+def _run(tensor: torch.Tensor) -> int:
+    """How many of its elements lie side by side, from its first one on.
+
+    >>> _run(torch.zeros(3, 4)), _run(torch.zeros(3, 4).t()), _run(torch.zeros(3, 4)[:, 1:3]), _run(torch.zeros(()))
+    (12, 12, 2, 1)
+    """
+    count = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return 0
+        if size > 1 and stride != count:
+            break
+        count *= size
+    return count
+
+
+def _seen(slot: Slot) -> tuple[torch.Tensor | None, int]:
+    assert slot.table is not None
+    tensor = slot.table.get(slot.key)
+    if not isinstance(tensor, torch.Tensor):
+        return None, 0
+    return tensor, 0 if tensor.is_inference() else tensor._version

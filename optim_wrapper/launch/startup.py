@@ -1,0 +1,163 @@
+"""From "no controller yet" to "all ranks are registered": agreement, controller, black box, session.
+
+Rank ctrl_rank_id draws the job's token and generation, starts the controller and tells the others through the
+process group's store; everybody else waits for that word, so that an error on one rank is an error on all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lastwords.checkpoint import starts
+from lastwords.checkpoint.probe import probe
+from lastwords.controller import launch as controller_launch
+from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
+from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.space import check_space
+from lastwords.optim_wrapper.launch.world import World, launch_of, next_prefix
+from lastwords.sharding.agree import STORE_WAIT_S
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks of a job know before the first session. `token` never leaves memory, store and metadata.
+
+    restarted: a launcher has started this job before. jobs: other jobs from whose checkpoints it has resumed then.
+    nonce: of this start, in the names of what it keeps in shared memory. port: where the controller listens.
+    """
+
+    job: str
+    generation: int
+    token: str
+    prefix: str
+    restarted: bool = False
+    jobs: tuple[str, ...] = ()
+    nonce: str = ""
+    port: int = 0
+
+
+def check_directory(path: Path, what: str) -> tuple[str, ...]:
+    """Create `path` if need be and try what a death will need there, now; what its file system cannot do (`probe`).
+
+    Raises StorageError that names the path, the system's reason and what to do.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return probe(path)
+    except (OSError, StorageError) as error:
+        raise StorageError(
+            f"{what} {str(path)!r} cannot be written: {error}; last words would be lost there: choose a directory that "
+            "every rank can write, or mend this one",
+            errno=error.errno or 0,
+        ) from error
+
+
+def agree(world: World, config: Config, settings: dict[str, Any], checkpoint_bytes: int = 0) -> Agreement:
+    """Start the controller on rank ctrl_rank_id and share job, generation and token with all ranks.
+
+    `settings` must be equal on all ranks (JSON). Raises ConfigError on every rank where one of them cannot go on.
+    """
+    prefix = next_prefix()
+    own: LastWordsError | None = None
+    launch = launch_of(os.environ, config.job)
+    if launch.restarted:
+        world.note(f"{prefix}/restarted")
+    try:
+        _check(world, config, prefix, settings)
+        if world.rank == config.ctrl_rank_id:
+            check_space(config.roots, checkpoint_bytes, require=config.require_space)
+    except LastWordsError as error:
+        own = error
+    problem = world.problem_anywhere(f"{prefix}/check", None if own is None else str(own), STORE_WAIT_S)
+    if own is not None:
+        raise own
+    if problem is not None:
+        raise ConfigError(f"another rank cannot start: {problem}")
+    if world.rank != config.ctrl_rank_id:
+        word = world.read(f"{prefix}/job", STORE_WAIT_S, f"rank {config.ctrl_rank_id} to start the controller")
+        if "error" in word:
+            raise ConfigError(f"rank {config.ctrl_rank_id} could not start the controller: {word['error']}")
+        return Agreement(prefix=prefix, **{**word, "jobs": tuple(word["jobs"])})
+    try:
+        # One node's torchrun has seen a failure, the others only that the job starts again.
+        launch = dataclasses.replace(launch, restarted=launch.restarted or world.noted(f"{prefix}/restarted"))
+        drawn = starts.draw(config.roots, launch)
+        agreement = Agreement(
+            drawn.job,
+            drawn.generation,
+            config.token or secrets.token_hex(16),
+            prefix,
+            drawn.restarted,
+            drawn.jobs,
+            secrets.token_hex(4),
+        )
+        agreement = dataclasses.replace(agreement, port=start_controller(world, config, agreement))
+    except LastWordsError as error:
+        world.publish(f"{prefix}/job", {"error": str(error)})
+        raise
+    word = dataclasses.asdict(agreement)
+    del word["prefix"]
+    world.publish(f"{prefix}/job", word)
+    return agreement
+
+
+def _check(world: World, config: Config, prefix: str, settings: dict[str, Any]) -> None:
+    if config.ctrl_rank_id >= world.size:
+        raise ConfigError(
+            f"ctrl_rank_id is {config.ctrl_rank_id}, but this job has ranks 0 to {world.size - 1}; "
+            "give the rank whose host has the address ctrl_ip"
+        )
+    level = logging.WARNING if world.rank == config.ctrl_rank_id else logging.DEBUG
+    for root, what in zip(config.roots, ("ckpt_save_path", "fallback_path"), strict=False):
+        for missing in check_directory(root, what):
+            _log.log(level, "%s %s: %s", what, root, missing)
+    if world.size > 1:
+        _compare(world, prefix, settings)
+
+
+def _compare(world: World, prefix: str, settings: dict[str, Any]) -> None:
+    # Rank 0's settings are the reference: one write and size - 1 reads, whatever the size of the job.
+    if world.rank == 0:
+        world.publish(f"{prefix}/settings", settings)
+        return
+    reference = world.read(f"{prefix}/settings", STORE_WAIT_S, "rank 0 to register")
+    different = [
+        f"{key}: {reference.get(key)!r} on rank 0, {settings.get(key)!r} on rank {world.rank}"
+        for key in sorted(reference.keys() | settings.keys())
+        if reference.get(key) != settings.get(key)
+    ]
+    if different:
+        raise ConfigError("the ranks were registered with different settings: " + "; ".join(different))
+
+
+def start_controller(world: World, config: Config, agreement: Agreement) -> int:
+    """Start the controller's process; returns its port once it serves."""
+    spec = controller_launch.ControllerSpec(
+        ip=config.ctrl_ip,
+        port=config.ctrl_port,
+        job=agreement.job,
+        generation=agreement.generation,
+        world_size=world.size,
+        root=config.ckpt_save_path,
+        fallback_root=config.fallback_path,
+        starter_pid=os.getpid(),
+        options=config.controller,
+        keepalive_time_s=config.keepalive_time_s,
+        keepalive_timeout_s=config.keepalive_timeout_s,
+        nonce=agreement.nonce,
+    )
+    try:
+        if not config.ctrl_port:
+            return controller_launch.start_on_free_port(spec, agreement.token)
+        controller_launch.start_controller(spec, token=agreement.token)
+        return config.ctrl_port
+    except OSError as error:
+        raise UnavailableError(f"the controller's process could not be started: {error}") from error

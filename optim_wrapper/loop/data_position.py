@@ -1,0 +1,268 @@
+"""Where a run stands in its data, and how to stand there again in a new process.
+
+A torch DataLoader draws random numbers at three places: its iterator draws a base seed for the workers, the
+sampler draws its order when its first index is asked for, and the dataset draws what it likes while it fetches
+(in the workers, seeded from the base seed; without workers from the training's own streams). So a resume restores
+the streams of the *epoch's start*, makes the iterator, passes over the batches that are done, and then restores the
+streams of the step that ended last. Without workers passing over means drawing indices and fetching nothing; with
+workers the batches are fetched again and dropped, as only that moves the workers' own streams.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.launch.config import DataMode
+from lastwords.optim_wrapper.launch.progress import Progress
+from lastwords.optim_wrapper.streams.generator_search import search
+
+_NO_LENGTH = (
+    "; give it a __len__ (batches per epoch, the same on every rank), or write the loop yourself and call "
+    "tft.step_end(epoch, step) at the end of each step"
+)
+
+
+_SAMPLER_ITERATOR = "_sampler_iter"
+"""Private name in torch's DataLoader iterators (2.0 to 2.13). Where it is gone, batches are fetched again instead."""
+
+
+class Kind(enum.Enum):
+    """How a loader can be set to a position."""
+
+    INDEXED = "a DataLoader over a map-style dataset"
+    ITERABLE = "a DataLoader over an IterableDataset"
+    SEQUENCE = "a list or tuple of batches"
+    FOREIGN = "another iterable"
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderFacts:
+    """What a resume has to know of a loader. `batches` per epoch, this rank."""
+
+    kind: Kind
+    batches: int
+    workers: int
+    persistent_workers: bool
+    in_order: bool
+
+
+PERSISTENT = (
+    "the loader's workers are persistent, so the random numbers they draw after the first epoch depend on all epochs "
+    "before; use persistent_workers=False if the dataset draws any"
+)
+
+
+def loader_facts(loader: Any) -> LoaderFacts:
+    """Look at a loader; ConfigError for one without a usable length."""
+    name = type(loader).__name__
+    try:
+        batches = len(loader)
+    except TypeError as error:
+        raise ConfigError(f"the loader ({name}) has no length ({error}){_NO_LENGTH}") from error
+    if batches < 1:
+        raise ConfigError(
+            f"the loader ({name}) is empty; is drop_last=True with fewer samples on this rank than a batch takes?"
+        )
+    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        raise ConfigError(f"the loader ({name}) cannot be iterated over")
+    if isinstance(loader, list | tuple):
+        kind = Kind.SEQUENCE
+    elif not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        kind = Kind.FOREIGN
+    elif isinstance(loader.dataset, IterableDataset):
+        kind = Kind.ITERABLE
+    else:
+        kind = Kind.INDEXED
+    workers = getattr(loader, "num_workers", 0)
+    return LoaderFacts(
+        kind=kind,
+        batches=batches,
+        workers=workers if isinstance(workers, int) else 0,
+        persistent_workers=bool(getattr(loader, "persistent_workers", False)),
+        in_order=bool(getattr(loader, "in_order", True)),
+    )
+
+
+def generators(loader: Any) -> dict[str, torch.Generator]:
+    """The torch generators that a loader draws from, each once, by where they are."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    places = {
+        "loader": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+        "dataset": getattr(loader, "dataset", None),
+    }
+    named = [(name, getattr(owner, "generator", None)) for name, owner in places.items()]
+    found: dict[str, torch.Generator] = {}
+    parts = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn", "sampler", "batch_sampler")}
+    roots = parts if hasattr(loader, "dataset") else {"loader": loader}
+    below = [(name, generator) for name, (_, generator) in search(roots, frames=False).items()]
+    for name, generator in (*named, *below):
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
+            found[name] = generator
+    return found
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the sampler which epoch (1-based) begins; samplers count from 0, as in `sampler.set_epoch(epoch - 1)`."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    told: list[Any] = []
+    for target in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), loader):
+        if target is None or any(target is other for other in told):
+            continue
+        told.append(target)
+        tell = getattr(target, "set_epoch", None)
+        if callable(tell):
+            tell(epoch - 1)
+            if target is batch_sampler:
+                return  # it passes the epoch on to its own sampler
+
+
+def told_epochs(loader: Any) -> list[Any]:
+    """What the loader's samplers take for their epoch, as torch's DistributedSampler and its like keep it."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [getattr(sampler, "epoch", None) for sampler in samplers]
+
+
+def static_reasons(loader: Any, facts: LoaderFacts, data: DataMode) -> tuple[str, ...]:
+    """Why a resume in the middle of the run cannot be promised to be exact, known before the first step."""
+    reasons = []
+    if facts.workers and data == "skip":
+        reasons.append(
+            'the loader\'s done batches are skipped by index (data="skip") or by its own state, so random numbers that '
+            "the dataset draws in its workers differ"
+        )
+    if facts.workers and not facts.in_order:
+        reasons.append("the loader has in_order=False, so the order of its batches depends on time")
+    return tuple(reasons)
+
+
+def open_epoch(loader: Any, facts: LoaderFacts, *, late: bool) -> Iterator[Any]:
+    """An iterator over one epoch. `late`: it is the first one in this process, but not the run's first epoch.
+
+    Persistent workers are the one case in which a later epoch begins differently: their iterator is made once,
+    drawing a base seed, and only reset afterwards. So a process that goes on in a later epoch makes it beforehand.
+    """
+    if late and facts.persistent_workers and facts.kind in (Kind.INDEXED, Kind.ITERABLE):
+        streams = _Streams(generators(loader))
+        iter(loader)
+        streams.put_back()
+    return iter(loader)
+
+
+def pass_over(
+    loader: Any, facts: LoaderFacts, iterator: Iterator[Any], batches: int, *, show_progress: bool
+) -> list[str]:
+    """Move a fresh iterator past the first `batches` batches; returns why that is not exact, if it is not."""
+    if batches == 0:
+        return []
+    if facts.kind is Kind.INDEXED and not facts.workers and hasattr(iterator, _SAMPLER_ITERATOR):
+        return _draw_indices(iterator, batches)
+    progress = Progress("fetching the data that was done once more", batches) if show_progress else None
+    streams: _Streams | None = None
+    for count in range(1, batches + 1):
+        try:
+            next(iterator)
+        except StopIteration:
+            raise ConfigError(
+                f"the loader ended after {count - 1} batches, although {batches} of this epoch were done when the "
+                "checkpoint was saved; resume with the same data"
+            ) from None
+        if count == 1:
+            streams = _Streams({})
+        if progress is not None:
+            progress.at(count)
+    if progress is not None:
+        progress.close()
+    if facts.kind is Kind.FOREIGN and streams is not None and streams.moved():
+        return [
+            f"the loader ({type(loader).__name__}) draws random numbers in the training process while it iterates, "
+            "and it is not known how far ahead of the training it does so"
+        ]
+    return []
+
+
+def skipping_iterator(loader: Any, facts: LoaderFacts, batches: int) -> Iterator[Any] | None:
+    """An iterator that starts after `batches` batches by index, with workers; None if this loader has no such way."""
+    if facts.kind is not Kind.INDEXED or not facts.workers or facts.persistent_workers:
+        return None
+    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    whole = getattr(loader, name)
+    # A DataLoader refuses this assignment once it is made, as it would not reach an iterator that exists; here it is
+    # in place only while the iterator is being made.
+    loader.__dict__[name] = _Rest(whole, batches)
+    try:
+        iterator: Iterator[Any] = iter(loader)
+        return iterator
+    finally:
+        loader.__dict__[name] = whole
+
+
+class _Rest:
+    """A sampler without its first items."""
+
+    def __init__(self, whole: Any, skipped: int) -> None:
+        self._whole = whole
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self._whole)
+        for _ in range(self._skipped):
+            next(iterator, None)
+        yield from iterator
+
+    def __len__(self) -> int:
+        return max(0, len(self._whole) - self._skipped)
+
+
+def _draw_indices(iterator: Any, batches: int) -> list[str]:
+    sampler = getattr(iterator, _SAMPLER_ITERATOR)
+    next(sampler)
+    streams = _Streams({})
+    for _ in range(batches - 1):
+        next(sampler)
+    iterator._num_yielded += batches
+    if streams.moved():
+        return [
+            "the loader's sampler draws from the training's random streams between batches, so its order depends on "
+            "the training's own draws; give it a torch.Generator of its own"
+        ]
+    return []
+
+
+class _Streams:
+    """The training process's random streams at one moment."""
+
+    def __init__(self, own: Mapping[str, torch.Generator]) -> None:
+        self._own = own
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._states = {name: generator.get_state() for name, generator in own.items()}
+
+    def moved(self) -> bool:
+        numpy_now: Any = np.random.get_state()
+        return (
+            random.getstate() != self._python
+            or numpy_now[2] != self._numpy[2]
+            or not np.array_equal(numpy_now[1], self._numpy[1])
+            or not torch.equal(torch.get_rng_state(), self._torch)
+        )
+
+    def put_back(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for name, generator in self._own.items():
+            generator.set_state(self._states[name])

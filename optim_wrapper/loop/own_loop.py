@@ -1,0 +1,112 @@
+"""A resumed loop of the user's own: whether it begins with the random streams that resume() has put back.
+
+Such a loop sets its data back by itself, and what it draws on the way (building a DataLoader's iterator draws a seed)
+is not drawn by the run that was never killed. Whether numbers that were drawn are too many cannot be told from here:
+a step that draws its own batch, or augments it, draws them rightly before its forward pass. So this makes no reason
+against exactness and no warning, which would be wrong in every such loop; it is information, with the condition.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.capture.rank_local import RngCapture
+from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
+from lastwords.optim_wrapper.streams.own_streams import OwnStreams
+from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.saver import Position
+from lastwords.vocabulary import Phase, Stand
+
+_log = logging.getLogger(__name__)
+
+_position: Callable[[tuple[int, int]], Position] = partial(tuple.__new__, Position)  # quicker, and called in every step
+
+
+_OF_LOADER = "rng/generator/"
+
+
+def without_the_loaders(regions: Mapping[str, RegionCopy]) -> dict[str, RegionCopy]:
+    """The streams that are here before a loader is: `steps()`, which gets to know it, puts back its own generators.
+
+    >>> list(without_the_loaders({"rng/torch": None, "rng/generator/sampler": None}))
+    ['rng/torch']
+    """
+    return {name: copy for name, copy in regions.items() if not name.startswith(_OF_LOADER)}
+
+
+def left_to_the_loop(regions: Mapping[str, RegionCopy], own: OwnStreams) -> list[str]:
+    """Why a loop of one's own that begins may not be exact: generators that only `steps()` knows, or not there yet.
+
+    regions: what was resumed from; empty if nothing was.
+    """
+    names = sorted(name.removeprefix(_OF_LOADER) for name in regions if name.startswith(_OF_LOADER))
+    where = ", ".join(names)
+    of_steps = f"the loader's random generators ({where}) were saved by steps(), and only that puts them back"
+    return [*([of_steps] if names else []), *(own.left_over() if regions else [])]
+
+
+def look_at_first_forward(model: torch.nn.Module, rng: RngCapture, step: int, is_own: Callable[[], bool]) -> None:
+    """Log, once, if the streams are elsewhere at the model's next forward pass than now, right after resume().
+
+    step: the one that was resumed after. is_own: asked then; `steps()` puts the streams where they belong.
+    """
+    restored = rng.snapshot()
+
+    def look(module: torch.nn.Module, args: Any) -> None:
+        hook.remove()
+        if not is_own():
+            return
+        now = rng.snapshot()
+        moved = [name for name, was in restored.items() if bytes(now[name].data) != bytes(was.data)]
+        if moved:
+            _log.info("%s", moved_text(step, sorted(name.removeprefix("rng/") for name in moved)))
+
+    hook = model.register_forward_pre_hook(StayingHook(look))
+
+
+def moved_text(step: int, streams: list[str]) -> str:
+    """What the user is told.
+
+    >>> moved_text(7, ["torch"]).startswith("random numbers (torch) were drawn between resume() and the first forward")
+    True
+    """
+    return (
+        f"random numbers ({', '.join(streams)}) were drawn between resume() and the first forward pass of your own "
+        f"loop, after step {step}. If the step itself draws them (its batch, an augmentation), this is as it should "
+        "be. If they were drawn while the data was set back (building a DataLoader's iterator draws some), call "
+        "restore_streams() after that, or the resume is not exact: see 'Custom training loops' in docs/training-loop.md"
+    )
+
+
+def refuse_update_after_end(stand: Stand) -> None:
+    """ConfigError for a loop over `steps()` that updates again after it has ended its step.
+
+    >>> refuse_update_after_end(Stand(Phase.COMPUTING, 3))
+    """
+    if stand.phase is not Phase.COMPUTING:
+        raise ConfigError(
+            f"optimizer.step() was called after step_end() of step {stand.step - 1}, with the same batch: "
+            "call step_end() after all that belongs to the step"
+        )
+
+
+def named(epoch: object, step: object) -> Position | None:
+    """What the loop calls the step that step_end() ends; None if it does not say. ConfigError names the argument.
+
+    >>> named(2, 1), named(None, None)
+    (Position(epoch=2, step=1), None)
+    """
+    if type(epoch) is int and type(step) is int and epoch >= 1 and step >= 1:
+        return _position((epoch, step))
+    if epoch is None and step is None:
+        return None
+    for name, value in (("epoch", epoch), ("step", step)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}; or give neither")
+    return Position(int(epoch), int(step))  # type: ignore[call-overload]

@@ -1,0 +1,345 @@
+"""The loop over epochs, steps and batches, and where it goes on in a resumed run.
+
+`Steps` knows nothing of processes or checkpoints: it is told where to begin and says what happens, in this order:
+
+    epoch_start(epoch)          the sampler knows its epoch; nothing of the epoch has been drawn yet
+    under_way(epoch, step)      before the step's first batch is fetched
+    (the batches, accumulate of them, are yielded; the loop's body runs)
+    step_end(epoch, step)       the body is done with the step's last batch; before anything of the next is fetched
+
+A body may end its step itself (`end_early`); then step_end comes at that moment, and in its old place
+
+    round_over(epoch, step)     the body has come back from what it did after its step's end
+
+A step whose body did not come back (break, return, an exception) has no step_end: a generator cannot tell these
+apart, as all of them arrive as GeneratorExit. Whoever runs the loop looks at `epoch`, `step` and `under_way`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.launch.config import DataMode
+from lastwords.optim_wrapper.loop.data_position import (
+    PERSISTENT,
+    Kind,
+    generators,
+    loader_facts,
+    open_epoch,
+    pass_over,
+    set_epoch,
+    skipping_iterator,
+    static_reasons,
+    told_epochs,
+)
+from lastwords.optim_wrapper.loop.global_samples import dealing
+from lastwords.optim_wrapper.loop.loader_changes import Counters, Onward, about
+
+_log = logging.getLogger(__name__)
+
+
+class StepEvents(Protocol):
+    """Who hears of the loop's progress. All are called on the thread that runs the loop."""
+
+    def epoch_start(self, epoch: int) -> None:
+        """`epoch` (1-based) begins; the random streams of this moment are the ones to resume it from."""
+
+    def under_way(self, epoch: int, step: int) -> None:
+        """`step` (1-based) of `epoch` begins."""
+
+    def step_end(self, epoch: int, step: int) -> None:
+        """`step` of `epoch` has ended."""
+
+    def round_over(self, epoch: int, step: int) -> None:
+        """The body, which had ended `step` itself, is done with what came after it."""
+
+    def not_exact(self, reason: str) -> None:
+        """It has just turned out that a resume from here on would not be exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAt:
+    """Go on after `step` of `epoch` (both 1-based; `step` may be the epoch's last).
+
+    epoch 0: the loop that was saved had no name for the step, and `step` is the global one. It is counted out then, as
+    if all epochs had equally many steps, which nobody can promise: the resume is not exact.
+
+    restore_epoch_start puts every random stream (python, numpy, torch, accelerators and the loader's generators) back
+    to the start of `epoch`, restore_step to the end of `step`. None: not known, and the resume is not exact.
+    """
+
+    epoch: int
+    step: int
+    restore_epoch_start: Callable[[], None] | None
+    restore_step: Callable[[], None] | None
+
+
+class Steps:
+    """Iterate to get (epoch, step, batch) for every batch, all epochs; once only.
+
+    `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
+    body whether the batch in hand is its step's last. onward: where the resumed loop goes on in its data,
+    where that is not what comes after so many steps, and what of the loader differs. placed: its own state is back:
+    its next iterator goes on where the saved one stood.
+    Raises ConfigError for a loader without a usable length.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        epochs: int,
+        *,
+        accumulate: int = 1,
+        events: StepEvents,
+        resume: ResumeAt | None = None,
+        data: DataMode = "refetch",
+        show_progress: bool = False,
+        onward: Onward | None = None,
+        placed: bool = False,
+    ) -> None:
+        for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
+        self._loader: Any = loader
+        self._facts = loader_facts(loader)
+        self.generators: dict[str, torch.Generator] = generators(loader)
+        """The torch generators that the loader draws from; their states belong to the random streams."""
+        self._epochs = epochs
+        self._accumulate = accumulate
+        self._events = events
+        self._resume = resume
+        self._onward = onward = onward or Onward()
+        carried = onward.carried
+        self._carried = None if placed else carried
+        self._counters = Counters(loader)
+        self._inputs = {"dealing": dealing(loader), "inputs": about(loader, self._facts.batches, accumulate)}
+        self._placed = placed
+        self._data: DataMode = data
+        self._show_progress = show_progress
+        self._begun = False
+        counted_out: list[str] = []
+        if resume is not None and resume.epoch == EPOCH_UNKNOWN:
+            resume = self._resume = self._counted_out(resume)
+            counted_out = [
+                f"the checkpoint does not say which step of which epoch it is of; taken for epoch {resume.epoch}, step "
+                f"{resume.step}, as if every epoch had had {self.steps_per_epoch} steps"
+            ]
+        self.epoch = resume.epoch if resume is not None else 1
+        self.step = resume.step if resume is not None else 0
+        self.under_way = False
+        self.ends_step = False
+        said = [*onward.reasons, *counted_out]
+        self.reasons: list[str] = [*static_reasons(loader, self._facts, "skip" if placed else data), *said]
+        """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
+        known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
+        for reason in said if show_progress else ():
+            _log.warning("not exact, because %s", reason)
+        if resume is not None and not (known and resume.epoch >= 1):
+            raise ConfigError(
+                f"the checkpoint is of epoch {resume.epoch}, step {resume.step}, but an epoch has "
+                f"{self.steps_per_epoch} steps here; resume with the data, batch size, accumulate and number of ranks "
+                "that the saved run had"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """What a resume has to know of the data, JSON values only."""
+        return {
+            "steps_per_epoch": self.steps_per_epoch,
+            "epochs": self._epochs,
+            "accumulate": self._accumulate,
+            "batches_per_epoch": self._facts.batches,
+            "mode": self._data,
+            **self._inputs,
+            "counters": self._counters.facts,
+            **({} if self._carried is None else {"carried": self._carried.facts()}),
+        }
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the whole run has."""
+        return self._epochs
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Length of the loader."""
+        return self._facts.batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in each epoch on this rank; must be the same on all ranks."""
+        return -(-self._facts.batches // self._accumulate)
+
+    def end_early(self, named: tuple[int, int] | None = None) -> None:
+        """The body says that its step is over before it comes back. named: what it calls it.
+
+        ConfigError if the batch in hand is not its step's last, the step has ended already, or it has another name.
+        """
+        if not self.under_way:
+            raise ConfigError("step_end() was called, but this step has ended already: call it once a step")
+        if not self.ends_step:
+            raise ConfigError("step_end() was called before the step's last batch; call it only if tft.ends_step")
+        if named not in (None, (self.epoch, self.step)):
+            raise ConfigError(f"step_end{named} was called in step {(self.epoch, self.step)}; here it needs no name")
+        self.under_way = False
+        self._events.step_end(self.epoch, self.step)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
+        if self._begun:
+            raise ConfigError("these steps have been iterated over already; call steps() once for the whole run")
+        self._begun = True
+        return self._whole()
+
+    def _whole(self) -> Generator[tuple[int, int, Any], None, None]:
+        try:
+            yield from self._all()
+        finally:
+            # Left to the garbage collector in a cycle, persistent workers take five seconds each to end.
+            self._loader = None
+
+    def _all(self) -> Generator[tuple[int, int, Any], None, None]:
+        resume = self._resume
+        opened = False
+        for epoch in range(1 if resume is None else resume.epoch, self._epochs + 1):
+            here = resume if resume is not None and epoch == resume.epoch else None
+            if here is not None and not self._has_to_replay(here):
+                self._set_counters_back(epoch, replayed=False)
+                if here.restore_step is not None:
+                    here.restore_step()
+                continue
+            self._counters.tell(partial(set_epoch, self._loader, epoch))
+            told = told_epochs(self._loader)
+            if here is None:
+                self._counters.epoch_starts(epoch)
+            else:
+                self._set_counters_back(epoch, replayed=True)
+                self._restore_epoch_start(here)
+            self.epoch, self.step = epoch, 0 if here is None else here.step
+            self._events.epoch_start(epoch)
+            iterator, batches_done = self._open(epoch, here, late=not opened and epoch > 1)
+            opened = True
+            total = self._facts.batches
+            if here is not None and self._carried is not None:
+                total = batches_done + self._carried.batches
+            yield from self._one(epoch, iterator, batches_done, total, told)
+        if resume is not None and resume.epoch > self._epochs and resume.restore_step is not None:
+            resume.restore_step()
+
+    def _one(
+        self, epoch: int, iterator: Iterator[Any], batches_done: int, total: int, told: list[Any]
+    ) -> Generator[tuple[int, int, Any]]:
+        accumulate, events = self._accumulate, self._events
+        last = -(-total // accumulate)
+        count = batches_done
+        step = -(-batches_done // accumulate)
+        while True:
+            if count % accumulate == 0 and count < total:
+                step = count // accumulate + 1
+                self.step = step
+                self.under_way = True
+                self.ends_step = False
+                if self._facts.persistent_workers and (epoch > 1 or (step == last and epoch < self._epochs)):
+                    self._not_exact(PERSISTENT)
+                events.under_way(epoch, step)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            if count == batches_done and told_epochs(self._loader) != told:
+                self._not_exact(
+                    f"the loader ({type(self._loader).__name__}) counts its epochs itself and told its sampler another "
+                    f"one than {epoch}, so the order of its data differs; give steps() the DataLoader inside it"
+                )
+            count += 1
+            self._counters.has_batches(epoch, count)
+            if count > total:
+                raise ConfigError(
+                    f"the loader has more batches than its length, {total}, says; all numbers of steps would be "
+                    "wrong from here: correct its __len__"
+                )
+            self.ends_step = count % accumulate == 0 or count == total
+            yield epoch, step, batch
+            del batch  # not kept alive while the next one is fetched
+            if self.ends_step:
+                if self.under_way:
+                    self.under_way = False
+                    events.step_end(epoch, step)
+                else:
+                    events.round_over(epoch, step)
+        if count < total:
+            raise ConfigError(
+                f"the loader ended after {count} batches, but its length says {total}; all numbers of steps would "
+                "be wrong from here: correct its __len__"
+            )
+
+    # ------------------------------------------------------------------ resume
+
+    def _has_to_replay(self, here: ResumeAt) -> bool:
+        """Whether the epoch that is resumed has to be opened at all, be it only to let it end."""
+        if self._carried is not None:
+            return self._carried.batches > 0
+        if here.step < self.steps_per_epoch:
+            return True
+        # Its last step has ended; but only now would the iterator be asked for more, and samplers draw from their
+        # generators even then. With workers that has happened long ago, as they are ahead.
+        if self._facts.workers or self._facts.kind is Kind.SEQUENCE:
+            return False
+        return self._facts.kind is Kind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
+
+    def _set_counters_back(self, epoch: int, *, replayed: bool) -> None:
+        if not self._placed:
+            for reason in self._counters.set_back(self._onward.counted, epoch, replayed=replayed):
+                self._not_exact(reason)
+
+    def _restore_epoch_start(self, here: ResumeAt) -> None:
+        if self._carried is not None and not self._carried.drawn:
+            return  # the order of what is left is known without them
+        if here.restore_epoch_start is not None:
+            here.restore_epoch_start()
+        elif here.step > 0:
+            self._not_exact(
+                f"the random streams at the start of epoch {here.epoch} are not known, so the order of its data may "
+                "differ"
+            )
+
+    def _open(self, epoch: int, here: ResumeAt | None, *, late: bool) -> tuple[Iterator[Any], int]:
+        loader, facts = self._loader, self._facts
+        if here is None:
+            return open_epoch(loader, facts, late=late), 0
+        batches = min(here.step * self._accumulate, facts.batches)
+        iterator = None
+        if self._carried is not None:
+            batches, iterator = here.step * self._accumulate, self._carried.open(loader)
+        elif self._placed:
+            iterator = iter(loader)
+        elif self._data == "skip" and batches < facts.batches:
+            iterator = skipping_iterator(loader, facts, batches)
+        if iterator is None:
+            iterator = open_epoch(loader, facts, late=late)
+            for reason in pass_over(loader, facts, iterator, batches, show_progress=self._show_progress):
+                self._not_exact(reason)
+        if here.restore_step is not None:
+            here.restore_step()
+        else:
+            self._not_exact(f"this rank's random streams at the end of step {here.step} are not known")
+        return iterator, batches
+
+    def _counted_out(self, here: ResumeAt) -> ResumeAt:
+        per_epoch = self.steps_per_epoch
+        if not per_epoch:
+            raise ConfigError("the loader is empty, so there is nothing to go on with")
+        epoch, step = epoch_and_step(here.step, per_epoch)
+        return replace(here, epoch=epoch, step=step)
+
+    def _not_exact(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            self._events.not_exact(reason)
+            _log.warning("not exact, because %s", reason)

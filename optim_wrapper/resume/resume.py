@@ -1,0 +1,396 @@
+"""Putting a checkpoint back into a live job: which one, does it fit, and what cannot be exact."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint import load, starts
+from lastwords.checkpoint.entries import groups_of
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import EPOCH_UNKNOWN
+from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.reading import damage_told_from_replacement
+from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
+from lastwords.checkpoint.storable import unpack
+from lastwords.errors import FormatError
+from lastwords.optim_wrapper import added_groups
+from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
+from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
+from lastwords.optim_wrapper.ddp import ddp_buckets
+from lastwords.optim_wrapper.launch.startup import Agreement
+from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.loop.own_loop import without_the_loaders
+from lastwords.optim_wrapper.resume.facts import differences
+from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
+from lastwords.optim_wrapper.resume.reshard import fits_as_it_is
+from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, all_or_none, open_chosen
+from lastwords.optim_wrapper.resume.resume_elsewhere import (
+    Resharding,
+    reason_of,
+    refuse_left_overs,
+    regions_of,
+    take_over,
+)
+from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
+from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
+from lastwords.optim_wrapper.state import extra_digests, hyperparameters
+from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, restore_inline
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
+from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
+from lastwords.processor.box_reader import RegionCopy
+from lastwords.processor.saver import Position
+from lastwords.sharding.agree import STORE_WAIT_S
+from lastwords.vocabulary import UNIT_REPLICATED
+
+_log = logging.getLogger(__name__)
+
+_OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
+"""Facts that another layout changes by its nature; one reason says so."""
+
+EARLIER_MOVE = Reason(
+    "the saved run had been resumed elsewhere itself, and made its sums in another order from there on",
+    Cause.RESHARDED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a resume has put back, and what the loop still needs: the streams of the epoch's start and of the step.
+
+    epoch and step are as in the manifest: see `position`.
+    """
+
+    path: Path
+    job: str
+    global_step: int
+    epoch: int
+    step: int
+    facts: Mapping[str, Any]
+    regions: Mapping[str, RegionCopy]
+    epoch_start: Mapping[str, RegionCopy]
+    reasons: list[Reason] = field(default_factory=list)
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def position(self) -> Position | None:
+        """What the loop calls the step that was saved; None if nobody who saved it knew."""
+        return None if self.epoch == EPOCH_UNKNOWN else Position(self.epoch, self.step)
+
+
+def resume_from(
+    roots: list[Path],
+    world: World,
+    recorder: StepRecorder,
+    facts_here: Mapping[str, Any],
+    *,
+    key: str,
+    agreed: Agreement | None,
+    missing_ok: bool,
+    named: bool = False,
+) -> Resumed | None:
+    """Restore everything but the data position; `named`: the user has given the job its name.
+
+    See `TFTRegister.resume` for the errors.
+    """
+    own = OwnJobs(agreed.job, agreed.jobs) if agreed and (agreed.restarted or named) else None
+    opened = open_chosen(roots, world, key, own, missing_ok)
+    if opened is None:
+        return None
+    checkpoint, stamp = opened
+    with all_or_none(world, f"{key}/read"):
+        fits = fits_as_it_is(checkpoint.manifest, recorder.units.table, world.rank, recorder.view)
+    elsewhere = world.problem_anywhere(f"{key}/layout", None if fits else "another layout", STORE_WAIT_S) is not None
+    with all_or_none(world, f"{key}/restored"), damage_told_from_replacement(checkpoint.path, stamp):
+        surveyed = None
+        if elsewhere:
+            with all_or_none(world, f"{key}/surveyed"):
+                surveyed = survey(checkpoint.path, checkpoint.manifest, places_of(recorder))
+                nothing_left_over = refuse_left_overs(world, key, surveyed.names, recorder)
+            nothing_left_over()
+        resumed = _restore(checkpoint, world, recorder, facts_here, key=key, surveyed=surveyed)
+    if world.rank == 0:
+        if agreed and resumed.job not in (agreed.job, *agreed.jobs):
+            starts.note_resumed(roots[0], agreed.generation, resumed.job)
+        _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
+        for reason in resumed.reasons:
+            _log.warning("not exact, because %s", reason)
+    return resumed
+
+
+def _restore(
+    checkpoint: load.Checkpoint,
+    world: World,
+    recorder: StepRecorder,
+    facts_here: Mapping[str, Any],
+    *,
+    key: str,
+    surveyed: Survey | None,
+) -> Resumed:
+    """surveyed: some rank's units are not those of the saved run, so the state is put together from slices."""
+    manifest, path = checkpoint.manifest, checkpoint.path
+    moved = surveyed is not None or manifest.world_size != world.size
+    reasons: list[str | Reason] = []
+    with all_or_none(world, f"{key}/taken"):
+        if moved:
+            taken = take_over(checkpoint, world, key, recorder)
+            local, owner, extras_of = taken.regions, taken.source, taken.extras_of
+            reasons += [reason_of(manifest, world.size), *taken.reasons]
+        else:
+            local, owner, lost = _local(checkpoint, world.rank)
+            reasons += lost
+            extras_of = owner
+        order, amiss = _buckets(manifest, recorder) if surveyed is None else ({}, [])
+    reasons += _reasons_of(manifest)
+    reasons += extra_digests.differing({rank: one.meta.get("slot", {}) for rank, one in manifest.locals.items()})
+    reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
+
+    if surveyed is None:
+        # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
+        rng = recorder.rng.snapshot()
+        with recorder.paused():
+            reasons += amiss or ddp_buckets.replay(recorder.view.model, order, recorder.view.trained)
+        recorder.rng.restore(rng)
+
+    local_buffers = {name.removeprefix("buffer/") for name in local if name.startswith("buffer/")}
+    if surveyed is None:
+        untouched = _changed_elsewhere_only(manifest, recorder.buffers.larger - local_buffers)
+        reasons += [
+            Reason(
+                f"the buffer {name!r} had changed on other ranks and not on this one, so no file has this one's; it "
+                "stays as the model was made",
+                ranks=(world.rank,),
+            )
+            for name in sorted(untouched)
+        ]
+        local_buffers |= untouched
+    with_same = None if moved else recorder.units.table.holding_the_same(world.rank)
+    reasons += _not_alike(manifest, world.rank, with_same)
+    history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed)
+
+    step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
+    epoch_start = {
+        name.removeprefix(EPOCH_PREFIX): copy for name, copy in local.items() if name.startswith(EPOCH_PREFIX)
+    }
+    reasons += recorder.restore_own(step_regions, _forms(manifest), _regions_of_any(manifest))
+    if with_same is not None:
+        recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
+    if owner == world.rank or (moved and owner >= 0):
+        reasons += recorder.rng.restore(without_the_loaders(step_regions))
+        if "data" not in manifest.facts:  # else the loader is not known before steps() begins
+            reasons += recorder.rng.own.unsaved()
+        reasons += recorder.extra_buffers.restore(step_regions)
+        local_history = None
+        packed = manifest.locals[extras_of].meta.get("slot", {}).get("local_extras")
+        if packed is not None:
+            # In the black box it is JSON already, so that in the manifest it is packed twice.
+            local_history = restore_inline(recorder.local_extras, unpack(packed, f"{path}: local_extras"))
+    else:
+        step_regions, epoch_start, local_history = {}, {}, None
+    recorder.history(history, local_history)
+    reasons += recorder.own.reasons
+    return Resumed(
+        path=path,
+        job=manifest.job,
+        global_step=manifest.global_step,
+        epoch=manifest.epoch,
+        step=manifest.step,
+        facts=manifest.facts,
+        regions=step_regions,
+        epoch_start=epoch_start,
+        reasons=list(merged(map(as_reason, reasons))),
+        groups=groups_of([unit.meta for unit in manifest.units.values()]),
+    )
+
+
+def _reasons_of(manifest: Manifest) -> list[Reason]:
+    """Why the saved run was not exact. What every rank has said is said of none, or each resume would multiply it.
+
+    An earlier move is told in the past tense, and once: it says nothing of the ranks that there are now.
+    """
+    moves = [reason for reason in manifest.reasons if reason.cause is Cause.RESHARDED]
+    every = tuple(manifest.local_reasons)
+    rest = [
+        (replace(reason, ranks=()) if reason.ranks == every else reason).of_the_past()
+        for reason in manifest.reasons
+        if reason not in moves
+    ]
+    return [*([EARLIER_MOVE] if moves else []), *merged(rest)]
+
+
+def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
+    """The order of DDP's buckets in this rank's DDP process group, as the saved run recorded it; and what is amiss.
+
+    In a sharded job each unit has its writer's orders. All ranks of a DDP's group have to replay one and the same, so
+    it is that of the group's largest unit, which each of them finds in the table, whether it holds it or not.
+    """
+    table = recorder.units.table
+    if table.pure:
+        return manifest.facts.get("buckets", {}), []
+    records: list[Mapping[str, Any]] = []
+    for group, number in ddp_buckets.groups_of(recorder.view.model, recorder.view.trained):
+        inside = [unit for unit, holders in table.units.items() if group.issuperset(holders)]
+        if not inside:
+            return {}, ["no unit lies within DDP's process group, so the order of its buckets was not recorded"]
+        largest = min(inside, key=lambda unit: (-len(table.units[unit]), unit))
+        records += ddp_buckets.records_of(manifest.units[largest].meta.get("buckets", {}))[number : number + 1]
+    return ddp_buckets.joined(records), []
+
+
+def _restore_units(
+    checkpoint: load.Checkpoint,
+    recorder: StepRecorder,
+    rank_local_buffers: frozenset[str],
+    reasons: list[str | Reason],
+    surveyed: Survey | None,
+) -> ExtrasSnapshot:
+    """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed.
+
+    What makes the resume inexact is added to `reasons`.
+    """
+    entries = checkpoint.manifest.units
+    units = recorder.units
+    units.exclude_buffers(rank_local_buffers)
+    into: dict[str, Callable[[TensorSpec], memoryview]] = {}
+    plans: list[Reading] = []
+    of_extras = entries.get(UNIT_REPLICATED)
+    if of_extras is None or "extras" not in of_extras.meta:
+        raise FormatError(f"{checkpoint.path}: no unit has the job's extras; use another checkpoint")
+    extras = _ExtraTensors(of_extras.meta["extras"], of_extras.tensors)
+    resharding = Resharding(checkpoint, recorder, surveyed) if surveyed is not None else None
+    if resharding is None:
+        with added_groups.adopted(recorder.view, [entries[unit].meta for unit in units.views]):
+            plans += [
+                RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()
+            ]
+        plans += [
+            ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors, entries[unit].meta)
+            for unit, members in units.table.reads.items()
+        ]
+    for plan in plans:
+        into |= dict.fromkeys(plan.tensor_names, plan.into)
+    into |= dict.fromkeys(extras.names, extras.into)
+    checkpoint.read_tensors(into, lambda spec: into[spec.name](spec))
+    if resharding is not None:
+        resharding.read()
+        resharding.commit()
+    for plan in plans:
+        plan.commit()
+    if surveyed is not None and surveyed.optimizer_own:
+        reasons.append("the optimizer's state that is not kept by parameter and name is not moved to another layout")
+    if surveyed is not None or not units.pure:
+        groups = recorder.view.optimizer.param_groups
+        used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
+        reasons += hyperparameters.align(groups, entries, used)
+    return recorder.extras.restore(of_extras.meta["extras"], extras.read)
+
+
+def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = None) -> list[Reason]:
+    """Why copies of what changes outside of optimizer.step() are not this rank's.
+
+    ranks: those that hold the same as this one does; None: whoever was in the saved run, of which nothing is kept.
+    """
+    locals_ = [local for one, local in manifest.locals.items() if ranks is None or one in ranks]
+    said = [(local.meta.get("kind"), local.meta.get("slot", {}).get("alike", {})) for local in locals_]
+    mine = manifest.locals.get(rank)
+    committed = mine is not None and mine.meta.get("kind") == "committed"
+    numbers = ranks is not None and bool(_numbers_of(manifest, rank))
+    reasons = []
+    for kind, mine_is_there in (("all", False), ("own", committed), ("groups", False), ("numbers", numbers)):
+        # What was looked at the step's end, and at the one before, which is all that a tentative copy knows of.
+        marks = [
+            alike[kind][1:] if copy == "committed" else [None, alike[kind][1]] for copy, alike in said if kind in alike
+        ]
+        ends = [[mark for mark in end if mark is not None] for end in zip(*marks, strict=True)]
+        alone = kind == "own" and all(len(end) < 2 for end in ends)
+        if marks and not mine_is_there and (any(len({*end}) > 1 for end in ends) or alone):
+            what = next(alike[kind][0] for _, alike in said if kind in alike)
+            reasons.append(
+                Reason(f"the {what} may differ from rank to rank, and its own were not saved", ranks=(rank,))
+            )
+    with_gradients = {one for one, local in manifest.locals.items() if any(map(_is_gradient, local.tensors))}
+    if with_gradients and rank not in with_gradients:
+        reasons.append(Reason("the gradients that it carried into the next step were not saved", ranks=(rank,)))
+    return reasons
+
+
+def _numbers_of(manifest: Manifest, rank: int) -> Mapping[str, Any]:
+    """A rank's own, packed; empty where its copy is of before the update."""
+    local = manifest.locals.get(rank)
+    committed = local is not None and local.meta.get("kind") == "committed"
+    return local.meta.get("slot", {}).get("numbers", {}) if local is not None and committed else {}
+
+
+def _is_gradient(spec: TensorSpec) -> bool:
+    return spec.name.split("/", 2)[2].startswith(GRADIENT)
+
+
+def _forms(manifest: Manifest) -> SavedForms:
+    """What all units say of the job's buffers."""
+    metas = [unit.meta for unit in manifest.units.values()]
+    keys = ("volatile_buffers", "reshaped_buffers")
+    return SavedForms(*(frozenset(name for meta in metas for name in meta.get(key, ())) for key in keys))
+
+
+def _regions_of_any(manifest: Manifest) -> set[str]:
+    """Names of the regions that any rank's copy has."""
+    return {spec.name.split("/", 2)[2] for local in manifest.locals.values() for spec in local.tensors}
+
+
+def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[str]:
+    """Those of `wanted` that other ranks have saved for themselves, and that are in no unit."""
+    of_ranks = {
+        spec.name.split("/", 2)[2].removeprefix("buffer/")
+        for local in manifest.locals.values()
+        for spec in local.tensors
+    }
+    in_units = {name for unit in manifest.units.values() for name in unit.meta.get("buffers", ())}
+    return set(wanted & of_ranks) - in_units
+
+
+def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[Reason]]:
+    """Rank-local regions of `rank`; if they are lost, buffers of the lowest rank that has some, and why."""
+    manifest = checkpoint.manifest
+    entry = manifest.locals.get(rank)
+    if entry is not None and entry.tensors:
+        return regions_of(checkpoint, rank), rank, []
+    for other in sorted(manifest.locals):
+        if manifest.locals[other].tensors:
+            reason = f"its own state was lost; it starts with the buffers of rank {other} and new streams"
+            copies = regions_of(checkpoint, other)
+            buffers = {name: copy for name, copy in copies.items() if name.startswith("buffer/")}
+            return buffers, other, [Reason(reason, ranks=(rank,))]
+    return {}, -1, [Reason("its own state was lost; it starts with new random number streams", ranks=(rank,))]
+
+
+class _ExtraTensors:
+    """Tensors of the extras, read into memory of their own."""
+
+    def __init__(self, tree: Mapping[str, Any], specs: tuple[TensorSpec, ...]) -> None:
+        nodes: dict[str, Mapping[str, Any]] = {}
+        for name, state in tree.get("states", {}).items():
+            nodes |= tensor_nodes(state, f"extras[{name!r}]")
+        known = {spec.name: spec for spec in specs}
+        missing = sorted(nodes.keys() - known.keys())
+        if missing:
+            raise FormatError(f"the extras name tensors that are not in the file: {', '.join(missing)}")
+        self.specs = {name: known[name] for name in nodes}
+        self._nodes = nodes
+        self._memory = {name: bytearray(spec.nbytes) for name, spec in self.specs.items()}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.specs)
+
+    def into(self, spec: TensorSpec) -> memoryview:
+        return memoryview(self._memory[spec.name])
+
+    def read(self, name: str) -> torch.Tensor:
+        return tensor_over(self._memory[name], dtype_named(self._nodes[name]["dtype"]), self._nodes[name]["shape"])

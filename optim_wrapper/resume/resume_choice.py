@@ -1,0 +1,194 @@
+"""Which checkpoint all ranks of a job resume from, and that all of them have opened the very same."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lastwords.checkpoint import load
+from lastwords.checkpoint.manifest import Manifest, read_manifest
+from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement, stamp_of
+from lastwords.errors import (
+    CheckpointError,
+    ConfigError,
+    FormatError,
+    IncompleteError,
+    LastWordsError,
+    ReplacedError,
+)
+from lastwords.sharding.agree import STORE_WAIT_S
+
+if TYPE_CHECKING:
+    from lastwords.optim_wrapper.launch.world import World  # with torch, which `peek` does without
+
+_log = logging.getLogger(__name__)
+
+_IDENTITY = ("job", "generation", "incident", "attempt", "global_step", "published_unix_ns")
+
+
+class OwnJobs(NamedTuple):
+    """Whose checkpoints a restart may take: its job's, and, where that has none yet, those from which it resumed."""
+
+    job: str
+    adopted: tuple[str, ...] = ()
+
+
+class Chosen(NamedTuple):
+    """Where a checkpoint lies, and what tells it from any other that may come to lie there."""
+
+    path: Path
+    identity: dict[str, Any]
+
+
+def open_chosen(
+    roots: list[Path], world: World, key: str, own: OwnJobs | None, missing_ok: bool
+) -> tuple[load.Checkpoint, Stamp | None] | None:
+    """The checkpoint that rank 0 chooses, opened by every rank, and its stamp; None as of `choose`.
+
+    A controller may still publish, so another one may lie there when the last rank has opened it: then rank 0 chooses
+    once more. ReplacedError on all ranks if that one is replaced too; errors as of `choose` and `open_checkpoint`.
+    """
+    opened: tuple[load.Checkpoint, Stamp | None] | None = None
+    for attempt in (1, 2):
+        of_this = f"{key}/{attempt}"
+        chosen = choose(roots, world, of_this, own, missing_ok)
+        if chosen is None:
+            return None
+        problem: Exception | None = None
+        try:
+            opened = _open(chosen)
+        except LastWordsError as error:
+            problem = error
+            if isinstance(error, ReplacedError):
+                world.note(f"{of_this}/replaced")
+        said = world.problem_anywhere(f"{of_this}/opened", None if problem is None else str(problem), STORE_WAIT_S)
+        if attempt == 1 and (isinstance(problem, ReplacedError) or world.noted(f"{of_this}/replaced")):
+            _log.warning("%s; the checkpoint is chosen once more", problem or said)
+            continue
+        raise_for_all(problem, said)
+        break
+    return opened
+
+
+def _open(chosen: Chosen) -> tuple[load.Checkpoint, Stamp | None]:
+    stamp = stamp_of(chosen.path)
+    with damage_told_from_replacement(chosen.path, stamp):
+        checkpoint = load.open_checkpoint(chosen.path)
+    found = _identity_of(checkpoint.manifest)
+    if found != chosen.identity:
+        raise ReplacedError(
+            f"{chosen.path} was replaced while the ranks opened it, nothing is damaged: rank 0 chose "
+            f"{_words(chosen.identity)}, and what lies there now is {_words(found)}"
+        )
+    return checkpoint, stamp
+
+
+def _identity_of(manifest: Manifest) -> dict[str, Any]:
+    return {name: getattr(manifest, name) for name in _IDENTITY}
+
+
+def _words(identity: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in identity.items())
+
+
+def choose(roots: list[Path], world: World, key: str, own: OwnJobs | None, missing_ok: bool) -> Chosen | None:
+    """Newest complete checkpoint, chosen by rank 0 for all ranks; with `own`, of this job only.
+
+    IncompleteError if there is none (None with missing_ok), FormatError if there are only unusable ones, ConfigError if
+    all are of other jobs: to start from the beginning over a checkpoint is nothing that may happen in silence.
+    """
+    if world.rank == 0:
+        try:
+            word = look_for(roots, own)
+        except LastWordsError as error:
+            word = {"path": "", "error": str(error)}
+        world.publish(key, word)
+    else:
+        word = world.read(key, STORE_WAIT_S, "rank 0 to choose the checkpoint")
+    if "error" in word:
+        raise FormatError(f"rank 0 cannot tell which checkpoint is the newest: {word['error']}")
+    return chosen_of(word, roots, own, missing_ok)
+
+
+def look_for(roots: list[Path], own: OwnJobs | None) -> dict[str, Any]:
+    """What `chosen_of` judges, as JSON: the newest complete checkpoint, or else what there is beside it.
+
+    Every file is looked at, however many there are: one that is missing would be found by the rank that reads it, and
+    end all ranks, where an older checkpoint could be taken.
+    """
+    newest = load.newest(roots, None if own is None else (own.job,), every_file=True)
+    if newest is None and own is not None and own.adopted:
+        newest = load.newest(roots, own.adopted, every_file=True)
+    if newest is None:
+        return {"path": "", **_what_is_there(roots, own)}
+    return {"path": str(newest), "identity": _identity_of(read_manifest(newest))}
+
+
+def chosen_of(word: dict[str, Any], roots: list[Path], own: OwnJobs | None, missing_ok: bool) -> Chosen | None:
+    """What `look_for` has found; None or an error as of `choose`."""
+    if word["path"]:
+        return Chosen(Path(word["path"]), word["identity"])
+    if "unusable" in word:
+        raise FormatError(
+            f"no checkpoint can be used: {word['unusable']}. See `lastwords verify PATH`; mend it, or move it "
+            "away to start from the beginning"
+        )
+    where = " or ".join(str(root) for root in roots)
+    if own is not None and "others" in word:
+        raise ConfigError(
+            f"this start of job {own.job} finds no checkpoint of its own in {where}, but of other jobs: "
+            f"{word['others']}. To go on from there, end this job and start it by hand, without LASTWORDS_JOB, with a "
+            "resume() of its own; to start from the beginning, move them away, or give each job a ckpt_save_path of "
+            f"its own. If that job is this one under another name, set LASTWORDS_JOB={word['other']} for all of its "
+            "starts"
+        )
+    if missing_ok:
+        return None
+    whose = f" of job {own.job}" if own else ""
+    raise IncompleteError(
+        f"there is no complete checkpoint{whose} in {where}; start without resume (or give missing_ok=True), "
+        "or see what is there with `lastwords latest`",
+        missing=tuple(str(root) for root in roots),
+    )
+
+
+def _what_is_there(roots: list[Path], own: OwnJobs | None) -> dict[str, str]:
+    """What there is beside a usable checkpoint: unusable ones, with the reason of each, and those of other jobs."""
+    found = [entry for root in roots for entry in load.scan(root)]
+    known = () if own is None else (own.job, *own.adopted)
+    others = [] if own is None else [entry for entry in found if entry.manifest and entry.manifest.job not in known]
+    unusable = [entry for entry in found if entry not in others and entry.status is not load.Status.COMPLETE]
+    word = {}
+    if unusable:
+        word["unusable"] = "; ".join(f"{entry.path} ({entry.why})" for entry in unusable)
+    if others and others[0].manifest:
+        word["other"] = others[0].manifest.job
+        word["others"] = "; ".join(f"{entry.path} of job {entry.manifest.job}" for entry in others if entry.manifest)
+    return word
+
+
+@contextlib.contextmanager
+def all_or_none(world: World, key: str) -> Iterator[None]:
+    """An error of one rank inside is an error on all of them where the block ends.
+
+    What only one rank may meet, such as a file that it alone cannot read, belongs inside. What waits for the other
+    ranks' word, or for a collective, comes after it: a rank that has failed would let them wait there in vain.
+    """
+    own: LastWordsError | None = None
+    try:
+        yield
+    except LastWordsError as error:
+        own = error
+    problem = world.problem_anywhere(key, None if own is None else str(own), STORE_WAIT_S)
+    raise_for_all(own, problem)
+
+
+def raise_for_all(own: Exception | None, problem: str | None) -> None:
+    """This rank's own error, else CheckpointError for that of another one, if there is any."""
+    if own is not None:
+        raise own
+    if problem is not None:
+        raise CheckpointError(f"another rank cannot resume, so none does: {problem}")

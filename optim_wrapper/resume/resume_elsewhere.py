@@ -1,0 +1,302 @@
+"""Resuming in another layout or world size: what the ranks do together, and what each takes for its own.
+
+Rank-local state follows one rule. Rank r goes on with the state of saved rank r mod M, M being the saved world's size;
+if that was lost, with that of the lowest rank whose state is there. Its random streams are those of that rank where
+both are r; else they are seeded anew from those streams and r div M, so that a resume can be repeated, and ranks whose
+streams were equal have equal streams again.
+
+Ranks that share one replica's work (a tensor-parallel group) must draw the same numbers, and may have belonged to
+several replicas before. Which ranks these are is nowhere written down, but the job has seeded them alike: where torch's
+streams are equal when resume() is called and the rule would part them, they all take streams and buffers as the lowest
+of them does. `local_extras` keep to the first rule. Buffers that a rank does not have go to those that do, by name.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.reason import Cause, Reason
+from lastwords.checkpoint.slice_reader import SliceReader, Target
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
+from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
+from lastwords.optim_wrapper.resume.reshard import Resharded, VirtualUnit
+from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
+from lastwords.optim_wrapper.resume.survey import Survey
+from lastwords.optim_wrapper.streams.own_streams import PREFIX as OWN
+from lastwords.processor.box_reader import RegionCopy
+from lastwords.sharding.agree import STORE_WAIT_S
+from lastwords.sharding.pieces import Members
+from lastwords.vocabulary import UNIT_REPLICATED
+
+_SHOWN_MAX = 8
+_ACCELERATOR = re.compile(r"rng/[a-z]+:\d+")
+
+
+def reason_of(manifest: Manifest, world_size: int) -> Reason:
+    """Why no resume on other ranks is exact."""
+    if manifest.world_size == world_size:
+        how = "in another parallel layout"
+    else:
+        how = f"by {world_size} rank{'s' * (world_size > 1)} from a checkpoint of {manifest.world_size}"
+    return Reason(
+        f"it is resumed {how}: the state is the saved one, bit for bit, but sums are made in another order from here on"
+        + (", and random streams belong to ranks" if manifest.world_size != world_size else ""),
+        Cause.RESHARDED,
+    )
+
+
+class Resharding:
+    """One rank's plan for the state of its units, out of the slices of a checkpoint of another layout.
+
+    The constructor raises MismatchError, FormatError or IncompleteError, and changes nothing.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, recorder: StepRecorder, found: Survey) -> None:
+        self._checkpoint = checkpoint
+        saved = Resharded(checkpoint.path, found.units, copies=checkpoint.manifest.moved)
+        self._plans: list[tuple[Reading, VirtualUnit]] = []
+        for unit, view in recorder.units.views.items():
+            virtual = saved.unit(view, unit, view.names())
+            self._plans.append((RestorePlan(view, virtual.tensors, virtual.meta), virtual))
+        for unit, members in recorder.units.table.reads.items():
+            others = recorder.view.part(unit, Members(members.parameters), ()).names()
+            virtual = saved.unit(recorder.view, unit, others)
+            foreign = ForeignWeights(recorder.view, unit, members.parameters, virtual.tensors, virtual.meta)
+            self._plans.append((foreign, virtual))
+
+    def read(self) -> int:
+        """Overwrites the weights; returns the bytes that were read. If it raises, the model holds rubbish."""
+        targets: list[Target] = []
+        for plan, virtual in self._plans:
+            specs = {spec.name: spec for spec in virtual.tensors}
+            for name in plan.tensor_names:
+                if specs[name].nbytes:
+                    targets.append(Target(virtual.boxes[name], plan.into(specs[name]), virtual.slices[name]))
+                else:
+                    plan.into(specs[name])
+        with SliceReader(self._checkpoint, checked=True) as reader:
+            reader.read(targets)
+            return reader.bytes_read
+
+    def commit(self) -> None:
+        """After everything has been read."""
+        for plan, _ in self._plans:
+            plan.commit()
+
+
+def refuse_left_overs(world: World, key: str, saved: Collection[str], recorder: StepRecorder) -> Callable[[], None]:
+    """MismatchError, when what it returns is called, for saved tensors that no rank here has a place for.
+
+    saved: their names. Every rank calls this, whatever happens to it afterwards: the others read its word.
+    """
+    names = recorder.view.all_names()
+    here = {*names.parameters, *names.buffers, *names.aliases, *names.owners, *recorder.view.exclude_buffers}
+    left = sorted({*saved} - here)
+    world.publish(f"{key}/left/{world.rank}", {"left": left})
+
+    def check() -> None:
+        missing = set(left)
+        for rank in range(world.size):
+            if not missing:
+                return
+            if rank != world.rank:
+                missing &= {*world.read(f"{key}/left/{rank}", STORE_WAIT_S, f"rank {rank} to resume")["left"]}
+        if missing:
+            shown = sorted(missing)
+            more = f" and {len(shown) - _SHOWN_MAX} more" if len(shown) > _SHOWN_MAX else ""
+            raise MismatchError(
+                f"the checkpoint does not fit this {type(recorder.view.model).__name__}; nothing was changed. Only in "
+                f"the checkpoint: {', '.join(shown[:_SHOWN_MAX])}{more}. Build the model as the saved run did, or "
+                "choose another checkpoint",
+                extra=shown,
+            )
+
+    return check
+
+
+def source_rank(manifest: Manifest, rank: int) -> int:
+    """The saved rank whose local state this rank goes on with; -1 if there is none at all.
+
+    >>> from types import SimpleNamespace as N
+    >>> saved = N(world_size=4, locals={rank: N(tensors=(rank,)) for rank in (0, 2, 3)})
+    >>> [source_rank(saved, rank) for rank in (0, 1, 6, 7)]
+    [0, 0, 2, 3]
+    """
+    candidates = (rank % manifest.world_size, *sorted(manifest.locals))
+    # One after the other: of a large checkpoint, each look at an entry reads a writer's part.
+    return next((one for one in candidates if one in manifest.locals and manifest.locals[one].tensors), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Rank-local regions that this rank goes on with, of which saved rank they are (-1: of none), and what is amiss.
+
+    extras_of: the saved rank whose `local_extras` it goes on with; -1 if there is none.
+    """
+
+    regions: dict[str, RegionCopy]
+    source: int
+    reasons: list[Reason]
+    extras_of: int
+
+
+def take_over(checkpoint: Checkpoint, world: World, key: str, recorder: StepRecorder) -> TakenOver:
+    """Rank-local regions by the rule above. Every rank calls this, whatever happens to it afterwards.
+
+    MismatchError for a buffer that has another form here.
+    """
+    if recorder.units.pure:
+        taken = own = _by_the_rule(checkpoint, world.rank, recorder)
+    else:
+        word = {"here": _torch_streams(recorder.rng.snapshot(), recorder), "then": ""}
+        try:
+            taken = own = _by_the_rule(checkpoint, world.rank, recorder)
+            word["then"] = _torch_streams(own.regions, recorder)
+        finally:
+            world.publish(f"{key}/streams/{world.rank}", word)
+        leader = _leader(world, key, word)
+        if leader != world.rank:
+            taken = _by_the_rule(checkpoint, leader, recorder)
+    regions = buffers_by_name(checkpoint, taken.regions, recorder)
+    reasons = list(taken.reasons)
+    if not (recorder.units.pure and checkpoint.manifest.units.keys() == {UNIT_REPLICATED}):
+        names = sorted(name.removeprefix("buffer/") for name in regions if name.startswith("buffer/"))
+        if names:
+            more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
+            said = (
+                f"small buffers ({', '.join(names[:_SHOWN_MAX])}{more}) are those that one saved rank had; what "
+                "depends on the layout, such as an offset into a tensor that is cut, has to be set again after resume()"
+            )
+            reasons.append(Reason(said, Cause.RESHARDED))
+    return TakenOver(regions, taken.source, reasons, own.source)
+
+
+def _leader(world: World, key: str, word: dict[str, str]) -> int:
+    """The rank whose streams and buffers this one goes on with: itself, or the lowest of those seeded alike."""
+    words = {world.rank: word}
+    for rank in range(world.size):
+        if rank != world.rank:
+            words[rank] = world.read(f"{key}/streams/{rank}", STORE_WAIT_S, f"rank {rank} to resume")
+    alike = [rank for rank in range(world.size) if words[rank]["here"] == word["here"]]
+    return world.rank if len({words[rank]["then"] for rank in alike}) == 1 else alike[0]
+
+
+def buffers_by_name(
+    checkpoint: Checkpoint, regions: Mapping[str, RegionCopy], recorder: StepRecorder
+) -> dict[str, RegionCopy]:
+    """The regions with the buffers that this rank has: stages and experts are on other ranks than they were.
+
+    What the regions lack comes from the lowest saved rank that has it. MismatchError for one of another form.
+    """
+    here = {region.name: (region.dtype, tuple(region.shape)) for region in recorder.buffers.regions}
+    found = {name: copy for name, copy in regions.items() if not name.startswith("buffer/") or name in here}
+    for name in here.keys() - found.keys():
+        stored = next(
+            (
+                spec
+                for rank, entry in sorted(checkpoint.manifest.locals.items())
+                for spec in entry.tensors
+                if spec.name == f"local/{rank}/{name}"
+            ),
+            None,
+        )
+        if stored is not None:
+            memory = bytearray(stored.nbytes)
+            checkpoint.read_tensors([stored.name], lambda _, memory=memory: memoryview(memory))  # type: ignore[misc]
+            found[name] = RegionCopy(stored.dtype, stored.shape, memoryview(memory))
+    different = {
+        name.removeprefix("buffer/"): f"saved {found[name].dtype} {tuple(found[name].shape)}, here {form[0]} {form[1]}"
+        for name, form in here.items()
+        if name in found and (found[name].dtype, tuple(found[name].shape)) != form
+    }
+    if different:
+        some = "; ".join(f"{name}: {text}" for name, text in sorted(different.items())[:_SHOWN_MAX])
+        raise MismatchError(
+            f"buffers have another form than in the checkpoint: {some}. A buffer whose form depends on the layout "
+            "cannot be moved: make it an attribute of the module that is computed when the module is built",
+            different=different,
+        )
+    return found
+
+
+def _torch_streams(regions: Mapping[str, RegionCopy], recorder: StepRecorder) -> str:
+    """A checksum of the streams that models draw from: torch's own, of the CPU and of this rank's accelerator."""
+    digest = xxhash.xxh3_64()
+    of_models = {name for name in recorder.rng.snapshot() if not name.startswith(OWN)}
+    for name in sorted(of_models - {"rng/python", "rng/numpy"}):
+        digest.update(bytes(regions[name].data) if name in regions else b"")
+    return digest.hexdigest()
+
+
+def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> TakenOver:
+    manifest = checkpoint.manifest
+    source, own = source_rank(manifest, rank), rank % manifest.world_size
+    if source < 0:
+        nothing = "no rank's own state was saved; it starts with new random number streams"
+        return TakenOver({}, -1, [Reason(nothing, ranks=(rank,))], -1)
+    regions = on_this_device(regions_of(checkpoint, source), recorder.rng.snapshot().keys())
+    lost = f"the own state of saved rank {own} was lost; it starts with the buffers of rank {source}"
+    if source != rank:
+        step_regions = {name: copy for name, copy in regions.items() if not name.startswith(EPOCH_PREFIX)}
+        regions = streams_of(step_regions, manifest, source, rank, recorder)
+    return TakenOver(regions, source, [] if source == own else [Reason(lost, ranks=(rank,))], source)
+
+
+def on_this_device(regions: Mapping[str, RegionCopy], here: Collection[str]) -> dict[str, RegionCopy]:
+    """The regions with an accelerator's stream under the name of the device that this rank has: ranks move over cards.
+
+    here: names of this rank's streams. Nothing is renamed where one of the two has several accelerators.
+
+    >>> sorted(on_this_device({"rng/cuda:0": 0, "epoch/rng/cuda:0": 0, "rng/torch": 0}, ["rng/cuda:3", "rng/torch"]))
+    ['epoch/rng/cuda:3', 'rng/cuda:3', 'rng/torch']
+    """
+    saved = [name for name in regions if _ACCELERATOR.fullmatch(name)]
+    live = [name for name in here if _ACCELERATOR.fullmatch(name)]
+    if len(saved) != 1 or len(live) != 1 or saved[0].split(":")[0] != live[0].split(":")[0]:
+        return dict(regions)
+    names = {saved[0]: live[0], EPOCH_PREFIX + saved[0]: EPOCH_PREFIX + live[0]}
+    return {names.get(name, name): copy for name, copy in regions.items()}
+
+
+def streams_of(
+    regions: dict[str, RegionCopy], manifest: Manifest, source: int, rank: int, recorder: StepRecorder
+) -> dict[str, RegionCopy]:
+    """The source's rank-local regions, with default streams that are seeded anew from them for another `rank`.
+
+    The process's streams are left as they were.
+    """
+    digest = xxhash.xxh3_64()
+    for name in sorted(regions):
+        if name.startswith("rng/"):
+            digest.update(name.encode() + bytes(regions[name].data))
+    place = rank // manifest.world_size if source == rank % manifest.world_size else rank
+    digest.update(f"{manifest.global_step}/{place}".encode())
+    seed = digest.intdigest()
+    before = recorder.rng.snapshot()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+    derived = recorder.rng.snapshot()
+    recorder.rng.restore(before)
+    return {**regions, **derived}
+
+
+def regions_of(checkpoint: Checkpoint, rank: int) -> dict[str, RegionCopy]:
+    """All rank-local tensors of a saved rank."""
+    prefix = f"local/{rank}/"
+    return {
+        name.removeprefix(prefix): RegionCopy(spec.dtype, spec.shape, data.data)
+        for name, (spec, data) in checkpoint.read_local(rank).items()
+    }

@@ -1,0 +1,92 @@
+"""Where a checkpoint's run stands: what `resume()` returns, and what can be seen of it without a model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastwords.checkpoint import load, starts
+from lastwords.checkpoint.entries import groups_of
+from lastwords.checkpoint.layout import MANIFEST_NAME
+from lastwords.checkpoint.manifest import Manifest
+from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, chosen_of, look_for
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a resumed run stands: `step` of `epoch` (both 1-based) was the last one done, `global_step` in all.
+
+    epoch, step: None where a loop of one's own had not said yet, with `step_end`, what it calls the step that was saved
+    (or never says it). `global_step` is always known.
+    exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
+    In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
+    groups: names of the parameters in each of the optimizer's param groups, those that were added on the way included.
+    """
+
+    epoch: int | None
+    step: int | None
+    global_step: int
+    exact: bool = True
+    reasons: tuple[str, ...] = ()
+    path: str = ""
+    groups: tuple[tuple[str, ...], ...] = ()
+
+
+def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> ResumePoint | None:
+    """Where the run of a checkpoint stands, before any model, loader or process group is made.
+
+    path: a checkpoint, or a directory of them (ckpt_save_path), of which the one counts that `resume()` would take.
+    Reads the manifest, and sizes and headers of the files; any thread, any process. missing_ok: as in `resume()`.
+    `exact` and `reasons` are those of the saved run: what differs here, another torch or number of ranks, only
+    `resume()` can say. Raises IncompleteError if there is none, FormatError if it is damaged or only unusable ones are
+    there, StorageError if the system does not let it be read, ConfigError if `path` is a file.
+
+    What only `resume()` knows: what is in a fallback_path; and, of a restart by torchrun on several nodes, that it is
+    one where this node's torchrun has not restarted its workers (on the others only this job's checkpoints count).
+    """
+    root = Path(path)
+    if root.is_file():
+        raise ConfigError(f"{root} is a file: give the directory of a checkpoint, or the one with all of them")
+    if not (root / MANIFEST_NAME).exists():
+        restarted, own = _restart(root)
+        chosen = chosen_of(look_for([root], own), [root], own, restarted if missing_ok is None else missing_ok)
+        if chosen is None:
+            return None
+        root = chosen.path
+    found = load.examine(root)
+    if found.manifest is None or found.status is not load.Status.COMPLETE:
+        if found.status is load.Status.UNREADABLE:
+            raise StorageError(found.why, errno=found.errno)
+        if found.status is load.Status.INCOMPLETE:
+            raise IncompleteError(found.why, missing=(str(root),))
+        raise FormatError(found.why)
+    return point_of(found.manifest, root)
+
+
+def _restart(root: Path) -> tuple[bool, OwnJobs | None]:
+    """Whether this node's torchrun has restarted its workers; then, or where it is named, which job this is."""
+    restarted, job = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", os.environ.get("LASTWORDS_JOB", "")
+    if not (restarted or job):
+        return False, None
+    from lastwords.optim_wrapper.launch.world import launch_of  # with torch, which a rank needs anyway
+
+    names = os.listdir(root) if root.is_dir() else []
+    before = starts.predecessor(starts.read_starts(root, names), launch_of(os.environ, job))
+    if before is None:
+        return restarted, OwnJobs(job or "(of which no earlier start is known)")  # else no checkpoint is its own
+    return restarted, OwnJobs(before.job, starts.adopted(before, names))
+
+
+def point_of(manifest: Manifest, path: Path) -> ResumePoint:
+    """What a manifest says of the run's position."""
+    return ResumePoint(
+        manifest.epoch if manifest.named else None,
+        manifest.step if manifest.named else None,
+        manifest.global_step,
+        manifest.exact,
+        tuple(map(str, manifest.reasons)),
+        str(path),
+        groups_of([unit.meta for unit in manifest.units.values()]),
+    )

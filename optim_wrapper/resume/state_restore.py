@@ -1,0 +1,350 @@
+"""Putting a unit's stored state back into a live model and optimizer: checked as a whole before anything changes.
+
+Tensors are overwritten in place. The optimizer's own load_state_dict is not used: it casts the fp32 moments of
+bf16 parameters to bf16. Moments that do not exist yet are made in the type and on the device they were saved with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.meta_forms import require_version
+from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
+from lastwords.optim_wrapper.state.buffer_forms import put
+from lastwords.optim_wrapper.state.state_view import Names, UnitView
+from lastwords.optim_wrapper.tensors.tensor_bytes import (
+    bytes_of,
+    dtype_name,
+    dtype_named,
+    overwrite,
+    spec_of,
+    tensor_over,
+)
+from lastwords.optim_wrapper.tensors.tensor_tree import Tree, put_together, tensor_nodes
+from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
+
+_SHOWN_MAX = 8
+
+
+class Reading:
+    """Tensors to be read and the memory they go to; `into` is for `Checkpoint.read_tensors`."""
+
+    def __init__(self) -> None:
+        self._targets: dict[str, torch.Tensor] = {}
+        self._staged: dict[str, tuple[bytearray, torch.Tensor]] = {}
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of all tensors to read, as they stand in the file."""
+        return list(self._targets)
+
+    def into(self, spec: TensorSpec) -> memoryview:
+        """Memory for one tensor: the live tensor's own where possible, else a staging copy."""
+        target = self._targets[spec.name]
+        view = bytes_of(target)
+        if view is not None:
+            return view
+        memory = bytearray(spec.nbytes)
+        self._staged[spec.name] = (memory, target)
+        return memoryview(memory)
+
+    def commit(self) -> None:
+        """After everything has been read: what could not be read in place."""
+        for memory, target in self._staged.values():
+            overwrite(target, tensor_over(memory, target.dtype, tuple(local_of(target).shape)))
+        self._staged.clear()
+
+
+class RestorePlan(Reading):
+    """What has to be read, and where to.
+
+    The constructor raises MismatchError (or FormatError) if the state does not fit, and changes nothing. Then
+    `lastwords.checkpoint.load.Checkpoint.read_tensors(plan.tensor_names, plan.into)` overwrites the weights, and
+    `commit` does the rest. If reading fails half-way, the model holds rubbish: do not train on it.
+    """
+
+    def __init__(self, view: UnitView, specs: Iterable[TensorSpec], meta: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._view = view
+        self._meta = meta
+        self._specs = {spec.name: spec for spec in specs}
+        require_version(meta, f"unit {view.unit}")
+        self._names = view.names()
+        self._new_buffers: dict[str, torch.Tensor] = {}
+        self._check()
+
+    def commit(self) -> None:
+        """After everything has been read: staged tensors, optimizer state, hyperparameters."""
+        super().commit()
+        for name, buffer in self._new_buffers.items():
+            module, key = self._names.owners[name]
+            if key not in module._buffers and name in self._meta.get("volatile_buffers", ()):
+                module._non_persistent_buffers_set.add(key)
+            put(module._buffers, key, buffer)
+        for name in self._meta["absent_buffers"]:
+            if name in self._names.owners:
+                module, key = self._names.owners[name]
+                module._buffers[key] = None
+        frozen = frozenset(self._meta.get("frozen", ()))
+        for name, parameter in self._names.parameters.items() if "frozen" in self._meta else ():
+            if parameter.requires_grad == (name in frozen) and parameter.is_leaf:
+                parameter.requires_grad_(name not in frozen)  # unfrozen on the way, by a loop that does so once
+        self._commit_optimizer()
+
+    # ------------------------------------------------------------------ checks
+
+    def _check(self) -> None:
+        missing: list[str] = []
+        extra: list[str] = []
+        different: dict[str, str] = {}
+        names, meta = self._names, self._meta
+        self._check_tensors("model", names.parameters, meta["parameters"], missing, extra, different)
+        self._check_tensors("buffer", names.buffers, meta["buffers"], missing, extra, different)
+        for alias in sorted({*names.aliases, *meta["aliases"]}):
+            here, saved = names.aliases.get(alias), meta["aliases"].get(alias)
+            if here != saved and alias not in missing and alias not in extra:
+                different[alias] = f"saved {_tied(saved)}, here {_tied(here)}"
+        self._check_optimizer(names, different)
+        if missing or extra or different:
+            raise MismatchError(
+                mismatch_text(type(self._view.model).__name__, missing, extra, different),
+                missing=missing,
+                extra=extra,
+                different=different,
+            )
+        self._plan_optimizer()
+
+    def _check_tensors(
+        self,
+        kind: str,
+        here: dict[str, torch.Tensor],
+        saved: Mapping[str, str],
+        missing: list[str],
+        extra: list[str],
+        different: dict[str, str],
+    ) -> None:
+        names, meta = self._names, self._meta
+        excluded = self._view.exclude_buffers if kind == "buffer" else frozenset()
+        for name, tensor in here.items():
+            stored = unit_tensor_name(self._view.unit, kind, name)
+            spec = self._spec(stored) if name in saved else None
+            free = kind == "buffer" and (name in names.volatile_buffers or name in meta.get("reshaped_buffers", ()))
+            if spec is None:
+                # Tied in the checkpoint only: told below. A non-persistent buffer may simply not have been made yet.
+                if name not in meta["aliases"] and not (free or (kind == "buffer" and name in meta["absent_buffers"])):
+                    missing.append(name)
+            elif self._view.same_part(spec, name, tensor) and saved[name] == dtype_name(tensor.dtype):
+                self._targets[stored] = tensor
+            elif free:
+                self._make_buffer(name, stored, saved[name], spec, tensor.device)
+            else:
+                different[name] = saved_and_here(spec, saved[name], self._view.spec_of(stored, name, tensor), tensor)
+        for name, dtype in saved.items():
+            if name in here or name in names.aliases or name in excluded:
+                continue
+            if kind == "buffer" and name in {*meta.get("volatile_buffers", ()), *meta.get("reshaped_buffers", ())}:
+                self._find_owner(name)
+            if kind == "buffer" and name in names.owners:  # registered here, but None so far
+                stored = unit_tensor_name(self._view.unit, kind, name)
+                device = next((p.device for p in self._view.model.parameters()), torch.device("cpu"))
+                self._make_buffer(name, stored, dtype, self._spec(stored), device)
+            else:
+                extra.append(name)
+
+    def _find_owner(self, name: str) -> None:
+        """Where a cache belongs that the saved run registered in a forward pass, and this one has not yet."""
+        key = name.rpartition(".")[2]
+        for prefix, module in self._view.model.named_modules():
+            raw = f"{prefix}.{key}".replace("_orig_mod.", "") if prefix else key
+            if self._view.called(raw) == name and not hasattr(module, key):
+                self._names.owners[name] = module, key
+
+    def _check_optimizer(self, names: Names, different: dict[str, str]) -> None:
+        kind, saved_kind = optimizer_kind(self._view.optimizer), self._meta["optimizer"]
+        if kind != saved_kind:
+            different["optimizer"] = f"saved {saved_kind}, here {kind}"
+            return
+        saved_groups = [tuple(group) for group in self._meta["group_parameters"]]
+        if len(saved_groups) != len(names.groups):
+            different["optimizer.param_groups"] = f"saved {len(saved_groups)} groups, here {len(names.groups)}"
+            return
+        for g, (saved, here) in enumerate(zip(saved_groups, names.groups, strict=True)):
+            if saved != here:
+                at = next((i for i, pair in enumerate(zip(saved, here, strict=False)) if pair[0] != pair[1]), None)
+                what = (
+                    f"{len(saved)} parameters, here {len(here)}"
+                    if at is None
+                    else f"{saved[at]} at index {at}, here {here[at]}"
+                )
+                different[f"optimizer.param_groups[{g}]"] = f"saved {what}"
+
+    def _plan_optimizer(self) -> None:
+        for name, tree in self._meta["optimizer_state"].items():
+            parameter = self._names.parameters.get(name)
+            current = self._view.stateful.state.get(parameter, {}) if parameter is not None else {}
+            if parameter is None and not name.startswith("~"):
+                raise FormatError(f"the unit has optimizer state of {name!r}, which is no parameter of it")
+            for key, node in tree["dict"]:
+                for stored, leaf in tensor_nodes(node, f"optimizer state of {name!r}").items():
+                    existing = current.get(key) if "tensor" in node else None
+                    self._targets[stored] = self._state_tensor(stored, leaf, parameter, existing)
+        for name, _, tree in self._meta.get("optimizer_own", ()):
+            for stored, leaf in tensor_nodes(tree, "the optimizer's state").items():
+                self._targets[stored] = self._state_tensor(stored, leaf, self._names.parameters.get(name), None)
+        for g, tree in enumerate(self._meta["groups"]):
+            first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
+            for stored, leaf in tensor_nodes(tree, f"optimizer.param_groups[{g}]").items():
+                self._targets[stored] = self._state_tensor(stored, leaf, first, None)
+
+    def _state_tensor(self, stored: str, leaf: Tree, parameter: torch.Tensor | None, existing: object) -> torch.Tensor:
+        dtype = dtype_named(leaf["dtype"])
+        shape = stored_shape(self._spec(stored), leaf["dtype"])
+        device = torch.device("cpu") if parameter is None or "apart" in leaf else parameter.device
+        if "placements" in leaf:
+            return self._state_shard(stored, leaf, parameter, existing, torch.device(device))
+        if (
+            isinstance(existing, torch.Tensor)
+            and not is_dtensor(existing)
+            and existing.dtype == dtype
+            and tuple(existing.shape) == shape
+            and existing.device == device
+        ):
+            return existing
+        if parameter is not None and not is_dtensor(parameter) and tuple(parameter.shape) == shape:
+            return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _state_shard(
+        self, stored: str, leaf: Tree, parameter: torch.Tensor | None, existing: object, device: torch.device
+    ) -> torch.Tensor:
+        if parameter is None or not is_dtensor(parameter):
+            raise FormatError(f"{stored!r} was saved as a shard of a whole, but its parameter here is not sharded")
+        spec, dtype, placements = self._spec(stored), dtype_named(leaf["dtype"]), leaf["placements"]
+        if len(placements) != parameter.device_mesh.ndim:  # type: ignore[attr-defined]
+            raise FormatError(f"{stored!r} was saved on a mesh of {len(placements)} dimensions; use that one")
+        if (
+            isinstance(existing, torch.Tensor)
+            and is_dtensor(existing)
+            and existing.dtype == dtype
+            and existing.device == device
+            and placements_to_json(existing) == placements
+            and spec_of(stored, existing) == spec
+        ):
+            return existing
+        local, shape = local_of(parameter), stored_shape(spec, leaf["dtype"])
+        if tuple(local.shape) == shape:
+            part = torch.empty_like(local, dtype=dtype, device=device, requires_grad=False)
+        else:
+            part = torch.empty(shape, dtype=dtype, device=device)
+        made = empty_shard(parameter, placements, leaf["global_shape"], part)
+        if spec_of(stored, made) != spec:
+            raise FormatError(
+                f"{stored!r} was saved as {spec.shape} at {spec.offsets} of {spec.global_shape}, which is not this "
+                "rank's share of it here; use the mesh of the saved run"
+            )
+        return made
+
+    def _make_buffer(self, name: str, stored: str, dtype: str, spec: TensorSpec, device: torch.device) -> None:
+        buffer = torch.empty(stored_shape(spec, dtype), dtype=dtype_named(dtype), device=device)
+        self._new_buffers[name] = self._targets[stored] = buffer
+
+    def _spec(self, stored: str) -> TensorSpec:
+        try:
+            return self._specs[stored]
+        except KeyError:
+            raise FormatError(f"the unit's JSON names the tensor {stored!r}, but it is not in the file") from None
+
+    # ------------------------------------------------------------------ optimizer
+
+    def _commit_optimizer(self) -> None:
+        optimizer, stateful, names = self._view.optimizer, self._view.stateful, self._names
+        restored: dict[Any, dict[str, Any]] = {}
+        for name, tree in self._meta["optimizer_state"].items():
+            key = names.parameters.get(name, name.removeprefix("~"))
+            restored[key] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name!r}")
+        for name, key, tree in self._meta.get("optimizer_own", ()):
+            target = key if name is None else names.parameters[name]
+            restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name or key!r}")
+        self._keep_left_out(restored)
+        own = {id(parameter) for parameter in names.parameters.values()}
+        for key in list(stateful.state):
+            if key not in restored and (self._view.members is None or id(key) in own):
+                del stateful.state[key]
+        for key, value in restored.items():
+            stateful.state[key] = value
+        for place, tree in enumerate(self._meta["groups"]):
+            g = names.group_numbers[place]
+            fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
+
+    def _keep_left_out(self, restored: dict[Any, dict[str, Any]]) -> None:
+        """What could not be stored stays as the constructor has made it here, if it has."""
+        live, parameters = self._view.stateful.state, self._names.parameters
+        left_out = self._meta.get("left_out", ())
+        for key in [key for key in live if not isinstance(key, torch.Tensor) and [f"~{key}", None] in left_out]:
+            restored.setdefault(key, live[key])
+        for name, key in left_out:
+            there = live.get(parameters[name]) if name in parameters else None
+            if there is not None and key is None:
+                restored[parameters[name]] = there
+            elif there is not None and key in there:
+                restored[parameters[name]][key] = there[key]
+
+
+def fill_group(group: dict[str, Any], tree: Tree, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Put stored hyperparameters into a param group."""
+    for key, value in put_together(tree, tensors.__getitem__, where).items():
+        current = group.get(key)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                current.copy_(value)  # schedulers and captured graphs hold on to this very tensor
+        else:
+            group[key] = value
+
+
+def stored_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
+    """Shape of a stored tensor of this type: the reverse of spec_of for the types that safetensors lacks."""
+    probe = spec_of("unit/x/model/x", torch.empty((), dtype=dtype_named(dtype)))
+    return spec.shape if probe.shape == () else spec.shape[:-1]
+
+
+def saved_and_here(spec: TensorSpec, dtype: str, here: TensorSpec, tensor: torch.Tensor) -> str:
+    """How a stored tensor and the live one, which would be stored as `here`, differ in form."""
+    was, now = stored_shape(spec, dtype), tuple(local_of(tensor).shape)
+    text = f"saved {dtype} {was}, here {dtype_name(tensor.dtype)} {now}"
+    if is_shard(tensor) or here.shape != here.global_shape or spec.shape != spec.global_shape:
+        text = (
+            f"saved {dtype} {was} at {spec.offsets} of {spec.global_shape}, "
+            f"here {dtype_name(tensor.dtype)} {now} at {here.offsets} of {here.global_shape}"
+        )
+    return text
+
+
+def _tied(name: str | None) -> str:
+    return "not tied" if name is None else f"tied to {name}"
+
+
+def mismatch_text(model: str, missing: list[str], extra: list[str], different: dict[str, str]) -> str:
+    """What a MismatchError says."""
+
+    def some(items: list[str]) -> str:
+        more = f" and {len(items) - _SHOWN_MAX} more" if len(items) > _SHOWN_MAX else ""
+        return ", ".join(items[:_SHOWN_MAX]) + more
+
+    parts = []
+    if missing:
+        parts.append(f"missing in the checkpoint: {some(missing)}")
+    if extra:
+        parts.append(f"only in the checkpoint: {some(extra)}")
+    if different:
+        parts.append("different: " + some([f"{name} ({what})" for name, what in different.items()]))
+    return (
+        f"the checkpoint does not fit this {model} and its optimizer; nothing was changed. "
+        + "; ".join(parts)
+        + ". Build the model and optimizer as the saved run did, or choose another checkpoint"
+    )

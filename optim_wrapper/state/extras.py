@@ -1,0 +1,400 @@
+"""Extras: schedulers, scalers and other objects of the user's that have to come along.
+
+At each step's end their state is compared with the one before and copied where it differs, which costs a few
+microseconds for a scheduler; it becomes JSON and tensors only when it is saved. Which of them moved in which step
+is remembered, because a rank can be caught between the update and the scheduler's own step (see `after_update`).
+
+What cannot be stored is refused at the start. Later on it is left out as soon as it appears, and that is said: it may
+cost exactness, never the weights or a healthy run. Of an object all is left out, of a dict only the key in question.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.reshard.state_trees import renamed
+from lastwords.checkpoint.storable import pack
+from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
+from lastwords.optim_wrapper.state.extra_moves import (
+    CutOff,
+    LeftOut,
+    Moves,
+    Taken,
+    is_whole,
+    moves_of,
+    noted,
+    steps_without_argument,
+    stored_moves,
+)
+from lastwords.optim_wrapper.state.own_state import OwnState
+from lastwords.optim_wrapper.tensors.tensor_bytes import Source, Stage, dtype_named, source_of, spec_of, tensor_over
+from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.tensors.value_copies import advance, overwrite_values
+
+_log = logging.getLogger(__name__)
+
+JSON_BYTES_MAX = 16 << 20
+"""Of one extra without its tensors. A file's header holds 100 MB in all; more would cost the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtrasSnapshot:
+    """States of all extras at one moment, by name, and what is known of how they move.
+
+    Never changed once made: what has not moved is shared with the snapshot before. `LeftOut` may stand in it.
+    steps: ends of steps with an update seen so far. moves: in which of these what moved. step_on_resume: schedulers
+    whose step() for this step is still due.
+    """
+
+    states: Mapping[str, Any]
+    steps: int = 0
+    moves: Moves = field(default_factory=dict)
+    step_on_resume: tuple[str, ...] = ()
+
+    @property
+    def moved_last(self) -> frozenset[str]:
+        """Names of those that moved in the last step with an update."""
+        return frozenset(name for (name, _), one in self.moves.items() if one.last == self.steps)
+
+    @property
+    def moved(self) -> frozenset[str]:
+        """Names of those that have ever moved."""
+        return frozenset(name for name, _ in self.moves)
+
+
+class Extras:
+    """Named objects whose state is saved and restored with the training's.
+
+    label: how the caller calls them ("extras", "local_extras"), for messages. Each value has state_dict() and
+    load_state_dict(), or is a dict of plain values and tensors (restored in place).
+    Raises ConfigError with the path of the first thing that cannot be stored.
+    """
+
+    def __init__(self, objects: Mapping[str, Any] | None, label: str = "extras") -> None:
+        if objects is not None and not isinstance(objects, Mapping):
+            raise ConfigError(
+                f"{label} must be a dict from names to objects, such as {label}={{'scheduler': scheduler}}, not "
+                f"{objects!r:.80}"
+            )
+        self._label = label
+        self._objects = dict(objects or {})
+        for name, value in self._objects.items():
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ConfigError(f"{label}: {name!r} is no name; use a non-empty string without '/'")
+            if not isinstance(value, dict) and not (
+                callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+            ):
+                raise ConfigError(
+                    f"{label}[{name!r}] is a {type(value).__name__}; give an object with state_dict() and "
+                    "load_state_dict(), or a dict of plain values"
+                )
+            self._refuse_unstorable(name, value)
+        self._told: set[str] = set()
+        self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
+        self.reasons: list[str] = []
+        """Why a resume was not exact, as it becomes known."""
+
+    def add(self, own: Mapping[str, OwnState]) -> None:
+        """Take these too. What of them cannot be stored is left out with a reason, from the start on."""
+        self._objects |= own
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def __contains__(self, target: object) -> bool:
+        return any(value is target for value in self._objects.values())
+
+    def are_users(self, name: str) -> bool:
+        """Whether it is one that the user has named."""
+        return not isinstance(self._objects.get(name), OwnState)
+
+    def called(self, names: Iterable[str]) -> list[str]:
+        """What these are called in messages."""
+        return [f"{self._label}[{name!r}]" for name in names]
+
+    def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Those that are modules, such as averaged models."""
+        return ((name, one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module))
+
+    # ------------------------------------------------------------------ training thread
+
+    def reopen_loaders(self) -> None:
+        """After a resume: loaders among them have been asked for their state, and may have made an iterator for that.
+
+        torchdata's StatefulDataLoader does, and its workers begin to fetch before the sampler knows its epoch.
+        """
+        for value in self._objects.values():
+            if not isinstance(value, dict) and hasattr(type(value), "__iter__"):
+                value.load_state_dict(value.state_dict())
+
+    def first(self, history: ExtrasSnapshot | None = None) -> ExtrasSnapshot:
+        """States before the first step of this process; `history` is that of the run which is resumed."""
+        states = {name: self._state(name) for name in self._objects}
+        if history is None:
+            return ExtrasSnapshot(states)
+        return ExtrasSnapshot(states, history.steps, history.moves)
+
+    def ended(self, before: ExtrasSnapshot, updated: bool = True, ends_epoch: bool | None = None) -> ExtrasSnapshot:
+        """States at a step's end, `before` being those at the end of the step before.
+
+        updated: the step had an update. Only such steps are those in which something moves or not, since a loop that
+        skips one may step its schedulers or not. ends_epoch: it is the last one of its epoch; None: not known.
+        """
+        if not self._objects:
+            return before
+        taken = self._all_taken(before)
+        states = {one.name: one.now for one in taken}
+        if not updated:
+            return replace(before, states=states)
+        if self._stepped:
+            self._judge_stepped(taken)
+        step = before.steps + 1
+        return ExtrasSnapshot(states, step, noted(before.moves, taken, step, ends_epoch))
+
+    def again(self, before: ExtrasSnapshot) -> tuple[ExtrasSnapshot, list[str]]:
+        """States at another look after the step end of `before`, and the names of what has moved since."""
+        taken = self._all_taken(before)
+        moved = [one.name for one in taken if one.differs]
+        return (replace(before, states={one.name: one.now for one in taken}), moved) if moved else (before, [])
+
+    # ------------------------------------------------------------------ writer's thread
+
+    def after_update(
+        self, before: ExtrasSnapshot | None, ends_epoch: bool | None = None
+    ) -> tuple[ExtrasSnapshot, list[str]]:
+        """States for a step whose update is done and whose end was never reached; and why they are not exact.
+
+        What has moved since `before` is taken as it is. A scheduler that has not is marked to be stepped on resume
+        where that is certain: it has moved once in each step, nothing else is about to take over, and its step() needs
+        no argument. Of everything else that may have been about to move it is said.
+        """
+        before = before or self.first()
+        taken, step = self._all_taken(before), before.steps + 1
+        cut_off = CutOff(taken, before.moves, step, ends_epoch)
+        due = cut_off.due()
+        moved = [replace(one, differs=True) if one.name in due else one for one in taken]
+        moves = noted(before.moves, moved, step, ends_epoch)
+        states = {one.name: one.now for one in taken}
+        return ExtrasSnapshot(states, step, moves, tuple(due)), cut_off.reasons(self._label)
+
+    def store(
+        self,
+        snapshot: ExtrasSnapshot,
+        unit: str = "x",
+        stage: Stage | None = None,
+        json_bytes_max: int | None = None,
+    ) -> tuple[dict[str, Any], list[tuple[TensorSpec, Source]]]:
+        """JSON and tensors of a snapshot. What cannot be stored is left out; `left_out` in the JSON has the reasons.
+
+        json_bytes_max: of one extra's JSON.
+        """
+        trees: dict[str, Any] = {}
+        tensors: dict[str, tuple[TensorSpec, Source]] = {}
+        left_out: dict[str, list[str]] = {}
+        for name, state in snapshot.states.items():
+            tree, found, reasons = self._stored(name, state, unit_tensor_name(unit, "extra", name))
+            if tree is not None and json_bytes_max is not None:
+                nbytes = len(json.dumps(pack(tree)))
+                if nbytes > json_bytes_max:
+                    tree, what = None, f"{nbytes} bytes of values that are no tensors"
+                    reasons.append(f"{self._label}[{name!r}] ({what}) cannot be stored")
+            if reasons:
+                left_out[name] = reasons
+            if tree is not None:
+                # "b" of the extra "a" and the extra "a.b" would give one name to two tensors.
+                called = {one.name: one.name if one.name not in tensors else f"{one.name}~{name}" for one in found}
+                trees[name] = renamed(tree, called.__getitem__, name)
+                for one in found:
+                    tensors[called[one.name]] = spec_of(called[one.name], one.tensor), source_of(one.tensor, stage)
+        document = {
+            "states": trees,
+            "left_out": left_out,
+            "steps": snapshot.steps,
+            "regular": sorted({name for (name, _), one in snapshot.moves.items() if one.times == snapshot.steps}),
+            "moved": sorted(snapshot.moved),
+            "moves": stored_moves(snapshot.moves),
+            "step_on_resume": [name for name in snapshot.step_on_resume if name in trees],
+        }
+        return document, list(tensors.values())
+
+    # ------------------------------------------------------------------ resume
+
+    def restore(self, tree: Mapping[str, Any], read: Callable[[str], torch.Tensor]) -> ExtrasSnapshot:
+        """Put stored states back; `read(name)` gives a stored tensor. Returns the history they come with.
+
+        Raises MismatchError, before anything is changed, if the names differ.
+        """
+        try:
+            trees: Mapping[str, Any] = tree["states"]
+            left_out = frozenset(tree.get("left_out", ()))
+            history = ExtrasSnapshot(
+                {},
+                int(tree["steps"]),
+                moves_of(tree, lambda name: is_whole(self._objects.get(name))),
+                tuple(tree["step_on_resume"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"the checkpoint's {self._label} are damaged: {error!r}") from error
+        own = {name: value for name, value in self._objects.items() if isinstance(value, OwnState)}
+        for name in own.keys() - trees.keys() - left_out:
+            own[name].not_saved()
+        missing, extra = (
+            sorted(self._objects.keys() - trees.keys() - left_out - own.keys()),
+            sorted(trees.keys() - self._objects.keys()),
+        )
+        if missing or extra:
+            raise MismatchError(
+                f"{self._label} differ from the checkpoint's: missing there: {', '.join(missing) or 'none'}; only "
+                f"there: {', '.join(extra) or 'none'}; register the same {self._label} as the saved run did",
+                missing=missing,
+                extra=extra,
+            )
+        values = {
+            name: put_together(trees[name], read, f"{self._label}[{name!r}]") for name in self._objects if name in trees
+        }
+        for name, value in values.items():
+            target = self._objects[name]
+            if isinstance(target, dict):
+                if not isinstance(value, dict):
+                    raise FormatError(f"the checkpoint's {self._label}[{name!r}] is no dict, as it is here")
+                overwrite_values(target, value, keep=name in left_out)
+                continue
+            try:
+                target.load_state_dict(value)
+            except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError) as error:
+                raise MismatchError(
+                    f"{self._label}[{name!r}] ({type(target).__name__}) refused the state in the checkpoint "
+                    f"({error!r}); "
+                    "register the same kind of object as the saved run did",
+                    different={f"{self._label}[{name!r}]": repr(error)},
+                ) from error
+        for name in history.step_on_resume:
+            if not steps_without_argument(self._objects[name]):
+                raise FormatError(f"{self._label}[{name!r}] has a step due, but is no scheduler here")
+            with warnings.catch_warnings():
+                # torch warns about a scheduler's step without an optimizer's before it; that one was in the saved run.
+                warnings.simplefilter("ignore", UserWarning)
+                self._objects[name].step()
+            _log.info("%s[%r] made the step that was still due", self._label, name)
+        self._stepped = frozenset(history.step_on_resume)
+        return history
+
+    # ------------------------------------------------------------------ inside
+
+    def _refuse_unstorable(self, name: str, value: Any) -> None:
+        path = f"{self._label}[{name!r}]"
+        take_apart(value if isinstance(value, dict) else value.state_dict(), "x", path)
+
+    def _all_taken(self, before: ExtrasSnapshot) -> list[Taken]:
+        known = before.states
+        return [Taken(name, one, known[name], *self._taken(name, known[name])) for name, one in self._objects.items()]
+
+    def _judge_stepped(self, taken: list[Taken]) -> None:
+        self.reasons += [
+            f"{self._label}[{one.name!r}] was stepped on resume, as in each step before, but the loop does not go on so"
+            for one in taken
+            if one.name in self._stepped and not one.differs
+        ]
+        self._stepped = frozenset()
+
+    def _state(self, name: str) -> Any:
+        return self._taken(name, None)[0]
+
+    def _taken(self, name: str, before: Any) -> tuple[Any, bool]:
+        """`advance` to the state as it is now, with what cannot be stored left out."""
+        value, path = self._objects[name], f"{self._label}[{name!r}]"
+        try:
+            now = value if isinstance(value, dict) else value.state_dict()
+        except Exception as error:  # of the user's own code: handed to the log and to the checkpoint
+            return self._left_out(before, f"{path} cannot be stored: its state_dict() raised {error!r:.200}")
+        try:
+            return advance(before, now)
+        except (UnstorableError, RecursionError):
+            pass
+        if not isinstance(value, dict):
+            return self._left_out(before, _reason(now, path))
+        known = before if isinstance(before, dict) else {}
+        items: dict[Any, tuple[Any, bool]] = {}
+        for key, item in now.items():
+            try:
+                items[key] = advance(known.get(key), item)
+            except (UnstorableError, RecursionError):
+                items[key] = self._left_out(known.get(key), _reason(item, f"{path}[{key!r}]"))
+        differs = known.keys() != items.keys() or any(pair[1] for pair in items.values())
+        return {key: pair[0] for key, pair in items.items()}, differs
+
+    def _left_out(self, before: Any, reason: str) -> tuple[LeftOut, bool]:
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("%s, so from now on it is left out of what is saved, and a resume is not exact", reason)
+        return LeftOut(reason), before != LeftOut(reason)
+
+    def _stored(self, name: str, state: Any, stored: str) -> tuple[Tree | None, list[NamedTensor], list[str]]:
+        """Tree and tensors of one extra, and why something, or all of it (then there is no tree), is left out."""
+        path = f"{self._label}[{name!r}]"
+        try:
+            return *take_apart(state, stored, path), []
+        except UnstorableError:
+            pass
+        if not isinstance(state, dict) or not isinstance(self._objects[name], dict):
+            return None, [], [_reason(state, path)]
+        kept, reasons = {}, []
+        for key, item in state.items():
+            try:
+                take_apart({key: item}, stored, path)
+            except UnstorableError:
+                reasons.append(_reason(item, f"{path}[{key!r}]"))
+            else:
+                kept[key] = item
+        return *take_apart(kept, stored, path), reasons
+
+
+def _reason(value: Any, path: str) -> str:
+    """Why a value was left out."""
+    if isinstance(value, LeftOut):
+        return value.reason
+    try:
+        take_apart(value, "x", path)
+    except UnstorableError as error:
+        return f"{error.reason} cannot be stored"
+    except RecursionError:
+        return f"{path} (contains itself) cannot be stored"
+    return f"{path} (with its key) cannot be stored"
+
+
+def left_out_of(document: Mapping[str, Any]) -> list[str]:
+    """All reasons in what `Extras.store` gave."""
+    return [reason for reasons in document["left_out"].values() for reason in reasons]
+
+
+def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> dict[str, Any]:
+    """A snapshot as one plain value, tensors as bytes inside: for rank-local extras, which live in JSON."""
+    tree, tensors = extras.store(snapshot)
+    inline = {}
+    for spec, source in tensors:
+        data = source() if callable(source) else source
+        inline[spec.name] = [list(spec.shape), bytes(data)]
+    return {"tree": tree, "tensors": inline}
+
+
+def restore_inline(extras: Extras, packed: Mapping[str, Any]) -> ExtrasSnapshot:
+    """Inverse of `pack_inline`: puts the states back into the objects."""
+    nodes: dict[str, Mapping[str, Any]] = {}
+    for name, tree in packed["tree"]["states"].items():
+        nodes |= tensor_nodes(tree, name)
+
+    def read(name: str) -> torch.Tensor:
+        return tensor_over(
+            bytearray(packed["tensors"][name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"]
+        )
+
+    return extras.restore(packed["tree"], read)

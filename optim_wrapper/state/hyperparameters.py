@@ -1,0 +1,70 @@
+"""Learning rates and their like, of one moment on every rank: that of the extras, the scheduler among them.
+
+In a sharded job the units of one step come from several ranks. One of them may have ended the step while another has
+made its update and not come to its scheduler yet. The scheduler is restored from the writer of `replicated`, so where a
+unit's writer stood elsewhere in the step, the hyperparameters have to come from there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.entries import UnitEntry
+from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS
+from lastwords.errors import UnstorableError
+from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
+from lastwords.vocabulary import UNIT_REPLICATED
+
+
+def moment(groups: list[dict[str, Any]], *, unit: str, ended: bool) -> dict[str, Any]:
+    """For the meta of a unit: whether its writer had ended the step; of `replicated`, all groups' plain values too."""
+    meta: dict[str, Any] = {"step_ended": ended}
+    if unit == UNIT_REPLICATED:
+        meta["hyperparameters"] = [_plain(group) for group in groups]
+    return meta
+
+
+def align(groups: list[dict[str, Any]], entries: Mapping[str, UnitEntry], restored: Iterable[str]) -> list[str]:
+    """Take over the values of the extras' moment where one of the `restored` units was written at another one.
+
+    groups: the optimizer's, as restored. Returns why the resume is not exact where that cannot be told.
+    """
+    extras = entries[UNIT_REPLICATED].meta
+    ended = extras.get("step_ended")
+    elsewhere = [unit for unit in restored if entries[unit].meta.get("step_ended", ended) != ended]
+    if not elsewhere:
+        return []
+    saved = extras.get("hyperparameters", [])
+    alike = len(saved) == len(groups) and all(map(_alike, groups, saved))
+    if not alike:
+        return [
+            f"{' and '.join(elsewhere)} and the extras were written by ranks at different places of the step, and "
+            "their optimizers' param_groups are not the same ones: a scheduler's step may be missing in them"
+        ]
+    for group, values in zip(groups, saved, strict=True):
+        group.update({key: value for key, value in values.items() if key in MOVED_BY_SCHEDULERS})
+    return []
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be stored without a tree of tensors."""
+    found = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        try:
+            tree, _ = take_apart(value, key, f"param_groups[...][{key!r}]")
+        except UnstorableError:
+            continue
+        if "plain" in tree:
+            found[key] = value
+    return found
+
+
+def _alike(group: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    here = _plain(group)
+    same = all(here.get(key) == value for key, value in saved.items() if key not in MOVED_BY_SCHEDULERS)
+    return same and here.keys() == saved.keys() and not isinstance(group.get("lr"), torch.Tensor)

@@ -1,0 +1,89 @@
+"""What is in an optimizer's state and groups, as trees and tensors; what cannot be stored is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.errors import UnstorableError
+from lastwords.optim_wrapper.state.group_copies import copied
+from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, take_apart
+from lastwords.sharding.dtensor import Box, is_dtensor
+
+
+@dataclass(slots=True)
+class OptimizerTrees:
+    """What has been taken out of an optimizer so far. left_out: [state's name, key, or None for all of it]."""
+
+    unit: str
+    tensors: list[NamedTensor] = field(default_factory=list)
+    left_out: list[list[str | None]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def leave_out(self, reason: str, name: str, key: str | None) -> None:
+        self.left_out.append([name, key])
+        self.reasons.append(f"{reason} cannot be stored")
+
+    def dict_tree(self, value: dict[str, Any], name: str, path: str, parameter: torch.Tensor | None) -> Tree:
+        pairs = []
+        for key, item in list(value.items()):
+            problem = "" if is_usual_key(key) else ("is empty or contains '/'" if type(key) is str else "is no text")
+            if problem:
+                self.leave_out(f"{path}[{key!r}] (its name {problem})", name, str(key))
+                continue
+            try:
+                stored = unit_tensor_name(self.unit, "optim", name, key)
+                pairs.append([key, self.tree(item, stored, f"{path}[{key!r}]", parameter)])
+            except UnstorableError as error:
+                self.leave_out(error.reason, name, key)
+        return {"dict": pairs}
+
+    def tree(self, value: Any, stored: str, path: str, parameter: torch.Tensor | None) -> Tree:
+        home = None if parameter is None else parameter.device
+        sharded = parameter is not None and is_dtensor(parameter)
+        node, found = take_apart(value, stored, path, home, sharded=sharded)
+        if sharded:
+            _refuse_other_mesh(parameter, found)
+        self.tensors += found
+        _unshare(node)
+        return node
+
+
+def _unshare(node: Tree) -> None:
+    """Plain lists and dicts in a tree become copies: a step's copy in the host's memory outlives the next update."""
+    [(tag, body), *_] = node.items()
+    if tag == "plain":
+        node["plain"] = copied(body)
+    elif tag != "tensor":
+        for inner in body[2] if tag == "object" else body:
+            _unshare(inner[1] if tag in ("dict", "ordered") else inner)
+
+
+def is_usual(key: Any, state: Any) -> bool:
+    """Whether state has the form that torch's optimizers give it, which every layout and every tool understands."""
+    return type(state) is dict and (type(key) is str or isinstance(key, torch.Tensor)) and all(map(is_usual_key, state))
+
+
+def is_usual_key(key: Any) -> bool:
+    """Whether a tensor can be named after this key."""
+    return type(key) is str and key != "" and "/" not in key
+
+
+def placed(item: NamedTensor, state: dict[str, Any], box: Box) -> NamedTensor:
+    """A moment, which has its parameter's shape, is the part that its parameter is; a counter is no part."""
+    moment = tuple(item.tensor.shape) == box.shape
+    moment = moment and any(value is item.tensor and key != "step" for key, value in state.items())
+    return replace(item, box=box) if moment else item
+
+
+def _refuse_other_mesh(parameter: Any, found: list[NamedTensor]) -> None:
+    for item in found:
+        tensor: Any = item.tensor
+        if is_dtensor(tensor) and tensor.device_mesh != parameter.device_mesh:
+            what = f"on the mesh {tensor.device_mesh}, its parameter on {parameter.device_mesh}"
+            raise UnstorableError(
+                f"{item.path} lives {what}; such an optimizer's state cannot be stored", f"{item.path} ({what})"
+            )

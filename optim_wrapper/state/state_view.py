@@ -1,0 +1,396 @@
+"""A model and its optimizer as one unit's state, or as several: enumerated through the optimizer's own references.
+
+`model.state_dict()` is never called: hooks of sharded models move parameters about, and it leaves frozen
+moments and non-persistent buffers out. The tensors that are listed *are* the training's tensors; on the CPU
+their memory is handed to the writer as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.meta_forms import META_VERSION
+from lastwords.checkpoint.part import UnitState
+from lastwords.checkpoint.storable import refuse_unstorable
+from lastwords.errors import ConfigError, UnstorableError
+from lastwords.optim_wrapper import nested_optimizers
+from lastwords.optim_wrapper.ddp.ddp_found import with_those_beside
+from lastwords.optim_wrapper.ddp.ddp_private import one_layer_off
+from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
+from lastwords.optim_wrapper.state.buffer_forms import BufferForms
+from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
+from lastwords.optim_wrapper.state.group_copies import copy_groups
+from lastwords.optim_wrapper.state.optimizer_trees import OptimizerTrees, is_usual, placed
+from lastwords.optim_wrapper.tensors.tensor_bytes import (
+    Source,
+    Stage,
+    dtype_name,
+    refuse_unsupported,
+    source_of,
+    spec_of,
+)
+from lastwords.optim_wrapper.tensors.tensor_tree import Tree
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.sharding import zero
+from lastwords.sharding.dtensor import (
+    Box,
+    box_of,
+    is_dtensor,
+    is_shard,
+    managed_by_fsdp1,
+    managed_by_fsdp2,
+    taken_out_by_ddp,
+)
+from lastwords.sharding.pieces import Members
+from lastwords.vocabulary import UNIT_REPLICATED
+
+_COMPILED = "_orig_mod."
+
+AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
+"""torch's own optimizers that let weights differ from rank to rank although the model is DDP's."""
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module under DDP, DataParallel, torch.compile and the like, in any order."""
+    while (inner := one_layer_off(model)) is not None:
+        model = inner
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Every tensor of a unit by its name. A tied tensor stands under its first name, `aliases` has the others."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    absent_buffers: tuple[str, ...]
+    volatile_buffers: frozenset[str]
+    """Those that state_dict() leaves out, also of the ones that each rank saves for itself."""
+    groups: tuple[tuple[str, ...], ...]
+    """Names of each param group's parameters; of a unit that is a part, only groups that have one of its own."""
+    group_numbers: tuple[int, ...]
+    """Where each of `groups` stands in the optimizer's param_groups."""
+    owners: dict[str, tuple[torch.nn.Module, str]] = field(repr=False)
+    """Buffer name -> (module, name in it), absent ones included."""
+    refused: dict[str, UnstorableError] = field(default_factory=dict)
+    """Parameters and buffers that have become what cannot be stored since the start; they are in none of the above."""
+
+
+class UnitView:
+    """State of `model` and `optimizer` as unit `unit`, or what `members` names of it.
+
+    exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit. members: None for
+    everything. holders: the ranks that hold the unit, where it is a part; stored with it. forms_only: nothing will be
+    stored, so the model may be on the meta device. names: see `GlobalNames`; all names here are those of the job.
+    The constructor looks at names only and raises ConfigError for what cannot be stored or does not fit together;
+    `check` looks at everything that is there by then (optimizer state appears with the first step).
+    Methods may be called from any thread while the weights do not change.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        unit: str = UNIT_REPLICATED,
+        *,
+        exclude_buffers: Collection[str] = (),
+        members: Members | None = None,
+        holders: tuple[int, ...] = (),
+        forms_only: bool = False,
+        names: Naming | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"model must be a torch.nn.Module, the one that the loop calls, not {type(model).__name__}"
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        self.model = unwrap(model)
+        self.optimizer = optimizer.inner if isinstance(optimizer, OptTFTWrapper) else optimizer
+        for one in zero.parts_of(self.optimizer):
+            if all(kind.__name__ not in AVERAGING_OPTIMIZERS for kind in type(one).__mro__):
+                continue
+            raise ConfigError(
+                f"{type(one).__name__} lets the ranks' weights drift apart between averages, so no rank "
+                "holds what another loses; use its inner optimizer class on all parameters instead"
+            )
+        if managed_by_fsdp1(self.model):
+            raise ConfigError(
+                "FullyShardedDataParallel keeps parameters in flat buffers that show no layout; "
+                "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
+            )
+        zero.refuse_unusable(self.optimizer)
+        self.called = GlobalNames(names)
+        self.unit = unit
+        self.exclude_buffers = frozenset(exclude_buffers)
+        self.members = members
+        self.holders = holders
+        self._forms_only = forms_only
+        self.cut_by_hand: Mapping[str, Box] = {}
+        """Plain parameters and buffers that are declared to be parts, by name: which ones."""
+        # While FSDP2 computes, the model's own names lead to whole parameters that are no state of anything; and where
+        # DDP trains on local tensors of a parallelized model, the names are gone after the first forward pass.
+        fsdp2 = managed_by_fsdp2(self.model)
+        self._lasting: dict[str, torch.Tensor] = {
+            raw: parameter
+            for raw, parameter in self.model.named_parameters(remove_duplicate=False)
+            if (is_dtensor(parameter) and fsdp2) or (is_shard(parameter) and not is_dtensor(parameter))
+        }
+        self._lasting |= taken_out_by_ddp(self.model, self.trained)
+        in_model = {id(parameter) for parameter in (*self.model.parameters(), *self._lasting.values())}
+        if not any(id(parameter) in in_model for parameter in self.trained):
+            raise ConfigError(
+                f"model ({type(self.model).__name__}) and optimizer ({type(self.optimizer).__name__}) share no "
+                "parameters; pass the model whose parameters() this optimizer was made from"
+            )
+        self.model = with_those_beside(self.model, in_model, self.trained)
+        self._forms = BufferForms(self.model, self.called)
+        self._starting = True
+        self.names()
+        self._starting = False
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """Every parameter that the optimizer has."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def stateful(self) -> Optimizer:
+        """What has the `state` that counts: ZeRO keeps its share in a local one, and Lookahead nests another."""
+        return nested_optimizers.stateful(self.optimizer)  # type: ignore[no-any-return]
+
+    def part(self, unit: str, members: Members | None, holders: tuple[int, ...]) -> UnitView:
+        """A view of some of the same state."""
+        view: UnitView = object.__new__(UnitView)
+        view.__dict__.update(self.__dict__, unit=unit, members=members, holders=holders)
+        return view
+
+    def spec_of(self, stored: str, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """How the parameter or buffer `name` is written down as `stored`: which part of which whole it is."""
+        return spec_of(stored, tensor, self.cut_by_hand.get(name))
+
+    def same_part(self, saved: TensorSpec, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the saved tensor is what the parameter or buffer `name` is here.
+
+        What is cut by hand may have been saved before anybody had declared it: then only its own shape is known.
+        """
+        here = self.spec_of(saved.name, name, tensor)
+        undeclared = name in self.cut_by_hand and saved.shape == saved.global_shape
+        return saved == (spec_of(saved.name, tensor) if undeclared else here)
+
+    def names(self) -> Names:
+        """Enumerate again; the tensors are the live ones."""
+        every = self.all_names()
+        return every if self.members is None else _restricted(every, self.members, self.exclude_buffers)
+
+    def all_names(self) -> Names:
+        """Everything this rank has, whatever unit it belongs to."""
+        parameters: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        first: dict[int, str] = {}
+        refused: dict[str, UnstorableError] = {}
+        live = dict(self.model.named_parameters(remove_duplicate=False))
+        for raw, parameter in {**live, **self._lasting}.items():
+            name = self.called(raw.replace(_COMPILED, ""))
+            if id(parameter) in first:
+                if first[id(parameter)] != name:
+                    aliases[name] = first[id(parameter)]
+                continue
+            first[id(parameter)] = name
+            if self._may_be_stored(parameter, name, f"parameter {name!r}", refused):
+                parameters[name] = parameter
+        groups = []
+        for g, group in enumerate(self.optimizer.param_groups):
+            group_names = []
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in first:
+                    name = f"~group{g}.{i}"
+                    where = f"optimizer.param_groups[{g}]['params'][{i}]"
+                    first[id(parameter)] = name
+                    if self._may_be_stored(parameter, name, where, refused):
+                        parameters[name] = parameter
+                group_names.append(first[id(parameter)])
+            groups.append(tuple(group_names))
+        buffers: dict[str, torch.Tensor] = {}
+        absent: list[str] = []
+        volatile: list[str] = []
+        owners: dict[str, tuple[torch.nn.Module, str]] = {}
+        for prefix, module in self.model.named_modules(remove_duplicate=True):
+            for key, buffer in module._buffers.items():
+                name = self.called(f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key)
+                if key in module._non_persistent_buffers_set:
+                    volatile.append(name)
+                if name in self.exclude_buffers:
+                    continue
+                owners[name] = (module, key)
+                if buffer is None:
+                    absent.append(name)
+                elif id(buffer) in first:
+                    aliases[name] = first[id(buffer)]
+                elif self._may_be_stored(buffer, name, f"buffer {name!r}", refused):
+                    first[id(buffer)] = name
+                    buffers[name] = buffer
+        numbers, taken = tuple(range(len(groups))), tuple(groups)
+        return Names(parameters, buffers, aliases, tuple(absent), frozenset(volatile), taken, numbers, owners, refused)
+
+    def _may_be_stored(self, tensor: torch.Tensor, name: str, path: str, refused: dict[str, UnstorableError]) -> bool:
+        """At the start UnstorableError if not; a step that ends later is not stopped by it."""
+        try:
+            refuse_unsupported(tensor, path, sharded=True, meta=self._forms_only)
+        except UnstorableError as error:
+            if self._starting:
+                raise
+            refused[name] = error
+            return False
+        return True
+
+    def check(self) -> None:
+        """ConfigError for anything that could not be stored now: found at start (and after step 1), not at death."""
+        self.state()
+
+    def left_out(self) -> list[str]:
+        """What of the optimizer's state and groups cannot be stored now, and why: one line each."""
+        names, taken = self.names(), OptimizerTrees(self.unit)
+        self._optimizer_state(names, taken)
+        self._group_trees(names, None, taken)
+        return [*(f"{error.reason} cannot be stored" for error in names.refused.values()), *taken.reasons]
+
+    def state(self, groups: list[dict[str, Any]] | None = None, stage: Stage | None = None) -> UnitState:
+        """Everything of the unit, to be written by `lastwords.checkpoint.part.write_part`.
+
+        groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them; groups that have been
+        added since are no part of that state. stage: copies what does not lie in host memory as it is needed. What of
+        the optimizer cannot be stored is left out; the meta's `reasons` say so. Weights are never left out.
+        """
+        names = self.names() if groups is None else _with_groups(self.names(), len(groups))
+        for name, error in names.refused.items():
+            if name not in names.owners:
+                raise error
+        tensors: list[tuple[TensorSpec, Source]] = []
+        taken: dict[str, str] = {}
+
+        def add(spec: TensorSpec, tensor: torch.Tensor, path: str) -> None:
+            if spec.name in taken:
+                raise ConfigError(
+                    f"{path} and {taken[spec.name]} would both be stored as {spec.name!r}; rename one of them"
+                )
+            taken[spec.name] = path
+            tensors.append((spec, source_of(tensor, stage)))
+
+        for name, parameter in names.parameters.items():
+            stored = unit_tensor_name(self.unit, "model", name)
+            add(self.spec_of(stored, name, parameter), parameter, f"parameter {name!r}")
+        for name, buffer in names.buffers.items():
+            stored = unit_tensor_name(self.unit, "buffer", name)
+            add(self.spec_of(stored, name, buffer), buffer, f"buffer {name!r}")
+        taken_apart = OptimizerTrees(self.unit)
+        optimizer_state, optimizer_own = self._optimizer_state(names, taken_apart)
+        group_trees = self._group_trees(names, groups, taken_apart)
+        for item in taken_apart.tensors:
+            add(spec_of(item.name, item.tensor, item.box), item.tensor, item.path)
+        meta = {
+            "version": META_VERSION,
+            "optimizer": optimizer_kind(self.optimizer),
+            "parameters": {name: dtype_name(p.dtype) for name, p in names.parameters.items()},
+            "buffers": {name: dtype_name(b.dtype) for name, b in names.buffers.items()},
+            "aliases": names.aliases,
+            "absent_buffers": list(names.absent_buffers),
+            "groups": group_trees,
+            "group_parameters": [list(group) for group in names.groups],
+            "group_numbers": list(names.group_numbers),
+            "volatile_buffers": sorted(names.volatile_buffers),
+            "reshaped_buffers": self._forms.changed(),
+            "frozen": [name for name, parameter in names.parameters.items() if not parameter.requires_grad],
+            "optimizer_state": optimizer_state,
+            "optimizer_own": optimizer_own,
+            "left_out": taken_apart.left_out,
+            "reasons": [*(f"{e.reason} cannot be stored" for e in names.refused.values()), *taken_apart.reasons],
+        }
+        if self.members is not None:
+            meta["holders"] = list(self.holders)
+        return UnitState(tensors=tensors, meta=meta)
+
+    def _optimizer_state(self, names: Names, taken: OptimizerTrees) -> tuple[dict[str, Tree], list[list[Any]]]:
+        """Trees by parameter; and what is not of the usual form, as [parameter or None, key or None, tree]."""
+        name_of = {id(parameter): name for name, parameter in names.parameters.items()}
+        trees: dict[str, Tree] = {}
+        own: list[list[Any]] = []
+        for key, value in list(self.stateful.state.items()):
+            parameter = key if isinstance(key, torch.Tensor) else None
+            name = f"~{key}" if parameter is None else name_of.get(id(key))
+            if name is None:
+                continue  # of another unit, or of a parameter that has left every group
+            path = f"optimizer.state[{(key if parameter is None else name)!r}]"
+            if parameter is None and self.members is not None:
+                taken.leave_out(f"{path} (of no parameter, so nobody knows which ranks hold it)", name, None)
+            elif is_usual(key, value):
+                before = len(taken.tensors)
+                trees[name] = taken.dict_tree(value, name, path, parameter)
+                box = None if parameter is None else self._plain_part(name, parameter)
+                if box is not None:
+                    taken.tensors[before:] = [placed(item, value, box) for item in taken.tensors[before:]]
+            else:
+                stored = unit_tensor_name(self.unit, "optim", f"~own.{len(own)}", "~")
+                try:
+                    refuse_unstorable(None if parameter is not None else key, f"{path}'s key")
+                    tree = taken.tree(value, stored, path, parameter)
+                except UnstorableError as error:
+                    taken.leave_out(error.reason, name, None)
+                else:
+                    own.append([None if parameter is None else name, None if parameter is not None else key, tree])
+        return trees, own
+
+    def _plain_part(self, name: str, parameter: torch.Tensor) -> Box | None:
+        """Which part of a whole a parameter is although it is a plain tensor; None for all others."""
+        if is_shard(parameter) and not is_dtensor(parameter):
+            return box_of(parameter, f"parameter {name!r}")
+        return self.cut_by_hand.get(name)
+
+    def _group_trees(self, names: Names, groups: list[dict[str, Any]] | None, taken: OptimizerTrees) -> list[Tree]:
+        trees = []
+        stored = copy_groups(self.optimizer) if groups is None else groups
+        for place, g in enumerate(names.group_numbers):
+            first = next(iter(self.optimizer.param_groups[g]["params"]), None)
+            trees.append(taken.dict_tree(stored[g], f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
+        return trees
+
+
+def _with_groups(every: Names, count: int) -> Names:
+    """Of `every`, what was there when there were so many groups: the step under way adds those again that it added."""
+    if not every.group_numbers or every.group_numbers[-1] < count:
+        return every
+    late = {name for number, group in zip(every.group_numbers, every.groups, strict=True) if number >= count
+            for name in group if name.startswith("~")}  # fmt: skip
+    kept = sum(number < count for number in every.group_numbers)
+    return replace(
+        every,
+        parameters={name: p for name, p in every.parameters.items() if name not in late},
+        groups=every.groups[:kept],
+        group_numbers=every.group_numbers[:kept],
+    )
+
+
+def _restricted(every: Names, members: Members, rank_local: frozenset[str]) -> Names:
+    """The part of `every` that belongs to one unit. Of rank-local buffers nothing else than this says what they are."""
+    own, own_buffers = frozenset(members.parameters), frozenset(members.buffers)
+    groups = [(number, tuple(name for name in group if name in own)) for number, group in enumerate(every.groups)]
+    kept = [(number, group) for number, group in groups if group]
+    return Names(
+        parameters={name: p for name, p in every.parameters.items() if name in own},
+        buffers={name: b for name, b in every.buffers.items() if name in own_buffers},
+        aliases={alias: name for alias, name in every.aliases.items() if name in own or name in own_buffers},
+        absent_buffers=tuple(name for name in every.absent_buffers if name in own_buffers),
+        volatile_buffers=every.volatile_buffers & (own_buffers | rank_local),
+        groups=tuple(group for _, group in kept),
+        group_numbers=tuple(number for number, _ in kept),
+        owners={name: owner for name, owner in every.owners.items() if name in own_buffers},
+        refused={name: error for name, error in every.refused.items() if name in own or name in own_buffers},
+    )

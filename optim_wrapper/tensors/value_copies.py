@@ -1,0 +1,156 @@
+"""Copies of the user's values as they are at one moment, sharing what has not changed; and putting them back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from lastwords.checkpoint.storable import is_factory, pack, refuse_unstorable, unstorable
+from lastwords.errors import UnstorableError
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
+from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
+from lastwords.sharding.dtensor import local_of
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_MADE_ANEW = frozenset({set, frozenset, bytearray})
+"""Containers of nothing that can change."""
+
+
+def advance(before: Any, now: Any) -> tuple[Any, bool]:
+    """A copy of `now` that shares with `before` (a copy made earlier) what is equal; and whether anything differs.
+
+    Called for all extras in every step. UnstorableError for what cannot be stored, RecursionError for what contains
+    itself.
+    """
+    kind = type(now)
+    if now is before and kind in ATOMS:
+        return now, False
+    if type(before) is not kind:
+        before = None
+    if kind in ATOMS:
+        return now, before is None or _other_bits(before, now)
+    if kind is list or kind is tuple or kind is deque:
+        olds = before if before is not None and len(before) == len(now) else None
+        if kind is deque and olds is not None and olds.maxlen != now.maxlen:
+            olds = None
+        pairs = [advance(old, item) for old, item in zip([None] * len(now) if olds is None else olds, now, strict=True)]
+        if olds is not None and not any(pair[1] for pair in pairs):
+            return before, False
+        items = [pair[0] for pair in pairs]
+        return deque(items, now.maxlen) if kind is deque else kind(items), True
+    if kind in DICTS:
+        result: Any = kind()
+        if kind is defaultdict:
+            result.default_factory = now.default_factory
+            if not is_factory(now.default_factory):
+                raise unstorable(now, "")
+            if before is not None and before.default_factory is not now.default_factory:
+                before = None
+        known = before if before is not None else {}
+        differs = before is None or len(before) != len(now)
+        for key, item in now.items():
+            result[key], moved = advance(known.get(key), item)
+            differs = differs or moved or key not in known
+        differs = differs or any(old is not key and advance(old, key)[1] for old, key in zip(known, now, strict=True))
+        return (result, True) if differs else (before, False)
+    if isinstance(now, torch.Tensor) and now.layout is torch.strided:
+        _refuse_odd(now)
+        if before is not None and bytes_equal(before, now.detach()):
+            return before, False
+        return _cloned(now), True
+    if kind in _MADE_ANEW:
+        # Equal sets may hold 1 and True, which are equal.
+        if before == now and (kind is bytearray or _text(before) == _text(now)):
+            return before, False
+        refuse_unstorable(now, "")
+        return kind(now), True
+    return _advance_rare(before, now)
+
+
+def _refuse_odd(tensor: torch.Tensor) -> None:
+    """DTensors are welcome: hyperparameters of their kind are stored with their parameter."""
+    if what := problem_of(local_of(tensor)):
+        raise UnstorableError(f"a tensor {what}", f"a tensor that {what}")
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return tensor.detach().clone()
+    except NotImplementedError as error:  # integers of less than a byte
+        raise UnstorableError(f"a tensor cannot be copied: {error}", f"a tensor of {tensor.dtype}") from error
+
+
+def _advance_rare(before: Any, now: Any) -> tuple[Any, bool]:
+    """`advance` for what is neither an atom nor a container. UnstorableError for what cannot be stored."""
+    if isinstance(now, torch.Tensor):
+        if parts_of(now) is None:
+            raise unstorable(now, "")
+        return now.detach().clone(), True
+    if is_object(now):
+        if parts_of(now) is None:
+            raise unstorable(now, "")
+        if isinstance(now, np.ndarray):
+            same = before is not None and (before.dtype, before.shape) == (now.dtype, now.shape)
+            return (before, False) if same and before.tobytes() == now.tobytes() else (now.copy(order="K"), True)
+        if isinstance(now, torch.Generator):
+            same = before is not None and bytes_equal(before.get_state(), now.get_state())
+            return (before, False) if same else (now.clone_state(), True)
+    else:
+        refuse_unstorable(now, "")
+        return now, before is None or _text(before) != _text(now)  # equal times may be of different zones
+    return now, now != before
+
+
+def _other_bits(before: Any, now: Any) -> bool:
+    """Whether two atoms of one type differ. As floats go, 0.0 equals -0.0, and a NaN does not equal itself."""
+    if now == before:
+        return type(now) is float and not now and math.copysign(1, now) != math.copysign(1, before)
+    return bool(now == now or pack(before) != pack(now))
+
+
+def _text(value: Any) -> str:
+    """The value as it would be stored. Packed values alone may be equal where 1 is not True, or 0.0 is not -0.0."""
+    return json.dumps(pack(value))
+
+
+def overwrite_values(target: dict[Any, Any], value: dict[Any, Any], *, keep: bool = False) -> None:
+    """Make `target` equal to `value`, order included; tensors, generators and dicts in it stay the same objects.
+
+    keep: what is not in `value` was left out of it, and stays.
+    """
+    made = {key: _into(target.get(key), item) for key, item in value.items()}
+    kept = {key: item for key, item in target.items() if keep and key not in made}
+    target.clear()
+    target.update(made | kept)
+
+
+def _into(here: Any, item: Any) -> Any:
+    """`item`, as the object `here` if that can take it over."""
+    if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
+        alike = (here.shape, here.dtype, here.layout) == (item.shape, item.dtype, item.layout)
+        if alike and here.layout is torch.strided:
+            with torch.no_grad():
+                here.copy_(item)
+            return here
+    elif isinstance(here, torch.Generator) and isinstance(item, torch.Generator):
+        if here.device == item.device:
+            here.set_state(item.get_state())
+            return here
+    elif type(here) is dict and type(item) is dict:
+        overwrite_values(here, item)
+        return here
+    return item
+
+
+def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits (a NaN equals itself)."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    views = bytes_of(one.cpu().contiguous()), bytes_of(other.cpu().contiguous())
+    return views[0] is not None and views[1] is not None and views[0] == views[1]

@@ -1,0 +1,73 @@
+"""`protect`: the short form of `TFTRegister`, which asks for no controller rank, no address and no port."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.launch.config import DataMode
+from lastwords.optim_wrapper.launch.world import tells_the_others
+from lastwords.optim_wrapper.state.global_names import Naming
+from lastwords.optim_wrapper.trainer.job_shape import CopyMode, GateMode
+from lastwords.optim_wrapper.trainer.register import TFTRegister
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.sharding.declare import Unit
+
+_ANY_FREE_PORT = 0
+
+
+class More(TypedDict, total=False):
+    """What `TFTRegister` takes besides model and optimizer."""
+
+    extras: Mapping[str, Any] | None
+    local_extras: Mapping[str, Any] | None
+    fallback_path: str | os.PathLike[str] | None
+    data: DataMode
+    units: Sequence[Unit] | None
+    names: Naming | None
+    gate: GateMode
+    verify_every: int
+    local_copy: CopyMode
+
+
+@tells_the_others
+def protect(
+    ckpt_save_path: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    **more: Unpack[More],
+) -> TFTRegister:
+    """A `TFTRegister` whose controller runs on rank 0's host, on any free port: `with protect(...) as tft:`.
+
+    optimizer: a plain optimizer, or several, which are wrapped here (an `OptTFTWrapper` stays as it is). From then on
+    the loop, gradient scalers and frameworks have to use `tft.optimizer`; a scheduler may have either of the two. The
+    plain one refuses to step by itself while the run is protected (ConfigError, and nothing is written).
+    more: as for `TFTRegister`. The address is the launcher's, MASTER_ADDR, which torchrun sets. Raises ConfigError
+    where a job of several ranks has none, NotAnOptimizerError, and whatever `TFTRegister` raises.
+    """
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    wrapped = [one if isinstance(one, OptTFTWrapper) else OptTFTWrapper(one) for one in optimizers]  # type: ignore[arg-type]
+    address = controller_address(os.environ)
+    return TFTRegister(0, address, _ANY_FREE_PORT, ckpt_save_path, model=model, optimizer=wrapped, **more)
+
+
+def controller_address(environ: Mapping[str, str]) -> str:
+    """Where all ranks reach rank 0's host: the address at which they met; this host for a job of one rank.
+
+    >>> controller_address({"MASTER_ADDR": "node-3", "WORLD_SIZE": "8"}), controller_address({})
+    ('node-3', '127.0.0.1')
+    """
+    address = environ.get("MASTER_ADDR", "")
+    if address:
+        return address
+    if environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "MASTER_ADDR is not set, so nobody knows where the ranks reach rank 0: start the job with torchrun, set "
+            "it to an address of rank 0's host, or use TFTRegister(0, address, port, path, ...)"
+        )
+    return "127.0.0.1"

@@ -1,0 +1,306 @@
+"""Everything that runs while a rank is protected, started and ended in the right order.
+
+Order of the start: agreement (rank ctrl_rank_id starts the controller), life line, signals, session, "all ranks are
+registered", the ring of this host's ranks. The black box follows when the loop begins, because only then it is known
+what has to go in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
+from lastwords.controller.timeline import recorded_exit
+from lastwords.errors import ConfigError, StorageError, UnavailableError
+from lastwords.liveness import leftovers, paths
+from lastwords.liveness.process_id import this_process
+from lastwords.liveness.robust_mutex import LifeLine
+from lastwords.optim_wrapper.capture.source import TrainerSource
+from lastwords.optim_wrapper.launch import startup
+from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.trainer.hold import exit_code_of
+from lastwords.processor.agent import Agent
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.core import ProcessorCore
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, Departure
+from lastwords.processor.ring import HostRing
+from lastwords.processor.saver import SaverSpec
+from lastwords.processor.session import Session
+from lastwords.processor.signals import SignalGuard
+from lastwords.transport import host_port, start_of
+from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Stand
+
+_log = logging.getLogger(__name__)
+
+
+class Protection:
+    """Agent, session, life line and signal guard of one rank. Belongs to the training thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        make_source: Callable[[Callable[[int], Path]], TrainerSource],
+        units: tuple[str, ...] = (UNIT_REPLICATED,),
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._make_source = make_source
+        self._units = units
+        self._agreement: startup.Agreement | None = None
+        self._departure = Departure(world.rank, self._recorded_exit)
+        self._agent: Agent | None = None
+        self._session: Session | None = None
+        self._life: LifeLine | None = None
+        self._ring: HostRing | None = None
+        self._signals: SignalGuard | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, settings: dict[str, Any], checkpoint_bytes: int = 0) -> None:
+        """Everything up to "all ranks are registered". checkpoint_bytes: about how large a checkpoint will be.
+
+        Raises a LastWordsError with what to do; nothing stays then.
+        """
+        refuse_watchdog()
+        self._agreement = agreement = startup.agree(self._world, self._config, settings, checkpoint_bytes)
+        try:
+            self._start(agreement)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, agreement: startup.Agreement) -> None:
+        config, rank = self._config, self._world.rank
+        paths.make_job_dir(agreement.job, agreement.generation, agreement.nonce)
+        try:
+            self._life = LifeLine.create(paths.life_path(agreement.job, agreement.generation, rank, agreement.nonce))
+        except UnavailableError as error:
+            _log.info("%s", error)
+        process = this_process(secrets.token_hex(8))
+        core = ProcessorCore(rank, agreement.generation, 0, config.processor)
+        agent = self._agent = Agent(
+            core,
+            hello=lambda stand: Hello(rank, agreement.generation, self._world.size, process, self._units, stand),
+            saver=SaverSpec(rank, agreement.job, tuple(config.roots), self._make_source(self.box_path)),
+            departure=self._departure,
+            on_incident=self._on_incident,
+            pass_on=lambda number: signals.pass_on(number),
+            hand_back=lambda: signals.hand_back(),
+        )
+        signals = self._signals = SignalGuard(agent.on_signal)
+        signals.install()
+        address = host_port(config.ctrl_ip, agreement.port)
+        session = self._session = Session(
+            address,
+            agreement.token,
+            start_of(agreement.job, agreement.generation),
+            rank,
+            on_order=agent.on_order,
+            on_up=agent.on_session_up,
+            on_down=agent.on_session_down,
+            on_refused=agent.on_session_refused,
+            hello=agent.hello,
+        )
+        session.start()
+        agent.start(session)
+        if not agent.wait_until(lambda: session.up or agent.welcomed, config.connect_timeout_s):
+            raise UnavailableError(
+                f"rank {rank} could not reach the controller at {address} for {config.connect_timeout_s:g} s; rank "
+                f"{config.ctrl_rank_id} runs it: check that ctrl_ip={config.ctrl_ip!r} is an address of that rank's "
+                f"host and that port {agreement.port} is open between the hosts"
+            )
+        start_timeout_s = config.controller.start_timeout_s
+        if not agent.wait_until(lambda: agent.welcomed, start_timeout_s + 5.0):
+            raise UnavailableError(f"not all ranks registered with the controller within {start_timeout_s:g} s")
+        self._look_after_host(agreement)
+
+    def _look_after_host(self, agreement: startup.Agreement) -> None:
+        """Everybody has said Hello, so every rank of this host has its life line."""
+        self._ring = HostRing(self._world.rank, agreement.job, agreement.generation, self.agent.report, agreement.nonce)
+        self._ring.start()
+        if self._ring.is_first:
+            leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
+
+    def close(self) -> None:
+        """End the threads and give everything back. The job's files in shared memory belong to the controller.
+
+        Not the signals, once an incident has ended this process: launchers send SIGTERM to the survivors while they
+        leave, and with its default handler that would cut off the one line, the exit code and `finally` blocks.
+        """
+        if self.closed:
+            return
+        self._closed = True
+        if self._signals is not None and self._departure.verdict is None:
+            self._signals.uninstall()
+        if self._ring is not None:
+            self._ring.stop()
+        if self._agent is not None:
+            self._agent.close()
+        if self._life is not None:
+            self._life.release()
+
+    # ------------------------------------------------------------------ what others need
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is nothing to end here: it has ended, or this process is a child of the one that began."""
+        return self._closed or os.getpid() != self._pid
+
+    @property
+    def agreement(self) -> startup.Agreement:
+        """Job, generation, prefix in the store; known once started."""
+        assert self._agreement is not None
+        return self._agreement
+
+    @property
+    def agent(self) -> Agent:
+        """The agent; exists once started."""
+        assert self._agent is not None
+        return self._agent
+
+    @property
+    def stand(self) -> Stand:
+        """Where this rank stands."""
+        return self.agent.stand
+
+    @property
+    def leaving(self) -> bool:
+        """True once this process has to end."""
+        return self._departure.decided
+
+    def box_path(self, rank: int) -> Path:
+        """Where the black box of a rank of this host is."""
+        agreement = self.agreement
+        return paths.box_path(agreement.job, agreement.generation, rank, agreement.nonce)
+
+    def use_box(self, make: Callable[[Path], BlackBox]) -> None:
+        """Write the stand into the box that `make(path)` makes from now on; StorageError if there is no room for it.
+
+        Where the job has ended meanwhile its controller has taken the directory away: this rank then leaves as it was
+        told, by SystemExit.
+        """
+        try:
+            box = make(self.box_path(self._world.rank))
+        except StorageError:
+            if not self._departure.decided:
+                raise
+            self._departure.raise_if_refused()
+            raise self._departure.unwind() from None
+        self.agent.write_stands_to(box)
+
+    # ------------------------------------------------------------------ the optimizer's hooks (hot path)
+
+    @property
+    def hold_signals(self) -> Callable[[], None]:
+        """The gradients are final: no handler raises any more, until `leave_update` or `release_signals`."""
+        assert self._signals is not None
+        return self._signals.enter_update
+
+    def release_signals(self) -> None:
+        """There will be no update."""
+        if self._signals is not None:
+            self._signals.leave_update()
+
+    def leave_update(self) -> None:
+        """The update is whole; handlers that had to wait run now."""
+        agent, signals = self._agent, self._signals
+        assert agent is not None
+        assert signals is not None
+        agent.leave_update()
+        if signals.leave_update() and not agent.incident_open:
+            signals.run_deferred()
+
+    def torn(self, error: BaseException) -> None:
+        """The update raised."""
+        self.agent.torn()
+        if self._signals is not None:
+            self._signals.leave_update()
+
+    def _on_incident(self, begins: bool) -> None:
+        """Session thread: while an incident is on, no handler may raise in the training thread."""
+        if self._signals is not None:
+            if begins:
+                self._signals.begin_incident()
+            else:
+                self._signals.end_incident()
+
+    # ------------------------------------------------------------------ the end
+
+    def _recorded_exit(self) -> Exit | None:
+        """How the job has ended by the controller's record, which is where the checkpoints are. May block."""
+        if self._agreement is None:
+            return None
+        path = self._config.ckpt_save_path / LOG_DIRECTORY / INCIDENTS_FILE
+        return recorded_exit(path, self._agreement.job, self._agreement.generation)
+
+    @property
+    def alone(self) -> bool:
+        """True in a job of one, where there is nobody whose death could be heard of."""
+        return self._world.size == 1
+
+    @property
+    def refused(self) -> bool:
+        """True if the controller did not want this process."""
+        return self._departure.refused is not None
+
+    def raised(self, text: str, secondary: bool) -> None:
+        """Hold this rank until its incident is over."""
+        if self._signals is not None:
+            self._signals.begin_incident()
+        self.agent.raised(text, secondary)
+
+    def leaving_by(self, error: SystemExit) -> bool:
+        """True if `error` is the exit that the end of an incident asked for."""
+        verdict = self._departure.verdict
+        return verdict is not None and error.code in (verdict.code, self._departure.exit_code)
+
+    def depart(self, own: bool, error: BaseException) -> None:
+        """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
+
+        own: `error`, which leaves the loop, is this rank's own, not the echo of another rank's end. An echo of which
+        nobody knows the cause is shown with its traceback all the same.
+        """
+        if self._departure.refused is not None:
+            if own:
+                return  # what leaves the loop is the refusal itself, or an earlier error
+            self._departure.raise_if_refused()
+        verdict = self._departure.verdict
+        if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
+            self._departure.leave_to_user(error, exit_code_of(error))
+            return
+        if verdict is None or verdict.is_cause:
+            self._departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
+            traceback.print_exception(error)  # blocks where the reader of stderr has stopped
+        raise self._departure.unwind() from None
+
+
+def refuse_watchdog(environ: Mapping[str, str] = os.environ) -> None:
+    """ConfigError if NCCL's watchdog would kill healthy survivors, or spoil their state, while it is being saved.
+
+    0 is torch's NoHandling. 2, CleanUpOnly, leaves the process alive but aborts the communicator of a collective that
+    hangs: what is queued behind it then runs on what the abort has left in the gradients. The variable is read when a
+    process group is made, so it has to be set before. Source: ErrorHandlingMode in torch's ProcessGroupNCCL.hpp.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or "nccl" not in dist.get_backend_config():
+        return
+    value = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    if value != "0":
+        aborts = "abort the collective that hangs, and the update behind it would run on rubbish"
+        why = aborts if value == "2" else "kill the healthy ranks before their state is saved"
+        raise ConfigError(
+            f"TORCH_NCCL_ASYNC_ERROR_HANDLING is {value} (torch's default is 3): when a rank dies, NCCL's watchdog "
+            f"would {why}. Set TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in the environment before init_process_group, on "
+            "every rank"
+        )
