@@ -96,6 +96,11 @@ class StateWatch:
         if self._steps <= LOOKS or self._digests or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0:
             self._note(self._witness.moved(self._ended))
 
+    def see(self) -> None:
+        """What has moved since the last step's end, and before an update, is copied from now on."""
+        if self._ended is not None and not self._updating:
+            self._note(self._witness.moved(self._ended))
+
     def updated(self) -> None:
         """The optimizer has written everything."""
         self._updated = self._witness.mark(step=self._ended_step + 1)
@@ -115,8 +120,8 @@ class StateWatch:
                 self._late[name] = self._witness.writes(name, self._updated, until)
             if not (self._groups_late or self.has_scheduler):
                 self._groups_late = copies_differ(self._groups_updated, self._groups.take())
-        elif self._ended is not None and not self._updating:
-            self._note(self._witness.moved(self._ended))
+        else:
+            self.see()
         self._updated, self._updating = None, False
         if look or self._entries() != self._states:
             self.look()

@@ -55,8 +55,7 @@ class CommonStep:
         if needs_gate(self.units.table, options):
             self.gate = Gate(world, f"{prefix}/gate", timeout_s=config.gate_timeout_s, notice_s=config.gate_notice_s)
         group = check_group(world.size, None if self.gate is None else self.gate.group)
-        own = recorder.watch.copies.own
-        self._check = ReplicaCheck(self.units, world.rank, world.size, group, recorder.extras_by_rank, own)
+        self._check = ReplicaCheck(self.units, world.rank, world.size, group, recorder.extras_by_rank)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -85,6 +84,15 @@ class CommonStep:
             wrapper.attach(hooks if self._several is None else self._several.hooks(number))
             wrapper.watch_groups(self.units.admit)
 
+    def begin_loop(self) -> None:
+        """Before the first update. In a loop of one's own, forward passes may have moved buffers on each rank.
+
+        Weights that have moved since the start are compared nevertheless: they may have been loaded on one rank alone.
+        """
+        own = self._recorder.watch.copies.own()
+        self._recorder.watch.see()
+        self._compare("before the first step", own | self._recorder.buffers.captured)
+
     def before_step_end(self) -> None:
         """The loop ends its step: its update is over, or there was none, and then its gate comes now."""
         if self._several is not None:
@@ -97,14 +105,15 @@ class CommonStep:
     def after_step_end(self, step: int) -> None:
         """Every so many steps the replicas are compared."""
         if self._verify_every and step % self._verify_every == 0:
-            self.compare(f"at the end of step {step}")
+            own = self._recorder.watch.copies.own() | self._recorder.buffers.captured
+            self._compare(f"at the end of step {step}", own)
 
-    def compare(self, when: str) -> None:
+    def _compare(self, when: str, own: frozenset[str]) -> None:
         """A collective. MismatchError on every rank if a replica is none; one that is wrong saves nothing any more."""
-        error, own, reasons = self._check.run(when)
+        error, suspect, reasons = self._check.run(when, own)
         self._recorder.not_exact(reasons)
         if error is not None:
-            if own and self._protection is not None:
+            if suspect and self._protection is not None:
                 self._protection.agent.corrupt()
             # Nobody raises, and so begins an incident, before the wrong one has said that nothing is to be had from it.
             self._check.meet()

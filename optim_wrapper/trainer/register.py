@@ -335,7 +335,7 @@ class TFTRegister:
             steps_per_epoch=steps.steps_per_epoch if known_length else 0,
         )
         if self._protection is not None and self._common is not None:
-            self._common.compare("before the first step")
+            self._common.begin_loop()
             shape = (steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)
             self._protection.agent.begin_loop(*shape, self._global_step)
         yield from steps
@@ -380,7 +380,7 @@ class TFTRegister:
             regions = {} if self._resumed is None else self._resumed.regions
             self._recorder.not_exact(own_loop.left_to_the_loop(regions, self._recorder.rng.own))
             if self._protection is not None and self._common is not None:
-                self._common.compare("before the first step")
+                self._common.begin_loop()
                 self._protection.agent.begin_loop(0, 0, self._global_step)
 
     def _end_step(self, position: Position | None) -> None:

@@ -19,14 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 OWN = 0
-"""In the place of the digest of a parameter that is each rank's own."""
+"""In the place of the digest of a tensor that is each rank's own."""
 
 
 class ReplicaCheck:
     """Compares this rank's units with the other holders'; a collective. Training thread only.
 
-    group: a gloo group of all ranks. extras: gives digests of what else is promised to be the same on all of them. own:
-    names of the parameters that are each rank's own.
+    group: a gloo group of all ranks. extras: gives digests of what else is promised to be the same on all of them.
     """
 
     def __init__(
@@ -36,23 +35,22 @@ class ReplicaCheck:
         world_size: int,
         group: Any,
         extras: Callable[[], dict[str, int]] = dict,
-        own: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._extras = extras
-        self._own = own
         self._units = units
         self._rank = rank
         self._world_size = world_size
         self._group = group
 
-    def run(self, when: str) -> tuple[MismatchError | None, bool, list[str]]:
+    def run(self, when: str, own: Collection[str] = ()) -> tuple[MismatchError | None, bool, list[str]]:
         """The error to raise on every rank, whether this rank's own copy must not be saved, and reasons "not exact".
 
+        own: names of the parameters and buffers that are each rank's own.
         Buffers and extras that differ are no error, since a loop may mean it so; they cannot be resumed exactly.
         """
         holders = self._units.table.units
         views = [view for unit, view in self._units.views.items() if len(holders[unit]) > 1]
-        mine = {**self._without_own(digest_units(views)), extra_digests.UNIT: self._extras()}
+        mine = {**_without_own(digest_units(views), own), extra_digests.UNIT: self._extras()}
         compared = compare(_where_nobody_has_its_own(exchange_digests(self._group, mine)))
         found = [difference for difference in compared if difference.unit != extra_digests.UNIT]
         harmless = [difference for difference in found if _is_buffer(difference)]
@@ -61,17 +59,8 @@ class ReplicaCheck:
         reasons += [extra_digests.text(one) for one in compared if one.unit == extra_digests.UNIT]
         if not serious:
             return None, False, reasons
-        own = any(self._rank in difference.suspects for difference in serious)
-        return MismatchError(_text(serious, when), different=_different(serious)), own, reasons
-
-    def _without_own(self, digests: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-        own = self._own()
-        for tensors in digests.values() if own else ():
-            for stored in tensors:
-                name = parse_tensor_name(stored)
-                if isinstance(name, UnitTensorName) and name.kind == "model" and name.fqn in own:
-                    tensors[stored] = OWN
-        return digests
+        suspect = any(self._rank in difference.suspects for difference in serious)
+        return MismatchError(_text(serious, when), different=_different(serious)), suspect, reasons
 
     def meet(self) -> None:
         """Wait until every rank has come here; an error of the group's is no news any more."""
@@ -85,6 +74,15 @@ def check_group(world_size: int, group: Any) -> Any:
     if group is not None or world_size == 1 or "gloo" in str(dist.get_backend()):
         return group
     return dist.new_group(backend="gloo")
+
+
+def _without_own(digests: dict[str, dict[str, int]], own: Collection[str]) -> dict[str, dict[str, int]]:
+    for tensors in digests.values() if own else ():
+        for stored in tensors:
+            name = parse_tensor_name(stored)
+            if isinstance(name, UnitTensorName) and name.kind != "optim" and name.fqn in own:
+                tensors[stored] = OWN
+    return digests
 
 
 def _where_nobody_has_its_own(found: Mapping[int, Digests]) -> dict[int, Digests]:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from tests.zoo import recipes
 from tests.zoo.loop import CARDS, EXCLUSIVE, NO_NAME, Card, Loop, Words
+from tests.zoo.recipes_ddp import ValidateInner
+from tests.zoo.recipes_moving import Lazy, Moco, SamByHand
+from tests.zoo.recipes_optimizing import GrowGroups
 from tests.zoo.recipes_schedules import Averaged, SwaSwitch
 
 assert recipes.__doc__
@@ -57,7 +60,25 @@ def allowed(parts: Sequence[Card], phase: str, step: int, loop: type[Loop]) -> W
     words = [word for part in parts for where in phases for word in part.words(where)]
     if any(issubclass(part.loop, Averaged | SwaSwitch) for part in parts):
         words.append("was not the same on all ranks")
+    words += together([part.loop for part in parts], phase, step)
     return tuple(dict.fromkeys([*words, *((NO_NAME,) if loop.own_loop and not early else ())]))
+
+
+def together(loops: Sequence[type[Loop]], phase: str, step: int) -> Words:
+    """What a mixture may be told for although none of its parts is: in a step of which no part dies, or of a pair."""
+
+    def has(*kinds: type[Loop]) -> bool:
+        return all(any(issubclass(loop, kind) for loop in loops) for kind in kinds)
+
+    words = []
+    if has(Lazy) and step == 2 and phase in ("fwd", "bwd"):  # it came in step 1, and moves for the first time
+        words.append("was first seen to have changed after the step's copy was taken")
+    if has(SamByHand, GrowGroups) and phase != "fwd":  # SAM moves weights that no optimizer has, which are each rank's
+        words.append("the state before the update differed from the state at the step's end")
+    if has(Moco, ValidateInner) and step > Loop.per_epoch and phase in ("bwd", "mid", "win"):
+        # The validation, which is not due in this step, moves the encoder after an update.
+        words.append("changed after optimizer.step(), not in this one")
+    return tuple(words)
 
 
 def go_together(loops: Sequence[type[Loop]]) -> bool:
