@@ -239,9 +239,9 @@ class OptTFTWrapper(Optimizer):
         """Before the inner optimizer writes, whoever stepped it."""
         if not self._stepping and self._hooks is not None:
             raise ConfigError(
-                f"the {type(self._inner).__name__} inside OptTFTWrapper was stepped by itself, and nobody would know "
-                "which step its weights are of; call step() of the OptTFTWrapper, and hand that one to schedulers, "
-                "scalers and frameworks. Nothing was written"
+                f"the {type(self._inner).__name__} inside OptTFTWrapper was stepped by itself, and nobody would "
+                "know which step its weights are of; call step() of the wrapper (`tft.optimizer` after protect()), "
+                "and hand the wrapper to gradient scalers and frameworks. Nothing was written"
             )
 
     # -------- our place between the inner optimizer's hooks and its writing

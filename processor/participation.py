@@ -22,6 +22,11 @@ from lastwords.vocabulary import (
 )
 
 
+def may_write(stand: Stand, step: int) -> bool:
+    """Whether a rank writes `step` when it is told to: it trusts no controller in this."""
+    return stand.holds(step)
+
+
 class Outbox:
     """Effects on their way to the shell."""
 
@@ -134,7 +139,7 @@ class Participation:
         self.proceed_step = 0
         if self.settled is None:
             self._refuse(order, f"rank {self._rank} has not settled; it stands at {stand}", storage=False)
-        elif order.units and not stand.holds(order.step):
+        elif order.units and not may_write(stand, order.step):
             reason = f"rank {self._rank} does not hold step {order.step}; it stands at {stand}"
             self._refuse(order, reason, storage=False)
         else:

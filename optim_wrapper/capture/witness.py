@@ -50,11 +50,11 @@ class Slot(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Where tensors lay, which of them have words that are looked at, and what is theirs in these (None: all)."""
+    """Where tensors lay, which of them have words that are looked at, and what is theirs in each round's."""
 
     where: Where
     wordy: Words
-    masks: Words | None
+    masks: list[Words]
 
 
 class Mark(NamedTuple):
@@ -202,7 +202,7 @@ class Witness:
     def _rows(self, mark: Mark) -> Words:
         """Of each tensor that has any, the words that are looked at, and of these what is the tensor's own."""
         words = np.frombuffer(mark.content, np.int64)[len(self._names) :].reshape(-1, self._each)
-        return words if mark.form.masks is None else words & mark.form.masks
+        return words & mark.form.masks[mark.round]
 
     def _enrol(self, slots: Mapping[StateName, Slot]) -> None:
         self._look += 1
@@ -224,11 +224,13 @@ class Witness:
         ]
         wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
         known = [span for span in spans if span is not None]
-        begins, counts, masks = np.array(known, np.int64).reshape(-1, 3).T[:, :, None]
+        begins, counts, heads, tails = np.array(known, np.int64).reshape(-1, 4).T[:, :, None]
         fractions = np.arange(ROUNDS * self._each).reshape(ROUNDS, self._each) * _GOLDEN % 1.0
-        words = [(word_index(begins) + (fraction * counts).astype(np.int64)).ravel() for fraction in fractions]
-        indices = [np.concatenate((settled.counters, some)) for some in words]
-        return _Lying(settled, _Form(where, wordy, None if (masks == -1).all() else masks), indices)
+        rounds = [(fraction * counts).astype(np.int64) for fraction in fractions]
+        rounds[-1][:, 0], rounds[-2][:, 0] = (counts - 1)[:, 0], 0  # the ends, which chance may pass over
+        masks = [np.where(at == 0, heads, -1) & np.where(at == counts - 1, tails, -1) for at in rounds]
+        indices = [np.concatenate((settled.counters, (word_index(begins) + at).ravel())) for at in rounds]
+        return _Lying(settled, _Form(where, wordy, masks), indices)
 
 
 def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterator[tuple[StateName, Slot]]:
@@ -273,8 +275,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_nested
 
 
-def _words_of(tensor: torch.Tensor, address: int, nbytes: int, offset: int) -> tuple[int, int, int] | None:
-    """Where a tensor's first word lies, how many follow one another from there, and a mask for what is its own in them.
+def _words_of(tensor: torch.Tensor, address: int, nbytes: int, offset: int) -> tuple[int, int, int, int] | None:
+    """Where a tensor's first word lies, how many follow one another from there, and what is its own in first and last.
 
     address, nbytes: of its storage; offset: in it, in elements. None where there is none: on a device, or without
     memory. A word that begins at a multiple of 8 lies in one page: where a byte of it can be read, all can.
@@ -284,12 +286,17 @@ def _words_of(tensor: torch.Tensor, address: int, nbytes: int, offset: int) -> t
     begin = address + offset * size
     if tensor.device.type != "cpu" or not address or not run or begin + run > address + nbytes:
         return None
-    first = -(-begin // 8) * 8
-    if (whole := (begin + run - first) // 8) > 0:
-        return first, whole, -1
-    lead = begin % 8
-    own = min(run, 8 - lead)
-    return begin - lead, 1, int.from_bytes(bytes(lead) + b"\xff" * own + bytes(8 - lead - own), "little", signed=True)
+    first, end = begin // 8, -(-(begin + run) // 8)
+    return first * 8, end - first, _bytes_from(begin - first * 8), ~_bytes_from(8 - (end * 8 - begin - run))
+
+
+def _bytes_from(number: int) -> int:
+    """A mask for the bytes of a word from one of them on.
+
+    >>> hex(_bytes_from(2) & 2**64 - 1), _bytes_from(0), _bytes_from(8)
+    ('0xffffffffffff0000', -1, 0)
+    """
+    return -1 << 8 * number if number < 8 else 0
 
 
 def _run(tensor: torch.Tensor) -> int:

@@ -51,7 +51,7 @@ class OwnNumbers:
         """See which numbers there are now: microseconds for each parameter."""
         called = {id(tensor): name for name, tensor in self._view.all_names().parameters.items()}
         self._places = [
-            (state, parameter, key, f"{prefix}{key} of {called.get(id(parameter)) or type(parameter).__name__}")
+            (state, parameter, key, f"{prefix}{key} of {called.get(id(parameter)) or _owner(parameter)}")
             for prefix, state in _states(self._view.optimizer)
             for parameter, values in list(state.items())
             if isinstance(values, dict)
@@ -91,6 +91,8 @@ class OwnNumbers:
         if not self._places or len(self._places) > KEPT_MAX:
             return {}
         named = {name: value for (*_, name), value in zip(self._places, self._values, strict=True)}
+        if len(named) < len(self._places):
+            return {}  # two of one name: one's would be put into the other
         return pack(named, "numbers")  # type: ignore[no-any-return]
 
     def members(self, copies: Mapping[str, Any]) -> bytes:
@@ -119,6 +121,11 @@ def _states(optimizer: Optimizer) -> Iterator[tuple[str, MutableMapping[Any, Any
             yield f"{prefix}{name}.", one.state
 
 
+def _owner(key: Any) -> str:
+    """What a state that belongs to no named parameter is called: the same in another process."""
+    return repr(key) if type(key) in _NUMBERS else type(key).__name__
+
+
 def _sum(seen: bytes, values: Any) -> int:
     """Of what is the same in every process; of a tensor its number, where that can be had without waiting."""
     return xxhash.xxh3_64_intdigest(seen + repr(_plain(values)).encode())
@@ -129,6 +136,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [*map(_plain, value)]
+    if isinstance(value, dict):
+        return [(_plain(key), _plain(one)) for key, one in value.items()]
     if isinstance(value, torch.Tensor) and not problem_of(value) and value.numel() == 1 and value.device.type == "cpu":
         return value.item()
     return type(value).__name__

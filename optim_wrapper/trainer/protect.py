@@ -52,20 +52,28 @@ def protect(
     """
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     wrapped = [one if isinstance(one, OptTFTWrapper) else OptTFTWrapper(one) for one in optimizers]  # type: ignore[arg-type]
-    address = controller_address(os.environ)
+    address = controller_address(os.environ, _world_size())
     return TFTRegister(0, address, _ANY_FREE_PORT, ckpt_save_path, model=model, optimizer=wrapped, **more)
 
 
-def controller_address(environ: Mapping[str, str]) -> str:
+def _world_size() -> int:
+    """Of the process group, however it was made, or what the launcher says."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if size.isdecimal() else 1
+
+
+def controller_address(environ: Mapping[str, str], world_size: int) -> str:
     """Where all ranks reach rank 0's host: the address at which they met; this host for a job of one rank.
 
-    >>> controller_address({"MASTER_ADDR": "node-3", "WORLD_SIZE": "8"}), controller_address({})
+    >>> controller_address({"MASTER_ADDR": "node-3"}, 8), controller_address({}, 1)
     ('node-3', '127.0.0.1')
     """
     address = environ.get("MASTER_ADDR", "")
     if address:
         return address
-    if environ.get("WORLD_SIZE", "1") != "1":
+    if world_size > 1:
         raise ConfigError(
             "MASTER_ADDR is not set, so nobody knows where the ranks reach rank 0: start the job with torchrun, set "
             "it to an address of rank 0's host, or use TFTRegister(0, address, port, path, ...)"

@@ -138,14 +138,14 @@ def _no_local_buffers(_: str) -> None:
 
 
 def _no_epoch_start(_: str) -> None:
-    from lastwords.optim_wrapper.trainer.register import TFTRegister
+    from lastwords.optim_wrapper.trainer import register
 
-    original = TFTRegister._resume_at
+    original = register.resume_at
 
-    def resume_at(self: TFTRegister, resumed: Any) -> Any:
-        return dataclasses.replace(original(self, resumed), restore_epoch_start=lambda: None)
+    def resume_at(*arguments: Any) -> Any:
+        return dataclasses.replace(original(*arguments), restore_epoch_start=lambda: None)
 
-    TFTRegister._resume_at = resume_at  # type: ignore[method-assign]
+    register.resume_at = resume_at
 
 
 def _no_one_moment(_: str) -> None:

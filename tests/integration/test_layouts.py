@@ -110,7 +110,8 @@ class Rank:
         found = resume_from([root], self.world, self.recorder, {}, key=next_prefix(), agreed=None, missing_ok=False)
         assert found is not None
         self.recorder.begin(found.global_step, Position(found.epoch, found.step))
-        return [reason for reason in found.reasons if "local state" not in reason and "own state" not in reason]
+        said = map(str, found.reasons)
+        return [reason for reason in said if "local state" not in reason and "own state" not in reason]
 
 
 def raw(tensor: torch.Tensor) -> bytes:

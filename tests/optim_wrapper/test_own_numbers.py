@@ -57,6 +57,22 @@ def reasons(*ranks: tuple[str, dict[str, Any]], known: bool = True) -> list[Reas
     return resume._not_alike(manifest, 0, range(len(ranks)) if known else None)
 
 
+def test_numbers_of_states_that_belong_to_no_parameter_are_not_mixed_up() -> None:
+    rank = Rank()
+    keys: list[Any] = ["a", "b"]
+    rank.optimizer.state.update({key: {"loss": float(place)} for place, key in enumerate(keys)})
+    said = rank.end(3.0)
+    rank.optimizer.state["a"]["loss"] = rank.optimizer.state["b"]["loss"] = 7.0
+    rank.numbers.restore(said["numbers"])
+    assert [rank.optimizer.state[key]["loss"] for key in keys] == [0.0, 1.0]
+
+
+def test_numbers_of_states_with_one_name_are_not_kept() -> None:
+    rank = Rank()
+    rank.optimizer.state.update({frozenset({place}): {"loss": float(place)} for place in range(2)})
+    assert "numbers" not in rank.end(3.0), "one's would be put into the other"
+
+
 def test_numbers_that_are_this_rank_s_own_come_back() -> None:
     one, other = Rank(), Rank()
     said = one.end(0.25), other.end(float("nan"))

@@ -70,10 +70,10 @@ def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_ranks_meet_where_their_launcher_says() -> None:
-    assert controller_address({"MASTER_ADDR": "node-3", "WORLD_SIZE": "8"}) == "node-3"
-    assert controller_address({"WORLD_SIZE": "1"}) == "127.0.0.1"
+    assert controller_address({"MASTER_ADDR": "node-3"}, 8) == "node-3"
+    assert controller_address({}, 1) == "127.0.0.1"
     with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
-        controller_address({"WORLD_SIZE": "8"})
+        controller_address({}, 8)
 
 
 def spec(tmp_path: Path) -> ControllerSpec:

@@ -138,6 +138,23 @@ def test_words_of_every_form_are_looked_at(name: str) -> None:
     assert moved(witness, since) == [name]
 
 
+@pytest.mark.parametrize("end", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16), torch.zeros(1003, dtype=torch.int8), torch.zeros(9)[1:8]],
+    ids=["float32", "bfloat16", "int8", "an odd place"],
+)
+def test_the_first_and_the_last_element_are_looked_at_in_some_round(tensor: torch.Tensor, end: int) -> None:
+    """They share their word with other memory."""
+    witness = of({"own": tensor})
+    seen = []
+    for step in range(ROUNDS):
+        since = witness.mark(step=step)
+        tensor.data[end] += 1
+        seen += moved(witness, since)
+    assert seen
+
+
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(2, device="meta"), torch.eye(2).to_sparse(),
                                     torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)])  # fmt: skip
 def test_what_has_no_plain_memory_is_left_alone(tensor: torch.Tensor) -> None:

@@ -157,7 +157,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "the same, and a saver writes a step that it does not hold",
         {
             f"{_INCIDENT}._carry_out": _carry_out_the_dead_ranks_step,
-            "lastwords.processor.participation.holds": _always,
+            "lastwords.processor.participation.may_write": _always,
         },
         ("i1_every_file_is_of_the_published_step",),
         small="ddp-two",
