@@ -1,6 +1,6 @@
 """A protected rank that writes down what lastwords has changed in its process: before, in and after the loop.
 
-python -m tests.integration.footprint RANK WORLD_SIZE PORT DIRECTORY
+python -m tests.integration.footprint RANK WORLD_SIZE DIRECTORY
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def children() -> list[list[str]]:
     """Command lines of this process's living children."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
+        try:
+            pids = (task / "children").read_text().split()
+        except FileNotFoundError:  # a thread that has ended meanwhile
+            continue
+        for pid in pids:
             line = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             if line != [""]:  # a zombie has none
                 found.append(line)
@@ -57,7 +61,7 @@ def footprint(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, world_size, port, directory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank, world_size, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
@@ -66,7 +70,7 @@ def main() -> None:
     optimizer = lastwords.OptTFTWrapper(inner)
     loader = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4)
     tft = lastwords.TFTRegister(
-        0, "127.0.0.1", port, directory / "checkpoints", model=model, optimizer=optimizer, extras={"e": {"a": 1}}
+        0, "127.0.0.1", 0, directory / "checkpoints", model=model, optimizer=optimizer, extras={"e": {"a": 1}}
     )
     with tft:
         for _, step, batch in tft.steps(loader, epochs=1):

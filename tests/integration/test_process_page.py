@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,34 +17,25 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "process.md").read_text(encoding="utf-8")
 RANKS = 2
-WAIT_S = 100.0
+WAIT_S = 200.0
 
 
 def section(heading: str) -> str:
     return PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def run(directory: Path, **environment: str) -> list[dict[str, Any]]:
     """What each rank has seen of itself."""
     without = {key: value for key, value in os.environ.items() if not key.startswith(("GRPC_", "LASTWORDS_"))}
-    arguments = [str(RANKS), str(free_port()), str(directory)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.footprint", str(rank), *arguments],
-            cwd=ROOT,
-            env={**without, "OMP_NUM_THREADS": "1", **environment},
-        )
-        for rank in range(RANKS)
-    ]
+    ranks = []
+    for rank in range(RANKS):
+        with (directory / f"rank_{rank}.err").open("w") as errors:
+            command = [sys.executable, "-m", "tests.integration.footprint", str(rank), str(RANKS), str(directory)]
+            settings = {**without, "OMP_NUM_THREADS": "1", **environment}
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=settings, stderr=errors))
     try:
-        assert [process.wait(WAIT_S) for process in ranks] == [0] * RANKS
+        codes = [process.wait(WAIT_S) for process in ranks]
+        assert codes == [0] * RANKS, [(directory / f"rank_{rank}.err").read_text() for rank in range(RANKS)]
     finally:
         for process in ranks:
             process.kill()
