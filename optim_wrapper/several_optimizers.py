@@ -40,11 +40,13 @@ class SeveralOptimizers:
         self._inside = False
         self._around.torn(error)
 
-    def end_step(self) -> None:
-        """The step is over, so the update is."""
+    def end_step(self) -> frozenset[int]:
+        """The step is over, so the update is. Returns the numbers of the optimizers that have stepped in it."""
         if self._inside:
             self._leave()
+        stepped = frozenset(self._stepped)
         self._stepped.clear()
+        return stepped
 
     def _leave(self) -> None:
         self._inside = False

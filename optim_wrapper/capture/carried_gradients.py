@@ -1,14 +1,16 @@
 """Gradients that live from one step to the next: of a loop that accumulates by itself over steps without an update.
 
 They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
-in which no optimizer has updated. After an update they are used up: the loop sets them to zero or to None before they
-count again. So are those that a GradScaler among the extras has skipped, which shows in its scale.
+in which their optimizer has not updated. After its update they are used up: the loop sets them to zero or to None
+before they count again. So are those that a GradScaler among the extras has skipped, which shows in its scale; where
+there are several optimizers it does not show whose, so they are saved nevertheless.
 Those that FSDP2 keeps whole, or has reduced within a shard group only, while its sync is off, are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,18 +47,42 @@ class CarriedGradients:
         self._bound: set[str] = set()
         self._given_up = ""
         self._on_reason: Callable[[str], None] = _ignore
+        self._idle: set[int] = set()
+        self._used_up: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def in_turns(self, stepped: Sequence[torch.optim.Optimizer], idle: Sequence[torch.optim.Optimizer]) -> None:
+        """Of several optimizers: which have updated in the step that ends, and which not. Before `step_ends`."""
+        for parameter in _parameters_of(stepped):
+            if parameter.grad is not None:
+                self._used_up[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
+        self._idle = {id(parameter) for parameter in _parameters_of(idle)}
+
+    @property
+    def some_wait(self) -> bool:
+        """Whether one of several optimizers has not updated in the step that ends."""
+        return bool(self._idle)
+
+    def _waits(self, parameter: torch.Tensor) -> bool:
+        """Whether its optimizer has not updated, and its gradient is another one than that of its last update."""
+        gradient = parameter.grad
+        if gradient is None or not parameter.requires_grad or id(parameter) not in self._idle:
+            return False
+        used, version = self._used_up.get(id(parameter), (None, 0))
+        return used is None or used() is not gradient or version != gradient._version
 
     def step_ends(self, *, updated: bool, trained: Mapping[str, torch.Tensor]) -> bool:
         """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them."""
         self._carried = []
-        if updated or self._given_up:
-            if self._scalers:
-                self._scaler_has_skipped()
+        skipped = bool(self._scalers) and self._scaler_has_skipped()
+        if self._given_up or (updated and not self._idle):
             return False
         if self._model is not None and has_unreduced(self._model):
             return self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
-        present = {name: tensor for name, tensor in trained.items() if tensor.grad is not None}
-        if not present or self._scaler_has_skipped():
+        if updated:
+            present = {name: tensor for name, tensor in trained.items() if self._waits(tensor)}
+        else:
+            present = {name: tensor for name, tensor in trained.items() if tensor.grad is not None}
+        if not present or (skipped and not self._idle):
             return False
         self._carried = [*present]
         new = self._admit(present)
@@ -166,6 +192,10 @@ class CarriedGradients:
 
 
 _DTYPES = [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
+
+
+def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    return (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
 
 
 def _ignore(reason: str) -> None:

@@ -331,7 +331,7 @@ class StepRecorder:
         updated = self.watch.was_updated
         self.watch.step_ends(look=look)
         self.watch.needs_room |= self.buffers.look(late=look)
-        trained = {} if updated else self.watch.trained()
+        trained = {} if updated and not self.gradients.some_wait else self.watch.trained()
         self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=trained)
         if self.watch.needs_room:
             self._make_room()

@@ -96,7 +96,12 @@ class CommonStep:
     def before_step_end(self) -> None:
         """The loop ends its step: its update is over, or there was none, and then its gate comes now."""
         if self._several is not None:
-            self._several.end_step()
+            stepped = self._several.end_step()
+            inner = [wrapper.inner for wrapper in self._optimizers]
+            self._recorder.gradients.in_turns(
+                [one for number, one in enumerate(inner) if number in stepped],
+                [one for number, one in enumerate(inner) if number not in stepped],
+            )
         gated, protection = self._gated, self._protection
         if gated is not None and protection is not None and protection.stand.phase is Phase.COMPUTING:
             gated.without_update()

@@ -232,6 +232,30 @@ class Wgan(GanGOnlyCopy):
         return loss
 
 
+@recipe("two_opts_in_turns", "the second optimizer steps, and its gradients are zeroed, in every second step only",
+        "bwd@6 win@6 fwd@4 end@5", {"end": "grad"})  # fmt: skip
+class TwoInTurns(Loop):
+    def optimizers(self) -> list[Any]:
+        first, rest = [*self.bare.parameters()][:2], [*self.bare.parameters()][2:]
+        return [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
+
+    def options(self) -> dict[str, Any]:
+        return {"local_copy": True}
+
+    def train(self, x: Any, y: Any) -> Any:
+        often, seldom = self.opts
+        loss = self.loss(x, y)
+        self.at("fwd")
+        loss.backward()
+        self.after_backward()
+        often.step()
+        often.zero_grad()
+        if self.step % 2 == 0:
+            seldom.step()
+            seldom.zero_grad()
+        return loss
+
+
 @recipe("task_weights", "weights of several tasks are parameters of the loop's, in a group of their own", "bwd win fwd",
         mixes=False)  # fmt: skip
 class TaskWeights(Loop):

@@ -23,6 +23,7 @@ SILENT = [
     ("sampled words", "frozen_bn_data", "fwd"),
     more("sampled words", "vq_data", "fwd"),
     ("carried gradients", "accum_noarg2", "fwd"),
+    more("carried gradients", "two_opts_in_turns", "fwd"),
     ("bucket replay", "tiny_buckets", "fwd"),
     more("bucket replay", "model_is_inner", "fwd"),
     ("doubts about extras", "extras_partial", "win"),
