@@ -21,6 +21,7 @@ from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.device_reader import reader_for
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.state_watch import StateWatch, some
+from lastwords.optim_wrapper.capture.taken_out import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
 from lastwords.optim_wrapper.state import hyperparameters
 from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot, left_out_of
@@ -151,12 +152,16 @@ class TrainerSource:
         of_extras: list[str] = []
         of_state: list[str] = []
         copies: dict[StateName, Bytes] = {}
+        lent: Lent = {}
         watch = self._watch
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
             if watch is not None and stage is not None:  # None: it ends now
                 copies = watch.copies_at(step)
-                of_state = _moved(watch.moved_since(step) if snapshot is self._snapshot else watch.copied, step)
+                moved_names = watch.copied
+                if snapshot is self._snapshot:
+                    moved_names, lent, of_state = watch.moved_since(step)
+                of_state += _moved(moved_names, step)
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
@@ -170,7 +175,7 @@ class TrainerSource:
         apart, moved = self._buffers_at(step)
         self._units.exclude_buffers(apart)
         self._units.check_layout()
-        state = view.state(groups, stage)
+        state = view.state(groups, stage, lent)
         meta: dict[str, Any] = dict(state.meta)
         tensors = _with_copies(state.tensors, unit, copies)
         here = {*state.meta["buffers"], *(apart if unit == UNIT_REPLICATED else ())}

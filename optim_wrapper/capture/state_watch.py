@@ -22,12 +22,14 @@ import xxhash
 from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.nested_optimizers import optimizers_in
 from lastwords.optim_wrapper.state.group_copies import GroupCopies, copies_differ
 from lastwords.optim_wrapper.state.own_numbers import OwnNumbers
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
+from lastwords.sharding import zero
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +75,8 @@ class StateWatch:
         self._groups_late = False
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
-        self._states = -1
+        self._counts = StateCounts(lambda: self._optimizers)
+        self._entries = -1
         self._steps = 0
         self._ended_step = -1
         self._checksums: dict[str, tuple[int, int, int]] = {}
@@ -92,8 +95,9 @@ class StateWatch:
         if self._updating or self._ended is None:
             return
         self._updating = True
+        self._counts.before_update()
         # Most of what moves does so from the start; what begins to later is named for a few steps before it is copied.
-        if self._steps <= LOOKS or self._digests or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0:
+        if self._looks_closely or self._digests:
             self._note(self._witness.moved(self._ended))
 
     def see(self) -> None:
@@ -103,6 +107,7 @@ class StateWatch:
 
     def updated(self) -> None:
         """The optimizer has written everything."""
+        self._counts.updated(self._counts.now() if self._looks_closely else None)
         self._updated = self._witness.mark(step=self._ended_step + 1)
         if not (self._groups_late or self.has_scheduler):
             self._groups_updated = self._groups.take()
@@ -123,7 +128,9 @@ class StateWatch:
         else:
             self.see()
         self._updated, self._updating = None, False
-        if look or self._entries() != self._states:
+        entries = self._counts.now()
+        self._counts.ended(entries)
+        if look or entries != self._entries:
             self.look()
 
     def trained(self) -> dict[str, torch.Tensor]:
@@ -139,7 +146,7 @@ class StateWatch:
     def look(self) -> None:
         """See which tensors there are now."""
         self._optimizers = optimizers_in(self._view.optimizer)
-        self._states = self._entries()
+        self._entries = self._counts.now()
         self._witness.look()
         self.numbers.look()
         if self.copies:
@@ -213,18 +220,31 @@ class StateWatch:
         """What is copied at each step's end."""
         return self.copies.names
 
-    def moved_since(self, step: int) -> list[StateName]:
-        """What is not as it was at the end of `step`, the last one, and was not copied then."""
+    def moved_since(self, step: int) -> tuple[list[StateName], Lent, list[str]]:
+        """What is not as it was at the end of `step`, the last one, and was not copied then; and how to save it.
+
+        Lent: state that has been taken out of the optimizer, and can still be saved as it was. Last: further reasons.
+        """
         if self._ended is None:
-            return []
-        found = [*self._witness.moved(self._ended), *self._witness.replaced()]
+            return [], {}, []
+        moved = self._witness.moved(self._ended)
+        parameters = self._view.all_names().parameters
+        nested = len(self._optimizers) > len(zero.parts_of(self._view.optimizer))
+        lent = {} if nested else taken_out(self._witness, moved, parameters)
+        lost, empty = gone_for_good(self._witness, lent, parameters), emptied(self._witness, moved)
         copied = self.copies.at(step)
 
         def is_copied(name: StateName) -> bool:
             live = self._witness.live(name)
             return name in copied and (live is None or live.nbytes == copied[name].nbytes)
 
-        return [name for name in dict.fromkeys(found) if not is_copied(name)]
+        found = dict.fromkeys([*moved, *self._witness.replaced()])
+        reasons = self._counts.reasons()
+        if lost:
+            reasons.append(f"the {some(lost)} was taken out after the end of step {step}, and is not saved")
+        if empty:
+            reasons.append(f"the {some(empty)} was emptied after the end of step {step}; a resume begins it anew")
+        return [name for name in found if name not in empty and not is_copied(name)], lent, reasons
 
     def cut_off(self) -> list[str]:
         """Why a step that was cut off between its update and its end may lack something."""
@@ -242,13 +262,13 @@ class StateWatch:
             reasons.append(f"the {some(partly)} changed after optimizer.step(), perhaps not for the last time")
         if self._groups_late and not self.has_scheduler:
             reasons.append("the loop changes hyperparameters after optimizer.step(), perhaps not yet in this step")
-        return reasons
+        return [*reasons, *self._counts.cut_off()]
 
     # ------------------------------------------------------------------ inside
 
-    def _entries(self) -> int:
-        """How many parameters have a state; of an optimizer that comes to be nested later it knows after a look."""
-        return sum([len(one.state) for one in self._optimizers])
+    @property
+    def _looks_closely(self) -> bool:
+        return self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
 
     def _note(self, moved: list[StateName]) -> None:
         """These have moved between the end of a step and the next update."""

@@ -48,6 +48,10 @@ class Slot(NamedTuple):
     table: Mapping[Any, Any] | None = None
     key: Any = None
 
+    def is_direct(self, name: StateName) -> bool:
+        """Whether it stands in the state of a parameter itself, in no list or dict there."""
+        return self.table is not None and str(self.key) == name.key
+
 
 class _Form(NamedTuple):
     """Where tensors lay, which of them have words that are looked at, and what is theirs in each round's."""
@@ -188,6 +192,24 @@ class Witness:
             and (name.kind != "optim" if name not in self._slots else self._is_other(name, slot.tensor))
             and (name.kind != "optim" or slot.table is not None)
         ]
+
+    def gone(self) -> list[StateName]:
+        """Names of those that were there at the last look, and in whose place nothing stands now.
+
+        What lies in lists and dicts of an optimizer's state is its update's to take out.
+        """
+        now = self._every()
+        return [
+            name
+            for name, slot in self._slots.items()
+            if (name not in now or not _can_be_read(now[name].tensor))
+            and (name.kind != "buffer" or self.live(name) is None)
+            and (name.kind != "optim" or slot.is_direct(name))
+        ]
+
+    def slot(self, name: StateName) -> Slot:
+        """Where this one was as of the last look."""
+        return self._slots[name]
 
     # ------------------------------------------------------------------ inside
 

@@ -7,7 +7,7 @@ their memory is handed to the writer as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _COMPILED = "_orig_mod."
+_NOTHING: Mapping[Any, Any] = {}
 
 AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
 """torch's own optimizers that let weights differ from rank to rank although the model is DDP's."""
@@ -263,7 +264,12 @@ class UnitView:
         self._group_trees(names, None, taken)
         return [*(f"{error.reason} cannot be stored" for error in names.refused.values()), *taken.reasons]
 
-    def state(self, groups: list[dict[str, Any]] | None = None, stage: Stage | None = None) -> UnitState:
+    def state(
+        self,
+        groups: list[dict[str, Any]] | None = None,
+        stage: Stage | None = None,
+        lent: Mapping[Any, dict[Any, Any] | None] = _NOTHING,
+    ) -> UnitState:
         """Everything of the unit, to be written by `lastwords.checkpoint.part.write_part`.
 
         groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them; groups that have been
@@ -292,7 +298,7 @@ class UnitView:
             stored = unit_tensor_name(self.unit, "buffer", name)
             add(self.spec_of(stored, name, buffer), buffer, f"buffer {name!r}")
         taken_apart = OptimizerTrees(self.unit)
-        optimizer_state, optimizer_own = self._optimizer_state(names, taken_apart)
+        optimizer_state, optimizer_own = self._optimizer_state(names, taken_apart, lent)
         group_trees = self._group_trees(names, groups, taken_apart)
         for item in taken_apart.tensors:
             add(spec_of(item.name, item.tensor, item.box), item.tensor, item.path)
@@ -318,12 +324,14 @@ class UnitView:
             meta["holders"] = list(self.holders)
         return UnitState(tensors=tensors, meta=meta)
 
-    def _optimizer_state(self, names: Names, taken: OptimizerTrees) -> tuple[dict[str, Tree], list[list[Any]]]:
+    def _optimizer_state(
+        self, names: Names, taken: OptimizerTrees, lent: Mapping[Any, dict[Any, Any] | None] = _NOTHING
+    ) -> tuple[dict[str, Tree], list[list[Any]]]:
         """Trees by parameter; and what is not of the usual form, as [parameter or None, key or None, tree]."""
         name_of = {id(parameter): name for name, parameter in names.parameters.items()}
         trees: dict[str, Tree] = {}
         own: list[list[Any]] = []
-        for key, value in list(self.stateful.state.items()):
+        for key, value in _with_lent(self.stateful.state, lent):
             parameter = key if isinstance(key, torch.Tensor) else None
             name = f"~{key}" if parameter is None else name_of.get(id(key))
             if name is None:
@@ -361,6 +369,17 @@ class UnitView:
             first = next(iter(self.optimizer.param_groups[g]["params"]), None)
             trees.append(taken.dict_tree(stored[g], f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
         return trees
+
+
+def _with_lent(
+    state: Mapping[Any, Any], lent: Mapping[Any, dict[Any, Any] | None]
+) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    every = {**dict.fromkeys(state), **dict.fromkeys(lent)} if lent else state
+    for key in [*every]:
+        missing = lent.get(key, {})
+        if missing is not None:
+            value = state.get(key, {})
+            yield key, {**value, **missing} if missing else value
 
 
 def _with_groups(every: Names, count: int) -> Names:

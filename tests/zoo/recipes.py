@@ -11,6 +11,7 @@ from tests.zoo import (
     recipes_random,
     recipes_schedules,
     recipes_sharded,
+    recipes_state,
     recipes_wild,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "recipes_random",
     "recipes_schedules",
     "recipes_sharded",
+    "recipes_state",
     "recipes_wild",
 ]

@@ -33,6 +33,7 @@ SILENT = [
     more("own generators", "nprng_global", "fwd"),
     ("optimizers' own state", "lookahead", "fwd"),
     more("optimizers' own state", "opt_attr", "bwd"),
+    ("state that is taken out", "offload_state", "fwd"),
 ]
 
 

@@ -92,6 +92,13 @@ def optimizers_own_state_lost() -> None:
     importlib.import_module("lastwords.optim_wrapper.hidden_state").HiddenState.look = nothing
 
 
+def state_out_unseen() -> None:
+    """Nobody asks what is missing in the optimizer's state."""
+    watch = importlib.import_module("lastwords.optim_wrapper.capture.state_watch")
+    watch.taken_out = lambda *_: {}
+    watch.gone_for_good = watch.emptied = nothing
+
+
 MECHANISMS: dict[str, Callable[[], None]] = {
     "witness": unseen,
     "sampled words": unsampled,
@@ -102,6 +109,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "what others saw move late": others_unasked,
     "own generators": own_streams_unseen,
     "optimizers' own state": optimizers_own_state_lost,
+    "state that is taken out": state_out_unseen,
 }
 
 

@@ -1,0 +1,112 @@
+"""State that the loop takes out of the optimizer between two updates, to save memory, and puts back for the next.
+
+If a rank dies in between, the optimizer's state is not all there. What was taken out after the end of a step is known
+to the witness, and is saved as if it were in its place, as long as nobody has written to it. What is out when a step
+ends cannot be told from what the loop has thrown away; it is named until the next update, and from then on if it has
+come back by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from lastwords.optim_wrapper.capture.witness import StateName, Witness
+from lastwords.sharding.dtensor import local_of
+
+Lent = dict[Any, dict[Any, Any] | None]
+"""Parameter -> what its state lacks; None: it is not worth saving."""
+
+_OUT = "the loop takes optimizer state out after optimizer.step() and puts it back for the next one"
+
+
+class StateCounts:
+    """How much state the optimizers have at the moments of a step: a microsecond for each 50 parameters.
+
+    optimizers: those that have a state of their own, also while it changes. Training thread, except `cut_off`.
+    """
+
+    def __init__(self, optimizers: Callable[[], Collection[Optimizer]]) -> None:
+        self._optimizers = optimizers
+        self._updated: int | None = None
+        self._out = False
+        """There was less at the last step's end than after its update."""
+        self._ended = 0
+        self._comes_back = False
+
+    def now(self) -> int:
+        """Number of entries of all parameters together."""
+        return sum([_entries(one.state) for one in self._optimizers()])
+
+    def before_update(self) -> None:
+        """The optimizer is about to read its state."""
+        if self._out:
+            self._comes_back |= self.now() > self._ended
+            self._out = False
+
+    def updated(self, entries: int | None) -> None:
+        """The optimizer has written it. None: not looked at in this step."""
+        self._updated = entries
+
+    def ended(self, entries: int) -> None:
+        """The step is over."""
+        self._out = self._updated is not None and entries < self._updated
+        self._ended, self._updated = entries, None
+
+    def reasons(self) -> list[str]:
+        """Why what is saved of the last step's end may lack state, or have some that was not there then."""
+        if self._comes_back:
+            return [f"{_OUT}, so it is not in what is saved of a step's end"]
+        if self._out:
+            return ["optimizer state was taken out between optimizer.step() and the end of the step"]
+        if self.now() > self._ended:
+            return ["optimizer state was put in after the end of the step"]
+        return []
+
+    def cut_off(self) -> list[str]:
+        """Why what is saved of a step that has come to its update, and not to its end, may lack state."""
+        known = self._updated if self._updated is not None else self._ended
+        if self.now() < known:
+            return ["optimizer state was taken out after optimizer.step()"]
+        return [f"{_OUT}, perhaps not yet in this step"] if self._comes_back else []
+
+
+def gone_for_good(witness: Witness, lent: Lent, parameters: Mapping[str, torch.Tensor]) -> list[StateName]:
+    """Names of what was there at the last step's end and is not now, beside what is `lent`."""
+    known = {name: lent.get(parameters.get(name.name), {}) for name in witness.gone()}
+    return [name for name, values in known.items() if values is not None and witness.slot(name).key not in values]
+
+
+def taken_out(witness: Witness, moved: Collection[StateName], parameters: Mapping[str, torch.Tensor]) -> Lent:
+    """State of each parameter that is not in the optimizer any more, as it was at the last step's end.
+
+    moved: names of the tensors that are not what they were then. parameters: all, by name. Writer's thread.
+    """
+    lent: Lent = {}
+    for name in witness.gone():
+        parameter = parameters.get(name.name)
+        if name.kind == "optim" and parameter is not None and name not in moved:
+            slot = witness.slot(name)
+            lent[parameter] = {**(slot.table or {}), **(lent.get(parameter) or {}), slot.key: slot.tensor}
+    without = [parameters[name.name] for name in emptied(witness, moved) if name.name in parameters]
+    return lent | dict.fromkeys(without, None)
+
+
+def emptied(witness: Witness, moved: Collection[StateName]) -> list[StateName]:
+    """Which of these are optimizer state that has no memory any more."""
+    found = {name: tensor for name in moved if name.kind == "optim" and (tensor := witness.get(name)) is not None}
+    return [name for name, tensor in found.items() if _is_empty(tensor)]
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or local_of(tensor).untyped_storage().nbytes() == 0
+
+
+def _entries(state: Mapping[Any, Any]) -> int:
+    try:
+        return sum(map(len, state.values()))
+    except TypeError:  # there are values without a length
+        return sum(len(one) if isinstance(one, dict) else 1 for one in state.values())

@@ -1,0 +1,137 @@
+"""Optimizer state that the loop takes out between two updates is saved as it was, or named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+from tests.optim_wrapper.test_state_watch import Job
+
+
+def bias_of(job: Job) -> dict[str, Any]:
+    return job.optimizer.state[job.net.trained.bias]  # type: ignore[no-any-return]
+
+
+OUT: dict[str, Callable[[Job], Any]] = {
+    "all state of a parameter": lambda job: job.optimizer.state.pop(job.net.trained.bias),
+    "one key": lambda job: bias_of(job).pop("exp_avg"),
+    "None in its place": lambda job: bias_of(job).update(exp_avg=None),
+    "all there is": lambda job: job.optimizer.state.clear(),
+}
+
+
+@pytest.mark.parametrize("case", OUT)
+def test_state_that_was_taken_out_after_the_step_s_end_is_saved_as_it_was(tmp_path: Path, case: str) -> None:
+    job = Job(tmp_path)
+    job.run(3)
+    before, reasons = job.save()
+    assert reasons == []
+    trees = state_of(job)
+    OUT[case](job)
+    assert job.save() == (before, [])
+    assert state_of(job) == trees
+
+
+def state_of(job: Job) -> dict[str, dict[str, Any]]:
+    state = job.source.unit_state(UNIT_REPLICATED, job.step, Stand(Phase.COMPUTING, job.step))
+    return {name: dict(tree["dict"]) for name, tree in state.meta["optimizer_state"].items()}
+
+
+@pytest.mark.parametrize("case", OUT)
+def test_what_was_written_to_since_or_is_gone_is_named(tmp_path: Path, case: str) -> None:
+    job = Job(tmp_path)
+    job.run(3)
+    moment = bias_of(job)["exp_avg"]
+    OUT[case](job)
+    moment.mul_(2)
+    reasons = job.save()[1]
+    assert any("optimizer state of 'trained.bias' (exp_avg)" in reason for reason in reasons), reasons
+
+
+EMPTIED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "other data": lambda one: setattr(one, "data", torch.empty(0)),
+    "memory given back": lambda one: one.untyped_storage().resize_(0),
+}
+
+
+@pytest.mark.parametrize("case", EMPTIED)
+def test_moments_without_memory_are_named_and_a_resume_begins_with_none(tmp_path: Path, case: str) -> None:
+    job = Job(tmp_path)
+    job.run(3)
+    EMPTIED[case](bias_of(job)["exp_avg"])
+    saved, reasons = job.save()
+    assert "optim/trained.weight/exp_avg" in saved
+    assert not any(name.startswith("optim/trained.bias") for name in saved)
+    assert any("(exp_avg) was emptied after the end of step 3" in reason for reason in reasons)
+    state = job.source.unit_state(UNIT_REPLICATED, 3, Stand(Phase.COMPUTING, 3))
+    (tmp_path / "again").mkdir()
+    again = Job(tmp_path / "again")
+    plan = RestorePlan(UnitView(again.net, again.optimizer), [spec for spec, _ in state.tensors], state.meta)
+    plan.commit()
+    again.run(1)
+
+
+def test_state_that_is_out_when_the_step_ends_is_named_until_it_is_known_not_to_come_back(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    out: list[Any] = []
+    job.run(2, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
+    assert any("taken out between optimizer.step() and the end" in reason for reason in job.save()[1])
+    job.run(1)
+    assert job.save()[1] == [], "it was thrown away, as when a loop begins its moments anew"
+
+
+def test_state_that_comes_back_for_each_update_is_named_from_then_on(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    out: list[Any] = []
+    job.between = lambda net: job.optimizer.state.update({net.trained.bias: out.pop()}) if out else None
+    for _ in range(3):
+        job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
+        assert any("taken out" in reason or "takes optimizer state out" in reason for reason in job.save()[1])
+    job.run(1)
+    assert any("puts it back" in reason for reason in job.save()[1])
+
+
+def test_state_that_is_put_in_between_two_steps_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(3)
+    bias_of(job)["extra"] = torch.ones(8)
+    assert any("was put in after the end" in reason for reason in job.save()[1])
+
+
+def test_state_that_is_taken_out_after_the_update_is_named_where_the_step_is_cut_off(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(3)
+    job.compute()
+    job.recorder.watch.before_update()
+    job.optimizer.step()
+    job.recorder.watch.updated()
+    assert job.save(Phase.UPDATED, 4)[1] == []
+    job.optimizer.state.pop(job.net.trained.bias)
+    assert any("taken out after optimizer.step()" in reason for reason in job.save(Phase.UPDATED, 4)[1])
+
+
+def test_a_key_that_comes_in_a_later_step_is_watched_from_then_on(tmp_path: Path) -> None:
+    """Step 5 is none of those at whose end everything is looked at."""
+    job = Job(tmp_path)
+    job.run(4)
+    job.run(1, after=lambda net: bias_of(job).update(extra=torch.ones(8)))
+    before, _ = job.save()
+    job.between = lambda net: bias_of(job)["extra"].mul_(2)
+    job.compute()
+    assert any("'trained.bias' (extra) changed" in reason for reason in job.save()[1])
+    job.recorder.watch.before_update()
+    job.optimizer.step()
+    job.recorder.watch.updated()
+    job.step += 1
+    job.recorder.committed(job.step, None)
+    kept, _ = job.save()
+    assert kept["optim/trained.bias/extra"] != before["optim/trained.bias/extra"]
+    job.compute()
+    assert job.save() == (kept, [])
