@@ -76,7 +76,7 @@ def be_rank(kind: str, steps: int, directory: str) -> None:
             step_end(1, step)
     figures = {"private_mib": private_mib(), "box_mib": 0.0, "controller_mib": 0.0}
     if tft is not None:
-        box = tft._protection.box_path(0)
+        box = tft._run.protection.box_path(0)
         figures["box_mib"] = box.stat().st_blocks * 512 / (1 << 20)
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for pid in children:

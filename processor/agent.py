@@ -175,8 +175,8 @@ class Agent:
             self._core.mark_corrupt()
             self._settle_calls()
 
-    def end_step(self, commit: Callable[[int], None]) -> None:
-        """The step is over; `commit(step)`, which captures what may move on, runs before it counts as ended.
+    def end_step(self, commit: Callable[[int], None]) -> int:
+        """The step is over; `commit(step)` captures what may move on before it counts as ended. Returns its number.
 
         Parks during an incident: a rank that has settled neither captures nor counts any more."""
         core = self._core
@@ -189,7 +189,7 @@ class Agent:
                 core.try_end_step()  # says SKIPPED where there was no update, and parks
                 self._settle_calls()
             self._park(lambda: core.may_end_step)
-        commit(core.ended_step + 1)
+        commit(step := core.ended_step + 1)
         with self._lock:
             ended = core.try_end_step()
             self._after_mark()
@@ -197,6 +197,7 @@ class Agent:
             self._park(core.try_end_step)
         elif core.frozen:
             self._park(lambda: not core.frozen)
+        return step
 
     def between_steps(self, look: Callable[[], bool]) -> None:
         """In COMPUTING: `look()`, which says True, while this rank is not frozen, so that no writer reads meanwhile."""

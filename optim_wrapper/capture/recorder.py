@@ -222,7 +222,8 @@ class StepRecorder:
             self.not_exact((f"what changes outside of optimizer.step() could not be kept: {error}",))
 
     def close(self) -> None:
-        """Take the hook off the model again."""
+        """Take the hook off the model again, and keep nothing of the loop's alive."""
+        self.rng.own.let_go()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

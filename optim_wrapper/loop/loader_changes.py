@@ -146,6 +146,10 @@ class Counters:
         self._before: dict[str, int] = {}
         self._firsts: dict[str, int] = {}
 
+    def let_go(self) -> None:
+        """The loop is over: the loader is no business of this object any more."""
+        self._loader = None
+
     def tell(self, set_epoch: Callable[[], None]) -> None:
         """Let the sampler know its epoch: what that sets needs no setting back."""
         before = _values(self._loader)

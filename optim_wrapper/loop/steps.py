@@ -203,6 +203,7 @@ class Steps:
         finally:
             # Left to the garbage collector in a cycle, persistent workers take five seconds each to end.
             self._loader = None
+            self._counters.let_go()
 
     def _all(self) -> Generator[tuple[int, int, Any], None, None]:
         resume = self._resume

@@ -103,6 +103,12 @@ class OwnStreams:
         self._unsaved: list[str] = []
         self._at_limit = False
 
+    def let_go(self) -> None:
+        """The run is over: keep nothing of the user's alive."""
+        self._roots, self._searches, self._box = {}, False, None
+        for places in (self._own, self._passing, self._takes):
+            places.clear()
+
     @classmethod
     def none(cls) -> OwnStreams:
         """No generators, also where there are some."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from lastwords.clock import Clock, mono_s
 from lastwords.errors import ConfigError, GateFailedError, LastWordsError
 from lastwords.optim_wrapper.launch.world import World
-from lastwords.processor.agent import Agent
 from lastwords.processor.saver import Position
 
 _log = logging.getLogger(__name__)
@@ -179,36 +177,3 @@ def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-class GatedStep:
-    """Takes this rank through the gate of each step. Training thread only.
-
-    tentative: takes the tentative copy. No peer updates before this rank has entered the gate, so right before that is
-    the latest moment for it. position: see `Gate.enter`.
-    """
-
-    def __init__(
-        self, gate: Gate, agent: Agent, tentative: Callable[[], None], position: Callable[[], Position | None]
-    ) -> None:
-        self._gate = gate
-        self._agent = agent
-        self._tentative = tentative
-        self._position = position
-
-    def before_update(self) -> None:
-        """The gradients are final: READY, and through the gate. May park; the update has not been entered yet."""
-        self._tentative()
-        self._agent.ready()
-        self._pass()
-
-    def without_update(self) -> None:
-        """The step ends without an update on this rank; the others wait for it at the gate all the same."""
-        self._tentative()
-        self._agent.skip_update()
-        self._pass()
-
-    def _pass(self) -> None:
-        agent, gate = self._agent, self._gate
-        gate.enter(agent.stand.step, self._position())
-        agent.pass_gate(gate)

@@ -6,43 +6,29 @@ import contextlib
 import logging
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
-from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.ddp import ddp_buckets
-from lastwords.optim_wrapper.launch import forks, switch
+from lastwords.optim_wrapper.launch import switch
 from lastwords.optim_wrapper.launch.config import Config, DataMode
 from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count, tells_the_others
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.loader_changes import onward
 from lastwords.optim_wrapper.loop.steps import Steps
 from lastwords.optim_wrapper.resume.facts import run_facts
-from lastwords.optim_wrapper.resume.resume import Resumed, resume_from
+from lastwords.optim_wrapper.resume.resume import resume_from
 from lastwords.optim_wrapper.resume.resume_point import ResumePoint
 from lastwords.optim_wrapper.state.global_names import Naming
-from lastwords.optim_wrapper.trainer.common_step import CommonStep
-from lastwords.optim_wrapper.trainer.hold import ExceptHook, exit_code_of, is_collective_error, one_line
-from lastwords.optim_wrapper.trainer.job_shape import (
-    CopyMode,
-    GateMode,
-    Options,
-    declared_units,
-    settings_of,
-    wrappers_of,
-)
-from lastwords.optim_wrapper.trainer.protection import Protection
-from lastwords.optim_wrapper.trainer.training_hooks import LoopEvents, resume_at
+from lastwords.optim_wrapper.trainer.hold import exit_code_of
+from lastwords.optim_wrapper.trainer.job_shape import CopyMode, GateMode, Options, declared_units, wrappers_of
+from lastwords.optim_wrapper.trainer.run import ProtectedRun, Run
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.saver import Position
 from lastwords.sharding.declare import Unit
-from lastwords.vocabulary import Phase
 
 _log = logging.getLogger(__name__)
 
@@ -105,16 +91,8 @@ class TFTRegister:
         self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names, copies=copies)
         watched = self._recorder.view.trained if self._enabled else None
         self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched)
-        self._facts: dict[str, Any] = {}
-        self._protection: Protection | None = None
-        self._excepthook = ExceptHook(self._hold)
-        self._world: World | None = None
-        self._resumed: Resumed | None = None
-        self._steps: Steps | None = None
-        self._common: CommonStep | None = None
-        self._begun = False
-        self._global_step = 0
-        self._position: Position | None = None
+        self._entered = False
+        self._run: Run | None = None
         self._resumes = 0
 
     # ------------------------------------------------------------------ life
@@ -129,44 +107,30 @@ class TFTRegister:
         For scripts without `with`: call `stop()` after the loop. Raises ConfigError, StorageError or UnavailableError
         with what to do about it; nothing is left running then.
         """
-        if self._world is not None:
+        if self._entered:
             raise ConfigError("this TFTRegister has been entered already; make a new one for another run")
-        self._world = world = World()
-        self._facts = run_facts(self._model, self._recorder.view.optimizer, world.backend)
+        world, recorder, buckets = World(), self._recorder, self._buckets
+        self._entered = True
+        facts = run_facts(self._model, recorder.view.optimizer, world.backend)
         if not self._enabled:
             _log.info("MS_ENABLE_TFT switches TTP off: this run is not protected")
+            self._run = Run(world, recorder, buckets, facts)
             return
-        common = self._common = CommonStep(
-            world, self._recorder, self._optimizers, self._declared, self._options, self._config
+        self._run = ProtectedRun(
+            world,
+            recorder,
+            buckets,
+            facts,
+            config=self._config,
+            options=self._options,
+            optimizers=self._optimizers,
+            declared=self._declared,
         )
-        protection = Protection(self._config, world, self._make_source, common.units.names)
-        settings = settings_of(self._config, self._options, len(self._optimizers), world.size)
-        protection.start(settings, common.checkpoint_bytes)
-        self._protection = protection
-        try:
-            self._recorder.open_box(protection.use_box, at_gate=common.gate is not None)
-            self._recorder.not_exact(self._buckets.share(world.store, next_prefix()))
-            self._recorder.begin(0, self._position)
-            common.attach(protection, self._ensure_loop)
-        except BaseException:
-            self._close()
-            raise
-        self._excepthook.install()
-        forks.watch(self)
 
     def stop(self) -> None:
         """The loop is over on this rank: wait until it is over on all of them, then end the protection."""
-        protection = self._protection
-        if protection is None or protection.closed:
-            return
-        try:
-            if self._common is not None and protection.stand.phase is Phase.UPDATING:
-                self._common.before_step_end()
-            if protection.stand.phase in (Phase.UPDATED, Phase.SKIPPED):
-                self._end_step(self._recorder.position_under_way)
-            protection.agent.left()
-        finally:
-            self._close()
+        if self._run is not None:
+            self._run.stop()
 
     def __exit__(
         self,
@@ -175,45 +139,17 @@ class TFTRegister:
         traceback: types.TracebackType | None,
     ) -> Literal[False]:
         clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
-        leaving = self._protection is not None and self._protection.leaving
-        if error is not None and (leaving or not clean):
-            self._hold(error)
+        run = self._started("__exit__")
+        if error is not None and (run.leaving or not clean):
+            run.hold(error)
         else:
-            self.stop()
+            run.stop()
         return False
 
-    def _hold(self, error: BaseException) -> None:
-        """An exception leaves the loop: wait until the incident is over, then let the right one through.
-
-        Raises SystemExit where it is only the echo of another rank's end; returns where it is this rank's own.
-        """
-        protection = self._protection
-        if protection is None or protection.closed:
-            return
-        own = protection.alone or not is_collective_error(error)
-        protection.raised(one_line(error), not own)
-        self._close()
-        if not isinstance(error, SystemExit) or not protection.leaving_by(error):
-            protection.depart(own, error)
-
-    def _close(self) -> None:
-        self._detach()
-        if self._protection is not None:
-            self._protection.close()
-
-    def _detach(self) -> None:
-        self._excepthook.uninstall()
-        for wrapper in self._optimizers:
-            wrapper.detach()
-        self._recorder.close()
-        self._buckets.close()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child, which is not protected and answers for nobody; see `forks`."""
-        self._detach()
-        self._recorder.forget_box()
-        forks.inherited(self._protection)
-        self._protection = None
+    def _started(self, method: str) -> Run:
+        if self._run is None:
+            raise ConfigError(f"{method}() has to be called inside `with tft:` (or after tft.start())")
+        return self._run
 
     # ------------------------------------------------------------------ resume
 
@@ -235,7 +171,7 @@ class TFTRegister:
 
         Unlike TORCHELASTIC_RESTART_COUNT, which each node counts for itself. Known once started.
         """
-        return restart_count() > 0 if self._protection is None else self._protection.agreement.restarted
+        return restart_count() > 0 if self._run is None else self._run.restarted
 
     def resume(self, missing_ok: bool | None = None) -> ResumePoint | None:
         """Go on from the newest complete checkpoint below ckpt_save_path; call it before the loop, on all ranks.
@@ -247,34 +183,31 @@ class TFTRegister:
         size or parallel layout has saved is put together anew while it is read; that is never `exact`.
         Raises MismatchError if it is of another model or optimizer, FormatError if it is damaged: do not train then.
         """
-        if self._world is None:
-            raise ConfigError("resume() has to be called inside `with tft:` (or after tft.start())")
-        if self._begun or self._global_step:
+        run = self._started("resume")
+        if run.begun or run.resumed is not None:
             raise ConfigError("resume() has to be called before the training loop begins")
-        agreed = self._protection.agreement if self._protection else None
         if not self._enabled:
-            self._recorder.agree_units(self._world, next_prefix(), self._declared)
+            self._recorder.agree_units(run.world, next_prefix(), self._declared)
         self._resumes += 1
         resumed = resume_from(
             self._config.roots,
-            self._world,
+            run.world,
             self._recorder,
-            self._facts,
-            key=f"{agreed.prefix if agreed else next_prefix()}/resume/{self._resumes}",
-            agreed=agreed,
+            run.facts,
+            key=f"{run.agreement.prefix if run.agreement else next_prefix()}/resume/{self._resumes}",
+            agreed=run.agreement,
             missing_ok=self.restarted if missing_ok is None else missing_ok,
             named=bool(self._config.job),
         )
         if resumed is None:
             return None
-        self._resumed, self._global_step, self._position = resumed, resumed.global_step, resumed.position
-        self._recorder.begin(resumed.global_step, self._position, step_regions=resumed.regions)
-        self._recorder.not_exact(resumed.reasons)
+        run.resume_after(resumed)
         reasons, (epoch, step) = tuple(map(str, resumed.reasons)), resumed.position or (None, None)
-        point = ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path), resumed.groups)
-        if self._world.rank == 0:
-            own_loop.look_at_first_forward(self._model, self._recorder.rng, self._global_step, lambda: not self._steps)
-        return point
+        if run.world.rank == 0:
+            own_loop.look_at_first_forward(
+                self._model, self._recorder.rng, resumed.global_step, lambda: run.steps is None
+            )
+        return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path), resumed.groups)
 
     def restore_streams(self) -> None:
         """In a resumed loop of one's own: put the random streams back to where `resume()` found them.
@@ -284,10 +217,11 @@ class TFTRegister:
         without this rank's streams, and `ResumePoint.reasons` has said so. ConfigError in `steps()`, which does it by
         itself, and once a step has ended.
         """
-        if self._world is None or self._steps is not None or self._begun:
+        run = self._run
+        if run is None or run.steps is not None or run.begun:
             raise ConfigError("restore_streams() is for loops of one's own, between resume() and their first step")
-        if self._resumed is not None and self._resumed.regions:
-            regions = own_loop.without_the_loaders(self._resumed.regions)
+        if run.resumed is not None and run.resumed.regions:
+            regions = own_loop.without_the_loaders(run.resumed.regions)
             self._recorder.not_exact(self._recorder.rng.restore(regions))
 
     # ------------------------------------------------------------------ the loop
@@ -299,51 +233,30 @@ class TFTRegister:
         for; `ends_step` tells whether the batch in hand is its last. All ranks must have the same number of steps;
         ConfigError otherwise, and at once for what cannot work. Calls `set_epoch(epoch - 1)` where the sampler has it.
         """
-        if self._world is None:
-            raise ConfigError("steps() has to be called inside `with tft:` (or after tft.start())")
-        if self._begun or self._steps is not None:
+        run = self._started("steps")
+        if run.begun or run.steps is not None:
             raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
-        resumed = self._resumed
-        here = onward(resumed, loader, accumulate, self._world.size)
-        self._steps = Steps(
+        here = onward(run.resumed, loader, accumulate, run.world.size)
+        resumed_regions = run.resumed is not None and bool(run.resumed.regions)
+        run.steps = steps = Steps(
             loader,
             epochs,
             accumulate=accumulate,
-            events=LoopEvents(self._recorder, self._end_step, self._protection),
-            resume=None if resumed is None else resume_at(resumed, self._recorder),
+            events=run,
+            resume=run.resume_at,
             data=self._config.data,
-            show_progress=self._world.rank == 0,
+            show_progress=run.world.rank == 0,
             onward=here,
-            placed=resumed is not None and bool(resumed.regions) and loader in self._recorder.local_extras,
+            placed=resumed_regions and loader in self._recorder.local_extras,
         )
-        self._facts["data"] = {**self._steps.facts(), "world_size": self._world.size}
-        return self._iterate(self._steps, loader, known_length=here.carried is None)
-
-    def _iterate(self, steps: Steps, loader: object, known_length: bool) -> Iterator[tuple[int, int, Any]]:
-        """The loop begins when its first batch is asked for: what is drawn until then belongs to no step."""
-        self._begun, resumed = True, self._resumed
-        self._recorder.not_exact([*steps.reasons, *self._buckets.reasons])
-        self._recorder.know(loader, steps.generators)
-        if self._protection is not None:
-            gated = self._common is not None and self._common.gate is not None
-            self._recorder.open_box(self._protection.use_box, at_gate=gated)
-        self._recorder.begin(
-            self._global_step,
-            self._position,
-            epoch_start=None if resumed is None else resumed.epoch_start,
-            step_regions=None if resumed is None else resumed.regions,
-            steps_per_epoch=steps.steps_per_epoch if known_length else 0,
-        )
-        if self._protection is not None and self._common is not None:
-            self._common.begin_loop()
-            shape = (steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)
-            self._protection.agent.begin_loop(*shape, self._global_step)
-        yield from steps
+        run.facts["data"] = {**steps.facts(), "world_size": run.world.size}
+        return _iterate(run, steps, loader, known_length=here.carried is None)
 
     @property
     def ends_step(self) -> bool:
         """True if the batch in hand is the last one of its step: the one after which the optimizer updates."""
-        return self._steps is None or self._steps.ends_step
+        steps = None if self._run is None else self._run.steps
+        return steps is None or steps.ends_step
 
     def step_end(self, epoch: int | None = None, step: int | None = None) -> None:
         """The step is over, whether or not the optimizer updated in it; what follows (a log) changes nothing of it.
@@ -353,18 +266,13 @@ class TFTRegister:
         next batch is asked for, it ends the step now; ConfigError before its last batch, and the second time.
         """
         position = own_loop.named(epoch, step)
-        if self._steps is not None:
+        run = self._started("step_end")
+        if run.steps is not None:
             self._recorder.ends_early = True
-            return self._steps.end_early(position)
-        if self._world is None:
-            raise ConfigError("step_end() has to be called inside `with tft:` (or after tft.start())")
-        if not self._begun:
-            self._ensure_loop()
-        if self._protection is None:
-            self._global_step += 1
-            return
+            return run.steps.end_early(position)
+        run.ensure_begun()
         self._recorder.names_steps = position is not None
-        self._end_step(position)
+        run.end_step(position)
 
     @contextlib.contextmanager
     def step(self, epoch: int | None = None, step: int | None = None) -> Iterator[None]:
@@ -373,37 +281,8 @@ class TFTRegister:
         if self.ends_step:
             self.step_end(epoch, step)
 
-    def _ensure_loop(self) -> None:
-        """A loop of the user's own begins with its first optimizer step or step_end."""
-        if not self._begun:
-            self._begun = True
-            regions = {} if self._resumed is None else self._resumed.regions
-            self._recorder.not_exact(own_loop.left_to_the_loop(regions, self._recorder.rng.own))
-            if self._protection is not None and self._common is not None:
-                self._common.begin_loop()
-                self._protection.agent.begin_loop(0, 0, self._global_step)
 
-    def _end_step(self, position: Position | None) -> None:
-        self._global_step += 1
-        common = self._common
-        if self._protection is None or common is None:
-            return
-        common.before_step_end()
-
-        def commit(step: int) -> None:
-            self._recorder.committed(step, position)
-            self._recorder.not_exact(self._buckets.step_ended(step))
-
-        self._protection.agent.end_step(commit)
-        common.after_step_end(self._global_step)
-
-    def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
-        # Where ranks hold different units their buckets may differ too: each unit has its own writer's.
-        buckets = None if self._recorder.units.pure else self._buckets.record
-        copy = HostCopy() if self._options.copies_all else None
-        return self._recorder.make_source(box_path, self._manifest_facts, buckets, copy)
-
-    def _manifest_facts(self, step: int) -> dict[str, Any]:
-        if not self._recorder.units.pure:
-            return dict(self._facts)
-        return {**self._facts, "buckets": self._buckets.record(step)}
+def _iterate(run: Run, steps: Steps, loader: object, *, known_length: bool) -> Iterator[tuple[int, int, Any]]:
+    """The loop begins when its first batch is asked for: what is drawn until then belongs to no step."""
+    run.begin(steps, loader, known_length=known_length)
+    yield from steps

@@ -47,7 +47,7 @@ def apply(plan: Plan, rank: int) -> None:
 
 def is_frozen(tft: Any) -> bool:
     """Whether lastwords has frozen this rank."""
-    return bool(tft._protection is not None and tft._protection.agent.incident_open)
+    return bool(tft._run is not None and tft._run.protection.agent.incident_open)
 
 
 def watch_slots(faults: Faults) -> None:

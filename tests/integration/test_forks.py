@@ -47,7 +47,7 @@ def leaves_by_exit():
 def trains_on():
     for _ in range(3):
         train(torch.randn(4, 4))
-        tft._end_step(None)
+        tft._run.end_step(None)
 
 
 WAYS = {leaves_by_the_end: 0, leaves_by_an_exception: 1, leaves_by_exit: 7, trains_on: 0}
@@ -58,7 +58,7 @@ with tft:
     for epoch, step, batch in tft.steps(loader, epochs=1):
         train(batch)
         if step == 3:
-            box = tft._protection.box_path(0)
+            box = tft._run.protection.box_path(0)
             before = box.read_bytes()
             for way in WAYS:
                 pid = os.fork()

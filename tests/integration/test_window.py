@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.optim_wrapper.trainer.training_hooks import CUT_OFF
+from lastwords.optim_wrapper.trainer.protected_step import CUT_OFF
 from tests.integration.harness import Cluster
 from tests.integration.toy import Toy
 from tests.integration.window_training import STEPS

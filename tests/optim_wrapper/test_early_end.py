@@ -134,17 +134,19 @@ def test_the_block_of_a_step_ends_it_unless_an_exception_leaves_it(
     model = torch.nn.Linear(2, 2)
     optimizer = lastwords.OptTFTWrapper(torch.optim.SGD(model.parameters()))
     tft: Any = lastwords.TFTRegister(0, "127.0.0.1", 30051, tmp_path, model=model, optimizer=optimizer)
-    ended = []
-    monkeypatch.setattr(tft, "_end_step", ended.append)
+    ended: list[Any] = []
     with tft:
+        monkeypatch.setattr(tft._run, "end_step", ended.append)
         for _, _, batch in tft.steps([1, 2, 3], 1, accumulate=2):
             with tft.step():
                 assert ended == ([] if batch < 3 else [(1, 1)])
             assert ended == [[], [(1, 1)], [(1, 1), (1, 2)]][batch - 1]
     tft = lastwords.TFTRegister(0, "127.0.0.1", 30051, tmp_path, model=model, optimizer=optimizer)
+    ended.clear()
     with tft:
+        monkeypatch.setattr(tft._run, "end_step", ended.append)
         with tft.step(2, 1):
             pass
         with pytest.raises(ValueError), tft.step(2, 2):
             raise ValueError
-        assert tft._global_step == 1
+        assert ended == [(2, 1)]

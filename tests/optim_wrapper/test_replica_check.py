@@ -15,7 +15,7 @@ import lastwords
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.world import World
-from lastwords.optim_wrapper.trainer.common_step import CommonStep
+from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.job_shape import Options
 from lastwords.sharding.verify import Digests
 
@@ -49,20 +49,20 @@ class Job:
         wrapped = lastwords.OptTFTWrapper(torch.optim.SGD(self.model.parameters(), 0.1))
         recorder = StepRecorder(self.model, [wrapped], {}, {})
         config = Config.from_env(0, "127.0.0.1", 0, folder, environ={})
-        self.common = CommonStep(World(), recorder, [wrapped], (), Options(verify_every=1), config)
+        self.layout = AgreedLayout(World(), recorder, [wrapped], (), Options(verify_every=1), config)
         recorder.make_source(lambda rank: folder / "box", lambda step: {})
         recorder.open(folder / "box")
         recorder.begin(0, None)
-        self.recorder, table = recorder, self.common.units.table
-        self.common.units.table = replace(table, units=dict.fromkeys(table.units, (0, 1)))
+        self.recorder, table = recorder, self.layout.units.table
+        self.layout.units.table = replace(table, units=dict.fromkeys(table.units, (0, 1)))
 
     def begin(self, *other: str) -> list[str]:
         """What is told as the loop begins, rank 1 having other bytes of these."""
-        return self._told(self.common.begin_loop, other)
+        return self._told(lambda: self.layout.compare_at_start(lambda: None), other)
 
     def compare(self, *other: str) -> list[str]:
         """What is told at the end of a step."""
-        return self._told(lambda: self.common.after_step_end(1), other)
+        return self._told(lambda: self.layout.compare(1, lambda: None), other)
 
     def _told(self, compare: Callable[[], None], other: tuple[str, ...]) -> list[str]:
         def exchange(group: Any, mine: Digests) -> dict[int, Digests]:

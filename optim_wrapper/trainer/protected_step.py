@@ -1,0 +1,126 @@
+"""A protected step: all that lastwords does from the final gradients to the end of the step, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
+from lastwords.optim_wrapper.device_fence import device_fence
+from lastwords.optim_wrapper.several_optimizers import SeveralOptimizers
+from lastwords.optim_wrapper.trainer.gate import Gate
+from lastwords.optim_wrapper.trainer.protection import Protection
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper, StepHooks
+from lastwords.processor.saver import Position
+from lastwords.vocabulary import Phase
+
+CUT_OFF = "optimizer.step() was called again before the step had ended, so what was saved of it lacks that update"
+
+
+class ProtectedStep:
+    """The `StepHooks` of the optimizers, and the end of the step. Training thread only.
+
+    ensure_loop: called before the first update; a loop of the user's own begins with it. gate: where one is needed.
+    """
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        buckets: BucketOrder,
+        protection: Protection,
+        gate: Gate | None,
+        optimizers: Sequence[OptTFTWrapper],
+        ensure_loop: Callable[[], None],
+    ) -> None:
+        self._recorder = recorder
+        self._buckets = buckets
+        self._watch = recorder.watch
+        self._protection = protection
+        self._agent = protection.agent
+        self._gate = gate
+        self._ensure_loop: Callable[[], None] | None = ensure_loop
+        self._inner = [wrapper.inner for wrapper in optimizers]
+        self._fence = device_fence(self._inner)
+        # A ZeroRedundancyOptimizer hands its weights round after it has written its own.
+        self._marks_update = all(wrapper.writer is wrapper.inner for wrapper in optimizers)
+        self._several = SeveralOptimizers(self, len(optimizers)) if len(optimizers) > 1 else None
+        self.torn = protection.torn
+        for number, wrapper in enumerate(optimizers):
+            hooks: StepHooks = self if self._several is None else self._several.hooks(number)
+            wrapper.attach(hooks)
+
+    def begin_update(self) -> None:
+        """The gradients are final. May park."""
+        if self._ensure_loop is not None:
+            self._ensure_loop()
+            self._ensure_loop = None
+        if self._fence is not None:
+            self._fence()
+        self._watch.before_update()
+        try:
+            # Others may need these gradients: an impatient Ctrl-C must not throw them away at the gate.
+            self._protection.hold_signals()
+            if self._gate is None:
+                self._agent.begin_update()
+            else:
+                self._pass(self._gate, self._agent.ready)
+                self._agent.enter_update()
+        except BaseException as error:  # handed to the caller
+            self._update_refused(error)
+            raise
+
+    def leave_update(self) -> None:
+        """The optimizer has written everything."""
+        if self._fence is not None:
+            self._fence()
+        if self._marks_update:
+            self._watch.updated()
+        self._protection.leave_update()
+
+    def end(self, position: Position | None) -> int:
+        """The loop ends its step, with an update or without. Returns the number of the step. May park."""
+        self._end_update()
+        if self._gate is not None and self._agent.stand.phase is Phase.COMPUTING:
+            self._pass(self._gate, self._agent.skip_update)
+        self._recorder.updated = self._agent.stand.phase is Phase.UPDATED
+
+        def commit(step: int) -> None:
+            self._recorder.committed(step, position)
+            self._recorder.not_exact(self._buckets.step_ended(step))
+
+        return self._agent.end_step(commit)
+
+    def end_if_updated(self) -> None:
+        """The loop is over; its last step may be one whose end has not been told."""
+        if self._agent.stand.phase is Phase.UPDATING:
+            self._end_update()
+        if self._agent.stand.phase in (Phase.UPDATED, Phase.SKIPPED):
+            self.end(self._recorder.position_under_way)
+
+    # ------------------------------------------------------------------ inside
+
+    def _end_update(self) -> None:
+        if self._several is not None:
+            stepped = self._several.end_step()
+            self._recorder.gradients.in_turns(
+                [one for number, one in enumerate(self._inner) if number in stepped],
+                [one for number, one in enumerate(self._inner) if number not in stepped],
+            )
+
+    def _pass(self, gate: Gate, mark: Callable[[], None]) -> None:
+        """Through the gate, after `mark` has said with what.
+
+        No peer updates before this rank has entered it, so right before is the latest moment for the tentative copy.
+        """
+        self._recorder.tentative()
+        mark()
+        gate.enter(self._agent.stand.step, self._recorder.position_at_gate)
+        self._agent.pass_gate(gate)
+
+    def _update_refused(self, error: BaseException) -> None:
+        self._protection.release_signals()
+        if isinstance(error, ConfigError):
+            # The loop is wrong and ends here. What is saved of it lacks an update, or mixes steps, and says so.
+            cut_off = self._agent.stand.phase is Phase.UPDATED
+            self._recorder.not_exact((CUT_OFF if cut_off else f"the loop went wrong: {error}",))

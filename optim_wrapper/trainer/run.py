@@ -1,0 +1,283 @@
+"""A run that has started, on one rank: `Run` where TTP is switched off, `ProtectedRun` otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lastwords.optim_wrapper.capture.host_copy import HostCopy
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.capture.source import TrainerSource
+from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
+from lastwords.optim_wrapper.launch import forks
+from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.startup import Agreement
+from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count
+from lastwords.optim_wrapper.loop import own_loop
+from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.resume.resume import Resumed
+from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
+from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, one_line
+from lastwords.optim_wrapper.trainer.job_shape import Options, settings_of
+from lastwords.optim_wrapper.trainer.protected_step import ProtectedStep
+from lastwords.optim_wrapper.trainer.protection import Protection
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.box_reader import RegionCopy
+from lastwords.processor.saver import Position
+from lastwords.sharding.declare import Unit
+
+
+class Run:
+    """Where a run stands that nobody protects, and the `StepEvents` of its loop. Training thread only."""
+
+    def __init__(self, world: World, recorder: StepRecorder, buckets: BucketOrder, facts: dict[str, Any]) -> None:
+        self.world = world
+        self.recorder = recorder
+        self.buckets = buckets
+        self.facts = facts
+        """Of the saved run, what a resume compares with its own; JSON values."""
+        self.resumed: Resumed | None = None
+        """What it was resumed from."""
+        self.steps: Steps | None = None
+        """The loop, unless it is the user's own."""
+        self.begun = False
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """Which job this is, as all ranks have agreed."""
+        return None
+
+    @property
+    def restarted(self) -> bool:
+        """Whether a launcher starts this very job again."""
+        return restart_count() > 0
+
+    @property
+    def leaving(self) -> bool:
+        """Whether an incident ends this process."""
+        return False
+
+    @property
+    def start_step(self) -> int:
+        """The global step after which training goes on."""
+        return 0 if self.resumed is None else self.resumed.global_step
+
+    # ------------------------------------------------------------------ the loop begins
+
+    def resume_after(self, resumed: Resumed) -> None:
+        """All but the position in the data is that of the checkpoint now."""
+        self.resumed = resumed
+        self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
+        self.recorder.not_exact(resumed.reasons)
+
+    def begin(self, steps: Steps, loader: object, *, known_length: bool) -> None:
+        """The first batch of `steps` is asked for: what is drawn until then belongs to no step."""
+        self.begun, resumed = True, self.resumed
+        self.recorder.not_exact([*steps.reasons, *self.buckets.reasons])
+        self.recorder.know(loader, steps.generators)
+        self._open_box()
+        self.recorder.begin(
+            self.start_step,
+            None if resumed is None else resumed.position,
+            epoch_start=None if resumed is None else resumed.epoch_start,
+            step_regions=None if resumed is None else resumed.regions,
+            steps_per_epoch=steps.steps_per_epoch if known_length else 0,
+        )
+        self._open_loop(*((steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)))
+
+    def ensure_begun(self) -> None:
+        """A loop of the user's own begins with its first optimizer step or step_end."""
+        if not self.begun:
+            self.begun = True
+            regions = {} if self.resumed is None else self.resumed.regions
+            self.recorder.not_exact(own_loop.left_to_the_loop(regions, self.recorder.rng.own))
+            self._open_loop(0, 0)
+
+    @property
+    def resume_at(self) -> ResumeAt | None:
+        """Where `steps` go on, and how the random streams come back."""
+        resumed = self.resumed
+        if resumed is None:
+            return None
+
+        def back_to(regions: Mapping[str, RegionCopy], *, last: bool) -> Callable[[], None] | None:
+            return (lambda: self.recorder.put_back(regions, last=last)) if regions else None
+
+        at_start, at_step = back_to(resumed.epoch_start, last=False), back_to(resumed.regions, last=True)
+        return ResumeAt(resumed.epoch, resumed.step, at_start, at_step)
+
+    def _open_box(self) -> None:
+        """The black box anew: it is known now what has to go in."""
+
+    def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
+        """All ranks begin; zeros where nobody knows how many steps there are."""
+
+    # ------------------------------------------------------------------ StepEvents
+
+    def epoch_start(self, epoch: int) -> None:
+        """Before the first batch of `epoch` is asked for."""
+        self.recorder.epoch_start(epoch)
+
+    def not_exact(self, reason: str) -> None:
+        """Why a resume cannot be exact."""
+        self.recorder.not_exact((reason,))
+
+    def under_way(self, epoch: int, step: int) -> None:
+        """This step has begun."""
+
+    def step_end(self, epoch: int, step: int) -> None:
+        """This step is over."""
+        self.end_step(Position(epoch, step))
+
+    def round_over(self, epoch: int, step: int) -> None:
+        """What the loop does after the end of this step is over, too."""
+
+    def end_step(self, position: Position | None) -> None:
+        """A step is over. position: what the loop calls it."""
+
+    # ------------------------------------------------------------------ the end
+
+    def stop(self) -> None:
+        """The loop is over on this rank: wait until it is over on all of them."""
+        self.recorder.close()
+
+    def hold(self, error: BaseException) -> None:
+        """An exception leaves the loop."""
+
+
+class ProtectedRun(Run):
+    """Everything that lastwords does for one rank, from the start on, which is a collective.
+
+    Raises ConfigError, StorageError or UnavailableError with what to do about it; nothing is left running then.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        recorder: StepRecorder,
+        buckets: BucketOrder,
+        facts: dict[str, Any],
+        *,
+        config: Config,
+        options: Options,
+        optimizers: Sequence[OptTFTWrapper],
+        declared: Sequence[Unit],
+    ) -> None:
+        super().__init__(world, recorder, buckets, facts)
+        self._options = options
+        self._optimizers = optimizers
+        self._verify_every = recorder.watch.verify_every = options.verify_every
+        self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
+        self._excepthook = ExceptHook(self.hold)
+        self.protection = Protection(config, world, self._make_source, self._layout.units.names)
+        self.protection.start(settings_of(config, options, len(optimizers), world.size), self._layout.checkpoint_bytes)
+        try:
+            self._open_box()
+            recorder.not_exact(buckets.share(world.store, next_prefix()))
+            recorder.begin(0, None)
+            gate = self._layout.gate
+            self._step = ProtectedStep(recorder, buckets, self.protection, gate, optimizers, self.ensure_begun)
+            for wrapper in optimizers:
+                wrapper.watch_groups(self._layout.units.admit)
+        except BaseException:  # handed to the caller
+            self._close()
+            raise
+        self._excepthook.install()
+        forks.watch(self)
+
+    @property
+    def agreement(self) -> Agreement:
+        """Which job this is, as all ranks have agreed."""
+        return self.protection.agreement
+
+    @property
+    def restarted(self) -> bool:
+        """Whether a launcher starts this very job again; the same on all ranks."""
+        return self.agreement.restarted
+
+    @property
+    def leaving(self) -> bool:
+        """Whether an incident ends this process."""
+        return self.protection.leaving
+
+    # ------------------------------------------------------------------ the loop
+
+    def _open_box(self) -> None:
+        self.recorder.open_box(self.protection.use_box, at_gate=self._layout.gate is not None)
+
+    def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
+        self._layout.compare_at_start(self.protection.agent.corrupt)
+        self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step)
+
+    def under_way(self, epoch: int, step: int) -> None:
+        """This step has begun."""
+        self.recorder.under_way(Position(epoch, step))
+
+    def end_step(self, position: Position | None) -> None:
+        """A step is over: its copies are taken, and every so many steps the replicas are compared. May park."""
+        number = self._step.end(position)
+        if self._verify_every and number % self._verify_every == 0:
+            self._layout.compare(number, self.protection.agent.corrupt)
+
+    def round_over(self, epoch: int, step: int) -> None:
+        """What the loop does after the end of this step is over, too: the copies are taken once more."""
+        own_loop.refuse_update_after_end(self.protection.stand)
+        self.protection.agent.between_steps(self.recorder.look_again)
+
+    # ------------------------------------------------------------------ the end
+
+    def stop(self) -> None:
+        """The loop is over on this rank: wait until it is over on all of them, then end the protection."""
+        if self.protection.closed:
+            return
+        try:
+            self._step.end_if_updated()
+            self.protection.agent.left()
+        finally:
+            self._close()
+
+    def hold(self, error: BaseException) -> None:
+        """An exception leaves the loop: wait until the incident is over, then let the right one through.
+
+        Raises SystemExit where it is only the echo of another rank's end; returns where it is this rank's own.
+        """
+        protection = self.protection
+        if protection.closed:
+            return
+        own = protection.alone or not is_collective_error(error)
+        protection.raised(one_line(error), not own)
+        self._close()
+        if not isinstance(error, SystemExit) or not protection.leaving_by(error):
+            protection.depart(own, error)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, which answers for nobody (see `forks`): from here on it is a run that is not protected."""
+        self._detach()
+        self.recorder.forget_box()
+        forks.inherited(self.protection)
+        self.__class__ = Run  # type: ignore[assignment]
+
+    def _close(self) -> None:
+        self._detach()
+        self.protection.close()
+
+    def _detach(self) -> None:
+        self._excepthook.uninstall()
+        for wrapper in self._optimizers:
+            wrapper.detach()
+        self.recorder.close()
+        self.buckets.close()
+
+    # ------------------------------------------------------------------ what a writer saves
+
+    def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
+        # Where ranks hold different units their buckets may differ too: each unit has its own writer's.
+        buckets = None if self.recorder.units.pure else self.buckets.record
+        copy = HostCopy() if self._options.copies_all else None
+        return self.recorder.make_source(box_path, self._manifest_facts, buckets, copy)
+
+    def _manifest_facts(self, step: int) -> dict[str, Any]:
+        if not self.recorder.units.pure:
+            return dict(self.facts)
+        return {**self.facts, "buckets": self.buckets.record(step)}
