@@ -2,122 +2,62 @@
 
 The search begins at objects that the caller names (the model, the loader, extras) and at the stack of the calling
 thread: the local variables of the user's functions on it and the global names that they use. From there it goes on
-through attributes, lists, tuples and dicts, closures, defaults, and the global names of functions and of the methods of
-classes. It looks, and runs nothing of the user's: no properties, no `__getattr__`. Code of the standard library and of
-installed packages is not followed; their objects' attributes are.
+through attributes, containers and whatever else an object holds, weak references, closures, defaults, and the global
+names of functions and of the methods of classes. It looks, and runs nothing of the user's: no properties, no
+`__getattr__`. Global names of the standard library and of installed packages are not followed, nor are functions that
+are suspended.
 
 A place has a name that is the same in a new process of the same script ("__main__.main.rng",
-"model.backbone.noise", "mypackage.augment.RNG"), and a way of looking there again in about a microsecond.
+"model.backbone.noise", "mypackage.augment.RNG"), and a way of looking there again in about a microsecond. Where the
+name may mean another generator in a new process (in a set of several), what is found is a reason, not a place.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dis
+import contextvars
 import functools
 import gc
 import inspect
 import logging
 import random
 import sys
-import sysconfig
+import threading
 import types
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.quasirandom import SobolEngine
 
+from lastwords.optim_wrapper.streams import places
+from lastwords.optim_wrapper.streams.places import Link, Place, is_of_the_user, locals_of, own_names, user_frames
+
 _log = logging.getLogger(__name__)
 
 _DEPTH_MAX = 8
 _ITEMS_MAX = 256
+_ITEMS_OF_MORE = 4
+"""So many are looked at in a container of more than _ITEMS_MAX: enough to say that such as it holds are not saved."""
 _OBJECTS_MAX = 20_000
-_FRAMES_MAX = 32
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, np.random.BitGenerator,
               np.random.SeedSequence, SobolEngine)  # fmt: skip
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), range, torch.Tensor, np.ndarray, np.generic,
           torch.dtype, torch.device, random.SystemRandom)  # fmt: skip
 _SAVED_OF_OPTIMIZERS = ("state", "param_groups")
 _QUICKLY_PASSED = frozenset({str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Parameter})
-_CONTAINERS = frozenset({dict, list, tuple, OrderedDict})
-_OUTSIDE = frozenset({"torch", "numpy", "lastwords", *sys.stdlib_module_names}) - {"__main__"}
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, OrderedDict})
+_SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
+_REFERENCES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.CodeType)
 
+_PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 _Cache = type(functools.lru_cache(lambda: None))
-_SHOW_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
-
-Link = tuple[Callable[[Any, Any], Any], Any]
-"""A function that goes one hop on from an object, and what it needs for that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a generator lies. root: an object, or the code of a function on the stack, whose local it begins at."""
-
-    name: str
-    root: Any
-    links: tuple[Link, ...]
-
-    def now(self, frames: Collection[types.FrameType] | None = None) -> Any:
-        """What lies there now; None if there is nothing. frames: the stack, if it is known already."""
-        try:
-            value = self.root
-            if isinstance(value, types.CodeType):
-                value = next(frame for frame in (frames or user_frames()) if frame.f_code is value)
-            for follow, key in self.links:
-                value = follow(value, key)
-        except Exception:  # of the user's own containers: handed to the caller as nothing
-            return None
-        return value
-
-
-def user_frames() -> list[types.FrameType]:
-    """The functions of the user's that are being run on this thread, the outermost first."""
-    found: list[types.FrameType] = []
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_of_the_user(frame.f_globals):
-            found.append(frame)
-        frame = frame.f_back
-    return found[: -_FRAMES_MAX - 1 : -1]
-
-
-def is_of_the_user(names: Mapping[str, Any]) -> bool:
-    """Whether a module with these global names is the user's, and not of the library or an installed package."""
-    return _is_of_the_user(str(names.get("__name__", "")), str(names.get("__file__", "")))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_of_the_user(module: str, file: str) -> bool:
-    return module.partition(".")[0] not in _OUTSIDE and (module == "__main__" or not file.startswith(_INSTALLED))
-
-
-@functools.lru_cache(maxsize=4096)
-def _may_show_locals(code: types.CodeType) -> bool:
-    """Whether it calls `locals()` or the like: a name of its own, not a method's (`model.eval()`)."""
-    if _SHOW_LOCALS.isdisjoint(code.co_names):
-        return False
-    return any(
-        one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in _SHOW_LOCALS for one in dis.get_instructions(code)
-    )
-
-
-def locals_of(frame: types.FrameType) -> Mapping[str, Any]:
-    """A function's local variables. Nothing where it may have called `locals()`: reading them writes into that dict."""
-    code = frame.f_code
-    if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or a class, whose names are a dict anyway
-        return frame.f_locals
-    if _may_show_locals(code):
-        return {}
-    names: Any = frame.f_locals
-    found = dict(names)
-    if type(names) is dict:  # up to Python 3.12: it would keep a batch alive that the loop has let go of
-        names.clear()
-    return found
+_ITEMS_ARE_ALL = (dict, list, tuple, deque, set, frozenset, np.ndarray, threading.local, _Cache)
 
 
 @dataclass(slots=True)
@@ -145,15 +85,6 @@ def search(
     return found
 
 
-def _own_names(value: Any) -> dict[str, Any]:
-    """An object's attributes, without asking its class."""
-    try:
-        names: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-    return names if isinstance(names, dict) else {}
-
-
 class _Search:
     """Breadth first, so that a generator is found at its shortest place."""
 
@@ -166,27 +97,31 @@ class _Search:
         self._seen_names: set[tuple[int, str]] = set()
         self._kept: list[Any] = []  # or an id could belong to another object before the search is over
         self._queue: deque[tuple[Any, Place, int]] = deque()
+        self._lost: deque[tuple[Any, Place, int]] = deque()  # after all others, which may lead to the same objects
         for name, root in roots.items():
             self._queue.append((root, Place(name, root, ()), 0))
         for frame in frames:
             self._enter(frame)
 
     def all(self) -> Iterator[tuple[Place, Any]]:
-        while self._queue and len(self._seen) < _OBJECTS_MAX:
-            value, place, depth = self._queue.popleft()
+        while (self._queue or self._lost) and len(self._seen) < _OBJECTS_MAX:
+            value, place, depth = (self._queue or self._lost).popleft()
             kind = type(value)
-            if issubclass(kind, _PLAIN) or id(value) in self._seen:
+            if id(value) in self._seen or (issubclass(kind, _PLAIN) and not _has_objects(value, kind)):
                 continue
             self._seen.add(id(value))
             self._kept.append(value)
             if issubclass(kind, GENERATORS):
-                yield place, value
+                if not place.lost:
+                    yield place, value
+                elif place.lost not in self._unreached.reasons and not _is_global(value):
+                    self._unreached.reasons.append(place.lost)
             elif depth < _DEPTH_MAX:
                 self._look_safely(value, kind, place, depth + 1)
             elif not self._unreached.limits:
                 self._unreached.limits.append(f"at {place.name}, {_DEPTH_MAX} references from where it began")
-        if self._queue:
-            self._unreached.limits.append(f"after {_OBJECTS_MAX} objects, before {self._queue[0][1].name}")
+        if left := self._queue or self._lost:
+            self._unreached.limits.append(f"after {_OBJECTS_MAX} objects, before {left[0][1].name}")
 
     def _enter(self, frame: types.FrameType) -> None:
         code, names = frame.f_code, frame.f_globals
@@ -194,7 +129,7 @@ class _Search:
         if code.co_flags & inspect.CO_OPTIMIZED:
             root = Place(f"{module}.{code.co_qualname}", code, ())
             for name, value in locals_of(frame).items():
-                self._put(value, root, f".{name}", (_local, name), 0)
+                self._put(value, root, f".{name}", (places.local, name), 0)
         self._use(code, names)
 
     def _put(self, value: Any, place: Place, name: str, link: Link, depth: int) -> None:
@@ -202,7 +137,7 @@ class _Search:
         if kind in _QUICKLY_PASSED or (kind in _CONTAINERS and not value):
             return
         if id(value) not in self._seen:
-            self._queue.append((value, Place(place.name + name, place.root, (*place.links, link)), depth))
+            (self._lost if place.lost else self._queue).append((value, place.then(name, link), depth))
 
     def _use(self, code: types.CodeType, names: dict[str, Any]) -> None:
         """The global names that a piece of code uses."""
@@ -213,19 +148,24 @@ class _Search:
             for name in used.co_names:
                 if name in names and (id(names), name) not in self._seen_names:
                     value = names[name]
-                    if isinstance(value, types.ModuleType):
+                    if issubclass(type(value), types.ModuleType):
                         self._use_module(value, used)
                     else:
                         self._seen_names.add((id(names), name))
-                        self._put(value, module, f".{name}", (_item, name), 1)
+                        self._put(value, module, f".{name}", (dict.get, name), 1)
 
     def _use_module(self, module: types.ModuleType, used: types.CodeType) -> None:
         names = vars(module)
+        self._put_names(module, [name for name in used.co_names if name in names])
+
+    def _put_names(self, module: types.ModuleType, chosen: Collection[str]) -> None:
+        """Global names of a module of the user's."""
+        names = vars(module)
         if is_of_the_user(names):
             place = Place(module.__name__, names, ())
-            for name in used.co_names:
-                if name in names and not isinstance(names[name], types.ModuleType):
-                    self._put(names[name], place, f".{name}", (_item, name), 1)
+            for name in chosen:
+                if not issubclass(type(names[name]), types.ModuleType):
+                    self._put(names[name], place, f".{name}", (dict.get, name), 1)
 
     def _look_safely(self, value: Any, kind: type, place: Place, depth: int) -> None:
         try:
@@ -234,72 +174,83 @@ class _Search:
             _log.debug("%s could not be searched for random generators: %r", place.name, error)
 
     def _look_into(self, value: Any, kind: type, place: Place, depth: int) -> None:
-        if issubclass(kind, types.ModuleType):
-            return
-        if issubclass(kind, types.MethodType):
-            self._put(value.__self__, place, "", (_attribute_of_method, "__self__"), depth)
-            self._put(value.__func__, place, "", (_attribute_of_method, "__func__"), depth)
+        if kind in _CONTAINERS:
+            self._look_into_items(value, kind, place, depth)
+        elif issubclass(kind, types.ModuleType):
+            self._put_names(value, [name for name in vars(value) if not name.startswith("__")])
         elif issubclass(kind, types.FunctionType):
             self._look_into_function(value, place, depth)
         elif issubclass(kind, type):
             self._look_into_class(value)
-        elif issubclass(kind, functools.partial):
-            for name in ("func", "args", "keywords"):
-                self._put(getattr(value, name), place, f".{name}", (getattr, name), depth)
-        elif issubclass(kind, dict):
-            if len(value) <= _ITEMS_MAX:
-                for index, (key, item) in enumerate(list(dict.items(value))):
-                    if type(item) not in _QUICKLY_PASSED:
-                        name = f"[{key!r}]" if isinstance(key, str | int) else f"[{type(key).__name__} {index}]"
-                        self._put(item, place, name, (_item, key), depth)
-        elif issubclass(kind, types.BuiltinMethodType):
-            if isinstance(value.__self__, GENERATORS):
-                self._put(value.__self__, place, "", (_attribute_of_method, "__self__"), depth)
-        elif issubclass(kind, list | tuple | deque):
-            if len(value) <= _ITEMS_MAX:
-                for index, item in enumerate(list(value)):
-                    if type(item) not in _QUICKLY_PASSED:
-                        self._put(item, place, f"[{index}]", (_item, index), depth)
-        elif issubclass(kind, set | frozenset):
-            self._look_into_unordered(value, place, depth)
-        else:
-            if issubclass(kind, _Cache):
-                self._look_into_unordered(value, place, depth)
+        elif issubclass(kind, torch.nn.Module):
+            self._look_into_model(value, place, depth)
+        elif not issubclass(kind, _SUSPENDED) and kind.__module__.partition(".")[0] not in ("lastwords", "logging"):
+            self._look_into_items(value, kind, place, depth)
             self._look_into_object(value, kind, place, depth)
+
+    def _look_into_items(self, value: Any, kind: type, place: Place, depth: int) -> None:
+        """What is in a container, or behind a reference."""
+        if kind is dict and "__spec__" in value and not is_of_the_user(value):
+            return  # the global names of a module
+        if issubclass(kind, dict):
+            place, count = _bounded(place, dict.__len__(value))
+            for index, (key, item) in enumerate(list(islice(dict.items(value), count))):
+                if type(item) not in _QUICKLY_PASSED:
+                    name = f"[{key!r}]" if type(key) in (str, int) else f"[{type(key).__name__} {index}]"
+                    self._put(item, place, name, (dict.get, key), depth)
+                if type(key) not in _QUICKLY_PASSED:
+                    self._put(key, place, f"[key {index}]", (places.key_number, index), depth)
+        elif base := next((base for base in _SEQUENCES if issubclass(kind, base)), None):
+            place, count = _bounded(place, base.__len__(value))
+            for index, item in enumerate(list(islice(base.__iter__(value), count))):
+                if type(item) not in _QUICKLY_PASSED:
+                    self._put(item, place, f"[{index}]", (base.__getitem__, index), depth)
+        elif issubclass(kind, np.ndarray):
+            place, count = _bounded(place, np.ndarray.size.__get__(value))
+            for index in range(count):
+                self._put(places.element(value, index), place, f"[{index}]", (places.element, index), depth)
+        elif issubclass(kind, set | frozenset | _Cache):
+            self._look_into_unordered(value, place, depth)
+        elif issubclass(kind, _REFERENCES):
+            self._put(places.referent(value, None), place, "()", (places.referent, None), depth)
+        elif issubclass(kind, contextvars.ContextVar):
+            self._put(value.get(None), place, ".get()", (contextvars.ContextVar.get, None), depth)
+        elif issubclass(kind, threading.local):
+            own, others = places.names_of_threads(value)
+            for name, item in list(own.items()):
+                self._put(item, place, f".{name}", (places.attribute_of_thread, name), depth)
+            lost = replace(place, lost=f"random generators of other threads in {place.name} are not saved")
+            self._put(others, lost, "", (_nothing, None), depth)
 
     def _look_into_unordered(self, value: Any, place: Place, depth: int) -> None:
         """A set, or a function with a cache: what is alone in it has a place there."""
-        kinds = [type(one) for one in _held_by(value)]
-        if len(kinds) == 1:
-            self._put(_only(value, None), place, "{}", (_only, None), depth)
-        elif any(issubclass(one, GENERATORS) for one in kinds):
-            self._unreached.reasons.append(f"random generators in {place.name} cannot be told apart, and are not saved")
+        inside = _held_by(value)
+        if len(inside) == 1:
+            self._put(inside[0], place, "{}", (_only, None), depth)
+        else:
+            lost = f"random generators in {place.name} cannot be told apart, and are not saved"
+            self._put(inside, replace(place, lost=place.lost or lost), "{}", (_nothing, None), depth)
 
     def _look_into_object(self, value: Any, kind: type, place: Place, depth: int) -> None:
-        if kind.__module__.partition(".")[0] in ("lastwords", "logging"):
-            return
-        if issubclass(kind, torch.nn.Module):
-            for name, module in value.named_modules():
-                self._seen.add(id(module))
-                inside = (
-                    Place(f"{place.name}.{name}", place.root, (*place.links, (_submodule, name))) if name else place
-                )
-                for key, item in list(module.__dict__.items()):
-                    if key not in ("_parameters", "_buffers", "_modules") and type(item) not in _QUICKLY_PASSED:
-                        self._put(item, inside, f".{key}", (_attribute, key), depth)
-                self._look_into_class(type(module))
-            return
         saved = _SAVED_OF_OPTIMIZERS if issubclass(kind, torch.optim.Optimizer) else ()
-        for key, item in list(_own_names(value).items()):
-            if key in saved:
-                continue
-            self._put(item, place, f".{key}", (_attribute, key), depth)
-        for owner in kind.__mro__:
-            for key, slot in list(vars(owner).items()) if "__slots__" in vars(owner) else ():
-                if isinstance(slot, types.MemberDescriptorType):
-                    with contextlib.suppress(AttributeError):  # not set
-                        self._put(slot.__get__(value, kind), place, f".{key}", (getattr, key), depth)
+        for key, item in list(own_names(value).items()):
+            if key not in saved:
+                self._put(item, place, f".{key}", (places.attribute, key), depth)
+        for slot in places.members(kind):
+            self._put(places.member(value, slot), place, f".{slot.__name__}", (places.member, slot), depth)
+        if not issubclass(kind, _ITEMS_ARE_ALL):
+            for (name, number), item in places.unnamed(value):
+                self._put(item, place, f"{{{name} {number}}}", (places.held, (name, number)), depth)
         self._look_into_class(kind)
+
+    def _look_into_model(self, model: torch.nn.Module, place: Place, depth: int) -> None:
+        for name, module in model.named_modules():
+            self._seen.add(id(module))
+            inside = place.then(f".{name}", (places.submodule, name)) if name else place
+            for key, item in list(own_names(module).items()):
+                if key not in ("_parameters", "_buffers", "_modules") and type(item) not in _QUICKLY_PASSED:
+                    self._put(item, inside, f".{key}", (places.attribute, key), depth)
+            self._look_into_class(type(module))
 
     def _look_into_class(self, kind: type) -> None:
         """Attributes of a class of the user's and of its bases, and what its methods use."""
@@ -309,26 +260,25 @@ class _Search:
                 continue
             self._seen_classes.add(id(owner))
             place = Place(f"{owner.__module__}.{owner.__qualname__}", owner, ())
-            for name, item in list(vars(owner).items()):
-                plain = item.__func__ if isinstance(item, staticmethod | classmethod) else item
-                plain = plain.fget if isinstance(plain, property) else plain
-                if not name.startswith("__") or isinstance(plain, types.FunctionType):
-                    self._put(plain, place, f".{name}", (_of_class, name), 1)
+            for name in list(vars(owner)):
+                plain = places.of_class(owner, name)
+                if not name.startswith("__") or type(plain) is types.FunctionType:
+                    self._put(plain, place, f".{name}", (places.of_class, name), 1)
 
     def _look_into_function(self, value: types.FunctionType, place: Place, depth: int) -> None:
-        if not is_of_the_user(value.__globals__):
+        if str(value.__globals__.get("__name__", "")).partition(".")[0] in ("lastwords", "logging"):
             return
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
-                self._put(cell.cell_contents, place, f".{name}", (_of_closure, name), depth)
+                self._put(cell.cell_contents, place, f".{name}", (places.of_closure, name), depth)
             except ValueError:  # not filled yet
                 continue
         for index, item in enumerate(value.__defaults__ or ()):
-            self._put(item, place, f".__defaults__[{index}]", (_default, index), depth)
+            self._put(item, place, f".__defaults__[{index}]", (places.default, index), depth)
         for name, item in (value.__kwdefaults__ or {}).items():
-            self._put(item, place, f".{name}", (_named_default, name), depth)
+            self._put(item, place, f".{name}", (places.named_default, name), depth)
         for name, item in list(value.__dict__.items()):  # what functools.wraps leaves, and attributes of the user's
-            self._put(item, place, f".{name}", (_attribute, name), depth)
+            self._put(item, place, f".{name}", (places.attribute, name), depth)
         self._use(value.__code__, value.__globals__)
 
 
@@ -339,16 +289,32 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+def _bounded(place: Place, count: int) -> tuple[Place, int]:
+    """How many of so many items to look at; in too large a container none of them has a place."""
+    if count <= _ITEMS_MAX:
+        return place, count
+    lost = f"random generators in {place.name} are not saved: it has more than {_ITEMS_MAX} items"
+    return replace(place, lost=place.lost or lost), _ITEMS_OF_MORE
+
+
+def _has_objects(value: Any, kind: type) -> bool:
+    return issubclass(kind, np.ndarray) and bool(np.ndarray.dtype.__get__(value).hasobject)
+
+
+def _is_global(generator: Any) -> bool:
+    """Whether it is the stream of a whole library, which is saved as such."""
+    return generator is torch.default_generator or generator is _PYTHONS or generator is np.random.mtrand._rand
+
+
 def _held_by(value: Any) -> list[Any]:
-    """What is in a set, or what a cache of functools has of generators, as its values."""
-    if isinstance(value, set | frozenset):
-        return [one for one in list(value) if not isinstance(one, _PLAIN)]
+    """What is in a set; in a cache of functools the only generator, or else whatever may lead to some."""
+    for base in (set, frozenset):
+        if issubclass(type(value), base):
+            return [one for one in list(base.__iter__(value)) if not issubclass(type(one), _PLAIN)]
     near = gc.get_referents(value)
-    inside = [item for one in near if type(one) is dict for item in one.values()]
-    return [one for one in (*near, *inside) if isinstance(one, GENERATORS)]
-
-
-# ------------------------------------------------------------------ one hop
+    inside = [*near, *(item for one in near if type(one) is dict for item in one.values())]
+    generators = [one for one in inside if issubclass(type(one), GENERATORS)]
+    return generators if len(generators) == 1 else inside
 
 
 def _only(container: Any, _: Any) -> Any:
@@ -356,42 +322,5 @@ def _only(container: Any, _: Any) -> Any:
     return value
 
 
-def _item(container: Any, key: Any) -> Any:
-    return container[key]
-
-
-def _attribute(thing: Any, name: str) -> Any:
-    return thing.__dict__[name]
-
-
-def _attribute_of_method(method: Any, name: str) -> Any:
-    return getattr(method, name)
-
-
-def _submodule(module: torch.nn.Module, name: str) -> Any:
-    for part in name.split("."):
-        module = module.__dict__["_modules"][part]
-    return module
-
-
-def _local(frame: types.FrameType, name: str) -> Any:
-    return locals_of(frame)[name]
-
-
-def _of_class(owner: type, name: str) -> Any:
-    item = vars(owner)[name]
-    plain = item.__func__ if isinstance(item, staticmethod | classmethod) else item
-    return plain.fget if isinstance(plain, property) else plain
-
-
-def _of_closure(function: types.FunctionType, name: str) -> Any:
-    cells = function.__closure__ or ()
-    return cells[function.__code__.co_freevars.index(name)].cell_contents
-
-
-def _default(function: types.FunctionType, index: int) -> Any:
-    return (function.__defaults__ or ())[index]
-
-
-def _named_default(function: types.FunctionType, name: str) -> Any:
-    return (function.__kwdefaults__ or {})[name]
+def _nothing(*_: Any) -> None:
+    """What has no place cannot be looked at again."""

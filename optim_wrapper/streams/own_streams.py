@@ -23,8 +23,9 @@ from typing import Any
 import xxhash
 
 from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.streams.generator_search import GENERATORS, Place, Unreached, search, user_frames
+from lastwords.optim_wrapper.streams.generator_search import GENERATORS, Unreached, search
 from lastwords.optim_wrapper.streams.generator_states import kind_of, stream_of
+from lastwords.optim_wrapper.streams.places import Place, user_frames
 from lastwords.optim_wrapper.streams.rng_streams import Stream
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
 
@@ -226,7 +227,7 @@ class OwnStreams:
         now = own.place.now(frames)
         if now is own.generator:
             own.ends += ends
-        elif isinstance(now, GENERATORS):
+        elif issubclass(type(now), GENERATORS):
             if own.ends == 0 and own.state() == own.found_as:
                 self._let_go(own)
                 self._passing[own.name] = own
@@ -252,7 +253,7 @@ class OwnStreams:
                 now = own.place.now(frames)
                 used = now is own.generator or own.state() != own.found_as
                 own.found_as = b""
-                if used and isinstance(now, GENERATORS):
+                if used and issubclass(type(now), GENERATORS):
                     del self._passing[own.name]
                     self._meet(own.place, now)
                     self._arrange()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, RngCapture, regions
-from lastwords.optim_wrapper.streams import generator_search, own_streams
+from lastwords.optim_wrapper.streams import generator_search, own_streams, places
 from lastwords.optim_wrapper.streams.generator_search import search
 from lastwords.optim_wrapper.streams.generator_states import kind_of, stream_of
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
@@ -85,7 +85,7 @@ def test_attributes_containers_closures_defaults_and_globals_are_searched() -> N
     owner.seeds, owner.points = np.random.SeedSequence(1), SobolEngine(2)
     assert names(owner=owner, model=Module()) == {
         "owner.steps[0]['a'][0]",
-        "owner.steps[1].rng",
+        "owner.steps[1].__self__.rng",
         "owner.steps[2].args[0]",
         "owner.call.in_closure",
         "owner.call.__defaults__[0]",
@@ -139,7 +139,7 @@ def with_a_dict_of_its_locals() -> tuple[bool, bool]:
 def test_a_function_that_may_have_its_locals_as_a_dict_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_a_dict_of_its_locals() == (False, True)
     if sys.version_info < (3, 13):
-        monkeypatch.setattr(generator_search, "_may_show_locals", lambda code: False)
+        monkeypatch.setattr(places, "_may_show_locals", lambda code: False)
         assert with_a_dict_of_its_locals() == (True, False), "the control: the dict is written into"
 
 
@@ -156,6 +156,7 @@ def test_code_of_the_library_is_not_followed_and_nothing_of_the_users_is_run() -
             raise AssertionError("compared")
 
         __hash__ = None  # type: ignore[assignment]
+        __class__ = property(__getattr__)  # type: ignore[assignment,arg-type]
 
     assert names(trap=Trap(), library=[random, np.random, torch], loader=DataLoader([1, 2])) == set()
 
