@@ -284,7 +284,7 @@ class StepRecorder:
             self._local_now = self.local_extras.again(self._local_now)[0]
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
-        self._see_what_moves(look=look)
+        self._see_what_moves(look=look, ends_epoch=self.ends_epoch(position))
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
         same_streams = not self.rng.own.step_ended(look=look)
@@ -327,10 +327,10 @@ class StepRecorder:
         self._digests = step_document.of_extras(self._ended_here, extra_digests.by_extra(found, states))
         return found
 
-    def _see_what_moves(self, *, look: bool) -> None:
+    def _see_what_moves(self, *, look: bool, ends_epoch: bool | None) -> None:
         """At a step's end, before it is copied: what has to be copied of it."""
         updated = self.watch.was_updated
-        self.watch.step_ends(look=look)
+        self.watch.step_ends(look=look, ends_epoch=ends_epoch)
         self.watch.needs_room |= self.buffers.look(late=look)
         trained = {} if updated and not self.gradients.some_wait else self.watch.trained()
         self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=trained)

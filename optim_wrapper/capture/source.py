@@ -166,9 +166,10 @@ class TrainerSource:
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
             before = None if snapshot is None else snapshot.extras
-            extras, of_extras = self._extras.after_update(before, self._ends_epoch(self.position(step)))
+            ends_epoch = self._ends_epoch(self.position(step))
+            extras, of_extras = self._extras.after_update(before, ends_epoch)
             if watch is not None:
-                of_state = [f"step {step} was cut off before its end: {why}" for why in watch.cut_off()]
+                of_state = [f"step {step} was cut off before its end: {why}" for why in watch.cut_off(ends_epoch)]
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")

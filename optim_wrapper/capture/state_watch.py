@@ -29,6 +29,7 @@ from lastwords.optim_wrapper.state.group_copies import GroupCopies, copies_diffe
 from lastwords.optim_wrapper.state.own_numbers import OwnNumbers
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
+from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.sharding import zero
 
 _log = logging.getLogger(__name__)
@@ -69,10 +70,11 @@ class StateWatch:
         self._newest: Mark | None = None
         self._updating = False
         self._digests: dict[StateName, bytes] = {}
-        self._late: dict[StateName, int] = {}
+        self._late: dict[StateName, tuple[int, Recurrence]] = {}
+        """Of what the loop writes after its update: how often in the newest such step, and in which steps."""
         self._groups = GroupCopies(view.optimizer)
         self._groups_updated: list[dict[str, Any]] = []
-        self._groups_late = False
+        self._groups_late = Recurrence()
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
         self._counts = StateCounts(lambda: self._optimizers)
@@ -109,7 +111,7 @@ class StateWatch:
         """The optimizer has written everything."""
         self._counts.updated(self._counts.now() if self._looks_closely else None)
         self._updated = self._witness.mark(step=self._ended_step + 1)
-        if not (self._groups_late or self.has_scheduler):
+        if not self.has_scheduler:
             self._groups_updated = self._groups.take()
 
     @property
@@ -117,14 +119,19 @@ class StateWatch:
         """Whether the step under way has come to its update."""
         return self._updating
 
-    def step_ends(self, *, look: bool) -> None:
-        """Before anything is copied of the step that has ended. look: whether to see which tensors there are now."""
+    def step_ends(self, *, look: bool, ends_epoch: bool | None = None) -> None:
+        """Before anything is copied of the step that has ended. look: whether to see which tensors there are now.
+
+        ends_epoch: whether the step is the last one of its epoch; None: not known.
+        """
         if self._updated is not None:
             self._newest = until = self._witness.mark(self._updated)
+            step = self._ended_step + 1
             for name in self._witness.moved(self._updated, until):
-                self._late[name] = self._witness.writes(name, self._updated, until)
-            if not (self._groups_late or self.has_scheduler):
-                self._groups_late = copies_differ(self._groups_updated, self._groups.take())
+                when = self._late.get(name, (0, Recurrence()))[1].happened(step, ends_epoch)
+                self._late[name] = self._witness.writes(name, self._updated, until), when
+            if not self.has_scheduler and copies_differ(self._groups_updated, self._groups.take()):
+                self._groups_late = self._groups_late.happened(step, ends_epoch)
         else:
             self.see()
         self._updated, self._updating = None, False
@@ -246,21 +253,25 @@ class StateWatch:
             reasons.append(f"the {some(empty)} was emptied after the end of step {step}; a resume begins it anew")
         return [name for name in found if name not in empty and not is_copied(name)], lent, reasons
 
-    def cut_off(self) -> list[str]:
+    def cut_off(self, ends_epoch: bool | None = None) -> list[str]:
         """Why a step that was cut off between its update and its end may lack something."""
         if self._updated is None:
             return []
+
+        def is_due(when: Recurrence) -> bool:
+            return bool(when.times) and when.forecast(self._ended_step + 1, ends_epoch, 1) is not Forecast.NOT_DUE
+
         now = self._witness.mark(self._updated)
         moved = self._witness.moved(self._updated, now)
         writes = {name: self._witness.writes(name, self._updated, now) for name in moved}
-        missing = [name for name in self._late if name not in writes]
-        partly = [name for name, count in writes.items() if self._late.get(name, -1) != count or not count]
+        missing = [name for name, (_, when) in self._late.items() if name not in writes and is_due(when)]
+        partly = [name for name, count in writes.items() if self._late.get(name, (-1,))[0] != count or not count]
         reasons = []
         if missing:
             reasons.append(f"in the steps before, the {some(missing)} changed after optimizer.step(), not in this one")
         if partly:
             reasons.append(f"the {some(partly)} changed after optimizer.step(), perhaps not for the last time")
-        if self._groups_late and not self.has_scheduler:
+        if is_due(self._groups_late) and not self.has_scheduler:
             reasons.append("the loop changes hyperparameters after optimizer.step(), perhaps not yet in this step")
         return [*reasons, *self._counts.cut_off()]
 

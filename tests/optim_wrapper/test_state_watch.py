@@ -254,6 +254,31 @@ def test_a_step_that_was_cut_off_before_what_the_loop_writes_after_its_update_sa
     assert "perhaps not for the last time" in reason
 
 
+@pytest.mark.parametrize("what", ["parameter 'frozen'", "hyperparameters"])
+def test_what_the_loop_writes_after_its_update_in_every_third_step_is_missed_in_these_steps_alone(
+    tmp_path: Path, what: str
+) -> None:
+    job = Job(tmp_path)
+
+    def write(net: Net) -> None:
+        if job.step % 3 == 0 and what == "hyperparameters":
+            job.optimizer.param_groups[0]["lr"] *= 0.5
+        elif job.step % 3 == 0:
+            count(net.frozen)
+
+    job.run(9, after=write)
+    for step in (10, 11, 12):
+        job.compute()
+        job.recorder.watch.before_update()
+        job.optimizer.step()
+        job.recorder.watch.updated()
+        reasons = job.save(Phase.UPDATED, step)[1]
+        assert [what in reason for reason in reasons] == ([True] if step == 12 else [])
+        job.step = step
+        write(job.net)
+        job.recorder.committed(step, None)
+
+
 @pytest.mark.parametrize("scheduler", [False, True])
 def test_hyperparameters_that_the_loop_changes_after_its_update_are_told(tmp_path: Path, scheduler: bool) -> None:
     job = Job(tmp_path)
