@@ -45,10 +45,10 @@ demo-elastic: $(READY)
 	$(BIN)/python -m demo.transformer.elastic $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not thorough' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not thorough' --durations=20 $(ARGS)
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' --durations=20 $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
