@@ -13,27 +13,24 @@ CERTAIN: Final = frozenset((DeathSource.ROBUST_MUTEX, DeathSource.PIDFD, DeathSo
 
 _DEATH_WORDS: Final[Mapping[DeathSource, str]] = {
     DeathSource.ROBUST_MUTEX: "died (killed or crashed)",
-    DeathSource.PIDFD: "died (its process has ended)",
-    DeathSource.LAUNCHER: "died (the launcher says so)",
+    DeathSource.PIDFD: "died (killed or crashed)",
+    DeathSource.LAUNCHER: "died (reported by the launcher)",
     DeathSource.STREAM: "was lost (its connection broke and it did not come back)",
     DeathSource.KEEPALIVE: "was lost (its host does not answer)",
 }
 _SUSPICION_WORDS: Final[Mapping[DeathSource, str]] = {
     DeathSource.STREAM: "its connection broke",
-    DeathSource.KEEPALIVE: "nothing was heard of it for too long",
+    DeathSource.KEEPALIVE: "its host did not answer in time",
 }
 
 _SIGNAL_NAMES: Final[Mapping[int, str]] = {1: "SIGHUP", 2: "SIGINT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
-
-_RAISED_TEXT_CHARS_MAX = 200
-"""An exception's text in a reason: its first line, cut here. The whole traceback is in the rank's own log."""
 
 
 def death_text(source: DeathSource) -> str:
     """How a death by this source is told, without the rank.
 
     >>> death_text(DeathSource.PIDFD)
-    'died (its process has ended)'
+    'died (killed or crashed)'
     """
     return _DEATH_WORDS[source]
 
@@ -50,16 +47,6 @@ def signal_text(signal_number: int) -> str:
     'was asked to stop (SIGTERM)'
     """
     return f"was asked to stop ({_SIGNAL_NAMES.get(signal_number, f'signal {signal_number}')})"
-
-
-def raised_text(text: str) -> str:
-    """How an exception is told: first line only.
-
-    >>> raised_text("ValueError: no\\n  more")
-    'raised ValueError: no'
-    """
-    first = text.strip().split("\n", 1)[0]
-    return f"raised {first[:_RAISED_TEXT_CHARS_MAX]}"
 
 
 class Causes:

@@ -46,6 +46,7 @@ IN_USE_GRACE_S = 1.0
 POLL_INTERVAL_S = 0.05
 ASK_AGAIN_S = 5.0
 RUN_FILE_BYTES_MAX = 64 * 1024
+_ADDRESS = "the controller's address (ctrl_ip, or MASTER_ADDR with protect)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,14 @@ def resolve(ip: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     try:
         found = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"ctrl_ip={ip!r} is neither an address nor a known host name: {error}") from error
+        raise ConfigError(f"{_ADDRESS} {ip!r} is neither an IP address nor a known host name: {error}") from error
     family, _, _, _, address = found[0]
     if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and not _means_loopback(ip):
         _log.warning(
-            "ctrl_ip=%r is %s on this host, which other hosts cannot reach; give the address itself", ip, address[0]
+            "%s %r resolves to %s on this host, which other hosts cannot reach; use its IP address instead",
+            _ADDRESS,
+            ip,
+            address[0],
         )
     return family, address  # type: ignore[return-value]
 
@@ -209,11 +213,11 @@ def port_is_free(ip: str, port: int) -> bool:
                 return False
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"ctrl_ip={ip!r} is no address of this host ({socket.gethostname()}); give an address of the host "
-                    "where rank ctrl_rank_id runs"
+                    f"{_ADDRESS} {ip!r} is not an address of this host ({socket.gethostname()}), on which the "
+                    "controller has to run"
                 ) from error
             if error.errno == errno.EACCES:
-                raise ConfigError(f"ctrl_port={port} needs privileges; choose one from 1024 on") from error
+                raise ConfigError(f"ctrl_port={port} needs root privileges; choose a port from 1024 on") from error
             raise ConfigError(f"cannot listen on {ip} port {port}: {error.strerror}") from error
     return True
 
@@ -282,13 +286,13 @@ def await_address(
             newest, moved_mono_s = record, now_s
         if record.is_idle_stage and record.live > 0 and now_s - began_mono_s > live_grace_s:
             raise ConfigError(
-                f"{ip} port {port} is held by the {record}, which is {record.stage} with {record.live} living ranks; "
-                "end that job first, or give this one another ctrl_port"
+                f"{ip} port {port} is in use by the {record}, which is {record.stage} with {record.live} living "
+                "ranks; end that job first, or choose another ctrl_port"
             )
         if now_s - moved_mono_s > stall_s:
             raise UnavailableError(
-                f"{ip} port {port} is held by the {record}, which has been {record.stage} without any progress for "
-                f"{stall_s:g} s; look at its log, and end it (kill -9 {record.pid}) if it hangs"
+                f"{ip} port {port} is in use by the {record}, which has been {record.stage} without progress for "
+                f"{stall_s:g} s; read its log, and end it (kill -9 {record.pid}) if it hangs"
             )
         if asked_mono_s is None or now_s - asked_mono_s > ASK_AGAIN_S:
             ask_to_end(record)
@@ -298,6 +302,6 @@ def await_address(
 
 def _in_use(ip: str, port: int) -> str:
     return (
-        f"{ip} port {port} is in use by something that is no lastwords controller of this user; give another "
-        f"ctrl_port, or end it (who it is: ss -ltnp 'sport = :{port}')"
+        f"{ip} port {port} is in use by a process that is not a lastwords controller of this user; choose another "
+        f"ctrl_port, or end that process (ss -ltnp 'sport = :{port}' shows it)"
     )

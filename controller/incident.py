@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from lastwords.controller.choice import choose, files_retry_s, or_one_step_back, retry_s
 from lastwords.controller.context import Ended, JobContext, Resumed, Verdict
 from lastwords.controller.decision import Decision, NoDecision, NoDecisionKind, laggards
-from lastwords.controller.detection import Causes, death_text, raised_text, signal_text, suspicion_text
+from lastwords.controller.detection import Causes, death_text, signal_text, suspicion_text
 from lastwords.controller.events import (
     ERROR,
     INFO,
@@ -125,8 +125,8 @@ class Incident:
     def on_raised(self, report: Raised) -> None:
         """An exception left the loop of a rank: this incident cannot end in Resume any more."""
         self._be_certain()
-        if not report.secondary and self.causes.add(report.rank, raised_text(report.text)) and self.opened:
-            self._context.log(WARNING, f"incident {self.number}: rank {report.rank} {raised_text(report.text)}")
+        if not report.secondary and self.causes.add(report.rank, f"raised {report.summary}") and self.opened:
+            self._context.log(WARNING, f"incident {self.number}: rank {report.rank} raised {report.summary}")
         if not report.secondary:  # it has left its loop and comes to no gate any more: its answer stands
             self._awaited.add(report.rank)
             self._unsettled -= self._settled.keys() & {report.rank}

@@ -49,7 +49,7 @@ class ControllerSpec:
         paths.check_job(self.job)
         paths.check_nonce(self.nonce)
         if self.ip in ("", "0.0.0.0", "::", "*"):
-            raise ConfigError(f"ctrl_ip={self.ip!r}: give the one address of this host that all ranks reach")
+            raise ConfigError(f"ctrl_ip={self.ip!r} must be the address of this host that all ranks reach")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"ctrl_port={self.port} must be 1 to 65535")
         if self.world_size < 1 or self.generation < 0:

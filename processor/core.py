@@ -342,15 +342,18 @@ class ProcessorCore(RankState):
         lost_s = self.options.controller_lost_s
         if not self._said.waits:
             self._said.unprotected = True
-            text = f"rank {self.rank} has lost its controller; training goes on unprotected"
+            text = f"rank {self.rank} has lost its controller; training continues, but nothing is saved if a rank dies"
             self._outbox.emit(Log(ERROR, text))
             if (signalled := self._said.signalled) is not None:
                 self._said.signalled = None
                 self._outbox.emit(PassOn(signalled.signal_number))
         elif self._said.only_left:
-            text = f"rank {self.rank} has done its loop and has had no controller for {lost_s:g} s; it goes on alone"
+            text = (
+                f"rank {self.rank} has ended its training loop and could not reach the controller for {lost_s:g} s; "
+                "it no longer waits for the other ranks"
+            )
             self._outbox.emit(Log(WARNING, text))
             self._release()
         else:
-            reason = f"the controller was lost for {lost_s:g} s while rank {self.rank} at {self.stand} "
-            self._leave(None, reason + self._said.wait_text())
+            doing = f"this rank had ended step {self.stand.ended_step} and {self._said.wait_text()}"
+            self._leave(None, f"the controller could not be reached for {lost_s:g} s; {doing}")

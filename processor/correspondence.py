@@ -65,14 +65,14 @@ class Correspondence:
         return self.left is not None and not self._part.incident and self.raised is None
 
     def wait_text(self) -> str:
-        """What a rank that has to leave without a controller was doing."""
+        """What a rank that has to leave without a controller was doing: after "this rank had ended step 5 and"."""
         if self._part.attempt:
-            return f"was taking part in saving the last words (incident {self._part.incident})"
+            return f"was taking part in saving a checkpoint in incident {self._part.incident}"
         if self._part.incident:
-            return f"was stopped (incident {self._part.incident})"
+            return f"was stopped in incident {self._part.incident}"
         if self.raised is not None:
-            return f"waited for its incident ({self.raised.text})"
-        return "waited for the others to begin the loop"
+            return f"had reported an exception ({self.raised.summary})"
+        return "was waiting for the other ranks to begin the training loop"
 
     # ------------------------------------------------------------------ session and time
 

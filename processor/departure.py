@@ -72,8 +72,8 @@ class Verdict:
     def controller_lost(rank: int, reason: str) -> Verdict:
         """The controller went away for good while this rank waited for it."""
         line = (
-            f"lastwords: rank {rank}: {reason}; nobody has told this rank whether anything was saved "
-            "(see `lastwords latest` for what is there)"
+            f"lastwords: rank {rank}: {reason}; this rank does not know whether a checkpoint was saved "
+            "(`lastwords latest PATH` prints the newest one)"
         )
         return Verdict(EXIT_NOT_SAVED, line, is_cause=True)
 
@@ -88,9 +88,9 @@ def verdict_of(rank: int, order: Exit) -> Verdict:
     is_cause = rank in order.cause_ranks or not order.cause_ranks
     if order.kind is ExitKind.SAVED:
         line = (
-            f"lastwords: rank {rank}: {order.reason}; the last words of step {order.step} are in {order.path}; "
-            "start again with --is_recover=1 (or call resume()) to go on at "
-            f"step {order.step + 1}"
+            f"lastwords: rank {rank}: {order.reason}; a checkpoint of step {order.step} was saved in {order.path}; "
+            f"start the job again: resume() loads this checkpoint, and "
+            f"training continues with step {order.step + 1}"
         )
         return Verdict(EXIT_SAVED, line, is_cause)
     what = "nothing to save yet" if order.kind is ExitKind.NOTHING_TO_SAVE else "NOTHING WAS SAVED"

@@ -74,16 +74,7 @@ class Config:
         environ = os.environ if environ is None else environ
         if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
             raise ConfigError(f"ctrl_rank_id must be a rank (an int from 0), not {ctrl_rank_id!r}")
-        if ctrl_ip in ("0.0.0.0", "::", "*"):
-            raise ConfigError(
-                f"ctrl_ip={ctrl_ip!r} would listen on every interface; "
-                "give the one address of rank ctrl_rank_id's host that all ranks reach"
-            )
-        if not isinstance(ctrl_ip, str) or not _is_address(ctrl_ip):
-            raise ConfigError(
-                "ctrl_ip must be an address of rank ctrl_rank_id's host, without a port, such as '10.0.0.7', '::1' or "
-                f"'node-3', not {ctrl_ip!r}"
-            )
+        ctrl_ip = checked_address("ctrl_ip", ctrl_ip, f"rank ctrl_rank_id={ctrl_rank_id}")
         if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not 0 <= ctrl_port <= 65535:
             raise ConfigError(
                 "ctrl_port must be a port, an int from 1 to 65535 such as 30051, or 0 for any free one, "
@@ -148,6 +139,28 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
         near = difflib.get_close_matches(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known], n=1)
         meant = f"; did you mean {_PREFIX}{near[0]}?" if near else ", see docs/settings.md"
         _log.warning("%s is set, but lastwords has no such setting, so it is ignored%s", name, meant)
+
+
+def checked_address(name: str, given: object, runs_on: str) -> str:
+    """A usable address, without the brackets of a URL. Raises ConfigError that calls the setting `name`.
+
+    runs_on: the rank on whose host the controller runs, for the message.
+
+    >>> checked_address("MASTER_ADDR", "[::1]", "rank 0")
+    '::1'
+    """
+    text = given[1:-1] if isinstance(given, str) and given.startswith("[") and given.endswith("]") else given
+    if text in ("0.0.0.0", "::", "*"):
+        raise ConfigError(
+            f"{name}={given!r} would listen on every interface; use the address at which all ranks reach the host of "
+            f"{runs_on}"
+        )
+    if not isinstance(text, str) or not _is_address(text) or (text != given and ":" not in text):
+        raise ConfigError(
+            f"{name} must be an address of the host of {runs_on}, without a port, such as '10.0.0.7', '::1' or "
+            f"'node-3', not {given!r}"
+        )
+    return text
 
 
 def _switch(name: str, environ: Mapping[str, str]) -> bool:

@@ -113,7 +113,7 @@ def _check(world: World, config: Config, prefix: str, settings: dict[str, Any]) 
     if config.ctrl_rank_id >= world.size:
         raise ConfigError(
             f"ctrl_rank_id is {config.ctrl_rank_id}, but this job has ranks 0 to {world.size - 1}; "
-            "give the rank whose host has the address ctrl_ip"
+            "use the rank whose host has the address ctrl_ip"
         )
     level = logging.WARNING if world.rank == config.ctrl_rank_id else logging.DEBUG
     for root, what in zip(config.roots, ("ckpt_save_path", "fallback_path"), strict=False):

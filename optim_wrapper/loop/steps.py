@@ -141,7 +141,7 @@ class Steps:
         """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
         for reason in said if show_progress else ():
-            _log.warning("not exact, because %s", reason)
+            _log.warning("lastwords: not exact, because %s", reason)
         if resume is not None and not (known and resume.epoch >= 1):
             raise ConfigError(
                 f"the checkpoint is of epoch {resume.epoch}, step {resume.step}, but an epoch has "
@@ -343,4 +343,4 @@ class Steps:
         if reason not in self.reasons:
             self.reasons.append(reason)
             self._events.not_exact(reason)
-            _log.warning("not exact, because %s", reason)
+            _log.warning("lastwords: not exact, because %s", reason)

@@ -121,7 +121,7 @@ def resume_from(
             starts.note_resumed(roots[0], agreed.generation, resumed.job)
         _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
         for reason in resumed.reasons:
-            _log.warning("not exact, because %s", reason)
+            _log.warning("lastwords: not exact, because %s", reason)
     return resumed
 
 

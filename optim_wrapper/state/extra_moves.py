@@ -23,7 +23,7 @@ _DEPTH_MAX, _ITEMS_MAX = 4, 64
 WHOLE, ODDLY, ORDER = "", "oddly", "order"
 """Instead of a leaf: the whole object; that a scheduler has moved otherwise than once; the order of a dict's keys."""
 
-REMEDY = "(nothing has to be guessed where step_end() comes before the log)"
+REMEDY = "(to avoid this, let no collective come between optimizer.step() and tft.step_end())"
 
 Moves = Mapping[tuple[str, str], Recurrence]
 """By the name of the extra and the leaf's path."""

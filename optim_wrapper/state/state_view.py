@@ -149,8 +149,8 @@ class UnitView:
         in_model = {id(parameter) for parameter in (*self.model.parameters(), *self._lasting.values())}
         if not any(id(parameter) in in_model for parameter in self.trained):
             raise ConfigError(
-                f"model ({type(self.model).__name__}) and optimizer ({type(self.optimizer).__name__}) share no "
-                "parameters; pass the model whose parameters() this optimizer was made from"
+                f"model ({type(self.model).__name__}) and optimizer ({optimizer_kind(self.optimizer)}) share no "
+                "parameters; pass the model from whose parameters() the optimizer was made"
             )
         self.model = with_those_beside(self.model, in_model, self.trained)
         self._forms = BufferForms(self.model, self.called)

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.launch.config import DataMode
+from lastwords.optim_wrapper.launch.config import DataMode, checked_address
 from lastwords.optim_wrapper.launch.world import tells_the_others
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.trainer.job_shape import CopyMode, GateMode
@@ -48,8 +48,10 @@ def protect(
     the loop, gradient scalers and frameworks have to use `tft.optimizer`; a scheduler may have either of the two. The
     plain one refuses to step by itself while the run is protected (ConfigError, and nothing is written).
     more: as for `TFTRegister`. The address is the launcher's, MASTER_ADDR, which torchrun sets. Raises ConfigError
-    where a job of several ranks has none, NotAnOptimizerError, and whatever `TFTRegister` raises.
+    where a job of several ranks has none or it is no address, NotAnOptimizerError, and whatever `TFTRegister` raises.
     """
+    if unknown := [name for name in more if name not in More.__annotations__]:
+        raise TypeError(f"lastwords.protect() got an unexpected keyword argument {unknown[0]!r}")
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     wrapped = [one if isinstance(one, OptTFTWrapper) else OptTFTWrapper(one) for one in optimizers]  # type: ignore[arg-type]
     address = controller_address(os.environ, _world_size())
@@ -72,10 +74,10 @@ def controller_address(environ: Mapping[str, str], world_size: int) -> str:
     """
     address = environ.get("MASTER_ADDR", "")
     if address:
-        return address
+        return checked_address("MASTER_ADDR", address, "rank 0")
     if world_size > 1:
         raise ConfigError(
-            "MASTER_ADDR is not set, so nobody knows where the ranks reach rank 0: start the job with torchrun, set "
-            "it to an address of rank 0's host, or use TFTRegister(0, address, port, path, ...)"
+            "MASTER_ADDR is not set, so the address of rank 0's host is unknown: start the job with torchrun, set "
+            "MASTER_ADDR, or use TFTRegister(0, address, port, path, ...)"
         )
     return "127.0.0.1"

@@ -117,13 +117,16 @@ class Protection:
         agent.start(session)
         if not agent.wait_until(lambda: session.up or agent.welcomed, config.connect_timeout_s):
             raise UnavailableError(
-                f"rank {rank} could not reach the controller at {address} for {config.connect_timeout_s:g} s; rank "
-                f"{config.ctrl_rank_id} runs it: check that ctrl_ip={config.ctrl_ip!r} is an address of that rank's "
-                f"host and that port {agreement.port} is open between the hosts"
+                f"rank {rank} could not reach the controller at {address} for {config.connect_timeout_s:g} s; it runs "
+                f"on the host of rank {config.ctrl_rank_id}: check that {config.ctrl_ip!r} (ctrl_ip, or MASTER_ADDR "
+                f"with protect) is an address of that host, and that port {agreement.port} is open between the hosts"
             )
         start_timeout_s = config.controller.start_timeout_s
         if not agent.wait_until(lambda: agent.welcomed, start_timeout_s + 5.0):
-            raise UnavailableError(f"not all ranks registered with the controller within {start_timeout_s:g} s")
+            raise UnavailableError(
+                f"not all ranks registered with the controller within {start_timeout_s:g} s; look for the errors of "
+                "ranks that did not start (LASTWORDS_START_TIMEOUT_S sets the limit)"
+            )
         self._look_after_host(agreement)
 
     def _look_after_host(self, agreement: startup.Agreement) -> None:

@@ -13,6 +13,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+RAISED_TEXT_CHARS_MAX = 200
+"""An exception's text in a reason is cut here. The whole traceback is in the rank's own log."""
+
 UNIT_REPLICATED = "replicated"
 """Name of the one unit of a pure data-parallel job."""
 
@@ -232,6 +235,17 @@ class Raised:
     text: str
     secondary: bool
     stand: Stand
+
+    @property
+    def summary(self) -> str:
+        """First line of the exception's text, cut, without pictograms (torch's messages have some).
+
+        >>> Raised(0, 1, "DistNetworkError: \U0001f6ab timed out\\nmore", True, Stand(Phase.COMPUTING, 5)).summary
+        'DistNetworkError: timed out'
+        """
+        first = self.text.strip().split("\n", 1)[0]
+        plain = "".join(one if one.isascii() or one.isalnum() else " " for one in first)
+        return " ".join(plain.split())[:RAISED_TEXT_CHARS_MAX]
 
 
 @dataclass(frozen=True, slots=True)

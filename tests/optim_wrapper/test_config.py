@@ -39,7 +39,7 @@ def register(**changes: Any) -> TFTRegister:
         ("ctrl_ip", "10.0.0", r"such as '10\.0\.0\.7'"),
         ("ctrl_ip", 3, r"such as '10\.0\.0\.7'"),
         ("ctrl_ip", None, r"such as '10\.0\.0\.7'"),
-        ("ctrl_ip", "0.0.0.0", "the one address"),
+        ("ctrl_ip", "0.0.0.0", "every interface"),
         ("ctrl_port", "30051", "an int from 1 to 65535 such as 30051, or 0 for any free one, not '30051'"),
         ("ctrl_port", -1, "an int from 1 to 65535"),
         ("ctrl_port", 30051.0, "an int from 1 to 65535"),

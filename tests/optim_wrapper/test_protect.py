@@ -20,6 +20,7 @@ import lastwords
 from lastwords.controller import handover, launch
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, NotAnOptimizerError, UnavailableError
+from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.trainer.protect import More, controller_address
 
 OFF, ON = "{TTP:0}", "{TTP:1}"
@@ -74,6 +75,26 @@ def test_the_ranks_meet_where_their_launcher_says() -> None:
     assert controller_address({}, 1) == "127.0.0.1"
     with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
         controller_address({}, 8)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "10.0.0.7:30051", "[node-3]", "not an address"])
+def test_what_is_wrong_with_the_launchers_address_is_said_of_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR") as caught:
+        made(tmp_path)
+    assert "ctrl_" not in str(caught.value)
+
+
+def test_an_address_in_brackets_is_taken_as_it_is_meant() -> None:
+    assert controller_address({"MASTER_ADDR": "[::1]"}, 8) == "::1"
+    assert Config.from_env(0, "[fe80::1]", 30051, "ckpts", environ={}).ctrl_ip == "fe80::1"
+
+
+def test_an_unknown_argument_is_said_to_be_of_protect(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^lastwords\.protect\(\) got an unexpected keyword argument 'ctrl_port'$"):
+        made(tmp_path, ctrl_port=30051)
 
 
 def spec(tmp_path: Path) -> ControllerSpec:

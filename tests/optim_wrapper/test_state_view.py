@@ -19,6 +19,7 @@ from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.ddp.ddp_private import find_ddp
+from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.group_copies import GroupCopies, copy_groups
 from lastwords.optim_wrapper.state.state_view import UnitView, unwrap
@@ -469,6 +470,9 @@ def test_an_optimizer_that_lets_the_ranks_drift_apart_is_refused() -> None:
 def test_a_model_and_an_optimizer_that_share_no_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="share no parameters"):
         UnitView(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    others = [kind(nn.Linear(2, 2).parameters()) for kind in (torch.optim.AdamW, torch.optim.Adagrad)]
+    with pytest.raises(ConfigError, match=r"optimizer \(AdamW\+Adagrad\) share no"):
+        UnitView(nn.Linear(2, 2), JoinedOptimizer(others))
 
 
 def test_a_model_that_is_no_module_and_an_optimizer_that_is_none_are_refused() -> None:

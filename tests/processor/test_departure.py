@@ -71,7 +71,7 @@ def test_a_process_ends_whatever_blocks_its_flush(blocked: str, way: str) -> Non
     try:
         code, errors = run(blocked + way, stdout=write_end)
         assert code == 75, errors
-        assert "the last words of step 37" in errors
+        assert "a checkpoint of step 37" in errors
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -149,7 +149,7 @@ def test_an_error_of_the_users_own_leaves_time_and_exit_code_to_the_user(error: 
     fast = "from lastwords.processor import departure as ways\nways.UNWIND_S = 2.0\n"
     found, errors = run(fast + OWN_ERROR.format(verdict="saved", error=error, code=code, then=then))
     assert found == code, errors
-    assert "the last words of step 37" in errors
+    assert "a checkpoint of step 37" in errors
     assert "exit code" not in errors, "that is not ours to know"
 
 

@@ -25,7 +25,7 @@ def verdict(found: Departure) -> Verdict:
 def test_a_rank_that_slept_through_the_end_says_what_was_saved() -> None:
     told = verdict(Departure(2, lambda: ENDED))
     assert told.code == EXIT_SAVED
-    assert "last words of step 37" in told.line
+    assert "checkpoint of step 37" in told.line
 
 
 def test_without_a_record_it_does_not_say_that_nothing_was_saved() -> None:
