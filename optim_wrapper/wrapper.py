@@ -84,6 +84,7 @@ class OptTFTWrapper(Optimizer):
         self._writer = writer_of(inner)
         self._hooks: StepHooks | None = None
         self._admit: Callable[[dict[str, Any]], None] | None = None
+        self._zeroed: Callable[..., None] | None = None
         self._entered = False
         self._left = False
         self._stepping = False
@@ -114,8 +115,7 @@ class OptTFTWrapper(Optimizer):
 
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""
-        self._hooks = None
-        self._admit = None
+        self._hooks = self._admit = self._zeroed = None
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
@@ -123,6 +123,10 @@ class OptTFTWrapper(Optimizer):
     def watch_groups(self, admit: Callable[[dict[str, Any]], None]) -> None:
         """Show each new group to `admit` first; it raises for one that nobody would save."""
         self._admit = admit
+
+    def watch_zero_grad(self, zeroed: Callable[..., None]) -> None:
+        """Call `zeroed` after each `zero_grad`, with its arguments."""
+        self._zeroed = zeroed
 
     # ------------------------------------------------------------------ the step
 
@@ -340,6 +344,8 @@ class OptTFTWrapper(Optimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The inner optimizer's zero_grad."""
         self._inner.zero_grad(*args, **kwargs)
+        if self._zeroed is not None:
+            self._zeroed(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""

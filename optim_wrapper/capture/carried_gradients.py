@@ -1,24 +1,29 @@
 """Gradients that live from one step to the next: of a loop that accumulates by itself over steps without an update.
 
 They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
-in which their optimizer has not updated. After its update they are used up: the loop sets them to zero or to None
-before they count again. So are those that a GradScaler among the extras has skipped, which shows in its scale; where
-there are several optimizers it does not show whose, so they are saved nevertheless.
+in which their optimizer has not updated. After its update most loops set them to zero or to None before they count
+again; those of a loop that goes on with them (`GradientHabit`) are carried as well. Those that a GradScaler among the
+extras has skipped, which shows in its scale, are used up like those of an update; where there are several optimizers
+it does not show whose, so they are saved nevertheless.
 Those that FSDP2 keeps whole, or has reduced within a shard group only, while its sync is off, are named.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
+from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
+from lastwords.optim_wrapper.capture.zeroed_gradients import ZeroedGradients
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.sharding.dtensor import empty_shard, has_unreduced, is_dtensor, local_of, placements_to_json
+
+_log = logging.getLogger(__name__)
 
 PREFIX = "grad/"
 
@@ -34,8 +39,14 @@ class CarriedGradients:
         parameters: Callable[[], Mapping[str, torch.Tensor]],
         scalers: Sequence[Any] = (),
         model: torch.nn.Module | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self._all = parameters
+        self.backward = Pass()
+        self.looks_in_backward = False
+        self.habits = [GradientHabit(one, self.backward, always=len(optimizers) > 1) for one in optimizers]
+        self._alone = self.habits[0] if len(self.habits) == 1 and not scalers else None
+        self.zeroed = ZeroedGradients(self._trained)
         self._model = model
         self._scalers = scalers
         self._scales: list[Any] = [scaler.state_dict() for scaler in scalers]
@@ -47,46 +58,85 @@ class CarriedGradients:
         self._bound: set[str] = set()
         self._given_up = ""
         self._on_reason: Callable[[str], None] = _ignore
+        self._updated = True
         self._idle: set[int] = set()
-        self._used_up: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._idle_parameters: dict[int, GradientHabit] = {}
+        self._used_up: dict[int, tuple[int, int]] = {}
 
     def in_turns(self, stepped: Sequence[torch.optim.Optimizer], idle: Sequence[torch.optim.Optimizer]) -> None:
         """Of several optimizers: which have updated in the step that ends, and which not. Before `step_ends`."""
-        for parameter in _parameters_of(stepped):
-            if parameter.grad is not None:
-                self._used_up[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
-        self._idle = {id(parameter) for parameter in _parameters_of(idle)}
-
-    @property
-    def some_wait(self) -> bool:
-        """Whether one of several optimizers has not updated in the step that ends."""
-        return bool(self._idle)
+        for parameter in (one for optimizer in stepped for group in optimizer.param_groups for one in group["params"]):
+            gradient = parameter.grad
+            self._used_up[id(parameter)] = (0, 0) if gradient is None else (id(gradient), gradient._version)
+        self._idle = {id(optimizer) for optimizer in idle}
+        waiting = [habit for habit in self.habits if id(habit.optimizer) in self._idle]
+        self._idle_parameters = {id(parameter): habit for habit in waiting for parameter in habit.parameters()}
 
     def _waits(self, parameter: torch.Tensor) -> bool:
         """Whether its optimizer has not updated, and its gradient is another one than that of its last update."""
-        gradient = parameter.grad
-        if gradient is None or not parameter.requires_grad or id(parameter) not in self._idle:
+        habit, gradient = self._idle_parameters.get(id(parameter)), parameter.grad
+        if gradient is None or not parameter.requires_grad or habit is None:
             return False
-        used, version = self._used_up.get(id(parameter), (None, 0))
-        return used is None or used() is not gradient or version != gradient._version
+        # An id may be that of another object by now, but not as long as others of that time are still there.
+        return habit.renewed or self._used_up.get(id(parameter)) != (id(gradient), gradient._version)
 
-    def step_ends(self, *, updated: bool, trained: Mapping[str, torch.Tensor]) -> bool:
+    def in_backward(self) -> None:
+        """A backward pass has begun."""
+        for habit in self.habits:
+            habit.in_backward()
+
+    def doubts(self, *, ended: bool) -> list[str]:
+        """Why what is saved may lack gradients of the last update. See `GradientHabit.in_doubt`."""
+        if ended and not self._updated:
+            return []  # all that there were have been carried
+        if any(habit.in_doubt(ended=ended) for habit in self.habits) or (not ended and self.zeroed.stale()):
+            return ["gradients of an update may live on into the next step, and were not saved"]
+        return []
+
+    def step_ends(self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]]) -> bool:
         """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them."""
-        self._carried = []
-        skipped = bool(self._scalers) and self._scaler_has_skipped()
-        if self._given_up or (updated and not self._idle):
+        self._carried, self._updated = [], updated
+        self.backward.under_way = False
+        if updated and self._alone is not None and self._alone.dropped_as_before():
             return False
+        skipped = bool(self._scalers) and self._scaler_has_skipped()
+        more = self._update_ended() if updated else self._look_at_zeroed()
+        keeping = [habit for habit in self.habits if habit.habit is Habit.KEPT]
+        if self._given_up or (updated and not self._idle and not keeping):
+            return more
+        kept = {id(one) for habit in keeping for one in habit.parameters()}
         if self._model is not None and has_unreduced(self._model):
             return self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
+        present = {name: tensor for name, tensor in trained().items() if tensor.grad is not None}
         if updated:
-            present = {name: tensor for name, tensor in trained.items() if self._waits(tensor)}
-        else:
-            present = {name: tensor for name, tensor in trained.items() if tensor.grad is not None}
-        if not present or (skipped and not self._idle):
-            return False
+            present = {name: one for name, one in present.items() if id(one) in kept or self._waits(one)}
+        if not present or (skipped and not self._idle and not kept):
+            return more
         self._carried = [*present]
         new = self._admit(present)
-        return new and not self._given_up
+        return more or (new and not self._given_up)
+
+    def _update_ended(self) -> bool:
+        """What the loop does with gradients that were used, as far as it shows. As `step_ends` returns."""
+        for habit in self.habits:
+            if id(habit.optimizer) not in self._idle and habit.update_ended():
+                _log.warning(
+                    "gradients outlive their update in this loop: they are copied at the end of each step. zero_grad() "
+                    "of the wrapped optimizer avoids that"
+                )
+        self.looks_in_backward = any(habit.looks for habit in self.habits)
+        return self._look_at_zeroed()
+
+    def _look_at_zeroed(self) -> bool:
+        zeroed = [habit for habit in self.habits if habit.habit is Habit.ZEROED]
+        if not zeroed and not self.zeroed:
+            return False
+        count = sum([len(group["params"]) for habit in self.habits for group in habit.optimizer.param_groups])
+        return self.zeroed.look([one for habit in zeroed for one in habit.parameters()], count)
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        ids = {id(one) for habit in self.habits for one in habit.parameters()}
+        return {name: one for name, one in self._all().items() if id(one) in ids}
 
     def _scaler_has_skipped(self) -> bool:
         """Whether a GradScaler has looked at this step's gradients, and found some that are not finite."""
@@ -181,6 +231,9 @@ class CarriedGradients:
         for name, copy in saved.items():
             if name not in here or tuple(local_of(here[name]).shape) != tuple(copy.shape):
                 raise MismatchError(f"the saved gradient of {name!r} fits no parameter here", extra=[name])
+        reasons = self.zeroed.restore(regions)
+        for habit in self.habits if saved else ():
+            habit.carries()
         for name, copy in saved.items():
             parameter = here[name]
             dtype = next(one for one in _DTYPES if region_dtype(one) == copy.dtype)
@@ -188,14 +241,10 @@ class CarriedGradients:
             if is_dtensor(parameter):
                 data = empty_shard(parameter, placements_to_json(parameter), list(parameter.shape), data)
             parameter.grad = data
-        return ()
+        return reasons
 
 
 _DTYPES = [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
-
-
-def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    return (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
 
 
 def _ignore(reason: str) -> None:

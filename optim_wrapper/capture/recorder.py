@@ -81,7 +81,9 @@ class StepRecorder:
         self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
         self.watch.has_scheduler = any(hasattr(one, "get_last_lr") for one in (extras or {}).values())
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
-        self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers, model)
+        self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers, model, inner)
+        for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
+            wrapper.watch_zero_grad(habit.zeroed)
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
         self.reasons: list[Reason] = []
@@ -128,7 +130,7 @@ class StepRecorder:
         """The writer's view of this rank."""
         self.source = TrainerSource(
             self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch, self.ends_epoch,
-            lambda step: "" if self._box is None else self._box.drawn_since(step),
+            lambda step: "" if self._box is None else self._box.drawn_since(step), self.gradients.doubts,
         )  # fmt: skip
         return self.source
 
@@ -155,7 +157,14 @@ class StepRecorder:
     def open(self, path: Path, *, at_gate: bool = False, carried: BoxRecorder | None = None) -> BlackBox:
         """Make the black box, which begins with the copies of `carried`. at_gate: the gate alone calls `tentative`."""
         self.rng.own.look()
-        captures = (self.rng, self.buffers, self.extra_buffers, self.watch.copies, self.gradients)
+        captures = (
+            self.rng,
+            self.buffers,
+            self.extra_buffers,
+            self.watch.copies,
+            self.gradients.zeroed,
+            self.gradients,
+        )
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
         self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
@@ -332,8 +341,7 @@ class StepRecorder:
         updated = self.watch.was_updated
         self.watch.step_ends(look=look, ends_epoch=ends_epoch)
         self.watch.needs_room |= self.buffers.look(late=look)
-        trained = {} if updated and not self.gradients.some_wait else self.watch.trained()
-        self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=trained)
+        self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=self.watch.trained)
         if self.watch.needs_room:
             self._make_room()
 
@@ -377,6 +385,9 @@ class StepRecorder:
                 extras = self.local_extras.again(self._local_now)[0]
                 local = self._local(extras)
                 self._tentative_local = extras, local
+            self.gradients.backward.under_way = True
+            if self.gradients.looks_in_backward:
+                self.gradients.in_backward()
             said = self._document or self._document_of(self._position)
             self._box.tentative(self._step + 1, said + local + self._of_all() + b"}")
 

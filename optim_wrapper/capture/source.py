@@ -63,7 +63,8 @@ class TrainerSource:
     buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
     each step's end, and saved instead of the live state where it is of the step that is asked for. watch: has copies of
     what something else than the optimizer writes, and knows what has changed besides. drawn_since: the random stream
-    that has moved on this rank since the tentative copy of a step that has not ended.
+    that has moved on this rank since the tentative copy of a step that has not ended. gradients_missing: why copies of
+    a step, that has ended or not, may lack gradients that the next one goes on with.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class TrainerSource:
         watch: StateWatch | None = None,
         ends_epoch: Callable[[Position | None], bool | None] = lambda position: None,
         drawn_since: Callable[[int], str] = lambda step: "",
+        gradients_missing: Callable[..., list[str]] = lambda *, ended: [],
     ) -> None:
         self._units = units
         self._extras = extras
@@ -93,6 +95,7 @@ class TrainerSource:
         self._watch = watch
         self._ends_epoch = ends_epoch
         self._drawn_since = drawn_since
+        self._gradients_missing = gradients_missing
 
     # ------------------------------------------------------------------ training thread
 
@@ -161,6 +164,7 @@ class TrainerSource:
                 moved_names = watch.copied
                 if snapshot is self._snapshot:
                     moved_names, lent, of_state = watch.moved_since(step)
+                    of_state += self._gradients_missing(ended=True)
                 of_state += _moved(moved_names, step)
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
@@ -169,7 +173,10 @@ class TrainerSource:
             ends_epoch = self._ends_epoch(self.position(step))
             extras, of_extras = self._extras.after_update(before, ends_epoch)
             if watch is not None:
-                of_state = [f"step {step} was cut off before its end: {why}" for why in watch.cut_off(ends_epoch)]
+                missing = self._gradients_missing(ended=False) if stand.phase is Phase.UPDATED else []
+                of_state = [
+                    f"step {step} was cut off before its end: {why}" for why in [*watch.cut_off(ends_epoch), *missing]
+                ]
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")

@@ -15,9 +15,11 @@ class Turns:
         self.net = nn.ModuleDict({"often": nn.Linear(2, 2), "seldom": nn.Linear(2, 2)})
         self.often, self.seldom = (torch.optim.SGD(one.parameters(), lr=0.1) for one in self.net.values())
         self.scaler = torch.amp.GradScaler("cpu")
-        self.carried = CarriedGradients(lambda: dict(self.net.named_parameters()), [self.scaler])
+        parameters = lambda: dict(self.net.named_parameters())  # noqa: E731
+        self.carried = CarriedGradients(parameters, [self.scaler], None, [self.often, self.seldom])
 
     def backward(self, *layers: str) -> None:
+        self.often.zero_grad()
         for name in layers:
             self.net[name](torch.ones(1, 2)).sum().backward()
 
@@ -25,7 +27,7 @@ class Turns:
         """What is carried from this step to the next."""
         idle = [one for one in (self.often, self.seldom) if one not in stepped]
         self.carried.in_turns(stepped, idle)
-        self.carried.step_ends(updated=bool(stepped), trained=dict(self.net.named_parameters()))
+        self.carried.step_ends(updated=bool(stepped), trained=lambda: dict(self.net.named_parameters()))
         return list(self.carried._carried)
 
 

@@ -393,7 +393,7 @@ def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
 def test_sparse_gradients_that_are_carried_are_named() -> None:
     gradients, table = CarriedGradients(dict), nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    assert gradients.step_ends(updated=False, trained={"table": table.weight}) is False
+    assert gradients.step_ends(updated=False, trained=lambda: {"table": table.weight}) is False
     assert "the gradient of 'table'" in gradients.reasons[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.zoo import (
     recipes_ddp,
     recipes_early,
+    recipes_gradients,
     recipes_moving,
     recipes_optimizing,
     recipes_quantised,
@@ -18,6 +19,7 @@ from tests.zoo import (
 __all__ = [
     "recipes_ddp",
     "recipes_early",
+    "recipes_gradients",
     "recipes_moving",
     "recipes_optimizing",
     "recipes_quantised",

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from tests.zoo.loop import WIDTH, Loop, recipe
+from tests.zoo.recipes_gradients import GradientMomentum, ZeroNotNone
 from tests.zoo.recipes_moving import MomentumEncoder
 
 
@@ -145,3 +146,16 @@ class TensorParallel(Loop):
             grad: Any = p.grad
             part = grad.to_local() if hasattr(grad, "to_local") else grad
             dist.all_reduce(part, group=self.mesh.get_group("replicate"))
+
+
+@recipe("hsdp_grad_momentum", "HSDP; gradients are halved in place of zero_grad()", "fwd bwd@6", {"bwd": "gradients"},
+        mixes=False)  # fmt: skip
+class HybridGradientMomentum(GradientMomentum, Hybrid):
+    pass
+
+
+@recipe("hsdp_zero_not_none", "HSDP; zeros decay a layer that is used in every second step", "fwd@4 bwd@6 win@6",
+        mixes=False)  # fmt: skip
+class HybridZeroNotNone(ZeroNotNone, Hybrid):
+    def wrap(self, net: Any) -> Any:
+        return Hybrid.wrap(self, net)

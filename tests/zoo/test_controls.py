@@ -24,6 +24,8 @@ SILENT = [
     more("sampled words", "vq_data", "fwd"),
     ("carried gradients", "accum_noarg2", "fwd"),
     more("carried gradients", "two_opts_in_turns", "fwd"),
+    ("gradients that outlive", "grad_momentum", "fwd"),
+    more("gradients that outlive", "zero_not_none", "fwd"),
     ("bucket replay", "tiny_buckets", "fwd"),
     more("bucket replay", "model_is_inner", "fwd"),
     ("doubts about extras", "extras_partial", "win"),

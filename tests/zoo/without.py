@@ -57,6 +57,13 @@ def gradients_dropped() -> None:
     importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").CarriedGradients.step_ends = never
 
 
+def gradients_used_up() -> None:
+    """Gradients that an update has used are taken to be of no use to the next one."""
+    capture = "lastwords.optim_wrapper.capture."
+    importlib.import_module(f"{capture}carried_gradients").CarriedGradients._update_ended = never
+    importlib.import_module(f"{capture}gradient_habit").GradientHabit.in_doubt = never
+
+
 def buckets_as_they_come() -> None:
     """The order of DDP's buckets is not replayed."""
     importlib.import_module("lastwords.optim_wrapper.ddp.ddp_buckets").replay = nothing
@@ -104,6 +111,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "sampled words": unsampled,
     "boundary copies": uncopied,
     "carried gradients": gradients_dropped,
+    "gradients that outlive": gradients_used_up,
     "bucket replay": buckets_as_they_come,
     "doubts about extras": extras_as_they_are,
     "what others saw move late": others_unasked,
