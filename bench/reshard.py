@@ -33,6 +33,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -46,6 +48,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.meta import EMPTY_UNIT
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish
 from lastwords.checkpoint.reshard.strategy import strategy_of
@@ -109,7 +112,7 @@ def cut_checkpoint(root: Path, state: dict[str, Any], ranks: int, how: str, step
             place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
             spec = TensorSpec(f"unit/rank-{rank}/model/{name}", "F32", box.sizes, array.shape, box.offsets)
             tensors.append((spec, np.ascontiguousarray(array[place]).view(np.uint8).reshape(-1)))
-        units = {f"rank-{rank}": UnitState(tensors, {"holders": [rank]})}
+        units = {f"rank-{rank}": UnitState(tensors, replace(EMPTY_UNIT, holders=[rank]))}
         write_part(directory, rank, 1, step, step, units, {}, {}, job="bench")
     return publish(root, directory, Incident("bench", 1, 1, 1, step, ranks, tuple(range(ranks)), "benchmark"))
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -32,6 +32,7 @@ from lastwords import codec
 from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.entries import FileEntry, UnitEntry
 from lastwords.checkpoint.format import TensorSpec, encode_header
+from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, Part, UnitState, write_part
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Event, FromRank, Published, Send, StartPublish, StartVerify, Tick, Verified
@@ -146,8 +147,10 @@ def specs_of(rank: int, tensors: int) -> list[TensorSpec]:
 
 def write_template(directory: Path, tensors: int) -> tuple[bytes, bytes]:
     """What a rank leaves: its file, and part.json."""
-    unit = UnitState([(spec, b"\0" * 8) for spec in specs_of(TEMPLATE, tensors)], {"holders": [TEMPLATE]})
-    local = LocalState([], {"position": {"batch": 1}})
+    unit = UnitState(
+        [(spec, b"\0" * 8) for spec in specs_of(TEMPLATE, tensors)], replace(EMPTY_UNIT, holders=[TEMPLATE])
+    )
+    local = LocalState([], LocalMeta(slot={"position": {"batch": 1}}))
     part = write_part(directory, TEMPLATE, 1, 1, 1, {unit_name(TEMPLATE): unit}, {TEMPLATE: local}, {}, job=JOB)
     rank_dir = directory / layout.rank_dir_name(TEMPLATE)
     return (directory / part.file.path).read_bytes(), (rank_dir / layout.PART_NAME).read_bytes()

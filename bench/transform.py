@@ -28,12 +28,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from dataclasses import replace
+
 import numpy as np
 from reshard import BYTES_BUDGET, boxes, drop_cache, high_water_mib
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import whole
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import EMPTY_UNIT, ExtrasMeta, UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish
 from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_rank
@@ -55,20 +58,26 @@ def shapes(mib: int) -> Shapes:
     return {"attention": (rows, 4096), "up": (rows, 4096), "down": (rows // 2, 16384)}
 
 
-def meta_of(parts: Shapes, unit: str, holders: list[int]) -> dict[str, Any]:
+def meta_of(parts: Shapes, unit: str, holders: list[int]) -> UnitMeta:
     """What a unit of a training run says beside its tensors."""
-    return {
-        "version": 1, "optimizer": "AdamW", "parameters": dict.fromkeys(parts, "float32"), "buffers": {}, "aliases": {},
-        "absent_buffers": [], "volatile_buffers": [], "groups": [{"dict": [["lr", {"plain": 0.001}]]}],
-        "group_parameters": [list(parts)], "group_numbers": [0], "holders": holders,
-        "extras": {"states": {}}, "optimizer_state": {
-            name: {"dict": [
-                [key, {"tensor": f"unit/{unit}/optim/{name}/{key}", "dtype": "float32", "shape": list(shape)}]
-                for key in MOMENTS
-            ]}
-            for name, shape in parts.items()
-        },
-    }  # fmt: skip
+    states = {
+        name: [
+            [key, {"tensor": f"unit/{unit}/optim/{name}/{key}", "dtype": "float32", "shape": list(shape)}]
+            for key in MOMENTS
+        ]
+        for name, shape in parts.items()
+    }
+    return replace(
+        EMPTY_UNIT,
+        optimizer="AdamW",
+        parameters=dict.fromkeys(parts, "float32"),
+        groups=[{"dict": [["lr", {"plain": 0.001}]]}],
+        group_parameters=[list(parts)],
+        group_numbers=[0],
+        holders=holders,
+        extras=ExtrasMeta(states={}, steps=0, regular=(), moved=(), step_on_resume=()),
+        optimizer_state={name: {"dict": pairs} for name, pairs in states.items()},
+    )
 
 
 def written(root: Path, sizes: Shapes, ranks: int, how: str) -> Path:

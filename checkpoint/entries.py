@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import Fields
 from lastwords.checkpoint.format import TensorSpec, is_checksum
-from lastwords.checkpoint.meta_forms import local_problem, unit_problem
+from lastwords.checkpoint.meta import LocalMeta, MetaHead, StepDocument, UnitMeta
+from lastwords.checkpoint.meta_checks import local_problem, unit_problem
 from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError
@@ -61,39 +64,62 @@ class FileEntry:
         return FileEntry(path, size, header_bytes, header_sum, chunks, part_bytes, part_sum)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry:
-    """Where something of a checkpoint is: the rank that wrote it, its file, its tensors and its `meta`."""
+    """Where something of a checkpoint is: the rank that wrote it, its file and its tensors.
+
+    said: its `meta` as JSON, which publication passes on as it is; `meta` is what it means.
+    """
 
     writer: int
     file: str
     tensors: tuple[TensorSpec, ...]
-    meta: Mapping[str, Any]
+    said: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "writer": self.writer,
             "file": self.file,
             "tensors": map(_spec_to_json, self.tensors),
-            "meta": pack(dict(self.meta), "meta"),
+            "meta": pack(dict(self.said), "meta"),
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitEntry(Entry):
     """Where a unit is."""
+
+    @functools.cached_property
+    def meta(self) -> UnitMeta:
+        """FormatError if it is of a version that this lastwords does not know."""
+        return UnitMeta.read(self.said, self.file)
+
+    @functools.cached_property
+    def head(self) -> MetaHead:
+        """What is known of a unit of any version."""
+        return typed(self.said, MetaHead, f"{self.file}: meta")
 
     @staticmethod
     def from_json(fields: Fields, where: Path) -> UnitEntry:
         return UnitEntry(*_entry_from_json(fields, where))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalEntry(Entry):
     """Where one rank's local state is; `writer` is of the same host, and not the rank itself if that died."""
 
     exact: bool
     reasons: tuple[Reason, ...]
+
+    @functools.cached_property
+    def meta(self) -> LocalMeta:
+        """What it says beside its tensors."""
+        return LocalMeta.read(self.said, self.file)
+
+    @functools.cached_property
+    def document(self) -> StepDocument:
+        """What the rank's black box said of the step."""
+        return self.meta.document
 
     def to_json(self) -> dict[str, Any]:
         return Entry.to_json(self) | {"exact": self.exact, "reasons": [one.to_json() for one in self.reasons]}
@@ -108,34 +134,20 @@ def _entry_from_json(fields: Fields, where: Path) -> tuple[int, str, tuple[Tenso
     return fields.integer("writer"), path, _specs_from_json(fields, where), _meta(fields, where)
 
 
-def unit_summary(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What publication needs of a unit: who held it, and why it is not exact."""
-    holders = meta.get("holders")
+def unit_summary(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What publication needs of a unit: who held it, and why it is not exact; nothing of what cannot be read."""
+    holders = said.get("holders")
     told = isinstance(holders, list | tuple) and all(type(rank) is int and rank >= 0 for rank in holders)
     summary: dict[str, Any] = {"holders": list(holders)} if told and holders is not None else {}
-    return summary | {"reasons": list(meta.get("reasons", ()))}
+    return summary | {"reasons": list(said.get("reasons", ()))}
 
 
 def local_summary(entry: LocalEntry) -> dict[str, Any]:
     """What publication needs of a local state; `after`: the step that the loop has named last, as epoch and step."""
-    slot = entry.meta.get("slot")
+    slot = entry.said.get("slot")
     after = slot.get("after") if isinstance(slot, Mapping) else None
     summary: dict[str, Any] = {"exact": entry.exact, "reasons": [one.to_json() for one in entry.reasons]}
     return summary if after is None else summary | {"after": list(after)}
-
-
-def groups_of(metas: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Parameters of each param group, out of the `meta` of units; a group may have some in each of them.
-
-    >>> groups_of([{"group_parameters": [["a"], ["c"]]}, {"group_numbers": [1], "group_parameters": [["b", "c"]]}])
-    (('a',), ('c', 'b'))
-    """
-    found: dict[int, dict[str, None]] = {}
-    for meta in metas:
-        groups = meta.get("group_parameters", ())
-        for number, names in zip(meta.get("group_numbers", range(len(groups))), groups, strict=True):
-            found.setdefault(number, {}).update(dict.fromkeys(names))
-    return tuple(tuple(found.get(number, ())) for number in range(max(found, default=-1) + 1))
 
 
 def owners_contradiction(
@@ -162,11 +174,11 @@ def owners_contradiction(
 def meta_problem(units: Mapping[str, UnitEntry], locals: Mapping[int, LocalEntry]) -> str | None:
     """First thing in the meta of units and local states that no reader could use, in words; None if there is none."""
     for unit, entry in units.items():
-        problem = unit_problem(entry.meta, entry.tensors, unit)
+        problem = unit_problem(entry.said, entry.tensors, unit)
         if problem is not None:
             return f"units.{unit}.{problem}"
     for rank, local in locals.items():
-        problem = local_problem(local.meta)
+        problem = local_problem(local.said)
         if problem is not None:
             return f"locals.{rank}.{problem}"
     return None

@@ -8,10 +8,11 @@ from pathlib import Path
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.document import Fields, damage, decode_document, lines_of, read_document
 from lastwords.checkpoint.entries import FileEntry, facts_from_json
-from lastwords.checkpoint.manifest import MANIFEST_FORMAT, Claimed
-from lastwords.checkpoint.meta_forms import facts_problem
+from lastwords.checkpoint.manifest import Claimed
+from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.partfile import check_present, check_sizes
 from lastwords.checkpoint.system import Os, storage_errors
+from lastwords.checkpoint.versions import MANIFEST_FORMAT
 from lastwords.errors import FormatError, IncompleteError
 
 EXAMINED_BYTES_MAX = 64 << 10

@@ -31,17 +31,14 @@ from lastwords.checkpoint.entries import (
     units_from_json,
 )
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.meta_forms import facts_problem
+from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
 from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.retry import NO_FILE
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.checkpoint.versions import MANIFEST_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
-
-MANIFEST_FORMAT = 2
-"""Newest `format_version` that this code reads. Version 1 has everything in one file. Of a large checkpoint
-version 2 is written, which leaves the tables in the parts (`part_tables`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ class Manifest:
 
     def holders_of(self, unit: str) -> tuple[int, ...]:
         """The ranks that held a unit when it was saved."""
-        said = self.units[unit].meta.get("holders") if self.tables is None else self.tables.heads.units[unit].holders
+        said = self.units[unit].head.holders if self.tables is None else self.tables.heads.units[unit].holders
         return tuple(range(self.world_size)) if said is None else tuple(said)
 
     @property

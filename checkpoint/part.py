@@ -31,6 +31,7 @@ from lastwords.checkpoint.entries import (
     units_from_json,
 )
 from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order
+from lastwords.checkpoint.meta import EMPTY_UNIT, FileContent, LocalMeta, UnitMeta
 from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import (
@@ -42,10 +43,8 @@ from lastwords.checkpoint.system import (
     storage_errors,
     sync_directory,
 )
+from lastwords.checkpoint.versions import FILE_FORMAT, PART_FORMAT
 from lastwords.errors import ConfigError, StorageError
-
-PART_FORMAT = 1
-FILE_FORMAT = 1
 
 TensorSource = Buffer | Callable[[], Buffer]
 """A tensor's bytes, contiguous: a buffer that stays as it is until `write_part` returns, or a function that is called
@@ -57,7 +56,7 @@ class UnitState:
     """A unit as it is handed to `write_part`. `meta` is everything that is not a tensor (see `storable`)."""
 
     tensors: Sequence[tuple[TensorSpec, TensorSource]]
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: UnitMeta = EMPTY_UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class LocalState:
     """What belongs to one rank alone. If not `exact`, `reasons` says why a resume cannot be."""
 
     tensors: Sequence[tuple[TensorSpec, TensorSource]]
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: LocalMeta = field(default_factory=LocalMeta)
     exact: bool = True
     reasons: tuple[Reason, ...] = ()
 
@@ -119,7 +118,7 @@ class Part(Written):
                 "locals": {str(rank): entry.to_json() for rank, entry in self.locals.items()},
                 "facts": pack(dict(self.facts), "facts"),
                 "summary": {
-                    "units": {unit: unit_summary(entry.meta) for unit, entry in self.units.items()},
+                    "units": {unit: unit_summary(entry.said) for unit, entry in self.units.items()},
                     "locals": {str(rank): local_summary(entry) for rank, entry in self.locals.items()},
                 },
             }
@@ -187,18 +186,20 @@ def write_part(
     that cannot be stored; then the unfinished file is removed as far as that is possible.
     """
     every = _check_names(units, locals)
+    said = {unit: state.meta.to_json() for unit, state in units.items()}
+    said_of_ranks = {owner: state.meta.to_json() for owner, state in locals.items()}
     order = file_order(spec for spec, _ in every)
-    content = {
-        "format": FILE_FORMAT,
-        "rank": rank,
-        "global_step": global_step,
-        "epoch": epoch,
-        "step": step,
-        "job": job,
-        "units": {unit: pack(dict(state.meta), f"units[{unit!r}]") for unit, state in units.items()},
-        "local": {str(owner): pack(dict(state.meta), f"local[{owner}]") for owner, state in locals.items()},
-    }
-    header = encode_header([every[index][0] for index in order], {METADATA_KEY: in_steps(content)})
+    content = FileContent(
+        format=FILE_FORMAT,
+        rank=rank,
+        global_step=global_step,
+        epoch=epoch,
+        step=step,
+        job=job,
+        units={unit: pack(meta, f"units[{unit!r}]") for unit, meta in said.items()},
+        local={str(owner): pack(meta, f"local[{owner}]") for owner, meta in said_of_ranks.items()},
+    )
+    header = encode_header([every[index][0] for index in order], {METADATA_KEY: in_steps(content.to_json())})
     path = layout.PartPath(rank, epoch, step)
     rank_dir = directory / layout.rank_dir_name(rank)
     # Their names become durable below (rank_dir's in `directory`) and with the publication (`directory`'s in its root).
@@ -227,7 +228,7 @@ def write_part(
             job=job,
             file=FileEntry(str(path), total.bytes, len(header), xxhash.xxh3_64_hexdigest(header), total.chunks),
             units={
-                unit: UnitEntry(rank, str(path), tuple(spec for spec, _ in state.tensors), state.meta)
+                unit: UnitEntry(rank, str(path), tuple(spec for spec, _ in state.tensors), said[unit])
                 for unit, state in units.items()
             },
             locals={
@@ -235,7 +236,7 @@ def write_part(
                     rank,
                     str(path),
                     tuple(spec for spec, _ in local.tensors),
-                    local.meta,
+                    said_of_ranks[owner],
                     local.exact,
                     tuple(local.reasons),
                 )

@@ -12,9 +12,10 @@ import xxhash
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.document import Fields, decode_document, read_document
 from lastwords.checkpoint.entries import facts_from_json, local_summary, ranks_of, unit_summary
-from lastwords.checkpoint.part import PART_FORMAT, Part, Written, written_from_json
+from lastwords.checkpoint.part import Part, Written, written_from_json
 from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.checkpoint.versions import PART_FORMAT
 
 _KEYS = ("rank", "global_step", "epoch", "step", "job", "file", "facts", "summary")
 
@@ -59,7 +60,7 @@ class PartHead(Written):
     @staticmethod
     def of(part: Part) -> PartHead:
         """Head of a part that is in memory."""
-        units = {unit: UnitSummary.from_json(Fields(unit_summary(one.meta), unit)) for unit, one in part.units.items()}
+        units = {unit: UnitSummary.from_json(Fields(unit_summary(one.said), unit)) for unit, one in part.units.items()}
         locals_ = {
             rank: LocalSummary.from_json(Fields(local_summary(one), f"rank {rank}"))
             for rank, one in part.locals.items()

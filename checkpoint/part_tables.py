@@ -17,7 +17,7 @@ import xxhash
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.document import Fields, damage
 from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry, meta_problem
-from lastwords.checkpoint.meta_forms import facts_problem
+from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.partfile import open_description, read_exactly
 from lastwords.checkpoint.reason import Reason, reasons_in

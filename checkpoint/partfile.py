@@ -12,8 +12,8 @@ import xxhash
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
-from lastwords.checkpoint.part import FILE_FORMAT
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
+from lastwords.checkpoint.versions import FILE_FORMAT
 from lastwords.errors import FormatError, IncompleteError
 
 

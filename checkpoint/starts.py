@@ -22,11 +22,11 @@ from lastwords.checkpoint import layout, stale
 from lastwords.checkpoint.document import Fields, decode_document, encode_document
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.system import REAL_OS, Os, close, read_whole, storage_errors, sync_directory
+from lastwords.checkpoint.versions import START_FORMAT
 from lastwords.errors import ConfigError, FormatError, StorageError
 
 logger = logging.getLogger(__name__)
 
-START_FORMAT = 1
 START_BYTES_MAX = 1 << 20
 STARTS_KEPT = 64
 """Newest starts that are remembered, besides each job's newest and those whose controllers live."""

@@ -217,11 +217,9 @@ class _Making:
             )
         parameters = self._of_kind("model/")
         buffers = self._of_kind("buffer/") | self._rank_local_buffers()
-        aliases = {
-            alias: name for entry in self._units.values() for alias, name in entry.meta.get("aliases", {}).items()
-        }
-        volatile = [name for entry in self._units.values() for name in entry.meta.get("volatile_buffers", ())]
-        kinds = sorted({str(entry.meta.get("optimizer", "")) for entry in self._units.values()} - {""})
+        aliases = {alias: name for entry in self._units.values() for alias, name in entry.meta.aliases.items()}
+        volatile = [name for entry in self._units.values() for name in entry.meta.volatile_buffers]
+        kinds = sorted({entry.meta.optimizer for entry in self._units.values()} - {""})
         return Catalogue(
             parameters, buffers, aliases, frozenset(volatile), self._state(), self._groups(), ", ".join(kinds)
         )
@@ -231,9 +229,9 @@ class _Making:
     def _collect(self, unit: str, entry: UnitEntry) -> None:
         meta = entry.meta
         saved = unit_of(self._path, self._manifest, unit)
-        dtypes = {f"unit/{unit}/model/{name}": dtype for name, dtype in meta["parameters"].items()}
-        dtypes |= {f"unit/{unit}/buffer/{name}": dtype for name, dtype in meta["buffers"].items()}
-        for tree in (*meta["optimizer_state"].values(), *meta["groups"]):
+        dtypes = {f"unit/{unit}/model/{name}": dtype for name, dtype in meta.parameters.items()}
+        dtypes |= {f"unit/{unit}/buffer/{name}": dtype for name, dtype in meta.buffers.items()}
+        for tree in (*meta.optimizer_state.values(), *meta.groups):
             nodes = tensor_nodes(tree, f"{self._path}: optimizer state of unit {unit}")
             dtypes |= {name: node["dtype"] for name, node in nodes.items()}
         for spec in saved.specs.values():
@@ -247,7 +245,7 @@ class _Making:
         if not name.startswith(prefix):
             return name
         place, slash, rest = name.removeprefix(prefix).partition("/")
-        return f"{prefix}{_numbers(entry)[int(place)]}{slash}{rest}"
+        return f"{prefix}{entry.meta.numbers[int(place)]}{slash}{rest}"
 
     def _join(self, name: str, found: Sequence[tuple[str, str, TensorSpec]]) -> None:
         _, _, spec = found[0]
@@ -294,7 +292,7 @@ class _Making:
             rank
             for unit, entry in self._units.items()
             if unit != UNIT_REPLICATED or len(self._units) == 1
-            for rank in entry.meta.get("holders", range(self._manifest.world_size))
+            for rank in entry.meta.holders or range(self._manifest.world_size)
         }
         if not ranks or self._manifest.moved:  # then the units' holders are not the ranks that saved local state
             ranks = set(range(self._manifest.world_size))
@@ -312,7 +310,7 @@ class _Making:
     def _state(self) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = {}
         for unit, entry in self._units.items():
-            for parameter, tree in entry.meta["optimizer_state"].items():
+            for parameter, tree in entry.meta.optimizer_state.items():
                 own = parameter
                 if f"model/{parameter}" in self._clashes:
                     own = f"{parameter}@{unit}"
@@ -327,10 +325,10 @@ class _Making:
         members: dict[int, dict[str, None]] = {}
         values: dict[int, dict[str, Any]] = {}
         for unit, entry in self._units.items():
-            if "holders" in entry.meta and "group_numbers" not in entry.meta:
+            if entry.meta.holders is not None and entry.meta.group_numbers is None:
                 continue  # an early part, which does not say which groups it lists: better none than wrong ones
             for number, names, tree in zip(
-                _numbers(entry), entry.meta["group_parameters"], entry.meta["groups"], strict=True
+                entry.meta.numbers, entry.meta.group_parameters, entry.meta.groups, strict=True
             ):
                 members.setdefault(number, {}).update(dict.fromkeys(names))
                 if number not in values:
@@ -343,17 +341,6 @@ class _Making:
             return self._wholes[f"{name}@{unit}" if name in self._clashes else name]
 
         return filled(node, leaf, f"{self._path}: optimizer state of unit {unit}")
-
-
-def _numbers(entry: UnitEntry) -> list[int]:
-    """Place of each of a unit's param groups in the optimizer."""
-    groups = entry.meta["groups"]
-    numbers = list(entry.meta.get("group_numbers", range(len(groups))))
-    if len(numbers) != len(groups):
-        raise FormatError(
-            f"{entry.file}: {len(groups)} param groups and {len(numbers)} numbers; use another checkpoint"
-        )
-    return numbers
 
 
 def stored_whole(spec: TensorSpec, dtype: str) -> tuple[int, ...]:

@@ -20,24 +20,26 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import refuse_existing
+from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
 from lastwords.checkpoint.lock_file import alone
-from lastwords.checkpoint.meta_forms import META_VERSION
+from lastwords.checkpoint.meta import ExtrasMeta, UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish_new
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.system import REAL_OS, make_directories, remove_tree
+from lastwords.checkpoint.versions import ABOUT_VERSION
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.integrations.dcp import MODEL, OPTIMIZER
-from lastwords.integrations.dcp_out import EXTENSION
+from lastwords.integrations.dcp_out import EXTENSION, About
 from lastwords.integrations.export import Progress
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, source_of, spec_of
 from lastwords.optim_wrapper.tensors.tensor_tree import Tree, take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
 KeyPath = tuple[Any, ...]
-NO_EXTRAS: Mapping[str, Any] = {"states": {}, "steps": 0, "regular": [], "moved": [], "step_on_resume": []}
+NO_EXTRAS = ExtrasMeta(states={}, steps=0, regular=(), moved=(), step_on_resume=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,14 @@ def from_dcp(
         raise ConfigError(f"the optimizer needs a key of its own, not {optimizer!r}; without one, give any unused name")
     stored = _Stored(source)
     about = _about(stored)
-    step = told.global_step or about.get("global_step")
+    step = told.global_step or about.global_step
     if not isinstance(step, int) or step < 1 or told.ranks < 1:
         raise ConfigError(f"{source} does not say of which step it is; give the global step, 1 or more (--step N)")
     state, meta = _Unit(stored, about, told, model, optimizer).made()
     final = layout.checkpoint_dir(root, step)
     refuse_existing(final)
-    if told.global_step in (None, about.get("global_step")):
-        epoch, in_epoch = about.get("epoch", EPOCH_UNKNOWN), about.get("step", step)
+    if told.global_step in (None, about.global_step):
+        epoch, in_epoch = about.epoch, about.step or step
     else:
         epoch, in_epoch = EPOCH_UNKNOWN, step
     directory = root / layout.tmp_dir_name(step, told.job, 0, 0, 0)
@@ -146,14 +148,14 @@ class _Stored:
         return planner.state_dict[key]
 
 
-def _about(stored: _Stored) -> dict[str, Any]:
-    path = (EXTENSION, "about")
+def _about(stored: _Stored) -> About:
+    path, where = (EXTENSION, "about"), f"{stored.source}: {EXTENSION}"
     if path not in stored.keys:
-        return {}
-    content = unpack(json.loads(stored.load(path)), f"{stored.source}: {EXTENSION}")
-    if not isinstance(content, dict) or content.get("version") != 1:
+        return About()
+    about = typed(unpack(json.loads(stored.load(path)), where), About, where)
+    if about.version != ABOUT_VERSION:
         raise FormatError(f"{stored.source} was converted by a newer lastwords; upgrade")
-    return content
+    return about
 
 
 @dataclass
@@ -161,15 +163,14 @@ class _Unit:
     """The one unit that is made of everything."""
 
     stored: _Stored
-    about: Mapping[str, Any]
+    about: About
     told: Told
     model: str
     optimizer: str
     tensors: list[tuple[TensorSpec, Any]] = field(default_factory=list)
 
-    def made(self) -> tuple[list[tuple[TensorSpec, Any]], dict[str, Any]]:
-        aliases = dict(self.about.get("aliases", {}))
-        known = self.about.get("buffers")
+    def made(self) -> tuple[list[tuple[TensorSpec, Any]], UnitMeta]:
+        aliases, known = self.about.aliases, self.about.buffers
         parameters: dict[str, str] = {}
         buffers: dict[str, str] = {}
         for path, name in self._model_names():
@@ -190,25 +191,25 @@ class _Unit:
         for path in self._below((EXTENSION, "extra")):
             self._add(str(path[2]), path)
         groups = self._groups()
-        kind = self.told.optimizer or self.about.get("optimizer", "")
+        kind = self.told.optimizer or self.about.optimizer
         if groups and not kind:
             raise ConfigError(
                 f"{self.stored.source} has an optimizer's state but not its class; give it (--optimizer AdamW)"
             )
-        meta = {
-            "version": META_VERSION,
-            "optimizer": kind,
-            "parameters": parameters,
-            "buffers": buffers,
-            "aliases": aliases,
-            "absent_buffers": list(self.about.get("absent_buffers", ())),
-            "volatile_buffers": list(self.about.get("volatile_buffers", ())),
-            "optimizer_state": self._optimizer_state(parameters, groups),
-            "groups": [self._tree(group, f"~groups.{number}") for number, (group, _) in enumerate(groups)],
-            "group_parameters": [list(names) for _, names in groups],
-            "group_numbers": list(range(len(groups))),
-            "extras": self.about.get("extras") or dict(NO_EXTRAS),
-        }
+        state = self._optimizer_state(parameters, groups)
+        meta = UnitMeta(
+            optimizer=kind,
+            parameters=parameters,
+            buffers=buffers,
+            aliases=aliases,
+            absent_buffers=self.about.absent_buffers,
+            groups=[self._tree(group, f"~groups.{number}") for number, (group, _) in enumerate(groups)],
+            group_parameters=[names for _, names in groups],
+            group_numbers=list(range(len(groups))),
+            volatile_buffers=self.about.volatile_buffers,
+            optimizer_state=state,
+            extras=self.about.extras or NO_EXTRAS,
+        )
         return self.tensors, meta
 
     def _model_names(self) -> list[tuple[KeyPath, str]]:

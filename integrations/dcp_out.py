@@ -6,7 +6,7 @@ import io
 import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,11 +20,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.boxes import whole
+from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.meta import ExtrasMeta, UnitMeta, json_of
 from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.storable import pack
+from lastwords.checkpoint.versions import ABOUT_VERSION
 from lastwords.errors import CheckpointError, LastWordsError, StorageError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
@@ -139,17 +142,43 @@ def _typed(tensors: Mapping[str, Whole], dtype: str, but: Collection[str] = ()) 
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What torch.distributed.checkpoint has no place for.
+
+    buffers: their names; None in a directory of another origin.
+    """
+
+    version: int = ABOUT_VERSION
+    job: str = ""
+    global_step: int | None = None
+    epoch: int = EPOCH_UNKNOWN
+    step: int | None = None
+    world_size: int = 0
+    optimizer: str = ""
+    buffers: Sequence[str] | None = None
+    volatile_buffers: Sequence[str] = ()
+    absent_buffers: Sequence[str] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    extras: ExtrasMeta | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in the directory, once it is packed."""
+        return json_of(self) | {"extras": None if self.extras is None else self.extras.to_json()}
+
+
 def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
     """Position, names of buffers, extras: as JSON, and the extras' tensors."""
     manifest = checkpoint.manifest
-    meta: dict[str, Any] = {}
+    meta: UnitMeta | None = None
     tensors: dict[str, Whole] = {}
     entry = manifest.units.get(UNIT_REPLICATED)
     if entry is not None:
-        meta = dict(entry.meta)
+        meta = entry.meta
+        states = {} if meta.extras is None else meta.extras.states
         dtypes = {
             name: node["dtype"]
-            for label, tree in meta.get("extras", {}).get("states", {}).items()
+            for label, tree in states.items()
             for name, node in tensor_nodes(tree, f"extras[{label!r}]").items()
         }
         for spec in entry.tensors:
@@ -157,23 +186,22 @@ def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
                 shape = spec.shape if dtype_of_code(spec.dtype) == dtypes[spec.name] else spec.shape[:-1]
                 divided = Divided(spec.name, spec.dtype, spec.shape, (Shard(spec.name, whole(spec.shape)),))
                 tensors[spec.name] = Whole(spec.name, dtypes[spec.name], shape, divided)
-    content = {
-        "version": 1,
-        "job": manifest.job,
-        "global_step": manifest.global_step,
-        "epoch": manifest.epoch,
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "optimizer": found.optimizer,
-        "buffers": sorted(found.buffers),
-        "volatile_buffers": sorted(found.not_persistent),
-        "absent_buffers": list(meta.get("absent_buffers", ())),
-        "aliases": dict(found.aliases),
-        "extras": meta.get("extras"),
-    }
+    about = About(
+        job=manifest.job,
+        global_step=manifest.global_step,
+        epoch=manifest.epoch,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        optimizer=found.optimizer,
+        buffers=sorted(found.buffers),
+        volatile_buffers=sorted(found.not_persistent),
+        absent_buffers=() if meta is None else meta.absent_buffers,
+        aliases=found.aliases,
+        extras=None if meta is None else meta.extras,
+    )
     # Buffers that state_dict() leaves out have no key of the model's.
     hidden = {name: tensor for name, tensor in found.buffers.items() if name in found.not_persistent}
-    return {"about": json.dumps(pack(content, EXTENSION)), "extra": tensors, "buffer": hidden}
+    return {"about": json.dumps(pack(about.to_json(), EXTENSION)), "extra": tensors, "buffer": hidden}
 
 
 def own_error(error: CheckpointException, doing: str) -> LastWordsError:

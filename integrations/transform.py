@@ -30,6 +30,7 @@ from lastwords.checkpoint.entries import Entry, LocalEntry
 from lastwords.checkpoint.load import Status, examine, find_checkpoint, open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest, read_manifest
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_part
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
@@ -58,12 +59,12 @@ from lastwords.checkpoint.system import (
     read_whole,
     remove_tree,
 )
+from lastwords.checkpoint.versions import IDENTITY_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.sharding.grouping import unit_name
 from lastwords.vocabulary import UNIT_REPLICATED
 
 IDENTITY_NAME = "transform.json"
-IDENTITY_FORMAT = 1
 _DOCUMENT_BYTES_MAX = 1 << 16
 _WAIT_S = 30.0
 """For another process to publish: that writes one manifest and renames, whatever the size of the state."""
@@ -360,10 +361,9 @@ class Transformation:
         of_units = [planned(self._source.saved, self._units[unit][1], called_in(unit)) for unit in units]
         return [*of_units, *(as_it_is(entry) for entry in locals_.values())]
 
-    def _meta(self, unit: str) -> dict[str, Any]:
+    def _meta(self, unit: str) -> UnitMeta:
         holders, holding = self._units[unit]
-        meta = meta_of(self._source.saved, holding, called_in(unit))
-        return meta if len(self._units) == 1 else {**meta, "holders": list(holders)}
+        return meta_of(self._source.saved, holding, called_in(unit), None if len(self._units) == 1 else holders)
 
     def _publish(self) -> Path | None:
         """None if another process holds the destination for longer than publishing takes."""

@@ -101,7 +101,7 @@ def newest_files(source: Path, os: Os = REAL_OS) -> dict[int, Path]:
         with storage_errors("listing", source / name):
             files = [source / name / file for file in os.listdir(source / name) if _is_one(file)]
         for path in files:
-            step = read_content(read_lone_header(path, os), path)["global_step"]
+            step = read_content(read_lone_header(path, os), path).global_step
             if step > steps.get(rank, 0):
                 steps[rank], newest[rank] = step, path
     if not newest:

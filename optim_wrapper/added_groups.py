@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from lastwords.checkpoint.entries import groups_of
+from lastwords.checkpoint.meta import UnitMeta, groups_of
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.sharding import zero
 
@@ -28,7 +28,7 @@ _adopted: weakref.WeakKeyDictionary[Optimizer, list[frozenset[int]]] = weakref.W
 
 
 @contextlib.contextmanager
-def adopted(view: UnitView, metas: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+def adopted(view: UnitView, metas: Sequence[UnitMeta]) -> Iterator[None]:
     """Inside, and after it, the optimizer has the saved groups that it lacked; where an error comes, it has not.
 
     metas: of all units of this rank. Nothing is added where that would not make the groups those of the checkpoint
@@ -69,7 +69,7 @@ def came_back(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return True
 
 
-def _addable(view: UnitView, metas: Sequence[Mapping[str, Any]]) -> list[list[torch.Tensor]]:
+def _addable(view: UnitView, metas: Sequence[UnitMeta]) -> list[list[torch.Tensor]]:
     """Parameters of each group to add; empty if it would not do."""
     optimizer = view.optimizer
     if isinstance(optimizer, JoinedOptimizer) or zero.is_zero(optimizer):
@@ -86,11 +86,10 @@ def _addable(view: UnitView, metas: Sequence[Mapping[str, Any]]) -> list[list[to
     return found
 
 
-def _plain_options(metas: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+def _plain_options(metas: Sequence[UnitMeta], number: int) -> dict[str, Any]:
     """What add_param_group() may ask for; the restore sets all of it, tensors too."""
     for meta in metas:
-        numbers = list(meta.get("group_numbers", range(len(meta["groups"]))))
-        if number in numbers:
-            pairs = meta["groups"][numbers.index(number)]["dict"]
+        if number in meta.numbers:
+            pairs = meta.groups[meta.numbers.index(number)]["dict"]
             return {key: node["plain"] for key, node in pairs if "plain" in node and key != "params"}
     return {}

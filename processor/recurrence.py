@@ -8,7 +8,7 @@ weights that begin after a warm-up do not come before either.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum
 
 REPEATS_MIN = 2
@@ -77,6 +77,7 @@ class Recurrence:
             return Forecast.STOPPED
         return Forecast.UNKNOWN
 
-    def to_list(self) -> list[int]:
-        """JSON of it; `Recurrence(*list)` is the inverse."""
-        return list(astuple(self))
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int, int]:
+        """What is stored of it; `Recurrence(*numbers)` is the inverse."""
+        return self.times, self.first, self.last, self.period, self.repeats, self.ends

@@ -182,7 +182,7 @@ class SaveJob:
 def _named_by(locals_: Iterable[part.LocalState]) -> Position | None:
     """What a rank that has ended the step calls it, by its black box."""
     for local in locals_:
-        slot = local.meta.get("slot", {})
-        if slot.get("epoch") is not None:
-            return Position(slot["epoch"], slot["step"])
+        said = local.meta.document
+        if said.epoch is not None and said.step is not None:
+            return Position(said.epoch, said.step)
     return None

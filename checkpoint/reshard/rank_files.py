@@ -13,13 +13,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
-from lastwords.checkpoint.part import FILE_FORMAT
+from lastwords.checkpoint.meta import FileContent, UnitMeta
 from lastwords.checkpoint.partfile import read_exactly
 from lastwords.checkpoint.reshard.published_files import PublishedFiles
 from lastwords.checkpoint.reshard.saved_state import Saved, join
@@ -29,8 +29,12 @@ from lastwords.checkpoint.reshard.strategy_needs import Needs
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
+from lastwords.checkpoint.versions import FILE_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
 from lastwords.vocabulary import UNIT_REPLICATED
+
+Boxes = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+"""Offsets and shape of the whole, of each tensor that is a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class RankFile:
 
     def knows(self, fqn: str) -> bool:
         """Whether the file has the state of this parameter, if there is any."""
-        return any(fqn in unit.states or fqn in unit.meta["parameters"] for unit in self.units)
+        return any(fqn in unit.states or fqn in unit.meta.parameters for unit in self.units)
 
 
 class RankFiles:
@@ -114,7 +118,7 @@ class RankFiles:
             raise IncompleteError("there is none of the source's files", missing=tuple(map(str, self._files.values())))
         if self._joined is None or self._joined[0] != len(opened):
             self._refuse_mixed(opened)
-            units = sorted((unit for file in opened for unit in file.units), key=lambda unit: "extras" not in unit.meta)
+            units = sorted((unit for file in opened for unit in file.units), key=lambda unit: unit.meta.extras is None)
             saved = join([*units, buffers_of_ranks(_locals_of(opened), units)], copies=True)
             self._joined = len(opened), saved
         return self._joined[1]
@@ -203,42 +207,43 @@ class RankFiles:
         entry, header = self._published.entry_of(path) or (None, header)
         assert header is not None
         content = read_content(header, path)
-        moment = Moment(content["job"], content["global_step"], content["epoch"], content["step"])
+        moment = Moment(content.job, content.global_step, content.epoch, content.step)
         specs = {name: replace(spec, name=f"{rank}/{name}") for name, (spec, _, _) in header.tensors.items()}
-        if "meta" in content:
-            units = [self._of_rank(rank, path, content, specs)]
+        if content.meta is not None:
+            meta = UnitMeta.read(unpack(content.meta, str(path)), str(path))
+            units = [self._of_rank(rank, path, content.boxes or {}, meta, specs)]
         else:
             units = [
-                self._of_unit(rank, path, unit, meta, specs)
-                for unit, meta in unpack(content["units"], str(path)).items()
+                self._of_unit(rank, path, unit, UnitMeta.read(unpack(said, str(path)), f"{path}: unit {unit}"), specs)
+                for unit, said in (content.units or {}).items()
             ]
-        return RankFile(rank, path, moment, header, stamp, tuple(units), entry, "meta" not in content)
+        return RankFile(rank, path, moment, header, stamp, tuple(units), entry, content.meta is None)
 
-    def _of_rank(self, rank: int, path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> SavedUnit:
+    def _of_rank(
+        self, rank: int, path: Path, boxes: Boxes, meta: UnitMeta, specs: Mapping[str, TensorSpec]
+    ) -> SavedUnit:
         """The one unit of a file that says itself which parts it holds."""
         placed = dict(specs)
         try:
-            for name, (offsets, shape) in content["boxes"].items():
+            for name, (offsets, shape) in boxes.items():
                 spec = specs[name]
                 placed[name] = TensorSpec(spec.name, spec.dtype, spec.shape, tuple(shape), tuple(offsets))
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(damage(path, f"it does not say which parts of tensors it holds ({error!r})")) from error
-        if self._given is None and content["boxes"]:
-            name, (offsets, shape) = next(iter(content["boxes"].items()))
+        if self._given is None and boxes:
+            name, (offsets, shape) = next(iter(boxes.items()))
             raise StrategyError(
                 f"{path} holds only parts of tensors, such as {name}{Box(tuple(offsets), specs[name].shape)} of "
-                f"{shape}: give the strategy that it was written under (src_strategy_file)"
+                f"{list(shape)}: give the strategy that it was written under (src_strategy_file)"
             )
         for name, spec in placed.items():
             if self._given is not None and name in self._given.tensors:
                 self._compare(path, rank, name, Box(spec.offsets, spec.shape), spec.dtype)
-        return read_unit(str(path), str(path), unpack(content["meta"], str(path)), "", placed)
+        return read_unit(str(path), str(path), meta, "", placed)
 
-    def _of_unit(
-        self, rank: int, path: Path, unit: str, meta: Mapping[str, Any], specs: Mapping[str, TensorSpec]
-    ) -> SavedUnit:
+    def _of_unit(self, rank: int, path: Path, unit: str, meta: UnitMeta, specs: Mapping[str, TensorSpec]) -> SavedUnit:
         """A unit of last words, whose places in the whole the strategy says."""
-        if self._given is None and (unit != UNIT_REPLICATED or "holders" in meta):
+        if self._given is None and (unit != UNIT_REPLICATED or meta.holders is not None):
             raise StrategyError(
                 f"{path} is of a sharded job (it has the unit {unit!r}): give its strategy (src_strategy_file); the "
                 "checkpoint's directory serves as one"
@@ -336,26 +341,23 @@ class RankFiles:
                 )
 
 
-def read_content(header: Header, path: Path) -> dict[str, Any]:
+def read_content(header: Header, path: Path) -> FileContent:
     """The JSON of a file of ours. FormatError for any other."""
     text = header.metadata.get(METADATA_KEY)
     if text is None:
         raise FormatError(damage(path, "it was not written by lastwords: its metadata lack the key 'lastwords'"))
     try:
-        content = json.loads(text)
-        numbers = [content[key] for key in ("format", "rank", "global_step", "epoch", "step")]
-        sound = all(type(number) is int for number in numbers) and isinstance(content["job"], str)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        sound = False
-    if not sound or ("units" in content) == ("meta" in content):
-        raise FormatError(damage(path, "its metadata cannot be read"))
-    if content["format"] > FILE_FORMAT:
+        content = typed(json.loads(text), FileContent, METADATA_KEY)
+    except (ValueError, RecursionError, FormatError) as error:
+        raise FormatError(damage(path, f"its metadata cannot be read ({error})")) from error
+    if (content.units is None) == (content.meta is None):
+        raise FormatError(damage(path, "its metadata cannot be read (either units or meta has to be there)"))
+    if content.format > FILE_FORMAT:
         raise FormatError(
-            f"{path} was written by a newer lastwords, format {content['format']}; this one reads up to {FILE_FORMAT}; "
+            f"{path} was written by a newer lastwords, format {content.format}; this one reads up to {FILE_FORMAT}; "
             "upgrade"
         )
-    found: dict[str, Any] = content
-    return found
+    return content
 
 
 def _read(path: Path, os: Os, *, header: bool = True) -> tuple[tuple[int, ...], Header | None]:

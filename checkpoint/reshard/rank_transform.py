@@ -14,7 +14,7 @@ from typing import Protocol
 from lastwords.checkpoint.appearing import making_file, refuse_existing
 from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
 from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
-from lastwords.checkpoint.part import FILE_FORMAT
+from lastwords.checkpoint.meta import FileContent
 from lastwords.checkpoint.reshard.rank_files import Moment, RankFiles
 from lastwords.checkpoint.reshard.saved_state import Saved
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy, text
@@ -23,6 +23,7 @@ from lastwords.checkpoint.reshard.transform_plan import meta_of, of_rank, planne
 from lastwords.checkpoint.slice_reader import SliceReader, Stored
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.checkpoint.versions import FILE_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, NotARankError, NotTextError
 
 SUFFIX = ".ckpt"
@@ -125,28 +126,28 @@ def _write_rank(
     holding = of_rank(saved, strategy, rank)
     plans = planned(saved, holding, _same)
     moment = source.moment
-    content = {
-        "format": FILE_FORMAT,
-        "rank": rank,
-        "world_size": strategy.world_size,
-        "global_step": moment.global_step,
-        "epoch": moment.epoch,
-        "step": moment.step,
-        "job": moment.job,
-        "boxes": {
-            one.spec.name: [list(one.spec.offsets), list(one.spec.global_shape)]
+    content = FileContent(
+        format=FILE_FORMAT,
+        rank=rank,
+        world_size=strategy.world_size,
+        global_step=moment.global_step,
+        epoch=moment.epoch,
+        step=moment.step,
+        job=moment.job,
+        boxes={
+            one.spec.name: (one.spec.offsets, one.spec.global_shape)
             for one in plans
             if one.spec.shape != one.spec.global_shape
         },
-        "meta": pack(meta_of(saved, holding, _same), "meta"),
-    }
+        meta=pack(meta_of(saved, holding, _same).to_json(), "meta"),
+    )
     with SliceReader(source, checked=True, unknown_too=not source.checked, keep_edges=True, os=os) as reader:
         streamed = Streamed(reader, source, [plans])
         with making_file(target, os) as hidden:
             [own] = streamed.tensors
             tensors = [own[index] for index in file_order(spec for spec, _ in own)]
             header = encode_header(
-                [spec for spec, _ in tensors], {METADATA_KEY: json.dumps(content, separators=(",", ":"))}
+                [spec for spec, _ in tensors], {METADATA_KEY: json.dumps(content.to_json(), separators=(",", ":"))}
             )
             size = len(header) + streamed.nbytes
             with DirectWriter(hidden, size, os=os, progress=progress) as writer:

@@ -5,21 +5,20 @@ Pure, and checked as a whole before anybody reads or writes a byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import EMPTY_UNIT, ExtrasMeta, Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_units import GROUPS, SavedUnit
-from lastwords.checkpoint.reshard.state_trees import Tree, keys_of, leaves, renamed, without_names
+from lastwords.checkpoint.reshard.state_trees import keys_of, leaves, renamed, without_names
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards
 from lastwords.errors import FormatError, MismatchError
 
 MOVED_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})
 """What torch's schedulers change in a group. Where anything else differs, two ranks have different groups."""
-
-_ABOUT = ("step_ended", "hyperparameters", "optimizer_own", "reasons")
 
 _SCALAR_BYTES_MAX = 16
 """State of another shape than its parameter's is a counter or the like up to here: all shards have the same."""
@@ -32,7 +31,7 @@ class Group:
     number: int
     parameters: tuple[str, ...]
     tree: Tree
-    ended: Any
+    ended: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,13 @@ class Saved:
     states: Mapping[str, Mapping[str, Tree]]
     groups: tuple[Group, ...]
     optimizer: str
-    extras: Tree | None
+    extras: ExtrasMeta | None
     copied: frozenset[str]
     more: Mapping[str, tuple[int, ...]]
     copies: Mapping[str, Mapping[str, Shard]] = field(default_factory=dict)
     """State tensors (`step`) that are whole beside each shard of their parameter: name -> unit's label -> the copy."""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """`step_ended`, `hyperparameters`, `optimizer_own` and `reasons` of the unit that has the extras."""
+    about: UnitMeta = EMPTY_UNIT
+    """Of the unit that has the extras: the moment of the step, hyperparameters and reasons count for all."""
 
     def near(self, name: str, places: Collection[str]) -> Divided:
         """The tensor; of copies one in a unit that is among `places` and read anyway, if there is any."""
@@ -92,9 +91,9 @@ class _Joining:
         self._more: dict[str, tuple[int, ...]] = {}
         self._found_copies: dict[str, dict[str, Shard]] = {}
         metas = [unit.meta for unit in units]
-        self._parameters = self._types("parameters")
-        self._buffers = self._types("buffers")
-        self._volatile = frozenset(name for meta in metas for name in meta.get("volatile_buffers", ()))
+        self._parameters = self._types((unit.label, unit.meta.parameters) for unit in units)
+        self._buffers = self._types((unit.label, unit.meta.buffers) for unit in units)
+        self._volatile = frozenset(name for meta in metas for name in meta.volatile_buffers)
 
     def saved(self) -> Saved:
         for kind, names in (("model", self._parameters), ("buffer", self._buffers)):
@@ -103,17 +102,16 @@ class _Joining:
         states = self._states()
         groups = self._groups()
         metas = [unit.meta for unit in self._units]
-        host = next((unit for unit in self._units if "extras" in unit.meta), None)
-        extras = None if host is None else self._extras(host)
-        about = {} if host is None else host.meta
-        kinds = sorted({str(meta["optimizer"]) for meta in metas})
+        host = next((unit for unit in self._units if unit.meta.extras is not None), None)
+        extras = None if host is None or host.meta.extras is None else self._extras(host, host.meta.extras)
+        kinds = sorted({meta.optimizer for meta in metas})
         return Saved(
             tensors=self._tensors,
             parameters=self._parameters,
             buffers=self._buffers,
             volatile=self._volatile,
-            absent=tuple(dict.fromkeys(name for meta in metas for name in meta["absent_buffers"])),
-            aliases={alias: name for meta in metas for alias, name in meta["aliases"].items()},
+            absent=tuple(dict.fromkeys(name for meta in metas for name in meta.absent_buffers)),
+            aliases={alias: name for meta in metas for alias, name in meta.aliases.items()},
             states=states,
             groups=groups,
             optimizer=kinds[0] if kinds else "",
@@ -121,19 +119,17 @@ class _Joining:
             copied=frozenset(self._copied),
             more=self._more,
             copies=self._found_copies,
-            about={
-                key: about[key] for key in ("step_ended", "hyperparameters", "reasons", "optimizer_own") if key in about
-            },
+            about=EMPTY_UNIT if host is None else host.meta,
         )
 
     # ------------------------------------------------------------------ tensors
 
-    def _types(self, kind: str) -> dict[str, str]:
+    def _types(self, said: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for unit in self._units:
-            for name, dtype in unit.meta[kind].items():
+        for label, types in said:
+            for name, dtype in types.items():
                 if found.setdefault(name, dtype) != dtype:
-                    raise FormatError(f"{unit.label}: {name!r} is {dtype} there, and {found[name]} elsewhere")
+                    raise FormatError(f"{label}: {name!r} is {dtype} there, and {found[name]} elsewhere")
         return found
 
     def _add(self, name: str, *, volatile: bool = False) -> None:
@@ -230,9 +226,9 @@ class _Joining:
     def _groups(self) -> tuple[Group, ...]:
         """Param groups of all units. Those of one number with other values (stages may differ) stay apart."""
         found: list[Group] = []
-        ended = self._units[0].meta.get("step_ended") if self._units else None
+        ended = self._units[0].meta.step_ended if self._units else None
         for unit in self._units:
-            moment = unit.meta.get("step_ended", ended)
+            moment = ended if unit.meta.step_ended is None else unit.meta.step_ended
             for number, names, tree in unit.groups:
                 ignored = frozenset() if moment == ended else MOVED_BY_SCHEDULERS
                 place = next((k for k, one in enumerate(found) if one.number == number
@@ -250,14 +246,13 @@ class _Joining:
                 found.append(Group(number, names, tree, moment))
         return tuple(found)
 
-    def _extras(self, unit: SavedUnit) -> Tree:
-        extras: Tree = dict(unit.meta["extras"])
+    def _extras(self, unit: SavedUnit, extras: ExtrasMeta) -> ExtrasMeta:
         states = {}
-        for name, tree in extras.get("states", {}).items():
+        for name, tree in extras.states.items():
             states[name] = renamed(tree, plain_extra, unit.label)
             for leaf in leaves(states[name], unit.label):
                 self._add_copy(unit, leaf["tensor"])
-        return {**extras, "states": states}
+        return replace(extras, states=states)
 
 
 def plain_extra(name: str) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
 from lastwords.checkpoint.layout import LocalTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta_forms import META_VERSION, require_version
-from lastwords.checkpoint.reshard.state_trees import Tree, keys_of, renamed
+from lastwords.checkpoint.meta import EMPTY_UNIT, Tree, UnitMeta
+from lastwords.checkpoint.reshard.state_trees import keys_of, renamed
 from lastwords.errors import FormatError
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -32,7 +31,7 @@ class SavedUnit:
     """
 
     label: str
-    meta: Mapping[str, Any]
+    meta: UnitMeta
     specs: Mapping[str, TensorSpec]
     states: Mapping[str, Mapping[str, Tree]]
     groups: tuple[tuple[int, tuple[str, ...], Tree], ...]
@@ -46,24 +45,20 @@ class SavedUnit:
             raise FormatError(f"{self.label}: its JSON names the tensor {name!r}, but it is not there") from None
 
 
-def read_unit(
-    where: str, label: str, meta: Mapping[str, Any], prefix: str, specs: Mapping[str, TensorSpec]
-) -> SavedUnit:
+def read_unit(where: str, label: str, meta: UnitMeta, prefix: str, specs: Mapping[str, TensorSpec]) -> SavedUnit:
     """A unit whose tensors begin with `prefix` in the source. `specs`: by their names without it."""
-    require_version(meta, where)
     states = {
         fqn: {
             key: renamed(node, lambda name: name.removeprefix(prefix), where)
             for key, node in keys_of(tree, where).items()
         }
-        for fqn, tree in meta["optimizer_state"].items()
+        for fqn, tree in meta.optimizer_state.items()
     }
-    numbers = meta.get("group_numbers", range(len(meta["groups"])))
-    if not len(numbers) == len(meta["groups"]) == len(meta["group_parameters"]):
-        raise FormatError(f"{where}: {len(meta['groups'])} param groups and {len(numbers)} numbers")
+    if not len(meta.numbers) == len(meta.groups) == len(meta.group_parameters):
+        raise FormatError(f"{where}: {len(meta.groups)} param groups and {len(meta.numbers)} numbers")
     groups = tuple(
         (number, tuple(names), renamed(tree, lambda name: name.removeprefix(prefix), where))
-        for number, names, tree in zip(numbers, meta["group_parameters"], meta["groups"], strict=True)
+        for number, names, tree in zip(meta.numbers, meta.group_parameters, meta.groups, strict=True)
     )
     return SavedUnit(label, meta, specs, states, groups)
 
@@ -73,12 +68,12 @@ def units_of(path: Path, manifest: Manifest) -> Iterator[tuple[str, SavedUnit]]:
 
     One at a time: of a large checkpoint those of other moments are read twice, and none stays in memory.
     """
-    ended = manifest.units[UNIT_REPLICATED].meta.get("step_ended") if UNIT_REPLICATED in manifest.units else None
+    ended = manifest.units[UNIT_REPLICATED].meta.step_ended if UNIT_REPLICATED in manifest.units else None
     order = sorted(manifest.units, key=lambda name: (name != UNIT_REPLICATED, name))
     later = []
     for name in order:
         unit = unit_of(path, manifest, name)
-        if name != UNIT_REPLICATED and unit.meta.get("step_ended", ended) != ended:
+        if name != UNIT_REPLICATED and unit.meta.step_ended not in (None, ended):
             later.append(name)
         else:
             yield name, unit
@@ -100,7 +95,7 @@ def buffers_of_ranks(specs: Mapping[str, TensorSpec], units: Sequence[SavedUnit]
     specs: tensors of files of last words by their names there, local/RANK/buffer/NAME, among others; what units hold
     stands there. units: those beside which it is joined, at least one.
     """
-    taken = {name for unit in units for name in unit.meta["buffers"]}
+    taken = {name for unit in units for name in unit.meta.buffers}
     found: dict[str, tuple[int, TensorSpec]] = {}
     for called, spec in specs.items():
         parsed = parse_tensor_name(called)
@@ -108,14 +103,8 @@ def buffers_of_ranks(specs: Mapping[str, TensorSpec], units: Sequence[SavedUnit]
             known = found.get(parsed.name)
             if parsed.name.removeprefix("buffer/") not in taken and (known is None or parsed.rank < known[0]):
                 found[parsed.name] = parsed.rank, spec
-    meta = {
-        "version": META_VERSION,
-        "optimizer": units[0].meta["optimizer"],
-        "parameters": {},
-        "buffers": {name.removeprefix("buffer/"): TYPE_NAMES[spec.dtype] for name, (_, spec) in sorted(found.items())},
-        "aliases": {},
-        "absent_buffers": [],
-    }
+    buffers = {name.removeprefix("buffer/"): TYPE_NAMES[spec.dtype] for name, (_, spec) in sorted(found.items())}
+    meta = replace(EMPTY_UNIT, optimizer=units[0].meta.optimizer, buffers=buffers)
     return SavedUnit("buffers of single ranks", meta, {name: spec for name, (_, spec) in found.items()}, {}, ())
 
 

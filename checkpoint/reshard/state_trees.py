@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lastwords.checkpoint.meta import Tree
 from lastwords.errors import FormatError
-
-Tree = dict[str, Any]
 
 
 def mapped(tree: Any, leaf: Callable[[Tree], Tree], where: str) -> Tree:

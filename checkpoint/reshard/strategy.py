@@ -24,6 +24,7 @@ from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors
+from lastwords.checkpoint.versions import STRATEGY_FORMAT
 from lastwords.errors import (
     FormatError,
     NoStrategiesError,
@@ -31,9 +32,6 @@ from lastwords.errors import (
     StorageError,
     StrategyError,
 )
-
-STRATEGY_FORMAT = 1
-"""Newest `format_version` that this code reads, and the one it writes."""
 
 WORLD_SIZE_MAX = 1 << 20
 """Ranks that a job can have, and the end of what a strategy file is believed."""
@@ -205,7 +203,7 @@ def strategy_of(manifest: Manifest) -> Strategy:
     """The strategy that a checkpoint was written under. FormatError where units contradict each other."""
     cuts: dict[str, tuple[TensorSpec, dict[Box, set[int]]]] = {}
     for unit, entry in manifest.units.items():
-        holders = tuple(entry.meta.get("holders", range(manifest.holders_world_size)))
+        holders = tuple(entry.head.holders or range(manifest.holders_world_size))
         own = {spec.name: spec for spec in entry.tensors}
         for spec in entry.tensors:
             parsed = parse_tensor_name(spec.name)

@@ -7,15 +7,15 @@ says; buffers that it does not list, extras, and what belongs to no tensor of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.meta_forms import META_VERSION
+from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_state import Group, Saved, renumbered
-from lastwords.checkpoint.reshard.state_trees import Tree, leaves, mapped, renamed
+from lastwords.checkpoint.reshard.state_trees import leaves, mapped, renamed
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.reshard.strategy_needs import refuse_another_model
 from lastwords.checkpoint.reshard_plan import Divided, Shard, Slice, slices_for
@@ -104,7 +104,7 @@ def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> lis
             boxes[name] = whole(saved.tensors[name].shape)
             numbered[name] = renumbered(name, place)
     if holding.common and saved.extras is not None:
-        for tree in saved.extras["states"].values():
+        for tree in saved.extras.states.values():
             for leaf in leaves(tree, "the extras"):
                 boxes[leaf["tensor"]] = whole(saved.tensors[leaf["tensor"]].shape)
     found = []
@@ -122,43 +122,42 @@ def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> lis
     return found
 
 
-def meta_of(saved: Saved, holding: Holding, called: Callable[[str], str]) -> dict[str, Any]:
-    """What is no tensor, as a unit's `meta` has it; trees name tensors as `planned` does."""
+def meta_of(saved: Saved, holding: Holding, called: Callable[[str], str], holders: Ranks | None = None) -> UnitMeta:
+    """What is no tensor, as a unit's `meta` has it; trees name tensors as `planned` does. holders: of the unit."""
     boxes = holding.boxes
     parameters = {name: dtype for name, dtype in saved.parameters.items() if f"model/{name}" in boxes}
     buffers = {name: dtype for name, dtype in saved.buffers.items() if f"buffer/{name}" in boxes}
     groups = _groups(saved, holding)
-    meta: dict[str, Any] = {
-        "version": META_VERSION,
-        "optimizer": saved.optimizer,
-        "parameters": parameters,
-        "buffers": buffers,
-        "aliases": {a: name for a, name in saved.aliases.items() if name in parameters or name in buffers},
-        "absent_buffers": list(saved.absent) if holding.common else [],
-        "groups": [
+    about, extras = saved.about, saved.extras
+    if extras is not None:
+        states = {name: renamed(tree, called, "the extras") for name, tree in extras.states.items()}
+        extras = replace(extras, states=states)
+    return UnitMeta(
+        optimizer=saved.optimizer,
+        parameters=parameters,
+        buffers=buffers,
+        aliases={a: name for a, name in saved.aliases.items() if name in parameters or name in buffers},
+        absent_buffers=list(saved.absent) if holding.common else [],
+        groups=[
             renamed(group.tree, lambda name, place=place: called(renumbered(name, place)), "a param group")  # type: ignore[misc]
             for place, group in enumerate(groups)
         ],
-        "group_parameters": [[name for name in group.parameters if name in parameters] for group in groups],
-        "group_numbers": [group.number for group in groups],
+        group_parameters=[[name for name in group.parameters if name in parameters] for group in groups],
+        group_numbers=[group.number for group in groups],
         # Those of single ranks are in no unit, and nothing else says that state_dict() leaves them out.
-        "volatile_buffers": sorted(saved.volatile - (saved.buffers.keys() - buffers.keys())),
-        "optimizer_state": dict(_states(saved, holding, called)),
-        "reasons": _reasons(saved) if holding.common else [],
-    }
-    if "step_ended" in saved.about:
-        ended = saved.about["step_ended"]
-        meta["step_ended"] = next((group.ended for group in groups if group.ended != ended), ended)
-    if holding.common:
-        if "hyperparameters" in saved.about:
-            meta["hyperparameters"] = saved.about["hyperparameters"]
-        if saved.extras is not None:
-            states = saved.extras["states"]
-            meta["extras"] = {
-                **saved.extras,
-                "states": {name: renamed(tree, called, "the extras") for name, tree in states.items()},
-            }
-    return meta
+        volatile_buffers=sorted(saved.volatile - (saved.buffers.keys() - buffers.keys())),
+        optimizer_state=dict(_states(saved, holding, called)),
+        reasons=_reasons(saved) if holding.common else [],
+        holders=holders,
+        extras=extras if holding.common else None,
+        step_ended=_ended(groups, about.step_ended),
+        hyperparameters=about.hyperparameters if holding.common else None,
+    )
+
+
+def _ended(groups: Iterable[Group], ended: bool | None) -> bool | None:
+    """Whether the groups' values are of after the step's end. ended: the same of the unit that has the extras."""
+    return None if ended is None else next((group.ended for group in groups if group.ended != ended), ended)
 
 
 # ---------------------------------------------------------------------- who holds what
@@ -250,9 +249,9 @@ def _states(saved: Saved, holding: Holding, called: Callable[[str], str]) -> Ite
 
 
 def _reasons(saved: Saved) -> list[str]:
-    own = saved.about.get("optimizer_own")
+    own = saved.about.optimizer_own
     more = ["the optimizer's state that is not kept by parameter and name was not moved to this layout"] if own else []
-    return [*saved.about.get("reasons", ()), *more]
+    return [*saved.about.reasons, *more]
 
 
 def _leaf(saved: Saved, node: Mapping[str, Any], box: Box, called: Callable[[str], str]) -> Tree:

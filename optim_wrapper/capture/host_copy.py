@@ -48,4 +48,4 @@ def _copy(state: UnitState, old: Mapping[str, bytearray], new: dict[str, bytearr
         numpy.frombuffer(memory, numpy.uint8)[:] = as_bytes(content)
         new[spec.name] = memory
         tensors.append((spec, memoryview(memory)))
-    return UnitState(tensors=tensors, meta=dict(state.meta))
+    return UnitState(tensors=tensors, meta=state.meta)

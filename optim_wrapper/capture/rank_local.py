@@ -197,7 +197,7 @@ class BoxRecorder:
 
     def late_moves(self) -> dict[str, Any]:
         """What a reader has to know of these, as JSON."""
-        return {"late": self.late.to_list(), "moved": self.moved}
+        return {"late": list(self.late.numbers), "moved": self.moved}
 
     def slot_of(self, step: int) -> int | None:
         """Where the copy of `step` is that a reader gets: the committed one if there is one."""

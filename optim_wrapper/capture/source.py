@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
+from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reason import Reason
 from lastwords.errors import IncompleteError, LastWordsError, StorageError
@@ -24,7 +25,7 @@ from lastwords.optim_wrapper.capture.state_watch import StateWatch, some
 from lastwords.optim_wrapper.capture.taken_out import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
 from lastwords.optim_wrapper.state import hyperparameters
-from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot, left_out_of
+from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, Stage
@@ -184,21 +185,21 @@ class TrainerSource:
         self._units.exclude_buffers(apart)
         self._units.check_layout()
         state = view.state(groups, stage, lent)
-        meta: dict[str, Any] = dict(state.meta)
+        meta = state.meta
         tensors = _with_copies(state.tensors, unit, copies)
-        here = {*state.meta["buffers"], *(apart if unit == UNIT_REPLICATED else ())}
+        here = {*meta.buffers, *(apart if unit == UNIT_REPLICATED else ())}
         of_buffers = [why for name, why in moved.items() if name in here and stage is not None]  # None: it ends now
-        reasons = [*state.meta.get("reasons", ()), *of_state, *of_buffers]
+        reasons = [*meta.reasons, *of_state, *of_buffers]
         if unit == UNIT_REPLICATED:
-            meta["extras"], extra_tensors = self._extras.store(extras, unit, stage, json_bytes_max=JSON_BYTES_MAX)
+            stored, extra_tensors = self._extras.store(extras, unit, stage, json_bytes_max=JSON_BYTES_MAX)
+            meta = replace(meta, extras=stored)
             tensors += extra_tensors
-            reasons += of_extras + left_out_of(meta["extras"])
+            reasons += of_extras + stored.reasons
         if not self._units.pure:
             ended = snapshot is not None and snapshot.step == step
-            meta |= hyperparameters.moment(groups, unit=unit, ended=ended)
-        if self._buckets is not None:
-            meta["buckets"] = self._buckets(step)
-        return UnitState(tensors=tensors, meta={**meta, "reasons": reasons})
+            meta = hyperparameters.at_moment(meta, groups, unit=unit, ended=ended)
+        buckets = None if self._buckets is None else self._buckets(step)
+        return UnitState(tensors=tensors, meta=replace(meta, reasons=reasons, buckets=buckets))
 
     def _held(self, step: int, stand: Stand) -> Snapshot | None:
         """The newest snapshot; or the one before, which a step without an update is to be given up for."""
@@ -212,7 +213,7 @@ class TrainerSource:
         states = {rank: self._local_state(rank, step) for rank in ranks}
         if why := self._moved_late(states, step):
             for rank, state in states.items():
-                if state.exact and state.meta.get("kind") == SlotKind.TENTATIVE.name.lower():
+                if state.exact and state.meta.kind == TENTATIVE:
                     states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
         return states
 
@@ -224,12 +225,12 @@ class TrainerSource:
 
     def _moved_late(self, states: Mapping[int, LocalState], step: int) -> str:
         """What moved in `step` after the tentative copies of it, here or on a rank that has ended it; or nothing."""
-        kinds = {rank: state.meta.get("kind") for rank, state in states.items()}
-        if SlotKind.TENTATIVE.name.lower() not in kinds.values():
+        kinds = {rank: state.meta.kind for rank, state in states.items()}
+        if TENTATIVE not in kinds.values():
             return ""
         if drawn := self._drawn_since(step):
             return f"it had not ended step {step}, in which {drawn} moved on another rank after such a copy of it"
-        for rank in (rank for rank, kind in kinds.items() if kind == SlotKind.COMMITTED.name.lower()):
+        for rank in (rank for rank, kind in kinds.items() if kind == COMMITTED):
             try:
                 with BoxReader(self._box_path(rank)) as box:
                     facts = box.facts()
@@ -279,10 +280,10 @@ class TrainerSource:
         except LastWordsError as error:
             return _nothing(str(error))
         tensors = _tensors(rank, "", copy)
-        meta: dict[str, Any] = {"kind": copy.kind.name.lower(), "slot": copy.json}
         if start is not None:
             tensors += _tensors(rank, EPOCH_PREFIX, start)
-            meta["epoch_start"] = start.json
+        kind = TENTATIVE if copy.kind is SlotKind.TENTATIVE else COMMITTED
+        meta = LocalMeta(kind=kind, slot=copy.json, epoch_start=None if start is None else start.json)
         told += map(Reason, reasons)
         return LocalState(tensors, meta, exact=not told, reasons=tuple(told))
 
@@ -325,7 +326,7 @@ def _moved(names: list[StateName], step: int) -> list[str]:
 
 
 def _nothing(reason: str) -> LocalState:
-    return LocalState(tensors=[], meta={"kind": "none", "slot": {}}, exact=False, reasons=(Reason(reason),))
+    return LocalState(tensors=[], meta=LocalMeta(kind="none"), exact=False, reasons=(Reason(reason),))
 
 
 def _tensors(rank: int, prefix: str, copy: SlotCopy) -> list[tuple[TensorSpec, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lastwords.checkpoint.storable import pack
 from lastwords.optim_wrapper.capture.state_watch import StateWatch
-from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, left_out_of, pack_inline
+from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, pack_inline
 from lastwords.processor.saver import Position
 
 _log = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ def begin(
 def of_rank(extras: Extras, snapshot: ExtrasSnapshot) -> bytes:
     """The members that hold rank-local extras."""
     inline = pack_inline(extras, snapshot)
-    members: dict[str, Any] = {"local_extras": pack(inline, "local_extras")}
-    if inline["tree"]["left_out"]:
-        members["reasons"] = left_out_of(inline["tree"])
+    members: dict[str, Any] = {"local_extras": pack(inline.to_json(), "local_extras")}
+    if inline.tree.left_out:
+        members["reasons"] = inline.tree.reasons
     return b",%s" % json.dumps(members).encode()[1:-1]
 
 

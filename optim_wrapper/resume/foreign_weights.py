@@ -6,14 +6,14 @@ resumed run comes before it. A rank may own no parameter of a group, and yet sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta_forms import require_version
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import (
     Reading,
@@ -34,10 +34,9 @@ class ForeignWeights(Reading):
     """
 
     def __init__(
-        self, view: UnitView, unit: str, names: Iterable[str], specs: Iterable[TensorSpec], meta: Mapping[str, Any]
+        self, view: UnitView, unit: str, names: Iterable[str], specs: Iterable[TensorSpec], meta: UnitMeta
     ) -> None:
         super().__init__()
-        require_version(meta, f"unit {unit}")
         every = view.all_names()
         here = every.parameters
         saved = {spec.name: spec for spec in specs}
@@ -57,7 +56,7 @@ class ForeignWeights(Reading):
             )
         self._groups: list[tuple[dict[str, Any], Tree]] = []
         number_of = {name: number for number, group in enumerate(every.groups) for name in group}
-        for group_names, tree in zip(meta["group_parameters"], meta["groups"], strict=True):
+        for group_names, tree in zip(meta.group_parameters, meta.groups, strict=True):
             number = number_of.get(group_names[0]) if group_names else None
             group = None if number is None else view.optimizer.param_groups[number]
             if group is not None:

@@ -13,14 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta_forms import META_VERSION, require_version
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS, Group, Saved, join, options_of, renumbered
 from lastwords.checkpoint.reshard.saved_units import SavedUnit
 from lastwords.checkpoint.reshard.state_trees import leaves, renamed
@@ -46,7 +45,7 @@ class VirtualUnit:
     """
 
     tensors: tuple[TensorSpec, ...]
-    meta: Mapping[str, Any]
+    meta: UnitMeta
     boxes: Mapping[str, Box]
     slices: Mapping[str, tuple[Slice, ...]]
 
@@ -67,9 +66,8 @@ def fits_as_it_is(manifest: Manifest, table: UnitTable, rank: int, view: UnitVie
         if rank not in table.units[unit]:
             continue
         entry = manifest.units[unit]  # of a large checkpoint only what this rank holds is read
-        require_version(entry.meta, f"unit {unit}")
         mine = table.mine.get(unit, Members()).parameters
-        if not table.pure and entry.meta["parameters"].keys() != set(mine):
+        if not table.pure and entry.meta.parameters.keys() != set(mine):
             return False  # stages that were cut elsewhere, between the same ranks
         specs = {spec.name: spec for spec in entry.tensors}
         for name in mine:
@@ -79,7 +77,7 @@ def fits_as_it_is(manifest: Manifest, table: UnitTable, rank: int, view: UnitVie
             if not table.pure and not view.same_part(spec, name, live):
                 return False
             # A mesh of one rank holds everything, as a plain tensor does, but its state is made of DTensors.
-            moments = _moments(entry.meta["optimizer_state"].get(name), spec)
+            moments = _moments(entry.meta.optimizer_state.get(name), spec)
             if any(("placements" in node) != is_dtensor(live) for node in moments):
                 return False
     return True
@@ -123,17 +121,16 @@ class Resharded:
         }
         known = {*names.parameters, *names.buffers, *names.owners}
         groups = [self._group(making, place, group) for place, group in enumerate(names.groups)]
-        meta = {
-            "version": META_VERSION,
-            "optimizer": self._kind(view, groups),
-            "parameters": parameters,
-            "buffers": buffers,
-            "aliases": {alias: name for alias, name in saved.aliases.items() if name in known},
-            "absent_buffers": [name for name in saved.absent if name in names.owners],
-            "groups": groups,
-            "group_parameters": [list(group) for group in names.groups],
-            "optimizer_state": state,
-        }
+        meta = UnitMeta(
+            optimizer=self._kind(view, groups),
+            parameters=parameters,
+            buffers=buffers,
+            aliases={alias: name for alias, name in saved.aliases.items() if name in known},
+            absent_buffers=[name for name in saved.absent if name in names.owners],
+            groups=groups,
+            group_parameters=names.groups,
+            optimizer_state=state,
+        )
         return VirtualUnit(tuple(making.specs), meta, making.boxes, making.slices)
 
     # ------------------------------------------------------------------ inside
@@ -188,7 +185,7 @@ class Resharded:
         """Hyperparameters of one group; every saved group that has one of its parameters has to agree."""
         found: Group | None = None
         wanted = frozenset(names)
-        ended = self._saved.about.get("step_ended")
+        ended = self._saved.about.step_ended
         for group in self._saved.groups:
             if wanted.isdisjoint(group.parameters):
                 continue

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint import load, starts
-from lastwords.checkpoint.entries import groups_of
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.meta import COMMITTED, ExtrasMeta, groups_of
 from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
-from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import added_groups
 from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
@@ -149,7 +148,7 @@ def _restore(
             extras_of = owner
         order, amiss = _buckets(manifest, recorder) if surveyed is None else ({}, [])
     reasons += _reasons_of(manifest)
-    reasons += extra_digests.differing({rank: one.meta.get("slot", {}) for rank, one in manifest.locals.items()})
+    reasons += extra_digests.differing({rank: one.document for rank, one in manifest.locals.items()})
     reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 
     if surveyed is None:
@@ -188,10 +187,9 @@ def _restore(
             reasons += recorder.rng.own.unsaved()
         reasons += recorder.extra_buffers.restore(step_regions)
         local_history = None
-        packed = manifest.locals[extras_of].meta.get("slot", {}).get("local_extras")
-        if packed is not None:
-            # In the black box it is JSON already, so that in the manifest it is packed twice.
-            local_history = restore_inline(recorder.local_extras, unpack(packed, f"{path}: local_extras"))
+        inline = manifest.locals[extras_of].document.extras_inline(f"{path}: local_extras")
+        if inline is not None:
+            local_history = restore_inline(recorder.local_extras, inline)
     else:
         step_regions, epoch_start, local_history = {}, {}, None
     recorder.history(history, local_history)
@@ -240,7 +238,7 @@ def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, A
         if not inside:
             return {}, ["no unit lies within DDP's process group, so the order of its buckets was not recorded"]
         largest = min(inside, key=lambda unit: (-len(table.units[unit]), unit))
-        records += ddp_buckets.records_of(manifest.units[largest].meta.get("buckets", {}))[number : number + 1]
+        records += ddp_buckets.records_of(manifest.units[largest].meta.buckets or {})[number : number + 1]
     return ddp_buckets.joined(records), []
 
 
@@ -261,9 +259,9 @@ def _restore_units(
     into: dict[str, Callable[[TensorSpec], memoryview]] = {}
     plans: list[Reading] = []
     of_extras = entries.get(UNIT_REPLICATED)
-    if of_extras is None or "extras" not in of_extras.meta:
+    if of_extras is None or of_extras.meta.extras is None:
         raise FormatError(f"{checkpoint.path}: no unit has the job's extras; use another checkpoint")
-    extras = _ExtraTensors(of_extras.meta["extras"], of_extras.tensors)
+    extras = _ExtraTensors(of_extras.meta.extras, of_extras.tensors)
     resharding = Resharding(checkpoint, recorder, surveyed) if surveyed is not None else None
     if resharding is None:
         with added_groups.adopted(recorder.view, [entries[unit].meta for unit in units.views]):
@@ -289,7 +287,7 @@ def _restore_units(
         groups = recorder.view.optimizer.param_groups
         used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
         reasons += hyperparameters.align(groups, entries, used)
-    return recorder.extras.restore(of_extras.meta["extras"], extras.read)
+    return recorder.extras.restore(of_extras.meta.extras, extras.read)
 
 
 def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = None) -> list[Reason]:
@@ -298,15 +296,17 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
     ranks: those that hold the same as this one does; None: whoever was in the saved run, of which nothing is kept.
     """
     locals_ = [local for one, local in manifest.locals.items() if ranks is None or one in ranks]
-    said = [(local.meta.get("kind"), local.meta.get("slot", {}).get("alike", {})) for local in locals_]
+    said = [(local.meta.kind, local.document.alike) for local in locals_]
     mine = manifest.locals.get(rank)
-    committed = mine is not None and mine.meta.get("kind") == "committed"
+    committed = mine is not None and mine.meta.kind == COMMITTED
     numbers = ranks is not None and bool(_numbers_of(manifest, rank))
     reasons = []
     for kind, mine_is_there in (("all", False), ("own", committed), ("groups", False), ("numbers", numbers)):
         # What was looked at the step's end, and at the one before, which is all that a tentative copy knows of.
         marks = [
-            alike[kind][1:] if copy == "committed" else [None, alike[kind][1]] for copy, alike in said if kind in alike
+            list(alike[kind][1:]) if copy == COMMITTED else [None, alike[kind][1]]
+            for copy, alike in said
+            if kind in alike
         ]
         ends = [[mark for mark in end if mark is not None] for end in zip(*marks, strict=True)]
         alone = kind == "own" and all(len(end) < 2 for end in ends)
@@ -324,8 +324,7 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
 def _numbers_of(manifest: Manifest, rank: int) -> Mapping[str, Any]:
     """A rank's own, packed; empty where its copy is of before the update."""
     local = manifest.locals.get(rank)
-    committed = local is not None and local.meta.get("kind") == "committed"
-    return local.meta.get("slot", {}).get("numbers", {}) if local is not None and committed else {}
+    return local.document.numbers if local is not None and local.meta.kind == COMMITTED else {}
 
 
 def _is_gradient(spec: TensorSpec) -> bool:
@@ -335,8 +334,10 @@ def _is_gradient(spec: TensorSpec) -> bool:
 def _forms(manifest: Manifest) -> SavedForms:
     """What all units say of the job's buffers."""
     metas = [unit.meta for unit in manifest.units.values()]
-    keys = ("volatile_buffers", "reshaped_buffers")
-    return SavedForms(*(frozenset(name for meta in metas for name in meta.get(key, ())) for key in keys))
+    return SavedForms(
+        frozenset(name for meta in metas for name in meta.volatile_buffers),
+        frozenset(name for meta in metas for name in meta.reshaped_buffers),
+    )
 
 
 def _regions_of_any(manifest: Manifest) -> set[str]:
@@ -351,7 +352,7 @@ def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[s
         for local in manifest.locals.values()
         for spec in local.tensors
     }
-    in_units = {name for unit in manifest.units.values() for name in unit.meta.get("buffers", ())}
+    in_units = {name for unit in manifest.units.values() for name in unit.meta.buffers}
     return set(wanted & of_ranks) - in_units
 
 
@@ -373,9 +374,9 @@ def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy
 class _ExtraTensors:
     """Tensors of the extras, read into memory of their own."""
 
-    def __init__(self, tree: Mapping[str, Any], specs: tuple[TensorSpec, ...]) -> None:
+    def __init__(self, meta: ExtrasMeta, specs: tuple[TensorSpec, ...]) -> None:
         nodes: dict[str, Mapping[str, Any]] = {}
-        for name, state in tree.get("states", {}).items():
+        for name, state in meta.states.items():
             nodes |= tensor_nodes(state, f"extras[{name!r}]")
         known = {spec.name: spec for spec in specs}
         missing = sorted(nodes.keys() - known.keys())

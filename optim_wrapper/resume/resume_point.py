@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.checkpoint import load, starts
-from lastwords.checkpoint.entries import groups_of
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.meta import groups_of
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, chosen_of, look_for
 

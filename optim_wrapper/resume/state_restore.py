@@ -13,7 +13,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta_forms import require_version
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state.buffer_forms import put
@@ -69,12 +69,11 @@ class RestorePlan(Reading):
     `commit` does the rest. If reading fails half-way, the model holds rubbish: do not train on it.
     """
 
-    def __init__(self, view: UnitView, specs: Iterable[TensorSpec], meta: Mapping[str, Any]) -> None:
+    def __init__(self, view: UnitView, specs: Iterable[TensorSpec], meta: UnitMeta) -> None:
         super().__init__()
         self._view = view
         self._meta = meta
         self._specs = {spec.name: spec for spec in specs}
-        require_version(meta, f"unit {view.unit}")
         self._names = view.names()
         self._new_buffers: dict[str, torch.Tensor] = {}
         self._check()
@@ -84,15 +83,15 @@ class RestorePlan(Reading):
         super().commit()
         for name, buffer in self._new_buffers.items():
             module, key = self._names.owners[name]
-            if key not in module._buffers and name in self._meta.get("volatile_buffers", ()):
+            if key not in module._buffers and name in self._meta.volatile_buffers:
                 module._non_persistent_buffers_set.add(key)
             put(module._buffers, key, buffer)
-        for name in self._meta["absent_buffers"]:
+        for name in self._meta.absent_buffers:
             if name in self._names.owners:
                 module, key = self._names.owners[name]
                 module._buffers[key] = None
-        frozen = frozenset(self._meta.get("frozen", ()))
-        for name, parameter in self._names.parameters.items() if "frozen" in self._meta else ():
+        frozen = frozenset(self._meta.frozen or ())
+        for name, parameter in self._names.parameters.items() if self._meta.frozen is not None else ():
             if parameter.requires_grad == (name in frozen) and parameter.is_leaf:
                 parameter.requires_grad_(name not in frozen)  # unfrozen on the way, by a loop that does so once
         self._commit_optimizer()
@@ -104,10 +103,10 @@ class RestorePlan(Reading):
         extra: list[str] = []
         different: dict[str, str] = {}
         names, meta = self._names, self._meta
-        self._check_tensors("model", names.parameters, meta["parameters"], missing, extra, different)
-        self._check_tensors("buffer", names.buffers, meta["buffers"], missing, extra, different)
-        for alias in sorted({*names.aliases, *meta["aliases"]}):
-            here, saved = names.aliases.get(alias), meta["aliases"].get(alias)
+        self._check_tensors("model", names.parameters, meta.parameters, missing, extra, different)
+        self._check_tensors("buffer", names.buffers, meta.buffers, missing, extra, different)
+        for alias in sorted({*names.aliases, *meta.aliases}):
+            here, saved = names.aliases.get(alias), meta.aliases.get(alias)
             if here != saved and alias not in missing and alias not in extra:
                 different[alias] = f"saved {_tied(saved)}, here {_tied(here)}"
         self._check_optimizer(names, different)
@@ -134,10 +133,10 @@ class RestorePlan(Reading):
         for name, tensor in here.items():
             stored = unit_tensor_name(self._view.unit, kind, name)
             spec = self._spec(stored) if name in saved else None
-            free = kind == "buffer" and (name in names.volatile_buffers or name in meta.get("reshaped_buffers", ()))
+            free = kind == "buffer" and (name in names.volatile_buffers or name in meta.reshaped_buffers)
             if spec is None:
                 # Tied in the checkpoint only: told below. A non-persistent buffer may simply not have been made yet.
-                if name not in meta["aliases"] and not (free or (kind == "buffer" and name in meta["absent_buffers"])):
+                if name not in meta.aliases and not (free or (kind == "buffer" and name in meta.absent_buffers)):
                     missing.append(name)
             elif self._view.same_part(spec, name, tensor) and saved[name] == dtype_name(tensor.dtype):
                 self._targets[stored] = tensor
@@ -148,7 +147,7 @@ class RestorePlan(Reading):
         for name, dtype in saved.items():
             if name in here or name in names.aliases or name in excluded:
                 continue
-            if kind == "buffer" and name in {*meta.get("volatile_buffers", ()), *meta.get("reshaped_buffers", ())}:
+            if kind == "buffer" and name in {*meta.volatile_buffers, *meta.reshaped_buffers}:
                 self._find_owner(name)
             if kind == "buffer" and name in names.owners:  # registered here, but None so far
                 stored = unit_tensor_name(self._view.unit, kind, name)
@@ -166,11 +165,11 @@ class RestorePlan(Reading):
                 self._names.owners[name] = module, key
 
     def _check_optimizer(self, names: Names, different: dict[str, str]) -> None:
-        kind, saved_kind = optimizer_kind(self._view.optimizer), self._meta["optimizer"]
+        kind, saved_kind = optimizer_kind(self._view.optimizer), self._meta.optimizer
         if kind != saved_kind:
             different["optimizer"] = f"saved {saved_kind}, here {kind}"
             return
-        saved_groups = [tuple(group) for group in self._meta["group_parameters"]]
+        saved_groups = [tuple(group) for group in self._meta.group_parameters]
         if len(saved_groups) != len(names.groups):
             different["optimizer.param_groups"] = f"saved {len(saved_groups)} groups, here {len(names.groups)}"
             return
@@ -185,7 +184,7 @@ class RestorePlan(Reading):
                 different[f"optimizer.param_groups[{g}]"] = f"saved {what}"
 
     def _plan_optimizer(self) -> None:
-        for name, tree in self._meta["optimizer_state"].items():
+        for name, tree in self._meta.optimizer_state.items():
             parameter = self._names.parameters.get(name)
             current = self._view.stateful.state.get(parameter, {}) if parameter is not None else {}
             if parameter is None and not name.startswith("~"):
@@ -194,10 +193,11 @@ class RestorePlan(Reading):
                 for stored, leaf in tensor_nodes(node, f"optimizer state of {name!r}").items():
                     existing = current.get(key) if "tensor" in node else None
                     self._targets[stored] = self._state_tensor(stored, leaf, parameter, existing)
-        for name, _, tree in self._meta.get("optimizer_own", ()):
+        for owner, _, tree in self._meta.optimizer_own:
+            parameter = None if owner is None else self._names.parameters.get(owner)
             for stored, leaf in tensor_nodes(tree, "the optimizer's state").items():
-                self._targets[stored] = self._state_tensor(stored, leaf, self._names.parameters.get(name), None)
-        for g, tree in enumerate(self._meta["groups"]):
+                self._targets[stored] = self._state_tensor(stored, leaf, parameter, None)
+        for g, tree in enumerate(self._meta.groups):
             first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
             for stored, leaf in tensor_nodes(tree, f"optimizer.param_groups[{g}]").items():
                 self._targets[stored] = self._state_tensor(stored, leaf, first, None)
@@ -265,12 +265,12 @@ class RestorePlan(Reading):
     def _commit_optimizer(self) -> None:
         optimizer, stateful, names = self._view.optimizer, self._view.stateful, self._names
         restored: dict[Any, dict[str, Any]] = {}
-        for name, tree in self._meta["optimizer_state"].items():
+        for name, tree in self._meta.optimizer_state.items():
             key = names.parameters.get(name, name.removeprefix("~"))
             restored[key] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name!r}")
-        for name, key, tree in self._meta.get("optimizer_own", ()):
-            target = key if name is None else names.parameters[name]
-            restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name or key!r}")
+        for owner, key, tree in self._meta.optimizer_own:
+            target = key if owner is None else names.parameters[owner]
+            restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {owner or key!r}")
         self._keep_left_out(restored)
         own = {id(parameter) for parameter in names.parameters.values()}
         for key in list(stateful.state):
@@ -278,21 +278,23 @@ class RestorePlan(Reading):
                 del stateful.state[key]
         for key, value in restored.items():
             stateful.state[key] = value
-        for place, tree in enumerate(self._meta["groups"]):
+        for place, tree in enumerate(self._meta.groups):
             g = names.group_numbers[place]
             fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
 
     def _keep_left_out(self, restored: dict[Any, dict[str, Any]]) -> None:
         """What could not be stored stays as the constructor has made it here, if it has."""
         live, parameters = self._view.stateful.state, self._names.parameters
-        left_out = self._meta.get("left_out", ())
-        for key in [key for key in live if not isinstance(key, torch.Tensor) and [f"~{key}", None] in left_out]:
-            restored.setdefault(key, live[key])
+        left_out = self._meta.left_out
+        for own in [own for own in live if not isinstance(own, torch.Tensor) and (f"~{own}", None) in left_out]:
+            restored.setdefault(own, live[own])
         for name, key in left_out:
             there = live.get(parameters[name]) if name in parameters else None
-            if there is not None and key is None:
+            if there is None:
+                continue
+            if key is None:
                 restored[parameters[name]] = there
-            elif there is not None and key in there:
+            elif key in there:
                 restored[parameters[name]][key] = there[key]
 
 

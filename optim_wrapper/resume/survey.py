@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,14 +45,15 @@ def survey(path: Path, manifest: Manifest, wanted: Places) -> Survey:
     """
     found = Survey()
     seen: set[str] = set()
-    moments: dict[str, Any] = {}
+    moments: dict[str, bool | None] = {}
     for name, unit in units_of(path, manifest):
-        found.names |= {*unit.meta["parameters"], *unit.meta["buffers"]}
-        found.optimizer_own |= bool(unit.meta.get("optimizer_own"))
-        moments[name] = unit.meta.get("step_ended", next(iter(moments.values()), None))
+        found.names |= {*unit.meta.parameters, *unit.meta.buffers}
+        found.optimizer_own |= bool(unit.meta.optimizer_own)
+        ended = unit.meta.step_ended
+        moments[name] = next(iter(moments.values()), None) if ended is None else ended
         if manifest.moved or _is_wanted(unit, wanted, seen):
             found.units.append(unit)
-            seen |= {*unit.meta["parameters"], *unit.meta["buffers"], *unit.meta["absent_buffers"]}
+            seen |= {*unit.meta.parameters, *unit.meta.buffers, *unit.meta.absent_buffers}
         elif manifest.tables is not None:
             manifest.tables.forget(name)
     first = next(iter(moments.values()), None)
@@ -83,7 +83,7 @@ def _add_places(found: Places, view: UnitView, names: Names, unit: str) -> None:
 
 def _is_wanted(unit: SavedUnit, wanted: Places, seen: set[str]) -> bool:
     """Whether the unit has the job's extras, something of what is wanted, or the first sight of a name."""
-    if "extras" in unit.meta or any(name in wanted and name not in seen for name in _names_of(unit)):
+    if unit.meta.extras is not None or any(name in wanted and name not in seen for name in _names_of(unit)):
         return True
     for name, spec in unit.specs.items():
         kind, _, fqn = name.partition("/")
@@ -97,9 +97,9 @@ def _is_wanted(unit: SavedUnit, wanted: Places, seen: set[str]) -> bool:
 
 
 def _names_of(unit: SavedUnit) -> Iterator[str]:
-    yield from unit.meta["parameters"]
-    yield from unit.meta["buffers"]
-    yield from unit.meta["absent_buffers"]
+    yield from unit.meta.parameters
+    yield from unit.meta.buffers
+    yield from unit.meta.absent_buffers
     yield from (fqn for fqn in unit.states if f"model/{fqn}" not in unit.specs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from lastwords.checkpoint.meta import StepDocument
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.tensors.tensor_bytes import source_of
@@ -71,16 +72,17 @@ def short(found: Mapping[str, int]) -> str:
     return xxhash.xxh3_64(json.dumps(found).encode()).hexdigest()
 
 
-def differing(slots: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def differing(said: Mapping[int, StepDocument]) -> list[str]:
     """Reasons out of what the black boxes of ranks say: those of one step are compared.
 
-    >>> (reason,) = differing({0: {"extras": [4, {"ema": "a"}]}, 1: {"extras": [4, {"ema": "b"}]}, 2: {}})
+    >>> one, other = StepDocument(extras=(4, {"ema": "a"})), StepDocument(extras=(4, {"ema": "b"}))
+    >>> (reason,) = differing({0: one, 1: other, 2: StepDocument()})
     >>> reason.partition(":")[0]
     "extras['ema'] was not the same on all ranks after 4 steps of the saved run (0 and 1)"
     """
     seen: dict[tuple[int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, slot in sorted(slots.items()):
-        step, of_names = slot.get("extras") or (0, {})
+    for rank, document in sorted(said.items()):
+        step, of_names = document.extras or (0, {})
         for name, digest in of_names.items():
             seen[step, name][digest].append(rank)
     return [

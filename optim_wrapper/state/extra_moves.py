@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lastwords.checkpoint.meta import ExtrasMeta, StoredMove
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.tensors.value_copies import ATOMS, DICTS, advance
 from lastwords.processor.recurrence import Forecast, Recurrence
@@ -252,15 +253,15 @@ def steps_without_argument(target: Any) -> bool:
     return True
 
 
-def moves_of(document: Mapping[str, Any], whole: Callable[[str], bool]) -> Moves:
-    """The moves in a stored document. Older ones say only which objects moved in every step; `whole(name)` of those."""
-    if "moves" in document:
-        return {(name, leaf): Recurrence(*numbers) for name, leaf, *numbers in document["moves"]}
-    steps = int(document["steps"])
+def moves_of(meta: ExtrasMeta, whole: Callable[[str], bool]) -> Moves:
+    """The moves that were stored. Older files say only which objects moved in every step; `whole(name)` of those."""
+    if meta.moves is not None:
+        return {(name, leaf): Recurrence(*numbers) for name, leaf, *numbers in meta.moves}
+    steps = meta.steps
     every = Recurrence(steps, 1, steps, 1, steps - 1, 0)
-    return {(name, WHOLE): every for name in document["regular"] if steps and whole(name)}
+    return {(name, WHOLE): every for name in meta.regular if steps and whole(name)}
 
 
-def stored_moves(moves: Moves) -> list[list[Any]]:
-    """JSON of it."""
-    return [[name, leaf, *recurrence.to_list()] for (name, leaf), recurrence in sorted(moves.items())]
+def stored_moves(moves: Moves) -> list[StoredMove]:
+    """As they are stored."""
+    return [(name, leaf, *recurrence.numbers) for (name, leaf), recurrence in sorted(moves.items())]

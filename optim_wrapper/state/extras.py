@@ -21,6 +21,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras
 from lastwords.checkpoint.reshard.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
@@ -192,8 +193,8 @@ class Extras:
         unit: str = "x",
         stage: Stage | None = None,
         json_bytes_max: int | None = None,
-    ) -> tuple[dict[str, Any], list[tuple[TensorSpec, Source]]]:
-        """JSON and tensors of a snapshot. What cannot be stored is left out; `left_out` in the JSON has the reasons.
+    ) -> tuple[ExtrasMeta, list[tuple[TensorSpec, Source]]]:
+        """Trees and tensors of a snapshot. What cannot be stored is left out; `left_out` has the reasons.
 
         json_bytes_max: of one extra's JSON.
         """
@@ -215,35 +216,27 @@ class Extras:
                 trees[name] = renamed(tree, called.__getitem__, name)
                 for one in found:
                     tensors[called[one.name]] = spec_of(called[one.name], one.tensor), source_of(one.tensor, stage)
-        document = {
-            "states": trees,
-            "left_out": left_out,
-            "steps": snapshot.steps,
-            "regular": sorted({name for (name, _), one in snapshot.moves.items() if one.times == snapshot.steps}),
-            "moved": sorted(snapshot.moved),
-            "moves": stored_moves(snapshot.moves),
-            "step_on_resume": [name for name in snapshot.step_on_resume if name in trees],
-        }
-        return document, list(tensors.values())
+        meta = ExtrasMeta(
+            states=trees,
+            left_out=left_out,
+            steps=snapshot.steps,
+            regular=sorted({name for (name, _), one in snapshot.moves.items() if one.times == snapshot.steps}),
+            moved=sorted(snapshot.moved),
+            moves=stored_moves(snapshot.moves),
+            step_on_resume=[name for name in snapshot.step_on_resume if name in trees],
+        )
+        return meta, list(tensors.values())
 
     # ------------------------------------------------------------------ resume
 
-    def restore(self, tree: Mapping[str, Any], read: Callable[[str], torch.Tensor]) -> ExtrasSnapshot:
+    def restore(self, meta: ExtrasMeta, read: Callable[[str], torch.Tensor]) -> ExtrasSnapshot:
         """Put stored states back; `read(name)` gives a stored tensor. Returns the history they come with.
 
         Raises MismatchError, before anything is changed, if the names differ.
         """
-        try:
-            trees: Mapping[str, Any] = tree["states"]
-            left_out = frozenset(tree.get("left_out", ()))
-            history = ExtrasSnapshot(
-                {},
-                int(tree["steps"]),
-                moves_of(tree, lambda name: is_whole(self._objects.get(name))),
-                tuple(tree["step_on_resume"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"the checkpoint's {self._label} are damaged: {error!r}") from error
+        trees, left_out = meta.states, frozenset(meta.left_out)
+        moves = moves_of(meta, lambda name: is_whole(self._objects.get(name)))
+        history = ExtrasSnapshot({}, meta.steps, moves, tuple(meta.step_on_resume))
         own = {name: value for name, value in self._objects.items() if isinstance(value, OwnState)}
         for name in own.keys() - trees.keys() - left_out:
             own[name].not_saved()
@@ -371,30 +364,23 @@ def _reason(value: Any, path: str) -> str:
     return f"{path} (with its key) cannot be stored"
 
 
-def left_out_of(document: Mapping[str, Any]) -> list[str]:
-    """All reasons in what `Extras.store` gave."""
-    return [reason for reasons in document["left_out"].values() for reason in reasons]
-
-
-def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> dict[str, Any]:
+def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> InlineExtras:
     """A snapshot as one plain value, tensors as bytes inside: for rank-local extras, which live in JSON."""
-    tree, tensors = extras.store(snapshot)
-    inline = {}
+    meta, tensors = extras.store(snapshot)
+    inline: dict[str, tuple[list[int], bytes]] = {}
     for spec, source in tensors:
         data = source() if callable(source) else source
-        inline[spec.name] = [list(spec.shape), bytes(data)]
-    return {"tree": tree, "tensors": inline}
+        inline[spec.name] = list(spec.shape), bytes(data)
+    return InlineExtras(meta, inline)
 
 
-def restore_inline(extras: Extras, packed: Mapping[str, Any]) -> ExtrasSnapshot:
+def restore_inline(extras: Extras, packed: InlineExtras) -> ExtrasSnapshot:
     """Inverse of `pack_inline`: puts the states back into the objects."""
     nodes: dict[str, Mapping[str, Any]] = {}
-    for name, tree in packed["tree"]["states"].items():
+    for name, tree in packed.tree.states.items():
         nodes |= tensor_nodes(tree, name)
 
     def read(name: str) -> torch.Tensor:
-        return tensor_over(
-            bytearray(packed["tensors"][name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"]
-        )
+        return tensor_over(bytearray(packed.tensors[name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"])
 
-    return extras.restore(packed["tree"], read)
+    return extras.restore(packed.tree, read)

@@ -8,23 +8,23 @@ unit's writer stood elsewhere in the step, the hyperparameters have to come from
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lastwords.checkpoint.entries import UnitEntry
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
 
-def moment(groups: list[dict[str, Any]], *, unit: str, ended: bool) -> dict[str, Any]:
-    """For the meta of a unit: whether its writer had ended the step; of `replicated`, all groups' plain values too."""
-    meta: dict[str, Any] = {"step_ended": ended}
-    if unit == UNIT_REPLICATED:
-        meta["hyperparameters"] = [_plain(group) for group in groups]
-    return meta
+def at_moment(meta: UnitMeta, groups: list[dict[str, Any]], *, unit: str, ended: bool) -> UnitMeta:
+    """With whether the unit's writer had ended the step; of `replicated`, with all groups' plain values too."""
+    plain = [_plain(group) for group in groups] if unit == UNIT_REPLICATED else None
+    return replace(meta, step_ended=ended, hyperparameters=plain)
 
 
 def align(groups: list[dict[str, Any]], entries: Mapping[str, UnitEntry], restored: Iterable[str]) -> list[str]:
@@ -33,11 +33,10 @@ def align(groups: list[dict[str, Any]], entries: Mapping[str, UnitEntry], restor
     groups: the optimizer's, as restored. Returns why the resume is not exact where that cannot be told.
     """
     extras = entries[UNIT_REPLICATED].meta
-    ended = extras.get("step_ended")
-    elsewhere = [unit for unit in restored if entries[unit].meta.get("step_ended", ended) != ended]
+    elsewhere = [unit for unit in restored if entries[unit].meta.step_ended not in (None, extras.step_ended)]
     if not elsewhere:
         return []
-    saved = extras.get("hyperparameters", [])
+    saved = extras.hyperparameters or []
     alike = len(saved) == len(groups) and all(map(_alike, groups, saved))
     if not alike:
         return [

@@ -16,15 +16,15 @@ from lastwords.sharding.dtensor import Box, is_dtensor
 
 @dataclass(slots=True)
 class OptimizerTrees:
-    """What has been taken out of an optimizer so far. left_out: [state's name, key, or None for all of it]."""
+    """What has been taken out of an optimizer so far. left_out: (state's name, key, or None for all of it)."""
 
     unit: str
     tensors: list[NamedTensor] = field(default_factory=list)
-    left_out: list[list[str | None]] = field(default_factory=list)
+    left_out: list[tuple[str, str | None]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
     def leave_out(self, reason: str, name: str, key: str | None) -> None:
-        self.left_out.append([name, key])
+        self.left_out.append((name, key))
         self.reasons.append(f"{reason} cannot be stored")
 
     def dict_tree(self, value: dict[str, Any], name: str, path: str, parameter: torch.Tensor | None) -> Tree:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta_forms import META_VERSION
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
@@ -302,35 +302,33 @@ class UnitView:
         group_trees = self._group_trees(names, groups, taken_apart)
         for item in taken_apart.tensors:
             add(spec_of(item.name, item.tensor, item.box), item.tensor, item.path)
-        meta = {
-            "version": META_VERSION,
-            "optimizer": optimizer_kind(self.optimizer),
-            "parameters": {name: dtype_name(p.dtype) for name, p in names.parameters.items()},
-            "buffers": {name: dtype_name(b.dtype) for name, b in names.buffers.items()},
-            "aliases": names.aliases,
-            "absent_buffers": list(names.absent_buffers),
-            "groups": group_trees,
-            "group_parameters": [list(group) for group in names.groups],
-            "group_numbers": list(names.group_numbers),
-            "volatile_buffers": sorted(names.volatile_buffers),
-            "reshaped_buffers": self._forms.changed(),
-            "frozen": [name for name, parameter in names.parameters.items() if not parameter.requires_grad],
-            "optimizer_state": optimizer_state,
-            "optimizer_own": optimizer_own,
-            "left_out": taken_apart.left_out,
-            "reasons": [*(f"{e.reason} cannot be stored" for e in names.refused.values()), *taken_apart.reasons],
-        }
-        if self.members is not None:
-            meta["holders"] = list(self.holders)
+        meta = UnitMeta(
+            optimizer=optimizer_kind(self.optimizer),
+            parameters={name: dtype_name(p.dtype) for name, p in names.parameters.items()},
+            buffers={name: dtype_name(b.dtype) for name, b in names.buffers.items()},
+            aliases=names.aliases,
+            absent_buffers=names.absent_buffers,
+            groups=group_trees,
+            group_parameters=names.groups,
+            group_numbers=names.group_numbers,
+            volatile_buffers=sorted(names.volatile_buffers),
+            reshaped_buffers=self._forms.changed(),
+            frozen=[name for name, parameter in names.parameters.items() if not parameter.requires_grad],
+            optimizer_state=optimizer_state,
+            optimizer_own=optimizer_own,
+            left_out=taken_apart.left_out,
+            reasons=[*(f"{e.reason} cannot be stored" for e in names.refused.values()), *taken_apart.reasons],
+            holders=None if self.members is None else self.holders,
+        )
         return UnitState(tensors=tensors, meta=meta)
 
     def _optimizer_state(
         self, names: Names, taken: OptimizerTrees, lent: Mapping[Any, dict[Any, Any] | None] = _NOTHING
-    ) -> tuple[dict[str, Tree], list[list[Any]]]:
-        """Trees by parameter; and what is not of the usual form, as [parameter or None, key or None, tree]."""
+    ) -> tuple[dict[str, Tree], list[tuple[str | None, Any, Tree]]]:
+        """Trees by parameter; and what is not of the usual form, as (parameter or None, key or None, tree)."""
         name_of = {id(parameter): name for name, parameter in names.parameters.items()}
         trees: dict[str, Tree] = {}
-        own: list[list[Any]] = []
+        own: list[tuple[str | None, Any, Tree]] = []
         for key, value in _with_lent(self.stateful.state, lent):
             parameter = key if isinstance(key, torch.Tensor) else None
             name = f"~{key}" if parameter is None else name_of.get(id(key))
@@ -353,7 +351,7 @@ class UnitView:
                 except UnstorableError as error:
                     taken.leave_out(error.reason, name, None)
                 else:
-                    own.append([None if parameter is None else name, None if parameter is not None else key, tree])
+                    own.append((None if parameter is None else name, None if parameter is not None else key, tree))
         return trees, own
 
     def _plain_part(self, name: str, parameter: torch.Tensor) -> Box | None:

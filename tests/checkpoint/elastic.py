@@ -15,6 +15,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.meta import ExtrasMeta, LocalMeta, UnitMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.partfile import read_lone_header
 from lastwords.checkpoint.publish import Incident, publish
@@ -166,8 +167,8 @@ def groups_of(job: Whole, called: Callable[[str], str]) -> tuple[list[Any], list
     return [tree], [(TensorSpec(name, "F32", ()), lr)]
 
 
-def meta_of(job: Whole, own: Mapping[str, Box], called: Callable[[str], str], **more: Any) -> dict[str, Any]:
-    """JSON of a unit that holds these boxes, as a live job writes it."""
+def meta_of(job: Whole, own: Mapping[str, Box], called: Callable[[str], str], **more: Any) -> UnitMeta:
+    """What a unit says that holds these boxes, as a live job writes it."""
     groups, _ = groups_of(job, called)
     states: dict[str, Any] = {}
     for name in own:
@@ -176,26 +177,27 @@ def meta_of(job: Whole, own: Mapping[str, Box], called: Callable[[str], str], **
             node = {"tensor": called(name), "dtype": "float32", "shape": list(own[name].sizes)}
             states.setdefault(fqn, {"dict": [["note", {"plain": fqn}]]})["dict"].append([key, node])
     parameters = [fqn for fqn in job.parameters if f"model/{fqn}" in own]
-    return {
-        "version": 1,
-        "optimizer": "AdamW",
-        "parameters": {fqn: TYPES[job.arrays[f"model/{fqn}"][0]][1] for fqn in parameters},
-        "buffers": {"mean": "float64"} if "buffer/mean" in own else {},
-        "aliases": {"tied": job.parameters[0]} if job.parameters[0] in parameters else {},
-        "absent_buffers": [],
-        "groups": groups if parameters else [],
-        "group_parameters": [parameters] if parameters else [],
-        "group_numbers": [0] if parameters else [],
-        "volatile_buffers": [],
-        "optimizer_state": states,
+    return UnitMeta(
+        optimizer="AdamW",
+        parameters={fqn: TYPES[job.arrays[f"model/{fqn}"][0]][1] for fqn in parameters},
+        buffers={"mean": "float64"} if "buffer/mean" in own else {},
+        aliases={"tied": job.parameters[0]} if job.parameters[0] in parameters else {},
+        absent_buffers=[],
+        groups=groups if parameters else [],
+        group_parameters=[parameters] if parameters else [],
+        group_numbers=[0] if parameters else [],
+        optimizer_state=states,
         **more,
-    }
+    )
 
 
-EXTRAS = {
-    "states": {"ema": {"dict": [["w", {"tensor": "unit/replicated/extra/ema.w", "dtype": "float32", "shape": [3]}]]}},
-    "steps": 0, "regular": [], "moved": [], "step_on_resume": [],
-}  # fmt: skip
+EXTRAS = ExtrasMeta(
+    states={"ema": {"dict": [["w", {"tensor": "unit/replicated/extra/ema.w", "dtype": "float32", "shape": [3]}]]}},
+    steps=0,
+    regular=[],
+    moved=[],
+    step_on_resume=[],
+)
 
 
 def save_naively(
@@ -246,7 +248,7 @@ def save_naively(
             if own_buffers:
                 count = TensorSpec(f"local/{writer}/buffer/count", "I64", (2,))
                 own_tensors.append((count, np.full(2, writer, np.int64)))
-            local[writer] = LocalState(own_tensors, {"slot": {"epoch": 1, "rank": writer}})
+            local[writer] = LocalState(own_tensors, LocalMeta(slot={"epoch": 1, "rank": writer}))
         write_part(directory, writer, 1, step, step, states, local, {"torch": "2.13"}, job="job", os=os)
     incident = Incident("job", 1, 1, 1, step, world, tuple(by_writer), "rank 0 died", cause_ranks=(0,))
     return publish(root, directory, incident, os)

@@ -9,6 +9,7 @@ import numpy as np
 
 from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.system import REAL_OS, Os
 
@@ -44,13 +45,18 @@ class Job:
                 (TensorSpec(name(unit, "buffer", "mask"), "BOOL", (3,)), b"\0\1\0"),
                 (TensorSpec(name(unit, "model", "empty"), "BF16", (0, 4)), b""),
             ],
-            {"groups": [{"lr": 0.1 / step, "betas": (0.9, 0.999)}], "scheduler": {"best": float("inf"), "at": {3: 1}}},
+            replace(
+                EMPTY_UNIT,
+                optimizer="SGD",
+                hyperparameters=[{"lr": 0.1 / step, "betas": (0.9, 0.999)}, {"best": float("inf"), "at": {3: 1}}],
+            ),
         )
 
     def local(self, rank: int, step: int) -> LocalState:
         spec = TensorSpec(layout.local_tensor_name(rank, "rng/torch"), "U8", (21,))
         return LocalState(
-            [(spec, bytes([rank, step % 256, self.seed] * 7))], {"position": {"batch": step, "rank": rank}}
+            [(spec, bytes([rank, step % 256, self.seed] * 7))],
+            LocalMeta(slot={"position": {"batch": step, "rank": rank}}),
         )
 
     def tmp_dir(self, root: Path, step: int) -> Path:

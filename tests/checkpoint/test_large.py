@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest, read_manifest
+from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.system import Os
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
@@ -48,8 +50,8 @@ def save_many(root: Path, ranks: int, tensors: int = 3, step: int = 1) -> Path:
     directory = layout.tmp_dir(root, step, "job", 1, 1, 1)
     for rank in range(ranks):
         specs = [TensorSpec(f"unit/u{rank}/model/w{number}", "U8", (8,)) for number in range(tensors)]
-        unit = UnitState([(spec, bytes([rank % 251]) * 8) for spec in specs], {"holders": [rank]})
-        local = LocalState([], {"rank": rank})
+        unit = UnitState([(spec, bytes([rank % 251]) * 8) for spec in specs], replace(EMPTY_UNIT, holders=[rank]))
+        local = LocalState([], LocalMeta(slot={"rank": rank}))
         write_part(directory, rank, 1, step, step, {f"u{rank}": unit}, {rank: local}, {}, job="job")
     units, everybody = [f"u{rank}" for rank in range(ranks)], range(ranks)
     assert publish.verify_parts(directory, everybody, units, everybody, step) == []
@@ -192,7 +194,9 @@ def test_the_tables_of_many_tensors_are_encoded_in_small_steps(tmp_path: Path, m
 
     monkeypatch.setattr(json.JSONEncoder, "encode", measured)
     names = [f"unit/u/model/layer_{number}" for number in range(5000)]
-    unit = UnitState([(TensorSpec(name, "U8", (1,)), b"1") for name in names], {"holders": list(range(5000))})
+    unit = UnitState(
+        [(TensorSpec(name, "U8", (1,)), b"1") for name in names], replace(EMPTY_UNIT, holders=list(range(5000)))
+    )
     part = write_part(tmp_path, 0, 1, 1, 1, {"u": unit}, {0: LocalState([])}, {})
     assert part.file.header_bytes > 300_000
     assert longest < 50_000

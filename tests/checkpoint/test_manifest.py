@@ -106,7 +106,7 @@ def test_a_manifest_comes_back_as_it_was_written(manifest: Manifest) -> None:
     # Values with a NaN inside equal nothing by `==`; that the bytes are the same compares all the rest.
     assert same(back.facts, manifest.facts)
     for unit, entry in manifest.units.items():
-        assert same(back.units[unit].meta, entry.meta)
+        assert same(back.units[unit].said, entry.said)
     assert back.encode() == raw
     assert raw.isascii()
     json.loads(raw)

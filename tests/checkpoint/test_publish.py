@@ -15,6 +15,7 @@ import torch
 from lastwords.checkpoint import layout, load, publish, stale
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, Part, UnitState, read_part, write_part
 from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.checkpoint.system import REAL_OS
@@ -37,9 +38,9 @@ def test_a_saved_checkpoint_comes_back_whole(tmp_path: Path) -> None:
     assert (manifest.job, manifest.generation, manifest.incident, manifest.attempt) == ("job", 1, 1, 1)
     assert (manifest.world_size, manifest.cause_ranks) == (2, (1,))
     assert manifest.reason == "rank 1 died (kill -9?)"
-    assert manifest.units["a"].meta == JOB.unit("a", 37).meta
+    assert manifest.units["a"].said == JOB.unit("a", 37).meta.to_json()
     assert manifest.units["bb"].writer == 1
-    assert manifest.locals[1].meta == {"position": {"batch": 37, "rank": 1}}
+    assert manifest.locals[1].meta.slot == {"position": {"batch": 37, "rank": 1}}
     assert manifest.exact
     assert load.verify(path) == []
 
@@ -116,12 +117,21 @@ def test_a_function_is_asked_for_its_tensor_only_when_its_turn_has_come(tmp_path
 
 
 def test_a_part_may_hold_no_tensor_at_all(tmp_path: Path) -> None:
-    write_part(JOB.tmp_dir(tmp_path, 1), 0, 1, 1, 1, {"u": UnitState([], {"k": 1})}, {0: LocalState([])}, {})
+    write_part(
+        JOB.tmp_dir(tmp_path, 1),
+        0,
+        1,
+        1,
+        1,
+        {"u": UnitState([], replace(EMPTY_UNIT, optimizer="k"))},
+        {0: LocalState([])},
+        {},
+    )
     facts = replace(JOB.facts(1), writers=(0,), world_size=1, cause_ranks=())
     path = publish.publish(tmp_path, JOB.tmp_dir(tmp_path, 1), facts)
     checkpoint = load.open_checkpoint(path)
     assert checkpoint.read_unit("u") == {}
-    assert checkpoint.manifest.units["u"].meta == {"k": 1}
+    assert checkpoint.manifest.units["u"].meta.optimizer == "k"
 
 
 def test_ranks_write_at_the_same_time(tmp_path: Path) -> None:
@@ -161,8 +171,8 @@ def test_state_that_does_not_fit_its_spec_is_refused(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("where", ["unit", "local", "facts"])
 def test_values_that_cannot_be_stored_are_refused_with_their_path(tmp_path: Path, where: str) -> None:
     bad = {"scheduler": [1, object()]}
-    unit = UnitState([], bad if where == "unit" else {})
-    local = LocalState([], bad if where == "local" else {})
+    unit = UnitState([], replace(EMPTY_UNIT, hyperparameters=[bad] if where == "unit" else None))
+    local = LocalState([], LocalMeta(slot=bad if where == "local" else {}))
     with pytest.raises(ConfigError, match=r"\['scheduler'\]\[1\] is a builtins.object"):
         write_part(tmp_path, 0, 1, 1, 1, {"u": unit}, {3: local}, bad if where == "facts" else {})
 
@@ -247,7 +257,7 @@ def test_where_no_writer_knows_it_the_step_has_no_name_and_the_resume_is_not_exa
 def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:
     def nameless(part: Part) -> Part:
         local = {
-            rank: replace(entry, meta={"slot": {"epoch": None, "after": []}}) for rank, entry in part.locals.items()
+            rank: replace(entry, said={"slot": {"epoch": None, "after": []}}) for rank, entry in part.locals.items()
         }
         return replace(part, locals=local)
 
@@ -259,9 +269,14 @@ def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tables_bytes_max", [0, publish.TABLES_BYTES_MAX])
-@pytest.mark.parametrize(("where", "refused"), [
-    ("units", "meta.groups is not a list"), ("locals", "meta.kind is not text"), ("facts", "buckets is not an object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "refused"),
+    [
+        ("units", "meta.groups: expected `array`, got `int`"),
+        ("locals", "meta.kind: expected `str`, got `int`"),
+        ("facts", "facts.buckets: expected `object`, got `array`"),
+    ],
+)
 def test_meta_that_readers_refuse_is_published_all_the_same(
     tmp_path: Path, where: str, refused: str, tables_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,10 +287,10 @@ def test_meta_that_readers_refuse_is_published_all_the_same(
     def odd(part: Part) -> Part:
         return {
             "units": lambda: replace(
-                part, units={unit: replace(one, meta={**whole, "groups": 3}) for unit, one in part.units.items()}
+                part, units={unit: replace(one, said={**whole, "groups": 3}) for unit, one in part.units.items()}
             ),
             "locals": lambda: replace(
-                part, locals={rank: replace(one, meta={"kind": 3}) for rank, one in part.locals.items()}
+                part, locals={rank: replace(one, said={"kind": 3}) for rank, one in part.locals.items()}
             ),
             "facts": lambda: replace(part, facts={"buckets": [1]}),
         }[where]()
@@ -440,7 +455,7 @@ def test_reasons_say_why_a_resume_is_not_exact(tmp_path: Path) -> None:
 def test_a_reason_that_the_writer_of_a_unit_knows_stands_in_the_manifest(tmp_path: Path) -> None:
     directory = JOB.tmp_dir(tmp_path, 37)
     unit = JOB.unit("a", 37)
-    late = replace(unit, meta={**unit.meta, "reasons": ["the scheduler had not moved yet"]})
+    late = replace(unit, meta=replace(unit.meta, reasons=["the scheduler had not moved yet"]))
     write_part(directory, 0, 4, 7, 37, {"a": late}, {rank: JOB.local(rank, 37) for rank in range(2)}, {})
     facts = replace(JOB.facts(37), writers=(0,), world_size=2)
     manifest = load.open_checkpoint(publish.publish(tmp_path, directory, facts)).manifest

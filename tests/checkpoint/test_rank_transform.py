@@ -20,6 +20,7 @@ from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
+from lastwords.checkpoint.meta import EMPTY_UNIT
 from lastwords.checkpoint.reshard import rank_transform, streamed
 from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.reshard.rank_files import RankFiles
@@ -471,9 +472,10 @@ def _factored(root: Path, whole: Whole, one: Strategy, two: Strategy) -> Path:
             (TensorSpec(name(unit, "optim", "w", "row"), "F32", (5,)), np.full(5, rank, np.float32)),
         ]
         node = {"tensor": name(unit, "optim", "w", "row"), "dtype": "float32", "shape": [5]}
-        meta = {"version": 1, "optimizer": "Adafactor", "parameters": {"w": "float32"}, "buffers": {}, "aliases": {},
-                "absent_buffers": [], "groups": [], "group_parameters": [], "group_numbers": [],
-                "optimizer_state": {"w": {"dict": [["row", node]]}}, "holders": [rank]}  # fmt: skip
+        state = {"w": {"dict": [["row", node]]}}
+        meta = replace(
+            EMPTY_UNIT, optimizer="Adafactor", parameters={"w": "float32"}, optimizer_state=state, holders=[rank]
+        )
         write_part(directory, rank, 1, 7, 7, {unit: UnitState(tensors, meta)}, {}, {}, job="job", os=QUICK)
     return publish(root, directory, Incident("job", 1, 1, 1, 7, 2, (0, 1), "a test"), QUICK)
 

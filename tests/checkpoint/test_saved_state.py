@@ -9,6 +9,7 @@ import pytest
 
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.reshard.saved_state import join
 from lastwords.checkpoint.reshard.saved_units import SavedUnit, placed, read_unit
 from lastwords.checkpoint.reshard.state_trees import mapped, renamed
@@ -30,7 +31,7 @@ def tensor(name: str, shape: tuple[int, ...], dtype: str = "float32", **more: An
 
 def unit(label: str, specs: list[TensorSpec], **of_meta: Any) -> SavedUnit:
     names = {spec.name.removeprefix("model/"): "float32" for spec in specs if spec.name.startswith("model/")}
-    content = meta(of_meta.pop("parameters", names), **of_meta)
+    content = UnitMeta.read(meta(of_meta.pop("parameters", names), **of_meta))
     return placed(read_unit(label, label, content, "", {spec.name: spec for spec in specs}))
 
 
@@ -74,7 +75,7 @@ def test_elements_that_have_no_code_keep_their_bytes_together() -> None:
     )
     holding = by_holders(saved, wanted)[(1,)]
     assert holding.boxes["optim/w/exp_avg"] == Box((1, 0), (3, 16))
-    assert meta_of(saved, holding, str)["optimizer_state"]["w"]["dict"][0][1]["shape"] == [3]
+    assert meta_of(saved, holding, str).optimizer_state["w"]["dict"][0][1]["shape"] == [3]
     of_float = replace(units[0], specs={**units[0].specs, "model/w": half("model/w", 0)})
     assert placed(of_float).specs["optim/w/exp_avg"].global_shape == (4, 16), "and of a parameter that has a code"
 
@@ -88,7 +89,7 @@ def test_tensors_inside_of_a_value_are_whole_wherever_the_state_is() -> None:
         holding = by_holders(saved, halves)[(rank,)]
         plans = {one.spec.name: one for one in planned(saved, holding, lambda name: f"unit/u/{name}")}
         assert plans["unit/u/optim/w/hist.0"].box == Box((0,), (3,))
-        [[key, tree]] = meta_of(saved, holding, lambda name: f"unit/u/{name}")["optimizer_state"]["w"]["dict"]
+        [[key, tree]] = meta_of(saved, holding, lambda name: f"unit/u/{name}").optimizer_state["w"]["dict"]
         assert (key, tree["list"][0]["tensor"], tree["list"][1]) == ("hist", "unit/u/optim/w/hist.0", {"plain": 7})
     parts = [
         unit(f"unit {k}", [half("model/w", k), TensorSpec("optim/w/hist.0", "F32", (30,))],
@@ -115,8 +116,8 @@ def test_groups_of_one_number_are_one_where_their_values_are_equal() -> None:
     apart = join([staged("a", "v", 0.1), staged("b", "w", 0.2)], copies=False)
     assert [one.parameters for one in apart.groups] == [("v",), ("w",)]
     meant = meta_of(apart, by_holders(apart, whole_strategy(apart))[(0,)], str)
-    assert [pairs["dict"][0][1]["plain"] for pairs in meant["groups"]] == [0.1, 0.2]
-    assert meant["group_numbers"] == [0, 0]
+    assert [pairs["dict"][0][1]["plain"] for pairs in meant.groups] == [0.1, 0.2]
+    assert meant.group_numbers == [0, 0]
 
 
 def test_what_a_scheduler_had_not_moved_yet_is_taken_from_the_extras_moment() -> None:
@@ -157,7 +158,7 @@ def test_contradictions_are_named() -> None:
 )  # fmt: skip
 def test_json_of_another_form_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=r"file\.ckpt"):
-        read_unit("file.ckpt", "unit a", {**meta({}), **change}, "", {})
+        read_unit("file.ckpt", "unit a", UnitMeta.read({**meta({}), **change}, "file.ckpt"), "", {})
 
 
 def test_trees_that_are_none_are_refused() -> None:

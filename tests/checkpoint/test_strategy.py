@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
+from lastwords.checkpoint.meta import EMPTY_UNIT
 from lastwords.checkpoint.reshard import strategy_needs
 from lastwords.checkpoint.reshard.strategy import (
     Cut,
@@ -226,7 +228,9 @@ def test_a_checkpoint_has_its_own_strategy_and_a_moment_lies_where_its_parameter
             (TensorSpec(name(unit, "optim", "w", "exp_avg"), "F32", (2,)), np.zeros(2, np.float32)),
             (TensorSpec(name(unit, "optim", "w", "step"), "F32", ()), np.zeros((), np.float32)),
         ]
-        write_part(directory, rank, 1, 1, 1, {unit: UnitState(tensors, {"holders": [rank]})}, {}, {}, job="job")
+        write_part(
+            directory, rank, 1, 1, 1, {unit: UnitState(tensors, replace(EMPTY_UNIT, holders=[rank]))}, {}, {}, job="job"
+        )
     publish(tmp_path, directory, Incident("job", 1, 1, 1, 1, 2, (0, 1), "a test"))
     path = layout.checkpoint_dir(tmp_path, 1)
     strategy = strategy_of(open_checkpoint(path).manifest)

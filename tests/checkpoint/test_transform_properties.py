@@ -86,7 +86,7 @@ def test_whole_and_by_rank_it_is_what_a_naive_gather_says(seed: int, source: int
             assert {name: data.tobytes() for name, (_, data) in one.items()} == {
                 name: data.tobytes() for name, (_, data) in other.items()
             }
-        assert new.units["replicated"].meta["extras"] == EXTRAS
+        assert new.units["replicated"].meta.extras == EXTRAS
         back = strategy_of(new)
         assert all(back.tensors[name] == cut for name, cut in _sorted(after).items() if name.startswith("model/"))
         transform_all(str(saved), str(tmp / "files"), "part", None, str(to), os=QUICK)

@@ -33,7 +33,7 @@ class JobWithHolders(Job):
     def unit(self, unit: str, step: int) -> UnitState:
         state = super().unit(unit, step)
         holders = (self.recorded or {}).get(unit)
-        return state if holders is None else UnitState(state.tensors, {**state.meta, "holders": holders})
+        return state if holders is None else UnitState(state.tensors, replace(state.meta, holders=holders))
 
 
 def write_all(folder: Path, tables: list[Table], name: str = "group_info.pb") -> None:

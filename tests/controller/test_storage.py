@@ -15,6 +15,7 @@ import pytest
 from lastwords.checkpoint import layout, publish, retry, stale, system
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import latest, open_checkpoint, verify
+from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.controller import events, storage
 from lastwords.controller.spec import ControllerSpec
@@ -50,7 +51,7 @@ class Answers:
             unit: UnitState([(TensorSpec(f"unit/{unit}/model/w", "U8", (64,)), lambda: memoryview(bytes(64)))])
             for unit in units
         }
-        local = {owner: LocalState([], {"rank": owner}) for owner in locals_}
+        local = {owner: LocalState([], LocalMeta(slot={"rank": owner})) for owner in locals_}
         write_part(self.tmp_dir(attempt, target), rank, 1, STEP, STEP, state, local, {}, job="digits")
 
 

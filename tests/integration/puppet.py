@@ -24,6 +24,7 @@ from typing import Any
 from lastwords import clock
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.robust_mutex import LifeLine
@@ -196,7 +197,9 @@ class Puppet:
                 )
                 for unit in order.units
             }
-            locals_ = {rank: LocalState([], {"rank": rank, "step": order.step}) for rank in order.local_ranks}
+            locals_ = {
+                rank: LocalState([], LocalMeta(slot={"rank": rank, "step": order.step})) for rank in order.local_ranks
+            }
             part = write_part(directory, self.rank, epoch, step, order.step, units, locals_, {}, moved, job=self._job)
         except OSError as error:
             self._feed(processor_events.SaveErrored(order.incident, order.attempt, str(error), True))

@@ -167,7 +167,7 @@ class Trial:
             if number in cuts:
                 state = UnitView(model, optimizer).state()
                 tensors = {s.name: bytes(b() if callable(b) else b) for s, b in state.tensors}
-                specs, meta = [s for s, _ in state.tensors], copy.deepcopy(dict(state.meta))
+                specs, meta = [s for s, _ in state.tensors], copy.deepcopy(state.meta)
                 saved[number] = (json.dumps(order.record(number)), specs, meta, tensors)
         self.last = model, optimizer, order
         return seen, saved

@@ -56,7 +56,9 @@ def test_killed_on_four_ranks_it_goes_on_on_two_and_on_one_with_the_same_state(r
     launch, step = rig.die(layout, KILL)
     [path] = launch.checkpoints
     whole = naive_gather(path)
-    names = set(open_checkpoint(path).manifest.units["replicated"].meta["extras"]["states"])
+    extras = open_checkpoint(path).manifest.units["replicated"].meta.extras
+    assert extras is not None
+    names = set(extras.states)
     shape = Shape(context=8, width=16, layers=2, dropout=0.1 if layout.dropout else 0.0)
     options = {"lr": LEARNING_RATE, "weight_decay": 0.1}
 

@@ -59,7 +59,9 @@ def test_a_resume_from_what_was_moved_is_a_resume_from_the_original(rig: Rig, tm
         assert found.locals.keys() == open_checkpoint(path).manifest.locals.keys()
         assert naive_gather(root / path.name) == gathered
 
-    names = set(open_checkpoint(path).manifest.units["replicated"].meta["extras"]["states"])
+    extras = open_checkpoint(path).manifest.units["replicated"].meta.extras
+    assert extras is not None
+    names = set(extras.states)
     shape = Shape(context=8, width=16, layers=2, dropout=0.1 if layout.dropout else 0.0)
     options = {"lr": LEARNING_RATE, "weight_decay": 0.1}
 
@@ -128,9 +130,9 @@ def test_the_optimizer_can_be_dealt_out_and_shards_be_uneven(
     assert moved is not None
     assert not diff(path, moved).differences
     units = open_checkpoint(moved).manifest.units
-    assert not units["rank-1"].meta["parameters"]
-    assert units["rank-1"].meta["optimizer_state"]
-    assert not units["replicated"].meta["optimizer_state"]
+    assert not units["rank-1"].meta.parameters
+    assert units["rank-1"].meta.optimizer_state
+    assert not units["replicated"].meta.optimizer_state
     for name, ranks in resumed:
         found, reasons, _ = resumed_as(name, ranks, tmp_path / "three", tmp_path)
         assert {key for key in state.keys() | found.keys() if state.get(key) != found.get(key)} == set()

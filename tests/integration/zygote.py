@@ -47,6 +47,7 @@ PRELOAD = (
     "torch.optim.lr_scheduler",
     "torch.utils.data.distributed",
     "safetensors",
+    "msgspec",
     "xxhash",
 )
 PRELOAD_UNLESS_GRPC = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import EMPTY_UNIT, UnitMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish
-from lastwords.optim_wrapper.state.state_view import META_VERSION, UnitView
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, spec_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -90,20 +92,9 @@ def unit(name: str, pieces: Sequence[tuple[str, torch.Tensor, Box | None]], hold
     return UnitState(tensors, meta_of(dtypes, holders))
 
 
-def meta_of(dtypes: Mapping[str, str], holders: Sequence[int]) -> dict[str, Any]:
+def meta_of(dtypes: Mapping[str, str], holders: Sequence[int]) -> UnitMeta:
     """What a unit without an optimizer's state records of itself."""
-    return {
-        "version": META_VERSION,
-        "optimizer": "SGD",
-        "parameters": dict(dtypes),
-        "buffers": {},
-        "aliases": {},
-        "absent_buffers": [],
-        "groups": [],
-        "group_parameters": [],
-        "optimizer_state": {},
-        "holders": list(holders),
-    }
+    return replace(EMPTY_UNIT, optimizer="SGD", parameters=dict(dtypes), holders=holders)
 
 
 def flip(file: Path, at: int) -> None:

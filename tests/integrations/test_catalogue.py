@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,8 @@ def test_one_name_for_different_tensors_is_refused_until_units_are_chosen(tmp_pa
 
 def test_groups_of_a_part_that_does_not_number_them_are_left_out_rather_than_guessed(tmp_path: Path) -> None:
     state = unit("rank-0", [("w", torch.randn(2), None)], (0,))
-    meta = {**state.meta, "groups": [{"dict": [["lr", {"plain": 0.5}]]}], "group_parameters": [["w"]]}
-    for step, (numbers, groups) in enumerate([({}, []), ({"group_numbers": [1]}, [1])], 1):
-        made = UnitState(state.tensors, {**meta, **numbers})
+    meta = replace(state.meta, groups=[{"dict": [["lr", {"plain": 0.5}]]}], group_parameters=[["w"]])
+    for step, numbers in enumerate([None, [1]], 1):
+        made = UnitState(state.tensors, replace(meta, group_numbers=numbers))
         found = catalogue(open_checkpoint(published(tmp_path, {0: {"rank-0": made}}, step=step)))
-        assert [group.number for group in found.groups] == groups
+        assert [group.number for group in found.groups] == (numbers or [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,8 @@ def test_the_command_converts_what_is_chosen_in_another_type_and_shows_how_far_i
     capsys.readouterr()
     assert main(["convert", *back]) == 0
     found = open_checkpoint(Path(json.loads(capsys.readouterr().out)["path"])).manifest.units["replicated"].meta
-    assert found["parameters"] == {"up.weight": "bfloat16", "up.bias": "bfloat16"}
-    assert found["buffers"] == {"scale": "bfloat16", "cache": "float32"}, "what no state_dict() has keeps its type"
+    assert found.parameters == {"up.weight": "bfloat16", "up.bias": "bfloat16"}
+    assert found.buffers == {"scale": "bfloat16", "cache": "float32"}, "what no state_dict() has keeps its type"
 
 
 def test_extras_with_tensors_come_back(tmp_path: Path) -> None:
@@ -115,13 +116,13 @@ def test_extras_with_tensors_come_back(tmp_path: Path) -> None:
     extras = Extras({"average": {"decay": 0.9, "mean": torch.randn(3)}})
     state = UnitView(model, optimizer).state()
     tree, tensors = extras.store(extras.first(), "replicated")
-    state.meta["extras"] = tree  # type: ignore[index]
+    state = replace(state, meta=replace(state.meta, extras=tree))
     state.tensors.extend(tensors)  # type: ignore[attr-defined]
     (tmp_path / "ours").mkdir()
     path = published(tmp_path / "ours", {0: {"replicated": state}})
     back = from_dcp(to_dcp(path, tmp_path / "dcp"), tmp_path / "back")
     one, other = open_checkpoint(path), open_checkpoint(back)
-    assert one.manifest.units["replicated"].meta["extras"] == other.manifest.units["replicated"].meta["extras"]
+    assert one.manifest.units["replicated"].meta.extras == other.manifest.units["replicated"].meta.extras
     name = "unit/replicated/extra/average.mean"
     assert bytes(one.read_unit("replicated")[name][1]) == bytes(other.read_unit("replicated")[name][1])
 

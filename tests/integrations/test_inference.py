@@ -121,7 +121,7 @@ def test_buffers_that_each_rank_saves_for_itself_are_those_of_the_lowest_rank(tm
     def local(rank: int) -> LocalState:
         mean = torch.full((3,), float(rank))
         spec = TensorSpec(f"local/{rank}/buffer/running_mean", "F32", (3,))
-        return LocalState([(spec, bytes_of(mean))], {})  # type: ignore[list-item]
+        return LocalState([(spec, bytes_of(mean))])  # type: ignore[list-item]
 
     weights = torch.randn(3)
     locals_ = {rank: local(rank) for rank in (1, 2)}

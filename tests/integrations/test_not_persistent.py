@@ -38,7 +38,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = published(
         tmp_path / "saved",
         {0: {"replicated": view.state()}},
-        locals_={0: LocalState(own, {})},  # type: ignore[arg-type]
+        locals_={0: LocalState(own)},  # type: ignore[arg-type]
     )
     if request.param == "moved":
         moved = transform(path, tmp_path / "moved", None).path

@@ -147,7 +147,7 @@ def test_with_names_two_stages_hold_one_unit_and_either_can_save_it(tmp_path: Pa
     first, last = part(views[0], agreed[0], shared), part(views[2], agreed[2], shared, as_the_first_calls_it)
     assert [spec for spec, _ in first.tensors] == [spec for spec, _ in last.tensors]
     assert first.meta == last.meta
-    assert list(first.meta["optimizer_state"]) == ["embedding.weight"]
+    assert list(first.meta.optimizer_state) == ["embedding.weight"]
     own = {unit: part(views[2], agreed[2], unit, as_the_first_calls_it) for unit in agreed[2].mine if unit != shared}
     path = published(tmp_path, {2: {shared: last} | own}, world_size=3)
     model = Model(1)

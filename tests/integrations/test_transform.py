@@ -75,8 +75,8 @@ def test_units_are_those_of_a_job_with_that_layout_each_written_by_its_lowest_ho
     assert {unit: entry.writer for unit, entry in manifest.units.items()} == {
         "replicated": 0, "rank-0": 0, "rank-1": 1, "rank-2": 2,
     }  # fmt: skip
-    assert manifest.units["rank-1"].meta["optimizer_state"]["w"]["dict"][2][1]["shape"] == [8, 2]
-    assert "placements" not in json.dumps(manifest.units["rank-1"].meta)
+    assert manifest.units["rank-1"].meta.optimizer_state["w"]["dict"][2][1]["shape"] == [8, 2]
+    assert "placements" not in json.dumps(manifest.units["rank-1"].said)
     assert strategy_of(manifest).tensors["model/w"] == columns(3).tensors["model/w"]
     assert load.latest(rooms.out) == done.path
     assert sorted(path.name for path in rooms.out.iterdir()) == [STEP]
@@ -101,8 +101,8 @@ def test_a_checkpoint_s_layout_can_be_meant_and_the_newest_in_a_directory_is_tak
     assert back.path is not None
     old, new = (open_checkpoint(path).manifest for path in (rooms.source, back.path))
     assert strategy_of(old) == strategy_of(new)
-    assert {unit: entry.meta["holders"] for unit, entry in old.units.items()} == {
-        unit: entry.meta["holders"] for unit, entry in new.units.items()
+    assert {unit: entry.meta.holders for unit, entry in old.units.items()} == {
+        unit: entry.meta.holders for unit, entry in new.units.items()
     }
     assert gathered(back.path) == BITS
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lastwords.checkpoint.meta import COMMITTED, LocalMeta
 from lastwords.checkpoint.part import LocalState
 from lastwords.errors import StorageError, UnavailableError
 from lastwords.optim_wrapper.capture import source
@@ -35,7 +36,7 @@ def read(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> LocalState:
 def test_a_box_that_cannot_be_opened_for_a_moment_is_read_all_the_same(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    there = LocalState([], {"kind": "committed"})
+    there = LocalState([], LocalMeta(kind=COMMITTED))
     assert read(monkeypatch, error, error, there) is there
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.checkpoint.meta_forms import facts_problem
+from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
 from lastwords.optim_wrapper.capture.rank_local import BufferCapture
 from lastwords.optim_wrapper.ddp import ddp_found

@@ -106,8 +106,10 @@ def test_the_second_look_is_what_the_next_step_begins_with(rank: Rank) -> None:
     assert copy is not None
     assert bytes(copy.regions["rng/torch"].data)[: 5 * 8] == bytes(torch.get_rng_state().numpy().tobytes())[: 5 * 8]
     state = rank.source.unit_state("replicated", 1, Stand(Phase.COMPUTING, 1))
-    assert state.meta["extras"]["states"]["mine"] == {"plain": {"seen": 1}}
-    assert state.meta["reasons"] == []
+    extras = state.meta.extras
+    assert extras is not None
+    assert extras.states["mine"] == {"plain": {"seen": 1}}
+    assert state.meta.reasons == []
 
 
 def test_a_log_that_moves_nothing_is_not_spoken_of(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -325,8 +326,7 @@ def test_an_older_checkpoint_says_which_schedulers_moved_in_every_step() -> None
     loop, again = PerStep(), PerStep()
     extras, resumed = Extras(loop.extras), Extras(again.extras)
     tree, read = through_storage(extras, extras.first())
-    tree = {**tree, "steps": 3, "regular": ["scheduler"], "moved": ["scheduler"]}
-    del tree["moves"]
+    tree = replace(tree, steps=3, regular=["scheduler"], moved=["scheduler"], moves=None)
     history = resumed.restore(tree, read)
     saved, reasons = resumed.after_update(resumed.first(history))
     assert (saved.step_on_resume, reasons) == (("scheduler",), [])

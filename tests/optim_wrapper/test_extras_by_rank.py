@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import lastwords
+from lastwords.checkpoint.meta import StepDocument
 from lastwords.optim_wrapper.capture.extra_buffers import ExtraBuffers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
@@ -81,10 +82,11 @@ def test_a_digest_is_of_bits_and_types(one: Any, other: Any) -> None:
 
 
 def test_what_ranks_have_come_to_is_compared_by_whoever_resumes() -> None:
-    slots = {rank: {"extras": [4, {"ema": "a", "count": str(rank // 2)}]} for rank in range(4)}
+    slots = {rank: StepDocument(extras=(4, {"ema": "a", "count": str(rank // 2)})) for rank in range(4)}
     (reason,) = extra_digests.differing(slots)
     assert reason.startswith("extras['count'] was not the same on all ranks after 4 steps of the saved run (0 and 2)")
-    assert extra_digests.differing({0: {"extras": [4, {"ema": "a"}]}, 1: {"extras": [2, {"ema": "b"}]}, 2: {}}) == []
+    others = {0: StepDocument(extras=(4, {"ema": "a"})), 1: StepDocument(extras=(2, {"ema": "b"})), 2: StepDocument()}
+    assert extra_digests.differing(others) == []
 
 
 def test_the_black_box_has_digests_of_the_first_steps_and_of_some_later_ones(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -21,12 +22,13 @@ from torch import nn
 from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.reshard.strategy import load_sound_strategy
 from lastwords.checkpoint.reshard.strategy_needs import Needs
 from lastwords.checkpoint.reshard.transform_plan import meta_of, of_rank, planned, whole_strategy
-from lastwords.checkpoint.storable import pack, unpack
+from lastwords.checkpoint.storable import pack
 from lastwords.cli.checkpoint_commands import inspect
 from lastwords.cli.groups_command import groups
 from lastwords.errors import LastWordsError
@@ -72,10 +74,14 @@ class Live:
         state = self.view.state()
         snapshot = self.extras.ended(self.extras.first())
         document, tensors = self.extras.store(snapshot, "replicated")
-        unit = UnitState([*state.tensors, *tensors], {**state.meta, "extras": document, "step_ended": True})
-        slot = {"epoch": 1, "step": 3, "local_extras": pack(pack_inline(self.local_extras, self.local_extras.first()))}
+        unit = UnitState([*state.tensors, *tensors], dataclasses.replace(state.meta, extras=document, step_ended=True))
+        slot = {
+            "epoch": 1,
+            "step": 3,
+            "local_extras": pack(pack_inline(self.local_extras, self.local_extras.first()).to_json()),
+        }
         own = [(TensorSpec("local/0/rng/torch", "U8", (5,)), bytes(5))]
-        local = LocalState(own, {"kind": "step", "slot": slot, "epoch_start": {"epoch": 1}})
+        local = LocalState(own, LocalMeta(kind="step", slot=slot, epoch_start={"epoch": 1}))
         directory = layout.tmp_dir(root, 3, "job", 1, 1, 1)
         facts = {"torch": "2", "buckets": {}, "ddp": {}}
         write_part(directory, 0, 1, 3, 3, {"replicated": unit}, {0: local}, facts, job="job", os=QUICK)
@@ -95,9 +101,9 @@ class Live:
         resharded = Resharded(checkpoint.path, surveyed.units, copies=manifest.moved)
         resharded.unit(self.view, "replicated", self.view.names())
         _restore_units(checkpoint, units, frozenset(), [], surveyed)  # type: ignore[arg-type]
-        packed = manifest.locals[0].meta.get("slot", {}).get("local_extras") if 0 in manifest.locals else None
-        if packed is not None:
-            restore_inline(self.local_extras, unpack(packed))
+        inline = manifest.locals[0].document.extras_inline("slot") if 0 in manifest.locals else None
+        if inline is not None:
+            restore_inline(self.local_extras, inline)
         _reasons_of(manifest)
 
 
@@ -197,7 +203,7 @@ def use(root: Path, path: Path, live: Live) -> list[str]:
         saved = source.saved_for(None, 0)
         holding = of_rank(saved, whole_strategy(saved), 0)
         planned(saved, holding, str)
-        pack(meta_of(saved, holding, str))
+        pack(meta_of(saved, holding, str).to_json())
 
     def strategy() -> None:
         found = load_sound_strategy(path)

@@ -89,10 +89,10 @@ def test_a_group_that_the_step_under_way_has_added_is_added_by_the_step_that_is_
     optimizers[0].add_param_group({"params": models[0][0].parameters(), "lr": 0.5})
     optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})  # of the loop's own
     state = UnitView(models[0], optimizers[0]).state(ended)
-    assert [*state.meta["parameters"]] == [name for name, _ in models[0].named_parameters()]
+    assert [*state.meta.parameters] == [name for name, _ in models[0].named_parameters()]
     resume(UnitView(models[1], optimizers[1]), store(state))
     assert [group["lr"] for group in optimizers[1].param_groups] == [0.1, 0.05]
-    assert "~group3.0" in UnitView(models[0], optimizers[0]).state().meta["parameters"]
+    assert "~group3.0" in UnitView(models[0], optimizers[0]).state().meta.parameters
 
 
 def test_without_a_resume_a_group_that_is_added_twice_is_torchs_error() -> None:
@@ -161,7 +161,7 @@ def grown() -> tuple[Growing, UnitView]:
 
 def test_buffers_that_have_changed_their_form_come_back_and_stay_the_same_tensors() -> None:
     stored = store(grown()[1].state())
-    assert stored[2]["reshaped_buffers"] == ["late", "low", "scale"]
+    assert stored[2].reshaped_buffers == ["late", "low", "scale"]
     model = Growing()
     known = dict(model.named_buffers())
     view = UnitView(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -171,7 +171,7 @@ def test_buffers_that_have_changed_their_form_come_back_and_stay_the_same_tensor
     }  # fmt: skip
     assert all(buffer is dict(model.named_buffers())[name] for name, buffer in known.items())
     assert "late" in model.state_dict()
-    assert store(view.state())[2]["reshaped_buffers"] == ["late", "low", "scale"], "resumed once more"
+    assert store(view.state())[2].reshaped_buffers == ["late", "low", "scale"], "resumed once more"
     model.scale.resize_(9)
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lastwords.checkpoint.entries import UnitEntry
-from lastwords.optim_wrapper.state.hyperparameters import align, moment
+from lastwords.checkpoint.meta import EMPTY_UNIT, UnitMeta
+from lastwords.optim_wrapper.state.hyperparameters import align, at_moment
 
 
-def entry(meta: Mapping[str, Any]) -> UnitEntry:
-    return UnitEntry(writer=0, file="rank_0/x.ckpt", tensors=(), meta=meta)
+def entry(meta: UnitMeta) -> UnitEntry:
+    return UnitEntry(writer=0, file="rank_0/x.ckpt", tensors=(), said=meta.to_json())
 
 
 def saved(*, own_ended: bool, extras_ended: bool, groups: list[dict[str, Any]]) -> dict[str, UnitEntry]:
     """What the manifest says of a unit of this rank, and of the extras, whose writer had `groups`."""
-    own = moment([], unit="ranks-1-3", ended=own_ended)
+    own = at_moment(EMPTY_UNIT, [], unit="ranks-1-3", ended=own_ended)
     return {
         "ranks-1-3": entry(own),
-        "replicated": entry(moment(groups, unit="replicated", ended=extras_ended)),
+        "replicated": entry(at_moment(EMPTY_UNIT, groups, unit="replicated", ended=extras_ended)),
     }
 
 
@@ -61,5 +61,5 @@ def test_of_different_groups_nothing_is_taken_over_and_the_reason_is_given() -> 
 
 def test_a_checkpoint_that_does_not_say_is_taken_as_it_is() -> None:
     groups = [group(0.5)]
-    assert align(groups, {"ranks-1-3": entry({}), "replicated": entry({})}, ["ranks-1-3"]) == []
+    assert align(groups, {"ranks-1-3": entry(EMPTY_UNIT), "replicated": entry(EMPTY_UNIT)}, ["ranks-1-3"]) == []
     assert groups[0]["lr"] == 0.5

@@ -142,7 +142,7 @@ class Job:
         for _, content in state.tensors:
             bytes(content() if callable(content) else content)
         local = self.source.local_states([0], self.done)[0]
-        return [*state.meta["reasons"], *map(str, local.reasons)]
+        return [*state.meta.reasons, *map(str, local.reasons)]
 
 
 PLACES = ("buffer", "state", "group", "extras", "attribute", "state_dict", "extra_state")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.reason import Reason
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume import resume
@@ -51,7 +52,8 @@ class Rank:
 def reasons(*ranks: tuple[str, dict[str, Any]], known: bool = True) -> list[Reason]:
     """For rank 0, out of each rank's kind of copy and document."""
     locals_ = {
-        rank: SimpleNamespace(meta={"kind": kind, "slot": slot}, tensors=()) for rank, (kind, slot) in enumerate(ranks)
+        rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": slot}, True, ())
+        for rank, (kind, slot) in enumerate(ranks)
     }
     manifest: Any = SimpleNamespace(locals=locals_)
     return resume._not_alike(manifest, 0, range(len(ranks)) if known else None)
@@ -116,7 +118,8 @@ def test_ranks_that_hold_other_units_are_not_compared() -> None:
     assert table.holding_the_same(0) == {0, 2}
     said = {rank: Rank().end(float(rank % 2)) for rank in range(4)}
     locals_ = {
-        rank: SimpleNamespace(meta={"kind": "tentative", "slot": slot}, tensors=()) for rank, slot in said.items()
+        rank: LocalEntry(0, "rank_0/x", (), {"kind": "tentative", "slot": slot}, True, ())
+        for rank, slot in said.items()
     }
     manifest: Any = SimpleNamespace(locals=locals_)
     assert resume._not_alike(manifest, 0, table.holding_the_same(0)) == []

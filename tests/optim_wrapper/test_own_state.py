@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from lastwords.checkpoint.meta import InlineExtras
 from lastwords.checkpoint.part import UnitState
 from lastwords.optim_wrapper import hidden_state, nested_optimizers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -209,14 +210,15 @@ class Job:
         for name in plan.tensor_names:
             plan.into(specs[name])[:] = contents[name]
         plan.commit()
-        extras = _ExtraTensors(saved.meta["extras"], tuple(specs.values()))
+        assert saved.meta.extras is not None
+        extras = _ExtraTensors(saved.meta.extras, tuple(specs.values()))
         for name in extras.names:
             extras.into(specs[name])[:] = contents[name]
-        history = self.recorder.extras.restore(saved.meta["extras"], extras.read)
+        history = self.recorder.extras.restore(saved.meta.extras, extras.read)
         with BoxReader(box) as reader:
             copy = reader.read(done)
             assert copy is not None
-            local = restore_inline(self.recorder.local_extras, own_unpacked(copy.json["local_extras"]))
+            local = restore_inline(self.recorder.local_extras, InlineExtras.read(copy.json["local_extras"], "box"))
         self.recorder.history(history, local)
         self.done = done
         self.recorder.begin(done, None)
@@ -269,7 +271,7 @@ def test_the_resumed_run_has_the_bits_of_the_one_that_went_on(
         job.recorder.committed(job.done, None)
     else:
         saved = job.save()
-    assert saved.meta["reasons"] == []
+    assert saved.meta.reasons == []
     other = Job(tmp_path / "b", MAKERS[kind], seed=7, half=half)
     other.restore(saved, tmp_path / "a" / "box", job.done)
     assert other.recorder.own.reasons == []
@@ -368,7 +370,7 @@ def test_a_checkpoint_without_it_can_be_resumed_and_says_so(tmp_path: Path) -> N
     saved = job.save()
     job.inner = job.wrapper._inner = Counting(list(job.model.parameters()), lr=0.1)
     other = Job(tmp_path / "b", MAKERS["counter"])
-    other.recorder.extras.restore(saved.meta["extras"], put_together)  # type: ignore[arg-type]
+    other.recorder.extras.restore(saved.meta.extras, put_together)  # type: ignore[arg-type]
     assert other.recorder.own.reasons == [
         "optimizer.state_dict() has state of its own, and the checkpoint has none of it"
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lastwords
 from lastwords.checkpoint import starts
+from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState
 from lastwords.checkpoint.starts import Launch
 from lastwords.errors import ConfigError, FormatError, IncompleteError
@@ -126,10 +128,11 @@ def test_the_streams_are_put_back_after_what_was_drawn_on_the_way(
     torch.manual_seed(5)
     wanted = torch.get_rng_state()
     copies: Any = RngCapture().snapshot()
-    local = LocalState(_tensors(0, "", _Copy(copies)), {"slot": {"epoch": 1, "step": 7}})  # type: ignore[arg-type]
+    local = LocalState(_tensors(0, "", _Copy(copies)), LocalMeta(slot={"epoch": 1, "step": 7}))  # type: ignore[arg-type]
     model, optimizer = trained()
     state = UnitView(model, optimizer).state()
-    state.meta["extras"] = Extras({}).store(Extras({}).first(), "replicated")[0]  # type: ignore[index]
+    stored, _ = Extras({}).store(Extras({}).first(), "replicated")
+    state = replace(state, meta=replace(state.meta, extras=stored))
     published(tmp_path, {0: {"replicated": state}}, locals_={0: local})
     with register(tmp_path, monkeypatch) as tft:
         tft.restore_streams()  # nothing was resumed: nothing to put back
@@ -151,10 +154,11 @@ def test_a_loaders_own_generator_is_left_to_steps_and_named_where_that_is_not_ca
     mine = torch.Generator().manual_seed(3)
     copies: Any = RngCapture(generators={"loader": mine}).snapshot()
     wanted = mine.get_state()
-    local = LocalState(_tensors(0, "", _Copy(copies)), {"slot": {"epoch": 1, "step": 7}})  # type: ignore[arg-type]
+    local = LocalState(_tensors(0, "", _Copy(copies)), LocalMeta(slot={"epoch": 1, "step": 7}))  # type: ignore[arg-type]
     model, optimizer = trained()
     state = UnitView(model, optimizer).state()
-    state.meta["extras"] = Extras({}).store(Extras({}).first(), "replicated")[0]  # type: ignore[index]
+    stored, _ = Extras({}).store(Extras({}).first(), "replicated")
+    state = replace(state, meta=replace(state.meta, extras=stored))
     published(tmp_path, {0: {"replicated": state}}, locals_={0: local})
     mine.manual_seed(4)
     said: list[str] = []

@@ -496,7 +496,7 @@ def test_a_large_buffer_that_changed_on_other_ranks_only_is_not_missed_on_resume
     other = SimpleNamespace(
         tensors=[spec("local/1/buffer/bank"), spec("local/1/buffer/both"), spec("local/1/rng/numpy")]
     )
-    unit = SimpleNamespace(meta={"buffers": {"both": "float32"}})
+    unit = SimpleNamespace(meta=SimpleNamespace(buffers={"both": "float32"}))
     manifest: Any = SimpleNamespace(locals={0: SimpleNamespace(tensors=[]), 1: other}, units={"replicated": unit})
     # Negative control: what nobody has saved is still missing.
     assert _changed_elsewhere_only(manifest, frozenset({"bank", "both", "of another model"})) == {"bank"}

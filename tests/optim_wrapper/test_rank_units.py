@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, MismatchError
@@ -83,7 +83,7 @@ def store(state: UnitState) -> Stored:
     for spec, source in state.tensors:
         raw: Any = source() if callable(source) else source
         contents[spec.name] = bytes(raw)
-    return [spec for spec, _ in state.tensors], contents, unpack(pack(dict(state.meta)))
+    return [spec for spec, _ in state.tensors], contents, UnitMeta.read(unpack(pack(state.meta.to_json())))
 
 
 def restore(view: UnitView, stored: Stored) -> None:
@@ -131,11 +131,11 @@ def test_restoring_one_unit_leaves_the_others_as_they_are() -> None:
 
 def test_a_unit_says_who_holds_it_and_only_its_own_groups() -> None:
     views = units_of(*trained(0, 1)).views
-    meta: Mapping[str, Any] = views["tp0"].state().meta
-    assert meta["holders"] == [0]
-    assert meta["group_parameters"] == [["up.weight", "down.weight"], ["up.bias"]]
-    assert meta["aliases"] == {"down.bias": "up.weight"}
-    assert views["replicated"].state().meta["group_parameters"] == [["norm.weight"], ["norm.bias"]]
+    meta = views["tp0"].state().meta
+    assert meta.holders == (0,)
+    assert meta.group_parameters == (("up.weight", "down.weight"), ("up.bias",))
+    assert meta.aliases == {"down.bias": "up.weight"}
+    assert views["replicated"].state().meta.group_parameters == (("norm.weight",), ("norm.bias",))
 
 
 def test_a_file_of_another_unit_is_refused() -> None:
@@ -155,8 +155,8 @@ def test_a_pure_job_has_one_view_of_everything_that_follows_the_model() -> None:
     units.check_step()
     units.check()
     meta = units.views["replicated"].state().meta
-    assert "~group3.0" in meta["parameters"]
-    assert "holders" not in meta, "the file of a data-parallel job is what it always was"
+    assert "~group3.0" in meta.parameters
+    assert "holders" not in meta.to_json(), "the file of a data-parallel job is what it always was"
 
 
 # ------------------------------------------------------------------ what has no unit
@@ -221,7 +221,7 @@ def test_state_that_belongs_to_no_parameter_is_left_out_and_named_in_a_sharded_j
     optimizer.state["global"] = {"count": 3}  # type: ignore[index]
     units.check()
     for view in units.views.values():
-        [reason] = view.state().meta["reasons"]
+        [reason] = view.state().meta.reasons
         assert reason == (
             "optimizer.state['global'] (of no parameter, so nobody knows which ranks hold it) cannot be stored"
         )
@@ -244,5 +244,5 @@ def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(
         for parameter in net.parameters():
             parameter.data.mul_(2)
     for unit in units.names:
-        reasons = source.unit_state(unit, stand.step, stand).meta["reasons"]
+        reasons = source.unit_state(unit, stand.step, stand).meta.reasons
         assert any("changed" in reason for reason in reasons) == written, unit

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError
@@ -36,7 +37,7 @@ def store(state: UnitState) -> Stored:
         raw: Any = source() if callable(source) else source
         contents[spec.name] = bytes(raw)
         assert len(contents[spec.name]) == spec.nbytes
-    return [spec for spec, _ in state.tensors], contents, unpack(pack(dict(state.meta)))
+    return [spec for spec, _ in state.tensors], contents, UnitMeta.read(unpack(pack(state.meta.to_json())))
 
 
 def restore(view: UnitView, stored: Stored) -> None:
@@ -393,8 +394,8 @@ def test_a_copy_in_host_memory_keeps_lists_in_the_optimizers_state_as_they_were(
     losses[0] = 9.0
     kept = copy_of_step.get("u", 1)
     assert kept is not None
-    assert "9.0" not in repr(kept.meta["optimizer_state"])
-    assert "[1.0]" in repr(kept.meta["optimizer_state"])
+    assert "9.0" not in repr(kept.meta.optimizer_state)
+    assert "[1.0]" in repr(kept.meta.optimizer_state)
 
 
 def test_rank_local_buffers_are_left_out_and_left_alone() -> None:
@@ -439,7 +440,7 @@ def test_tied_weights_are_written_once() -> None:
     names = [spec.name for spec, _ in state.tensors]
     assert "unit/replicated/model/embedding.weight" in names
     assert not any("head.weight" in name for name in names)
-    assert state.meta["aliases"] == {"head.weight": "embedding.weight"}
+    assert state.meta.aliases == {"head.weight": "embedding.weight"}
 
 
 def test_a_unit_goes_through_a_real_file(tmp_path: Path) -> None:
@@ -588,7 +589,7 @@ def test_json_that_names_an_absent_tensor_or_is_newer_is_a_format_error() -> Non
     with pytest.raises(FormatError, match="not in the file"):
         RestorePlan(UnitView(*here), specs[:-1], meta)
     with pytest.raises(FormatError, match="version 2"):
-        RestorePlan(UnitView(*here), specs, {**meta, "version": 2})
+        UnitMeta.read({**meta.to_json(), "version": 2})
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lastwords.checkpoint.entries import LocalEntry
 from lastwords.errors import IncompleteError
 from lastwords.optim_wrapper.capture import boundary_copies
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
@@ -74,7 +75,7 @@ class Job:
         at = self.step if step is None else step
         state = self.source.unit_state(UNIT_REPLICATED, at, Stand(phase, at))
         found = {spec.name.split("/", 2)[2]: source() if callable(source) else source for spec, source in state.tensors}
-        return {name: bytes(content) for name, content in found.items()}, state.meta["reasons"]
+        return {name: bytes(content) for name, content in found.items()}, state.meta.reasons
 
     def regions(self) -> dict[str, Any]:
         with BlackBox.open(self.folder / "box") as box:
@@ -312,7 +313,7 @@ def test_hyperparameters_that_change_before_the_update_alone_are_not_doubted(tmp
 def manifest(*ranks: tuple[str, dict[str, Any]]) -> Any:
     return SimpleNamespace(
         locals={
-            rank: SimpleNamespace(meta={"kind": kind, "slot": {"alike": alike}}, tensors=())
+            rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": {"alike": alike}}, True, ())
             for rank, (kind, alike) in enumerate(ranks)
         }
     )
@@ -348,8 +349,8 @@ def test_the_step_before_one_without_an_update_can_still_be_saved(tmp_path: Path
     job.optimizer.param_groups[0]["lr"] = 0.5
     job.run(1, updates=False)
     state = job.source.unit_state(UNIT_REPLICATED, 2, Stand(Phase.SKIPPED, 3))
-    assert state.meta["reasons"] == []
-    assert dict(state.meta["groups"][0]["dict"])["lr"] == {"plain": 1e-3}
+    assert state.meta.reasons == []
+    assert dict(state.meta.groups[0]["dict"])["lr"] == {"plain": 1e-3}
     found = {spec.name.split("/", 2)[2]: bytes(source() if callable(source) else source)
              for spec, source in state.tensors}  # fmt: skip
     assert found == before

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -141,10 +142,10 @@ def test_a_loop_that_names_no_steps_is_told_from_one_that_has_not_yet(recorder: 
 
 def test_a_writer_learns_the_name_from_a_rank_of_its_host_that_has_ended_the_step() -> None:
     def local(slot: dict[str, Any]) -> LocalState:
-        return LocalState([], {"slot": slot})
+        return LocalState([], LocalMeta(slot=slot))
 
     unknown = local({"epoch": None, "step": None, "after": [1, 3]})
-    assert _named_by([unknown, LocalState([], {})]) is None
+    assert _named_by([unknown, LocalState([])]) is None
     assert _named_by([unknown, local({"epoch": 2, "step": 1})]) == (2, 1)
 
 

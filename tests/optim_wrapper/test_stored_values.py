@@ -17,6 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import DEPTH_MAX, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
@@ -134,6 +136,10 @@ def through_text(value: Any) -> Any:
     return unpack(json.loads(json.dumps(pack(value), allow_nan=False)))
 
 
+def read_again(document: ExtrasMeta) -> ExtrasMeta:
+    return typed(through_text(document.to_json()), ExtrasMeta, "extras")
+
+
 def content(state: UnitState) -> dict[str, bytes]:
     found = {spec.name: bytes(source() if callable(source) else source) for spec, source in state.tensors}
     assert len(found) == len(state.tensors), "two tensors have one name"
@@ -146,21 +152,21 @@ def content(state: UnitState) -> dict[str, bytes]:
 def through_extras(value: Any) -> Any:
     extras = Extras({"mine": {"value": value}})
     document, sources = extras.store(extras.first(), "replicated", json_bytes_max=1 << 20)
-    assert document["left_out"] == {}
-    tensors = _ExtraTensors(through_text(document), tuple(spec for spec, _ in sources))
+    assert document.left_out == {}
+    tensors = _ExtraTensors(read_again(document), tuple(spec for spec, _ in sources))
     for spec, source in sources:
         tensors.into(spec)[:] = bytes(source() if callable(source) else source)
     target: dict[str, Any] = {}
-    Extras({"mine": target}).restore(through_text(document), tensors.read)
+    Extras({"mine": target}).restore(read_again(document), tensors.read)
     return target["value"]
 
 
 def through_local_extras(value: Any) -> Any:
     """As `StepRecorder` writes it into the black box, `Part` into JSON once more, and `resume` takes it out of it."""
     extras = Extras({"mine": {"value": value}}, "local_extras")
-    in_box = json.loads(json.dumps(pack(pack_inline(extras, extras.first()), "local_extras")))
+    in_box = json.loads(json.dumps(pack(pack_inline(extras, extras.first()).to_json(), "local_extras")))
     target: dict[str, Any] = {}
-    restore_inline(Extras({"mine": target}, "local_extras"), unpack(through_text(in_box)))
+    restore_inline(Extras({"mine": target}, "local_extras"), InlineExtras.read(through_text(in_box), "box"))
     return target["value"]
 
 
@@ -176,9 +182,13 @@ def through_optimizer(value: Any) -> Any:
     saved.state[model.bias] = {0: value}
     saved.param_groups[0]["mine"] = value
     state = UnitView(model, saved).state()
-    assert not state.meta["reasons"]
+    assert not state.meta.reasons
     model_2, restored = optimizer()
-    plan = RestorePlan(UnitView(model_2, restored), [spec for spec, _ in state.tensors], through_text(state.meta))
+    plan = RestorePlan(
+        UnitView(model_2, restored),
+        [spec for spec, _ in state.tensors],
+        UnitMeta.read(through_text(state.meta.to_json())),
+    )
     found = content(state)
     for spec, _ in state.tensors:
         plan.into(spec)[:] = found[spec.name]
@@ -320,19 +330,19 @@ def test_of_a_dict_only_the_key_is_left_out_that_became_unstorable(
     for _ in range(3):
         snapshot = extras.ended(snapshot)
     document, sources = extras.store(snapshot, "replicated")
-    [reason] = document["left_out"]["mine"]
+    [reason] = document.left_out["mine"]
     assert reason.startswith("extras['mine']['bad']")
     assert reason.endswith("cannot be stored")
     assert re.search(why, reason)
     target: dict[str, Any] = {"good": torch.zeros(2), "bad": "its own"}
     again = Extras({"mine": target, "other": {"x": 0}})
     if inline:
-        restore_inline(again, through_text(pack_inline(extras, snapshot)))
+        restore_inline(again, InlineExtras.read(pack(pack_inline(extras, snapshot).to_json()), "box"))
     else:
-        tensors = _ExtraTensors(through_text(document), tuple(spec for spec, _ in sources))
+        tensors = _ExtraTensors(read_again(document), tuple(spec for spec, _ in sources))
         for spec, source in sources:
             tensors.into(spec)[:] = bytes(source() if callable(source) else source)
-        again.restore(through_text(document), tensors.read)
+        again.restore(read_again(document), tensors.read)
     assert target["good"].tolist() == [2.0, 2.0]
     assert target["bad"] == "its own"
 
@@ -347,8 +357,8 @@ def test_it_is_said_once_when_it_appears_and_is_stored_again_once_it_can_be(capl
     assert caplog.text.count("extras['mine']['bad'] (builtins.object) cannot be stored") == 1
     live["bad"] = 5
     document, _ = extras.store(extras.ended(snapshot))
-    assert document["left_out"] == {}
-    assert document["states"]["mine"] == {"plain": {"bad": 5}}
+    assert document.left_out == {}
+    assert document.states["mine"] == {"plain": {"bad": 5}}
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("not now"), KeyError("x")])
@@ -360,9 +370,9 @@ def test_an_object_is_left_out_as_a_whole_and_keeps_its_own_state(error: Excepti
     other: dict[str, Any] = {"x": 0}
     for snapshot in (extras.ended(first), extras.after_update(first)[0]):
         document, _ = extras.store(snapshot)
-        [reason] = document["left_out"]["mine"]
+        [reason] = document.left_out["mine"]
         assert "raised" in reason if error else reason == "extras['mine']['lock'] (_thread.lock) cannot be stored"
-        Extras({"mine": target, "other": other}).restore(through_text(document), lambda name: torch.ones(1))
+        Extras({"mine": target, "other": other}).restore(read_again(document), lambda name: torch.ones(1))
         assert target.state == {"n": 1}
         assert other == {"x": 3}
 
@@ -370,9 +380,9 @@ def test_an_object_is_left_out_as_a_whole_and_keeps_its_own_state(error: Excepti
 def test_an_extra_whose_json_is_too_large_is_left_out() -> None:
     extras = Extras({"mine": {"losses": [0.5] * 1000}, "other": {"x": 1}})
     document, _ = extras.store(extras.first(), "replicated", json_bytes_max=2000)
-    assert [*document["states"]] == ["other"]
-    assert [*document["left_out"]] == ["mine"]
-    assert "bytes of values that are no tensors) cannot be stored" in document["left_out"]["mine"][0]
+    assert [*document.states] == ["other"]
+    assert [*document.left_out] == ["mine"]
+    assert "bytes of values that are no tensors) cannot be stored" in document.left_out["mine"][0]
 
 
 def test_unstorable_optimizer_state_is_left_out_and_what_is_there_on_resume_stays() -> None:
@@ -383,7 +393,7 @@ def test_unstorable_optimizer_state_is_left_out_and_what_is_there_on_resume_stay
     saved.param_groups[0]["fn"] = len
     saved.param_groups[0]["a/b"] = saved.param_groups[0][0] = 1
     state = UnitView(model, saved).state()
-    assert sorted(state.meta["reasons"]) == [
+    assert sorted(state.meta.reasons) == [
         "optimizer.param_groups[0]['a/b'] (its name is empty or contains '/') cannot be stored",
         "optimizer.param_groups[0]['fn'] (builtins.builtin_function_or_method) cannot be stored",
         "optimizer.param_groups[0][0] (its name is no text) cannot be stored",
@@ -394,7 +404,11 @@ def test_unstorable_optimizer_state_is_left_out_and_what_is_there_on_resume_stay
     model_2, restored = optimizer()
     restored.state[model_2.weight] = {"bad": "its own", "stale": 1}
     restored.param_groups[0]["fn"] = sum
-    plan = RestorePlan(UnitView(model_2, restored), [spec for spec, _ in state.tensors], through_text(state.meta))
+    plan = RestorePlan(
+        UnitView(model_2, restored),
+        [spec for spec, _ in state.tensors],
+        UnitMeta.read(through_text(state.meta.to_json())),
+    )
     found = content(state)
     for spec, _ in state.tensors:
         plan.into(spec)[:] = found[spec.name]

@@ -41,7 +41,7 @@ def test_state_that_was_taken_out_after_the_step_s_end_is_saved_as_it_was(tmp_pa
 
 def state_of(job: Job) -> dict[str, dict[str, Any]]:
     state = job.source.unit_state(UNIT_REPLICATED, job.step, Stand(Phase.COMPUTING, job.step))
-    return {name: dict(tree["dict"]) for name, tree in state.meta["optimizer_state"].items()}
+    return {name: dict(tree["dict"]) for name, tree in state.meta.optimizer_state.items()}
 
 
 @pytest.mark.parametrize("case", OUT)

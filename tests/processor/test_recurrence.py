@@ -65,5 +65,5 @@ def test_what_came_at_some_ends_of_epochs_is_not_foretold_to_be_absent_at_one() 
 
 def test_the_numbers_are_all_there_is() -> None:
     seen = Recurrence().happened(2, True).happened(4, False)
-    assert Recurrence(*seen.to_list()) == seen
+    assert Recurrence(*seen.numbers) == seen
     assert doctest.testmod(recurrence).failed == 0

@@ -12,6 +12,7 @@ import random
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ import numpy as np
 from lastwords import clock
 from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.system import Os
@@ -221,19 +223,22 @@ class Source:
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
         record = self._rank.record
         spec = TensorSpec(layout.unit_tensor_name(unit, "model", "weight"), "F32", (ELEMENTS,))
-        return UnitState([(spec, lambda: np.full(ELEMENTS, record.held, np.float32).data)], {"step": record.held})
+        return UnitState(
+            [(spec, lambda: np.full(ELEMENTS, record.held, np.float32).data)],
+            replace(EMPTY_UNIT, hyperparameters=[{"step": record.held}]),
+        )
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         return {rank: self._local(rank, step) for rank in ranks}
 
     def _local(self, rank: int, step: int) -> LocalState:
         if step not in self._rank.stack.ranks[rank].box:
-            return LocalState([], {"step": -1}, exact=False, reasons=(Reason("its black box has another step"),))
+            return LocalState([], exact=False, reasons=(Reason("its black box has another step"),))
         epoch, step_of_epoch = _name_of(step)
         named = step <= self._rank.stack.ranks[rank].record.ended
         after = list(_name_of(step - 1)) if step > 1 else None
         slot = {"epoch": epoch, "step": step_of_epoch} if named else {"epoch": None, "step": None, "after": after}
-        return LocalState([], {"step": step, "slot": slot})
+        return LocalState([], LocalMeta(slot={"held": step, **slot}))
 
     def facts(self, step: int) -> dict[str, Any]:
         return {}
@@ -515,12 +520,12 @@ class Stack:
         for unit, entry in sorted(manifest.units.items()):
             values = content[layout.unit_tensor_name(unit, "model", "weight")]
             last = int(values[0]) if (values == values[0]).all() else TORN
-            files.setdefault(entry.writer, []).append((unit, int(entry.meta["step"]), last))
+            files.setdefault(entry.writer, []).append((unit, int((entry.meta.hyperparameters or ())[0]["step"]), last))
         locals_: dict[int, list[tuple[int, int]]] = {}
         lost = []
         for rank, local in sorted(manifest.locals.items()):
             if local.exact:
-                locals_.setdefault(local.writer, []).append((rank, int(local.meta["step"])))
+                locals_.setdefault(local.writer, []).append((rank, int(local.meta.slot["held"])))
             else:
                 lost.append(rank)
         lost += [rank for rank in range(self.job.world_size) if rank not in manifest.locals]

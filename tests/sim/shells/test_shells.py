@@ -51,7 +51,7 @@ def test_the_same_seed_tells_the_same_story() -> None:
 
 def _guessed(locals_: Iterable[Any]) -> Position | None:
     for local in locals_:
-        slot = local.meta["slot"]
+        slot = local.meta.slot
         if slot["epoch"] is not None:
             return Position(slot["epoch"], slot["step"])
         if slot["after"]:

@@ -1,0 +1,81 @@
+"""JSON values as frozen dataclasses: every type, length and range checked, and what is wrong told with its path.
+
+One call of msgspec does the checking (docs/adr/0015). It leaves the keys of dictionaries out of its paths; they are
+looked for here, only where something is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from lastwords.errors import FormatError
+
+T = TypeVar("T")
+
+_MESSAGE = re.compile(r"(.*?)(?: - at (`key` in )?`\$(.*)`)?", re.DOTALL)
+_STEPS = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
+
+
+def typed(value: Any, kind: type[T], path: str) -> T:
+    """`value`, as JSON has it, as a value of `kind`. Keys that `kind` does not know are left out.
+
+    FormatError names what is wrong by its path, which begins with `path`: the caller adds the file.
+
+    >>> typed({"a": [1, "2"]}, dict[str, list[int]], "sizes")
+    Traceback (most recent call last):
+        ...
+    lastwords.errors.FormatError: sizes.a[1]: expected `int`, got `str`
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise FormatError(_told(value, kind, str(error), path)) from None
+
+
+def _told(value: Any, kind: Any, message: str, path: str) -> str:
+    found = _MESSAGE.fullmatch(message)
+    assert found is not None, message
+    what, of_key, at = found.groups()
+    keys: list[str | int] = []
+    for step in _STEPS.finditer(at or ""):
+        name, index = step.groups()
+        keys.append(name or (int(index) if index else _wrong_key(value, kind, message, keys)))
+    for key in keys:
+        known = isinstance(key, str) and key.isidentifier()
+        path += f".{key}" if known else f"[{key!r}]"
+    return f"{'a key of ' if of_key else ''}{path}: {what[:1].lower()}{what[1:]}"
+
+
+def _wrong_key(value: Any, kind: Any, message: str, keys: list[str | int]) -> str:
+    """The first key of the dictionary at `keys` whose value is wrong: of the items before it, none is."""
+    table: Mapping[str, Any] = value
+    for key in keys:
+        table = table[key]  # type: ignore[index]
+    names = list(table)
+    sound, wrong = 0, len(names)
+    while wrong - sound > 1:
+        middle = (sound + wrong) // 2
+        some = _with(value, keys, {name: table[name] for name in names[:middle]})
+        sound, wrong = (middle, wrong) if _message(some, kind) != message else (sound, middle)
+    return names[wrong - 1]
+
+
+def _with(value: Any, keys: list[str | int], table: Mapping[str, Any]) -> Any:
+    """A copy of `value` with another dictionary at `keys`."""
+    if not keys:
+        return table
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[keys[0]] = _with(value[keys[0]], keys[1:], table)  # type: ignore[index]
+    return copy
+
+
+def _message(value: Any, kind: Any) -> str:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""

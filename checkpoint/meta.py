@@ -1,0 +1,271 @@
+"""What a checkpoint says beside its tensors, as frozen types: `meta` of units and of local states, and what is in them.
+
+A file's JSON becomes one of these where it is read (`read`), and one of these becomes JSON where it is written
+(`to_json`); in between nothing looks at a key. Fields stand in the order of the file. A field that is None is not
+written: whoever wrote the file did not say. Keys of a later version are left out on reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.storable import unpack
+from lastwords.checkpoint.versions import META_VERSION
+from lastwords.errors import FormatError
+
+Tree = dict[str, Any]
+"""A value in which tensors are named: see `optim_wrapper.tensors.tensor_tree`."""
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Holders = Annotated[Sequence[Rank], Meta(min_length=1)]
+
+
+StoredMove = tuple[str, str, Number, Number, Number, Number, Number, Number]
+"""Name of an extra, what of it moves, and the six numbers of a `Recurrence`."""
+
+
+def json_of(value: Any) -> dict[str, Any]:
+    """Fields of a frozen type that say something."""
+    said = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
+    return {name: list(item) if type(item) is tuple else item for name, item in said if item is not None}
+
+
+def _path_in(where: str) -> str:
+    return f"{where}: meta" if where else "meta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtrasMeta:
+    """Extras (schedulers, averaged weights) by their names. left_out: name -> why it, or some of it, is not stored.
+
+    steps: how many the job has ended. moved: those that have changed so far; regular: in every step, which older
+    files say instead of `moves`.
+    step_on_resume: those whose step() a resume has to call once.
+    """
+
+    states: Mapping[str, Tree]
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    steps: Number
+    regular: Sequence[str]
+    moved: Sequence[str]
+    moves: Sequence[StoredMove] | None = None
+    step_on_resume: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in the file."""
+        found = json_of(self)
+        return found if self.moves is None else {**found, "moves": [list(one) for one in self.moves]}
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why some of them, or parts of them, are not stored."""
+        return [reason for reasons in self.left_out.values() for reason in reasons]
+
+
+@dataclass(frozen=True, slots=True)
+class InlineExtras:
+    """Extras of one rank, with the bytes of their tensors: name -> shape and bytes."""
+
+    tree: ExtrasMeta
+    tensors: Mapping[str, tuple[Sequence[Number], bytes]]
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in the black box, once it is packed."""
+        return {"tree": self.tree.to_json(), "tensors": {name: [*one] for name, one in self.tensors.items()}}
+
+    @staticmethod
+    def read(packed: Any, path: str) -> InlineExtras:
+        """In the black box it is JSON already, so that in the manifest it is packed twice."""
+        return typed(unpack(packed, path), InlineExtras, path)
+
+
+@dataclass(frozen=True, slots=True)
+class MetaHead:
+    """What is read of a unit of any version. holders: None if its writer did not say which ranks held it."""
+
+    holders: Holders | None = None
+    reasons: Sequence[str] = ()
+    step_ended: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitMeta:
+    """Everything of a unit that is no tensor. Names are those of the model.
+
+    optimizer: its class. parameters, buffers: name -> torch's element type. aliases: other name of a tied tensor -> the
+    name that it stands under. absent_buffers: registered, but None. groups: hyperparameters of each param group as a
+    tree; group_parameters: their members; group_numbers: their places in the optimizer (None: an early file, which does
+    not say). volatile_buffers: not in a state_dict(), in the unit or of single ranks. reshaped_buffers: of another form
+    than when the run began, or registered since. frozen: parameters without `requires_grad`.
+    optimizer_state: parameter -> tree; optimizer_own: state that is not of the usual form, as (parameter or None, key
+    or None, tree). left_out: (parameter, key or None) of state that could not be stored. reasons: why the unit is not
+    exact. holders: the ranks that hold it; None for what all hold. extras: of the job, in `replicated`.
+    step_ended: whether its writer had ended the step; hyperparameters: the plain ones of all groups, at that moment.
+    buckets: the order of DDP's buckets in its writer's group (`ddp_buckets`).
+    """
+
+    optimizer: str
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    aliases: Mapping[str, str]
+    absent_buffers: Sequence[str]
+    groups: Sequence[Tree]
+    group_parameters: Sequence[Sequence[str]]
+    group_numbers: Sequence[Number] | None = None
+    volatile_buffers: Sequence[str] = ()
+    reshaped_buffers: Sequence[str] = ()
+    frozen: Sequence[str] | None = None
+    optimizer_state: Mapping[str, Tree]
+    optimizer_own: Sequence[tuple[str | None, Any, Tree]] = ()
+    left_out: Sequence[tuple[str, str | None]] = ()
+    reasons: Sequence[str] = ()
+    holders: Holders | None = None
+    extras: ExtrasMeta | None = None
+    step_ended: bool | None = None
+    hyperparameters: Sequence[Mapping[str, Any]] | None = None
+    buckets: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def read(said: Mapping[str, Any], where: str = "") -> UnitMeta:
+        """FormatError for a version that this lastwords does not know, and for anything that is not as it should be.
+
+        where: the file, for the message.
+        """
+        version = said.get("version")
+        if version != META_VERSION:
+            where = where or "meta"
+            raise FormatError(
+                f"{where}: its state is of version {version!r}, this lastwords reads {META_VERSION}; upgrade it"
+            )
+        return typed(said, UnitMeta, _path_in(where))
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in the file."""
+        found = {"version": META_VERSION, **json_of(self)}
+        for name in ("group_parameters", "optimizer_own", "left_out"):
+            found[name] = [list(one) for one in found[name]]
+        if self.extras is not None:
+            found["extras"] = self.extras.to_json()
+        return found
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Place in the optimizer of each of `groups`."""
+        return range(len(self.groups)) if self.group_numbers is None else self.group_numbers
+
+
+EMPTY_UNIT = UnitMeta(
+    optimizer="",
+    parameters={},
+    buffers={},
+    aliases={},
+    absent_buffers=(),
+    groups=(),
+    group_parameters=(),
+    optimizer_state={},
+)
+"""Of a unit in which there is nothing but tensors that nobody has named."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDocument:
+    """What a rank's black box says of a step beside its regions (`step_document`).
+
+    epoch, step: what its loop calls the step; None if it has not said. after: the name of the step before; () if the
+    loop gives no names, None if it was not recorded. ends_epoch: None if not known. reasons: why the copy is not exact,
+    `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
+    alike: kind -> what it is, its checksums at the step's end and at the one before. numbers: the optimizer's own, and
+    local_extras, both packed.
+    """
+
+    epoch: Number | None = None
+    step: Number | None = None
+    after: Sequence[Number] | None = None
+    needs_epoch_start: bool = False
+    ends_epoch: bool | None = None
+    reasons: Sequence[str] = ()
+    early: Sequence[str] = ()
+    extras: tuple[Number, Mapping[str, str]] | None = None
+    alike: Mapping[str, tuple[str, Any, Any]] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    local_extras: Any = None
+
+    def extras_inline(self, path: str) -> InlineExtras | None:
+        """This rank's own extras; FormatError if they are damaged."""
+        return None if self.local_extras is None else InlineExtras.read(self.local_extras, path)
+
+
+COMMITTED = "committed"
+TENTATIVE = "tentative"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalMeta:
+    """What a rank's local state says beside its tensors. kind: COMMITTED, TENTATIVE (of before the update), or "none".
+
+    slot: JSON of the black box, kept as it is. epoch_start: likewise, of the start of the epoch; None if not needed.
+    """
+
+    kind: str = ""
+    slot: Mapping[str, Any] = field(default_factory=dict)
+    epoch_start: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def read(said: Mapping[str, Any], where: str = "") -> LocalMeta:
+        """FormatError for what is not as it should be; `document` asks for the slot."""
+        return typed(said, LocalMeta, _path_in(where))
+
+    @property
+    def document(self) -> StepDocument:
+        """The slot. FormatError for what is not as it should be."""
+        return typed(self.slot, StepDocument, "meta.slot")
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in the file."""
+        return json_of(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileContent:
+    """JSON in the header of a .ckpt file. units, local: packed `meta` of each, in a file of last words.
+
+    In a rank's own file (`transform_checkpoint_by_rank`) instead: world_size; boxes: offsets, and shape of the whole,
+    of each tensor that is a part; meta: that of a unit with everything, packed.
+    """
+
+    format: Number
+    rank: Number
+    world_size: Number | None = None
+    global_step: Number
+    epoch: Number
+    step: Number
+    job: str
+    units: Mapping[str, Any] | None = None
+    local: Mapping[str, Any] | None = None
+    boxes: Mapping[str, tuple[Sequence[Number], Sequence[Number]]] | None = None
+    meta: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in the header."""
+        return json_of(self)
+
+
+def groups_of(metas: Iterable[UnitMeta]) -> tuple[tuple[str, ...], ...]:
+    """Parameters of each param group, out of the `meta` of units; a group may have some in each of them.
+
+    >>> one = dataclasses.replace(EMPTY_UNIT, groups=[{}, {}], group_parameters=[["a"], ["c"]])
+    >>> groups_of([one, dataclasses.replace(EMPTY_UNIT, group_numbers=[1], group_parameters=[["b", "c"]])])
+    (('a',), ('c', 'b'))
+    """
+    found: dict[int, dict[str, None]] = {}
+    for meta in metas:
+        for number, names in zip(meta.numbers, meta.group_parameters, strict=True):
+            found.setdefault(number, {}).update(dict.fromkeys(names))
+    return tuple(tuple(found.get(number, ())) for number in range(max(found, default=-1) + 1))

@@ -1,0 +1,30 @@
+"""Versions of everything that is written into files, and that a later reader may meet. See docs/format.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MANIFEST_FORMAT: Final = 2
+"""manifest.json: newest `format_version` that this code reads. Version 1 has everything in one file. Of a large
+checkpoint version 2 is written, which leaves the tables in the parts (`part_tables`)."""
+
+PART_FORMAT: Final = 1
+"""part.json."""
+
+FILE_FORMAT: Final = 1
+"""The JSON in a .ckpt file's header."""
+
+META_VERSION: Final = 1
+"""What a unit's `meta` says (`meta.UnitMeta`)."""
+
+STRATEGY_FORMAT: Final = 1
+"""A strategy's file: newest version that this code reads, and the one that it writes."""
+
+START_FORMAT: Final = 1
+"""The record of a start (`starts`)."""
+
+ABOUT_VERSION: Final = 1
+"""What `convert --to dcp` adds to a directory of torch.distributed.checkpoint."""
+
+IDENTITY_FORMAT: Final = 1
+"""What a transformation says of its source and destination (`facts.moved`)."""
