@@ -181,8 +181,9 @@ class StepDocument:
     epoch, step: what its loop calls the step; None if it has not said. after: the name of the step before; () if the
     loop gives no names, None if it was not recorded. ends_epoch: None if not known. reasons: why the copy is not exact,
     `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
-    alike: kind -> what it is, its checksums at the step's end and at the one before. numbers: the optimizer's own, and
-    local_extras, both packed.
+    alike: kind -> what it is, its checksums at the step's end and at the one before. state: with what it may be
+    compared, likewise, of the optimizer's state and what it trains. numbers: the optimizer's own, and local_extras,
+    both packed.
     """
 
     epoch: Number | None = None
@@ -194,6 +195,7 @@ class StepDocument:
     early: Sequence[str] = ()
     extras: tuple[Number, Mapping[str, str]] | None = None
     alike: Mapping[str, tuple[str, Any, Any]] = field(default_factory=dict)
+    state: tuple[str, Any, Any] = ("", None, None)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     local_extras: Any = None
 

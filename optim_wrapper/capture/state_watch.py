@@ -67,7 +67,7 @@ class StateWatch:
         self.numbers = OwnNumbers(view)
         self._ended: Mark | None = None
         self._updated: Mark | None = None
-        self._newest: Mark | None = None
+        self._newest: tuple[Mark, int | None] | None = None
         self._updating = False
         self._digests: dict[StateName, bytes] = {}
         self._late: dict[StateName, tuple[int, Recurrence]] = {}
@@ -82,6 +82,8 @@ class StateWatch:
         self._steps = 0
         self._ended_step = -1
         self._checksums: dict[str, tuple[int, int, int]] = {}
+        self._state: tuple[int | None, int | None] = None, None
+        self._state_kind = ""
         self._keeps_more = False
         self._announced: set[str] = set()
         self.needs_room = False
@@ -125,7 +127,8 @@ class StateWatch:
         ends_epoch: whether the step is the last one of its epoch; None: not known.
         """
         if self._updated is not None:
-            self._newest = until = self._witness.mark(self._updated)
+            until = self._witness.mark(self._updated)
+            self._newest = until, self._witness.checksum(until.round)
             step = self._ended_step + 1
             for name in self._witness.moved(self._updated, until):
                 when = self._late.get(name, (0, Recurrence()))[1].happened(step, ends_epoch)
@@ -155,6 +158,7 @@ class StateWatch:
         self._optimizers = optimizers_in(self._view.optimizer)
         self._entries = self._counts.now()
         self._witness.look()
+        self._share()
         self.numbers.look()
         if self.copies:
             self.copies.follow(self._witness.get)
@@ -169,8 +173,10 @@ class StateWatch:
     def ended(self, step: int, *, digests: bool = False) -> None:
         """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
         newest, self._newest = self._newest, None
-        current = newest is not None and newest.look == self._witness.looks and newest.round == step % ROUNDS
-        self._ended, self._ended_step = newest if current else self._witness.mark(step=step), step
+        if newest is None or newest[0].look != self._witness.looks or newest[0].round != step % ROUNDS:
+            newest = self._witness.mark(step=step), self._witness.checksum(step)
+        before = self._state[step == self._ended_step]
+        self._ended, self._ended_step, self._state = newest[0], step, (newest[1], before)
         if self.copies:
             self.copies.follow(self._witness.live)
             self.copies.take(step)
@@ -208,6 +214,13 @@ class StateWatch:
         kinds = {"all": self.copies.unboxed, "own": self.copies.late}
         return {kind: [some(names), *self._sums(kind, names)] for kind, names in kinds.items() if names}
 
+    def state_words(self) -> list[Any]:
+        """Shows, beside other ranks' same, whether optimizer state and trained parameters are alike. JSON values.
+
+        What else has to be the same if they are; a checksum of the last step's end, and of the one before.
+        """
+        return [self._state_kind, *self._state]
+
     def _sums(self, kind: str, names: list[StateName]) -> tuple[int, int]:
         """Of the last step's end, and of the one before."""
         step = -1 if self._ended is None else self._ended_step
@@ -237,7 +250,8 @@ class StateWatch:
         moved = self._witness.moved(self._ended)
         parameters = self._view.all_names().parameters
         nested = len(self._optimizers) > len(zero.parts_of(self._view.optimizer))
-        lent = {} if nested else taken_out(self._witness, moved, parameters)
+        numbers, others = self.numbers.moved()
+        lent = {} if nested else taken_out(self._witness, moved, parameters, numbers)
         lost, empty = gone_for_good(self._witness, lent, parameters), emptied(self._witness, moved)
         copied = self.copies.at(step)
 
@@ -247,6 +261,10 @@ class StateWatch:
 
         found = dict.fromkeys([*moved, *self._witness.replaced()])
         reasons = self._counts.reasons()
+        if nested and numbers and not others:
+            others = "optimizer's numbers"
+        if others:
+            reasons.append(f"the {others} changed outside of optimizer.step() after the end of step {step}")
         if lost:
             reasons.append(f"the {some(lost)} was taken out after the end of step {step}, and is not saved")
         if empty:
@@ -281,6 +299,16 @@ class StateWatch:
     def _looks_closely(self) -> bool:
         return self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
 
+    def _share(self) -> None:
+        """What is copied is looked at as a whole, and may be this rank's own."""
+        trained = self.trained()
+        every = {name for name, _ in self._witness.items() if name.kind == "optim" or name.name in trained}
+        shared = {name for name in every if name.kind != "buffer" and name not in self.copies}
+        usual = self._witness.share(shared) and shared == every
+        kind = "" if usual else xxhash.xxh3_64_hexdigest(repr(sorted(map(str, shared))).encode())
+        if kind != self._state_kind:
+            self._state_kind, self._state = kind, (None, None)
+
     def _note(self, moved: list[StateName]) -> None:
         """These have moved between the end of a step and the next update."""
         if self._digests:
@@ -308,6 +336,7 @@ class StateWatch:
         rest = {name: tensor for name, tensor in found.items() if tensor is not None}
         trained = self.trained()
         self.needs_room |= self.copies.add(rest, lambda name: name.kind == "model" and name.name not in trained)
+        self._share()
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -8,7 +8,7 @@ come back by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -80,10 +80,16 @@ def gone_for_good(witness: Witness, lent: Lent, parameters: Mapping[str, torch.T
     return [name for name, values in known.items() if values is not None and witness.slot(name).key not in values]
 
 
-def taken_out(witness: Witness, moved: Collection[StateName], parameters: Mapping[str, torch.Tensor]) -> Lent:
+def taken_out(
+    witness: Witness,
+    moved: Collection[StateName],
+    parameters: Mapping[str, torch.Tensor],
+    numbers: Iterable[tuple[Any, Any, Any]] = (),
+) -> Lent:
     """State of each parameter that is not in the optimizer any more, as it was at the last step's end.
 
-    moved: names of the tensors that are not what they were then. parameters: all, by name. Writer's thread.
+    moved: names of the tensors that are not what they were then. parameters: all, by name. numbers: parameter, key and
+    value of what is no tensor and has changed. Writer's thread.
     """
     lent: Lent = {}
     for name in witness.gone():
@@ -91,6 +97,8 @@ def taken_out(witness: Witness, moved: Collection[StateName], parameters: Mappin
         if name.kind == "optim" and parameter is not None and name not in moved:
             slot = witness.slot(name)
             lent[parameter] = {**(slot.table or {}), **(lent.get(parameter) or {}), slot.key: slot.tensor}
+    for owner, key, value in numbers:
+        lent[owner] = {**(lent.get(owner) or {}), key: value}
     without = [parameters[name.name] for name in emptied(witness, moved) if name.name in parameters]
     return lent | dict.fromkeys(without, None)
 

@@ -9,11 +9,12 @@ bytes in the steps that it names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_places import Settled, TensorPlaces, Where, Words, word_index, writes_in
@@ -21,6 +22,9 @@ from lastwords.sharding.dtensor import is_dtensor, local_of
 
 WORDS_MAX, WORDS_EACH_MAX = 512, 16
 """About so many words are looked at in all, and of each tensor at least two and at most so many."""
+
+SHARED_WORDS_MAX = 256
+"""About so many words go into the checksum of what is the same on every rank, and at least one of each tensor."""
 
 ROUNDS = 16
 """After so many steps the same words are looked at again."""
@@ -80,6 +84,9 @@ class _Lying(NamedTuple):
     settled: Settled
     form: _Form
     indices: list[Words]
+    shared: list[tuple[Words, Words]]
+    """Of each round: where the words are that `checksum` looks at, and what of them is the tensors' own."""
+    all_shared: bool
 
 
 class Witness:
@@ -96,6 +103,8 @@ class Witness:
         self._names: list[StateName] = []
         self._tensors: list[torch.Tensor] = []
         self._restless: dict[StateName, Slot] = {}
+        self._shared: list[StateName] = []
+        self._shared_sum = 0
         self._lying: _Lying
         self._enrol({})
 
@@ -117,6 +126,26 @@ class Witness:
         ):
             self._slots = slots
             self._enrol({name: slot for name, slot in slots.items() if name not in self._restless})
+
+    def share(self, names: Iterable[StateName]) -> bool:
+        """From now on `checksum` looks at these. Returns whether it looks at all of them that have words."""
+        self._shared = sorted((name for name in names if name in self._place_of), key=str)
+        self._lying = self._settle()
+        forms = [(str(name), tuple(self._tensors[self._place_of[name]].shape)) for name in self._shared]
+        self._shared_sum = xxhash.xxh3_64_intdigest(repr(forms).encode())
+        return self._lying.all_shared
+
+    def checksum(self, step: int) -> int | None:
+        """Of some words of what is shared, which a rank with the same bytes has too; None: there are none.
+
+        Other words in each step. Directly after a `mark`, which has seen that all of them lie where they did.
+        """
+        lying = self._lying
+        if not lying.shared:
+            return None
+        indices, masks = lying.shared[step % ROUNDS]
+        words = lying.settled.words(indices) & masks
+        return xxhash.xxh3_64_intdigest(words.tobytes(), seed=self._shared_sum)
 
     def mark(self, since: Mark | None = None, *, step: int = 0) -> Mark:
         """What they are like now. since: a mark that it is to be compared with; step: else, other words for each."""
@@ -233,6 +262,7 @@ class Witness:
         self._tensors = [local_of(slot.tensor) for slot in slots.values()]
         self._places = TensorPlaces(self._tensors, [slot.tensor for slot in slots.values()])
         self._each = min(max(WORDS_MAX // max(len(self._names), 1), 2), WORDS_EACH_MAX)
+        self._shared = []
         self._lying = self._settle()
 
     def _settle(self) -> _Lying:
@@ -246,13 +276,25 @@ class Witness:
         ]
         wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
         known = [span for span in spans if span is not None]
-        begins, counts, heads, tails = np.array(known, np.int64).reshape(-1, 4).T[:, :, None]
-        fractions = np.arange(ROUNDS * self._each).reshape(ROUNDS, self._each) * _GOLDEN % 1.0
-        rounds = [(fraction * counts).astype(np.int64) for fraction in fractions]
-        rounds[-1][:, 0], rounds[-2][:, 0] = (counts - 1)[:, 0], 0  # the ends, which chance may pass over
-        masks = [np.where(at == 0, heads, -1) & np.where(at == counts - 1, tails, -1) for at in rounds]
-        indices = [np.concatenate((settled.counters, (word_index(begins) + at).ravel())) for at in rounds]
-        return _Lying(settled, _Form(where, wordy, masks), indices)
+        rounds, masks = _rounds(known, self._each)
+        indices = [np.concatenate((settled.counters, one.ravel())) for one in rounds]
+        # What begins within a word may do so on this rank alone.
+        every = [span for name in self._shared if (span := spans[self._place_of[name]]) is not None]
+        whole = [span for span in every if span[2] == -1]
+        shared = [*zip(*_rounds(whole, max(SHARED_WORDS_MAX // len(whole), 1)), strict=True)] if whole else []
+        return _Lying(settled, _Form(where, wordy, masks), indices, shared, len(whole) == len(every))
+
+
+def _rounds(spans: Sequence[tuple[int, int, int, int]], each: int) -> tuple[list[Words], list[Words]]:
+    """Of each round where so many words of each span are, and what is its own of them."""
+    begins, counts, heads, tails = np.array(spans, np.int64).reshape(-1, 4).T[:, :, None]
+    # A round's first words are the same however many there are, so what two of these look at is in the cache.
+    first, more = np.arange(ROUNDS)[:, None], np.arange(ROUNDS, ROUNDS * each).reshape(ROUNDS, each - 1)
+    fractions = np.concatenate((first, more), 1) * _GOLDEN % 1.0
+    rounds = [(fraction * counts).astype(np.int64) for fraction in fractions]
+    rounds[-1][:, 0], rounds[-2][:, 0] = (counts - 1)[:, 0], 0  # the ends, which chance may pass over
+    masks = [np.where(at == 0, heads, -1) & np.where(at == counts - 1, tails, -1) for at in rounds]
+    return [word_index(begins) + at for at in rounds], masks
 
 
 def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterator[tuple[StateName, Slot]]:

@@ -14,7 +14,7 @@ from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, ExtrasMeta, groups_of
+from lastwords.checkpoint.meta import COMMITTED, ExtrasMeta, StepDocument, groups_of
 from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.errors import FormatError
@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 _OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
 """Facts that another layout changes by its nature; one reason says so."""
+
+_STATE = "state "
 
 EARLIER_MOVE = Reason(
     "the saved run had been resumed elsewhere itself, and made its sums in another order from there on",
@@ -180,7 +182,7 @@ def _restore(
     }
     reasons += recorder.restore_own(step_regions, _forms(manifest), _regions_of_any(manifest))
     if with_same is not None:
-        recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
+        reasons += recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if "data" not in manifest.facts:  # else the loader is not known before steps() begins
@@ -296,12 +298,13 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
     ranks: those that hold the same as this one does; None: whoever was in the saved run, of which nothing is kept.
     """
     locals_ = [local for one, local in manifest.locals.items() if ranks is None or one in ranks]
-    said = [(local.meta.kind, local.document.alike) for local in locals_]
+    whole = ranks is not None or len(manifest.units) < 2
+    said = [(local.meta.kind, _alike(local.document, whole)) for local in locals_]
     mine = manifest.locals.get(rank)
     committed = mine is not None and mine.meta.kind == COMMITTED
-    numbers = ranks is not None and bool(_numbers_of(manifest, rank))
+    there = {"own": committed, "numbers": ranks is not None and bool(_numbers_of(manifest, rank))}
     reasons = []
-    for kind, mine_is_there in (("all", False), ("own", committed), ("groups", False), ("numbers", numbers)):
+    for kind in sorted({kind for _, alike in said for kind in alike}):
         # What was looked at the step's end, and at the one before, which is all that a tentative copy knows of.
         marks = [
             list(alike[kind][1:]) if copy == COMMITTED else [None, alike[kind][1]]
@@ -310,7 +313,7 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
         ]
         ends = [[mark for mark in end if mark is not None] for end in zip(*marks, strict=True)]
         alone = kind == "own" and all(len(end) < 2 for end in ends)
-        if marks and not mine_is_there and (any(len({*end}) > 1 for end in ends) or alone):
+        if marks and not there.get(kind) and (any(len({*end}) > 1 for end in ends) or alone):
             what = next(alike[kind][0] for _, alike in said if kind in alike)
             reasons.append(
                 Reason(f"the {what} may differ from rank to rank, and its own were not saved", ranks=(rank,))
@@ -319,6 +322,13 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
     if with_gradients and rank not in with_gradients:
         reasons.append(Reason("the gradients that it carried into the next step were not saved", ranks=(rank,)))
     return reasons
+
+
+def _alike(document: StepDocument, whole: bool) -> dict[str, tuple[str, Any, Any]]:
+    """What a black box said has to be the same on other ranks. whole: they hold what this one holds."""
+    kind, now, before = document.state
+    state = {f"{_STATE}{kind}": ("optimizer state or the trained parameters", now, before)} if whole else {}
+    return {**document.alike, **state}
 
 
 def _numbers_of(manifest: Manifest, rank: int) -> Mapping[str, Any]:

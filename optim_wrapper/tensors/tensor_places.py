@@ -128,6 +128,11 @@ class Settled:
         words: bytes = self._take(indices).tobytes()
         return words if self._quick else self._asked_writes().tobytes() + words
 
+    def words(self, indices: Words) -> Words:
+        """The words at these places, of which the same holds."""
+        words: Words = self._take(indices)
+        return words
+
     def writes(self) -> Words:
         """How often each tensor was written to."""
         return writes_in(self.read(self.counters), len(self._tensors))

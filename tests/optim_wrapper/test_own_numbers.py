@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,7 +57,7 @@ def reasons(*ranks: tuple[str, dict[str, Any]], known: bool = True) -> list[Reas
         rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": slot}, True, ())
         for rank, (kind, slot) in enumerate(ranks)
     }
-    manifest: Any = SimpleNamespace(locals=locals_)
+    manifest: Any = SimpleNamespace(locals=locals_, units={})
     return resume._not_alike(manifest, 0, range(len(ranks)) if known else None)
 
 
@@ -121,7 +123,7 @@ def test_ranks_that_hold_other_units_are_not_compared() -> None:
         rank: LocalEntry(0, "rank_0/x", (), {"kind": "tentative", "slot": slot}, True, ())
         for rank, slot in said.items()
     }
-    manifest: Any = SimpleNamespace(locals=locals_)
+    manifest: Any = SimpleNamespace(locals=locals_, units={})
     assert resume._not_alike(manifest, 0, table.holding_the_same(0)) == []
     assert resume._not_alike(manifest, 0) != []
 
@@ -174,3 +176,118 @@ def test_what_no_other_process_writes_alike_does_not_count() -> None:
     for rank, words in zip(ranks, ("ab", "ba"), strict=True):
         rank.optimizer.param_groups[0]["tags"] = set(words)
     assert ranks[0].end(0.5)["alike"]["groups"] == ranks[1].end(0.5)["alike"]["groups"]
+
+
+NESTED: dict[str, Any] = {
+    "list": [0.25, 3],
+    "dict of tuples": {"a": (0.25, 1), "b": {3: 4.0}},
+    "numpy": np.float64(0.25),
+    "deque": deque([1.5], 4),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_numbers_inside_of_others_are_this_rank_s_own_too(case: str) -> None:
+    one, other, fresh = Rank(), Rank(), Rank()
+    parameter = next(other.net.parameters())
+    other.optimizer.state[parameter]["mine"] = NESTED[case]
+    one.optimizer.state[next(one.net.parameters())]["mine"] = type(NESTED[case])()
+    said = one.end(0.5), other.end(0.5)
+    assert said[0]["alike"]["numbers"] != said[1]["alike"]["numbers"]
+    assert reasons(("committed", said[0]), ("committed", said[1])) == []
+    first = next(fresh.net.parameters())
+    fresh.optimizer.keep(0.5)
+    fresh.optimizer.state[first]["mine"] = type(NESTED[case])()
+    assert fresh.numbers.restore(said[1]["numbers"]) == []
+    back = fresh.optimizer.state[first]["mine"]
+    assert back == NESTED[case]
+    assert type(back) is type(NESTED[case])
+
+
+@pytest.mark.parametrize("key", [7, ("a", 1)])
+def test_keys_that_are_no_text_are_no_hindrance(key: Any) -> None:
+    one, fresh = Rank(), Rank()
+    for rank, value in ((one, 0.25), (fresh, 0.5)):
+        rank.optimizer.state[next(rank.net.parameters())] = {key: value}
+    said = one.end(0.5)
+    fresh.numbers.restore(said["numbers"])
+    assert fresh.optimizer.state[next(fresh.net.parameters())][key] == 0.25
+
+
+def test_a_number_that_has_no_place_here_is_told() -> None:
+    one, fresh = Rank(), Rank()
+    one.optimizer.state[next(one.net.parameters())]["mine"] = 3
+    said = one.end(0.5)
+    fresh.optimizer.keep(0.5)
+    [reason] = fresh.numbers.restore(said["numbers"])
+    assert "has no mine of 0.weight, which was this rank's own" in reason
+
+
+def test_numbers_among_tensors_are_told_where_they_differ() -> None:
+    ranks = [Rank(), Rank()]
+    for value, rank in enumerate(ranks):
+        rank.optimizer.state[next(rank.net.parameters())]["history"] = [value, torch.ones(2)]
+    said = [rank.end(0.5) for rank in ranks]
+    [reason] = reasons(("committed", said[0]), ("committed", said[1]))
+    assert "the optimizer's history may differ from rank to rank" in reason.detail
+
+
+HYPERPARAMETERS: dict[str, tuple[Any, Any]] = {
+    "dict": ({"a": [1]}, {"a": [2]}),
+    "tensor": (torch.ones(3), torch.full((3,), 2.0)),
+    "array": (np.ones(3), np.zeros(3)),
+    "numpy number": (np.float32(1), np.float32(2)),
+}
+
+
+@pytest.mark.parametrize("case", HYPERPARAMETERS)
+def test_hyperparameters_of_every_kind_that_differ_by_rank_are_told(case: str) -> None:
+    ranks = [Rank(), Rank()]
+    for rank, value in zip(ranks, HYPERPARAMETERS[case], strict=True):
+        rank.optimizer.param_groups[0]["schedule"] = value
+    said = [rank.end(0.5) for rank in ranks]
+    [reason] = reasons(("committed", said[0]), ("committed", said[1]))
+    assert "the optimizer's param_groups" in reason.detail
+
+
+def test_what_was_a_number_may_become_a_tensor_and_ends_nothing() -> None:
+    """LBFGS' `H_diag` is 1 after its first iteration."""
+    rank = Rank()
+    rank.end(0.5)
+    state = rank.optimizer.state[next(rank.net.parameters())]
+    state["loss"] = torch.ones(())
+    rank.step += 1
+    assert "loss of 0.weight" not in rank.again()["numbers"]
+    state["loss"] = [torch.ones(2)]
+    rank.step += 1
+    rank.again()
+
+
+def test_lists_that_are_reordered_or_grow_after_a_step_s_end_are_named() -> None:
+    rank = Rank()
+    history = [torch.ones(2), torch.zeros(2)]
+    rank.optimizer.state[next(rank.net.parameters())]["history"] = history
+    rank.end(0.5)
+    assert rank.numbers.moved() == ([], "")
+    history.reverse()
+    assert rank.numbers.moved() == ([], "optimizer's history")
+    rank.step += 1
+    rank.again()
+    assert rank.numbers.moved() == ([], "")
+    history.append(torch.ones(1))
+    assert rank.numbers.moved() == ([], "optimizer's history")
+
+
+def test_numbers_that_change_after_a_step_s_end_are_known_as_they_were() -> None:
+    rank = Rank()
+    parameter = next(rank.net.parameters())
+    rank.optimizer.state[parameter]["mine"] = [1, 2]
+    rank.end(0.5)
+    rank.optimizer.state[parameter]["mine"].append(3)
+    rank.optimizer.state[parameter]["count"] = 9
+    [*known], others = rank.numbers.moved()
+    assert others == ""
+    assert [(owner is parameter, key, value) for owner, key, value in known] == [
+        (True, "mine", [1, 2]),
+        (True, "count", 1),
+    ]

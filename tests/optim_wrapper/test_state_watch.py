@@ -312,10 +312,11 @@ def test_hyperparameters_that_change_before_the_update_alone_are_not_doubted(tmp
 
 def manifest(*ranks: tuple[str, dict[str, Any]]) -> Any:
     return SimpleNamespace(
+        units={},
         locals={
             rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": {"alike": alike}}, True, ())
             for rank, (kind, alike) in enumerate(ranks)
-        }
+        },
     )
 
 
@@ -339,6 +340,68 @@ OTHER = {"own": ["parameter 'em.weight'", 6, 3]}
 )
 def test_who_lacks_its_own_is_told_where_it_may_matter(ranks: list[tuple[str, dict[str, Any]]], told: bool) -> None:
     assert bool(resume._not_alike(manifest(*ranks), 0)) == told
+
+
+def words_of(folder: Path, own: float, form: str = "mine", *, steps: int = 3, copies: bool = True) -> list[Any]:
+    """What a rank says after each step whose optimizer keeps a number of its own in a tensor."""
+    folder.mkdir()
+    job = Job(folder, copies=copies)
+    values = torch.zeros(3)
+
+    def keep(net: Net) -> None:
+        job.optimizer.state[net.trained.bias].setdefault(form, values)
+        values.fill_(own)
+
+    said = []
+    for _ in range(steps):
+        job.run(1, after=keep)
+        said.append(job.recorder.watch.state_words())
+    return said
+
+
+def told(*ranks: tuple[str, list[Any]], saved_by: dict[str, Any] | None = None) -> list[str]:
+    """Why the first of these ranks is not exact, each with the kind of its copy."""
+    found: Any = SimpleNamespace(
+        units=saved_by or {},
+        locals={
+            rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": {"state": words}}, True, ())
+            for rank, (kind, words) in enumerate(ranks)
+        },
+    )
+    return [reason.detail for reason in resume._not_alike(found, 0)]
+
+
+def test_optimizer_state_that_differs_by_rank_is_told(tmp_path: Path) -> None:
+    one, same, other = [words_of(tmp_path / str(rank), own) for rank, own in enumerate((1.0, 1.0, 2.0))]
+    assert told(("committed", one[2]), ("committed", same[2])) == []
+    [reason] = told(("committed", one[2]), ("committed", same[2]), ("committed", other[2]))
+    assert "optimizer state or the trained parameters may differ from rank to rank" in reason
+
+
+def test_copies_of_before_the_update_are_compared_with_what_others_were_then(tmp_path: Path) -> None:
+    one, other = [words_of(tmp_path / str(rank), own) for rank, own in enumerate((1.0, 2.0))]
+    assert told(("tentative", one[1]), ("committed", one[2])) == []
+    assert told(("tentative", one[1]), ("committed", other[2]))
+    assert told(("tentative", one[1]), ("tentative", other[1]))
+
+
+def test_keys_that_only_some_ranks_have_are_told(tmp_path: Path) -> None:
+    one, other = [words_of(tmp_path / key, 1.0, key) for key in ("mine", "yours")]
+    assert told(("committed", one[2]), ("committed", other[2]))
+
+
+def test_where_one_rank_copies_what_another_does_not_the_rest_is_not_compared(tmp_path: Path) -> None:
+    """Each has its copy of what moves outside of updates, and what that is may be known to one before the other."""
+    job = Job(tmp_path, lambda net: count(net.trained.weight))
+    job.run(3)
+    moving, still = job.recorder.watch.state_words(), words_of(tmp_path / "still", 1.0)[2]
+    assert moving[0] != still[0] == ""
+    assert told(("committed", moving), ("committed", still)) == []
+
+
+def test_ranks_of_other_shards_are_not_compared(tmp_path: Path) -> None:
+    one, other = [words_of(tmp_path / str(rank), own)[2] for rank, own in enumerate((1.0, 2.0))]
+    assert told(("committed", one), ("committed", other), saved_by={"replicated": 1, "ranks-0-2": 2}) == []
 
 
 def test_the_step_before_one_without_an_update_can_still_be_saved(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_moments_without_memory_are_named_and_a_resume_begins_with_none(tmp_path
     (tmp_path / "again").mkdir()
     again = Job(tmp_path / "again")
     plan = RestorePlan(UnitView(again.net, again.optimizer), [spec for spec, _ in state.tensors], state.meta)
+    for spec, source in state.tensors:
+        plan.into(spec)[:] = source() if callable(source) else source
     plan.commit()
     again.run(1)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from tests.zoo.loop import Loop, recipe
 
@@ -64,3 +66,118 @@ class EmptyMoments(Loop):
         super().after_backward()
         for moment, data in self.out:
             moment.data = data
+
+
+class Own(torch.optim.SGD):
+    """Keeps a share of its own on each rank, in one of several forms."""
+
+    form = "tensor"
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        state = self.state[self.param_groups[0]["params"][0]]
+        share = 0.9 * self.share() + 0.01 * (dist.get_rank() + 1)
+        if self.form == "tensor":
+            state.setdefault("share", torch.zeros(200)).fill_(share)
+        elif self.form == "tensors":
+            state["share"] = [1, [torch.tensor(share, dtype=torch.float64)]]
+        elif self.form == "list":
+            state["share"] = [{3: (share,)}]
+        else:
+            state[7] = np.float64(share)
+        return result
+
+    def share(self) -> float:
+        state = self.state[self.param_groups[0]["params"][0]]
+        match state.get("share", state.get(7, 0.0)):
+            case [_, [torch.Tensor() as share]]:
+                return float(share)
+            case [{3: (share,)}]:
+                return float(share)
+            case torch.Tensor() as several:
+                return float(several[0])
+            case other:
+                return float(other)
+
+
+BY_RANK = ("may differ from rank to rank",)
+
+
+@recipe("own_tensor", "a tensor in the optimizer's state that differs by rank", "fwd bwd win end", {"all": BY_RANK})
+class OwnTensor(Loop):
+    opt: Any
+
+    def optimizers(self) -> list[Any]:
+        return [Own(self.bare.parameters(), lr=0.05, momentum=0.9)]
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return super().loss(x, y) * (1 + self.inner[0].share())
+
+
+@recipe("own_tensor_list", "the same in a list", "fwd win", {"all": BY_RANK})
+class OwnTensors(OwnTensor):
+    def setup(self) -> None:
+        super().setup()
+        self.inner[0].form = "tensors"
+
+
+@recipe("own_number_list", "numbers in lists and dicts of that state that differ by rank", "fwd bwd win end",
+        {"bwd win end": BY_RANK})  # fmt: skip
+class OwnList(OwnTensor):
+    def setup(self) -> None:
+        super().setup()
+        self.inner[0].form = "list"
+
+
+@recipe("own_numpy", "numpy's numbers there, under keys that are no text", "fwd bwd", {"bwd": BY_RANK})
+class OwnNumpy(OwnTensor):
+    def setup(self) -> None:
+        super().setup()
+        self.inner[0].form = "numpy"
+
+
+@recipe("own_groups", "hyperparameters that differ by rank, in a dict", "fwd bwd", {"all": BY_RANK})
+class OwnGroups(Loop):
+    def before_forward(self, batch: Any) -> Any:
+        scale = self.opt.param_groups[0].setdefault("loss", {"scale": 1.0 + self.rank})
+        scale["scale"] *= 0.9
+        return super().before_forward(batch)
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return super().loss(x, y) * self.opt.param_groups[0]["loss"]["scale"]
+
+
+@recipe("list_reordered", "a list in the optimizer's state that the loop reorders before the update", "fwd bwd win",
+        {"fwd bwd": "history"})  # fmt: skip
+class Reordered(Loop):
+    opt: Any
+
+    def before_forward(self, batch: Any) -> Any:
+        states = self.opt.state
+        if states:
+            state = next(iter(states.values()))
+            history = state.setdefault("history", [torch.full((3,), float(n)) for n in range(3)])
+            history.append(history.pop(0))
+            self.weight = 1 + float(history[0][0])
+        return super().before_forward(batch)
+
+    weight = 1.0
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return super().loss(x, y) * self.weight
+
+
+@recipe("late_key", "averaged weights in that state from step 5 on, which the loop scales", "fwd@7 bwd@8 win@6",
+        {"fwd bwd": "average"})  # fmt: skip
+class LateKey(Loop):
+    def after_update(self) -> None:
+        super().after_update()
+        if self.step == 5:
+            for p in self.opt.state:
+                self.opt.state[p]["average"] = p.detach().clone()
+
+    def before_forward(self, batch: Any) -> Any:
+        if self.step > 5:
+            for p in self.opt.state:
+                self.opt.state[p]["average"].mul_(0.9)
+        return super().before_forward(batch)

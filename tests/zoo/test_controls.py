@@ -36,6 +36,9 @@ SILENT = [
     ("optimizers' own state", "lookahead", "fwd"),
     more("optimizers' own state", "opt_attr", "bwd"),
     ("state that is taken out", "offload_state", "fwd"),
+    ("what has to be alike", "own_tensor", "fwd"),
+    more("what has to be alike", "own_groups", "fwd"),
+    ("lists in the state", "list_reordered", "fwd"),
 ]
 
 

@@ -106,6 +106,17 @@ def state_out_unseen() -> None:
     watch.gone_for_good = watch.emptied = nothing
 
 
+def ranks_uncompared() -> None:
+    """On a resume nobody asks whether what has to be alike on all ranks was."""
+    importlib.import_module("lastwords.optim_wrapper.resume.resume")._not_alike = nothing
+
+
+def lists_unseen() -> None:
+    """Nobody asks what has moved among an optimizer's lists and numbers."""
+    numbers = importlib.import_module("lastwords.optim_wrapper.state.own_numbers").OwnNumbers
+    numbers.moved = lambda self: ([], "")
+
+
 MECHANISMS: dict[str, Callable[[], None]] = {
     "witness": unseen,
     "sampled words": unsampled,
@@ -118,6 +129,8 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "own generators": own_streams_unseen,
     "optimizers' own state": optimizers_own_state_lost,
     "state that is taken out": state_out_unseen,
+    "what has to be alike": ranks_uncompared,
+    "lists in the state": lists_unseen,
 }
 
 
