@@ -5,6 +5,7 @@
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
 #   make test      the tests that fit into ten minutes
 #   make test-all  those and all cases of their long tables
+#   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
 #   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble
@@ -22,8 +23,11 @@ WORKERS ?= 3
 SEED ?= 1
 MODE ?= kill
 LAYOUT ?= tp
+TORCH ?= 2.7.1 2.14.1
+TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
+  kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-elastic test check matrix chaos zoo bench proto clean
+.PHONY: install venv demo demo-parallel demo-elastic test test-all test-torch check matrix chaos zoo bench proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -50,6 +54,20 @@ test: $(READY)
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' --durations=20 $(ARGS)
 
+# Builds of torch with CUDA are what the registry has beside the pinned one: some 5 GB for each release.
+test-torch: $(TORCH:%=.venv-torch-%/.ready)
+	@for release in $(TORCH); do \
+	  echo "torch $$release"; \
+	  OMP_NUM_THREADS=1 .venv-torch-$$release/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not thorough' \
+	    $(TORCH_TESTS) $(ARGS) || exit 1; \
+	done
+
+.venv-torch-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[dev,demo]'
+	@touch $@
+
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -73,6 +91,6 @@ proto: $(READY)
 	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
 
 clean:
-	rm -rf $(VENV) build dist src/lastwords.egg-info demo/out bench/out ttp_checkpoints
+	rm -rf $(VENV) .venv-torch-* build dist src/lastwords.egg-info demo/out bench/out ttp_checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
@@ -285,7 +287,7 @@ class Extras:
 
     def _refuse_unstorable(self, name: str, value: Any) -> None:
         path = f"{self._label}[{name!r}]"
-        take_apart(value if isinstance(value, dict) else value.state_dict(), "x", path)
+        take_apart(_state_of(value), "x", path)
 
     def _all_taken(self, before: ExtrasSnapshot) -> list[Taken]:
         known = before.states
@@ -306,7 +308,7 @@ class Extras:
         """`advance` to the state as it is now, with what cannot be stored left out."""
         value, path = self._objects[name], f"{self._label}[{name!r}]"
         try:
-            now = value if isinstance(value, dict) else value.state_dict()
+            now = _state_of(value)
         except Exception as error:  # of the user's own code: handed to the log and to the checkpoint
             return self._left_out(before, f"{path} cannot be stored: its state_dict() raised {error!r:.200}")
         try:
@@ -384,3 +386,11 @@ def restore_inline(extras: Extras, packed: InlineExtras) -> ExtrasSnapshot:
         return tensor_over(bytearray(packed.tensors[name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"])
 
     return extras.restore(packed.tree, read)
+
+
+def _state_of(extra: Any) -> Any:
+    """Without a scheduler's functions, which its constructor was given; torch 2.7's SWALR has one."""
+    state = extra if isinstance(extra, dict) else extra.state_dict()
+    if isinstance(extra, LRScheduler) and isinstance(state, dict):
+        return {key: value for key, value in state.items() if not isinstance(value, types.FunctionType)}
+    return state

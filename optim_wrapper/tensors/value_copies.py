@@ -82,7 +82,7 @@ def _refuse_odd(tensor: torch.Tensor) -> None:
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.detach().clone()
-    except NotImplementedError as error:  # integers of less than a byte
+    except RuntimeError as error:  # integers of less than a byte: NotImplementedError in newer releases
         raise UnstorableError(f"a tensor cannot be copied: {error}", f"a tensor of {tensor.dtype}") from error
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+import torch
+
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.space import checkpoint_bytes
@@ -58,15 +60,24 @@ class AgreedLayout:
         """Before the first update. In a loop of the user's own, forward passes may have moved buffers on each rank.
 
         Weights that have moved since the start are compared nevertheless: they may have been loaded on one rank alone.
+        But not those that the forward pass of an embedding with max_norm has scaled.
         bar: called before MismatchError is raised where this rank's own copy has diverged: it must not be saved.
         """
-        own = self._recorder.watch.copies.own()
-        self._recorder.watch.see()
-        self._compare("before the first step", bar, own)
+        watch = self._recorder.watch
+        own = watch.copies.own()
+        watch.see()
+        self._compare("before the first step", bar, own | (watch.copies.own() & self._scaled_in_forward()))
 
     def compare(self, step: int, bar: Callable[[], None]) -> None:
         """At the end of `step`. What has been seen to change outside of updates is each rank's own by now."""
         self._compare(f"at the end of step {step}", bar, self._recorder.watch.copies.own())
+
+    def _scaled_in_forward(self) -> frozenset[str]:
+        """Names of the weights of embeddings with max_norm."""
+        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+        modules = self._recorder.model.modules()
+        scaled = {id(one.weight) for one in modules if isinstance(one, kinds) and one.max_norm is not None}
+        return frozenset(name for name, one in self._recorder.view.all_names().parameters.items() if id(one) in scaled)
 
     def _compare(self, when: str, bar: Callable[[], None], own: frozenset[str]) -> None:
         """A collective. Raises MismatchError on every rank if a replica has diverged, which then saves nothing."""

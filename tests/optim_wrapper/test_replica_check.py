@@ -96,6 +96,11 @@ def test_weights_that_have_moved_before_the_first_step_are_compared(job: Job) ->
         job.begin("head.weight")
 
 
+def test_an_embedding_that_the_first_forward_pass_of_an_own_loop_has_scaled_is_each_rank_s_own(job: Job) -> None:
+    job.model(torch.ones(2))
+    assert job.begin("words") == []
+
+
 def test_weights_that_are_each_rank_s_own_are_not_compared_later(job: Job) -> None:
     job.model(torch.ones(2))
     assert job.begin() == []

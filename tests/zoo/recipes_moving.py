@@ -197,6 +197,16 @@ class EmbeddingMaxNorm(Loop):
         return [*super().blocks(), Words()]
 
 
+@recipe(
+    "embed_maxnorm_own_loop",
+    "the same in a loop of one's own: they drift apart before its first step",
+    "bwd fwd win end",
+    {"win end": "em.weight"},
+)
+class EmbeddingMaxNormOwnLoop(EmbeddingMaxNorm):
+    own_loop = True
+
+
 @recipe("clamp_after_log", "WGAN's weights clamped after the log", "win end bwd", {"win": "weight"})
 class ClampAfterLog(Loop):
     def after_log(self) -> None:
