@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from lastwords.errors import FormatError
 
 T = TypeVar("T")
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A size, a place, a step: what may be negative is nowhere in a file."""
 
 _MESSAGE = re.compile(r"(.*?)(?: - at (`key` in )?`\$(.*)`)?", re.DOTALL)
 _STEPS = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")

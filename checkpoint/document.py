@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from lastwords.checkpoint.codec import Number, T, typed
 from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import FormatError
 
@@ -278,16 +279,17 @@ class Fields:
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        value = self._get(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self.refuse(f"{self._path}{key} is not a list of texts")
-        return tuple(value)
+        return self.value(key, tuple[str, ...])
 
     def integers(self, key: str) -> tuple[int, ...]:
-        value = self._get(key)
-        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-            self.refuse(f"{self._path}{key} is not a list of numbers")
-        return tuple(value)
+        return self.value(key, tuple[Number, ...])
+
+    def value(self, key: str, kind: type[T]) -> T:
+        """A value of any type that `codec.typed` knows."""
+        try:
+            return typed(self._get(key), kind, f"{self._path}{key}")
+        except FormatError as error:
+            self.refuse(str(error))
 
     def inner(self, key: str) -> Fields:
         return Fields(self._get(key), self._where, f"{self._path}{key}.", self._remedy)

@@ -31,6 +31,7 @@ from lastwords.checkpoint.entries import (
     units_from_json,
 )
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import RunFacts
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
 from lastwords.checkpoint.reason import Reason, reasons_in
@@ -74,6 +75,11 @@ class Manifest:
     facts: Mapping[str, Any]
 
     @property
+    def run(self) -> RunFacts:
+        """Those of `facts` that code acts on. FormatError for what is not as it should be."""
+        return RunFacts.read(self.facts)
+
+    @property
     def named(self) -> bool:
         """False if nobody who saved the step knew what its loop calls it."""
         return self.epoch != layout.EPOCH_UNKNOWN
@@ -89,14 +95,13 @@ class Manifest:
 
         Then rank-local state is still that of the ranks that saved it.
         """
-        moved = self.facts.get("moved")
-        size = moved.get("world_size") if isinstance(moved, dict) else None
-        return size if type(size) is int and size > 0 else self.world_size
+        moved = self.run.moved
+        return self.world_size if moved is None else moved.world_size
 
     @property
     def moved(self) -> bool:
         """True for a checkpoint whose units were transformed into another layout (`lastwords transform`)."""
-        return isinstance(self.facts.get("moved"), dict)
+        return self.run.moved is not None
 
     @property
     def tables(self) -> PartTables | None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.versions import META_VERSION
 from lastwords.errors import FormatError
@@ -22,7 +22,6 @@ from lastwords.errors import FormatError
 Tree = dict[str, Any]
 """A value in which tensors are named: see `optim_wrapper.tensors.tensor_tree`."""
 
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Holders = Annotated[Sequence[Rank], Meta(min_length=1)]
 
@@ -232,6 +231,33 @@ class LocalMeta:
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""
         return json_of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a transformation was of, and to: ranks of its destination, and sums of source's manifest and of strategy."""
+
+    world_size: Annotated[int, Meta(ge=1)]
+    manifest: str = ""
+    strategy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Those of a run's facts that code acts on, one by one; all others are shown to people, or compared as they are.
+
+    buckets: the order of DDP's buckets (`ddp_buckets`). data: where the loader stood, and what it is like; None without
+    `steps()`. moved: of a checkpoint whose units were transformed into another layout.
+    """
+
+    buckets: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] | None = None
+    moved: Moved | None = None
+
+    @staticmethod
+    def read(facts: Mapping[str, Any]) -> RunFacts:
+        """FormatError for what is not as it should be."""
+        return typed(facts, RunFacts, "facts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

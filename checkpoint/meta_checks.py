@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.format import DTYPE_BITS, TYPE_NAMES, TensorSpec
-from lastwords.checkpoint.meta import InlineExtras, LocalMeta, MetaHead, Number, UnitMeta
+from lastwords.checkpoint.meta import InlineExtras, LocalMeta, MetaHead, RunFacts, UnitMeta
 from lastwords.checkpoint.versions import META_VERSION
 from lastwords.errors import FormatError
 
@@ -52,7 +52,7 @@ def local_problem(said: Mapping[str, Any]) -> str | None:
 def facts_problem(facts: Mapping[str, Any]) -> str | None:
     """As `unit_problem`, of a manifest's or a part's facts."""
     try:
-        _check_buckets(typed(facts, _CheckedFacts, "facts").buckets, "facts.buckets")
+        _check_buckets(RunFacts.read(facts).buckets, "facts.buckets")
     except FormatError as error:
         return str(error)
     return None
@@ -114,12 +114,6 @@ class _Buckets:
 @dataclass(frozen=True, slots=True)
 class _SeveralBuckets:
     ddps: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedFacts:
-    buckets: Mapping[str, Any] = field(default_factory=dict)
-    moved: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _check_buckets(record: Mapping[str, Any], path: str) -> None:

@@ -15,22 +15,21 @@ import contextlib
 import enum
 import errno
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import write_file
-from lastwords.checkpoint.document import Fields, decode_document, encode_document
+from lastwords.checkpoint.document import Fields, damage, decode_document, encode_document
 from lastwords.checkpoint.entries import Entry, LocalEntry
 from lastwords.checkpoint.load import Status, examine, find_checkpoint, open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.meta import UnitMeta
+from lastwords.checkpoint.meta import Moved, UnitMeta, json_of
 from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_part
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
@@ -163,11 +162,9 @@ class Transformation:
         self._hidden = root / f".transform-{self.final.name}"
         self._lock = LockFile(root / f"{self._hidden.name}.lock", os)
         raw = read_whole(source.checkpoint.path / layout.MANIFEST_NAME, os, bytes_max=1 << 30)
-        self._identity = {
-            "world_size": wanted.world_size,
-            "manifest": xxhash.xxh3_64_hexdigest(raw),
-            "strategy": xxhash.xxh3_64_hexdigest(wanted.encode()),
-        }
+        self._identity = Moved(
+            wanted.world_size, xxhash.xxh3_64_hexdigest(raw), xxhash.xxh3_64_hexdigest(wanted.encode())
+        )
         everyone = tuple(range(wanted.world_size))
         self._units: dict[str, tuple[Ranks, Holding]] = {}
         for holders, holding in sorted(by_holders(source.saved, wanted).items()):
@@ -234,7 +231,7 @@ class Transformation:
         if not self._os.exists(self.final):
             return False
         found = examine(self.final, self._os)
-        if found.manifest is None or found.manifest.facts.get("moved") != self._identity:
+        if found.manifest is None or found.manifest.run.moved != self._identity:
             raise ConfigError(
                 f"{self.final} exists already, is no transformation of this checkpoint to this strategy, and is left "
                 "as it is; give another directory"
@@ -247,7 +244,8 @@ class Transformation:
         """Writes down what this directory is for, or compares what is written there."""
         os, path = self._os, self._hidden / IDENTITY_NAME
         if not os.exists(path) and not os.exists(self._hidden / layout.MANIFEST_NAME):
-            content = {"format_version": IDENTITY_FORMAT, "source": str(self._source.checkpoint.path), **self._identity}
+            content = {"format_version": IDENTITY_FORMAT, "source": str(self._source.checkpoint.path)}
+            content |= json_of(self._identity)
             try:
                 write_file(path, encode_document(content), os)
             except StorageError as error:
@@ -256,22 +254,25 @@ class Transformation:
         self._refuse_another()
 
     def _refuse_another(self) -> None:
-        there = self._read_identity(self._hidden / IDENTITY_NAME)
-        different = [key for key, value in self._identity.items() if there.get(key) != value]
-        if different:
-            what = "another checkpoint" if "manifest" in different else "another strategy"
+        there, source = self._read_identity(self._hidden / IDENTITY_NAME)
+        if there != self._identity:
+            what = "another checkpoint" if there.manifest != self._identity.manifest else "another strategy"
             raise ConfigError(
-                f"{self._hidden} holds an unfinished transformation of {what} ({there.get('source', 'unknown')} to "
-                f"{there.get('world_size')} ranks); finish that with its own command, or remove the directory"
+                f"{self._hidden} holds an unfinished transformation of {what} ({source} to "
+                f"{there.world_size} ranks); finish that with its own command, or remove the directory"
             )
 
-    def _read_identity(self, path: Path) -> Mapping[str, Any]:
+    def _read_identity(self, path: Path) -> tuple[Moved, str]:
+        """What is transformed there, and its source's path."""
         if not self._os.exists(path):  # all parts are done, and it was killed while it published
-            moved: Mapping[str, Any] = read_manifest(self._hidden, self._os).facts["moved"]
-            return moved
+            moved = read_manifest(self._hidden, self._os).run.moved
+            if moved is None:
+                raise FormatError(damage(self._hidden / layout.MANIFEST_NAME, "it is of no transformation"))
+            return moved, "unknown"
         raw = read_whole(path, self._os, bytes_max=_DOCUMENT_BYTES_MAX)
         fields = Fields(decode_document(raw, where=path, version_max=IDENTITY_FORMAT), path)
-        return {key: fields.raw(key) for key in fields.keys()}  # noqa: SIM118
+        moved = Moved(fields.integer("world_size", least=1), fields.text("manifest"), fields.text("strategy"))
+        return moved, fields.text("source")
 
     def _done(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose parts are there."""
@@ -392,6 +393,6 @@ class Transformation:
                 cause_ranks=manifest.cause_ranks,
                 lost_locals=lost_locals(manifest),
                 parent_job=manifest.parent_job,
-                facts={**manifest.facts, "moved": self._identity},
+                facts={**manifest.facts, "moved": json_of(self._identity)},
             )
             return publish_new(self._root, self._hidden, incident, self._os)

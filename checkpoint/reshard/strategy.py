@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from errno import EEXIST
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from lastwords.checkpoint.appearing import TEMPORARY, write_file
 from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
+from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document, items_of
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest, read_published
+from lastwords.checkpoint.meta import Rank
 from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors
 from lastwords.checkpoint.versions import STRATEGY_FORMAT
@@ -162,7 +166,10 @@ class Strategy:
             tensors: dict[str, Cut] = {}
             for name, said, value in items_of(raw, "tensors", where, REMEDY):
                 if said not in alike:
-                    alike[said] = _cut(name, Fields(value, where, f"tensors.{name}.", REMEDY), fields)
+                    try:
+                        alike[said] = _cut(f"tensors[{name!r}]", value)
+                    except FormatError as error:
+                        fields.refuse(str(error))
                 tensors[name] = alike[said]
             if world_size > WORLD_SIZE_MAX:
                 fields.refuse(f"its world_size is {world_size}; a job has {WORLD_SIZE_MAX} ranks at most")
@@ -187,16 +194,22 @@ def _check_boxes(name: str, cut: Cut) -> None:
         raise StrategyError(f"{name}{uncovered(all_of_it, [box for box, _ in held])[0]} is held by no rank")
 
 
-def _cut(name: str, fields: Fields, outer: Fields) -> Cut:
-    held = fields.raw("held")
+@dataclass(frozen=True, slots=True)
+class _StoredCut:
+    """A `Cut` as it stands in a file. held: offsets, sizes and ranks of each box."""
+
+    dtype: str
+    shape: tuple[Number, ...]
+    held: list[tuple[tuple[Number, ...], tuple[Number, ...], Annotated[tuple[Rank, ...], Meta(min_length=1)]]]
+
+
+def _cut(path: str, value: Any) -> Cut:
+    stored = typed(value, _StoredCut, path)
     try:
-        boxes = tuple(Held(Box(tuple(offsets), tuple(sizes)), tuple(ranks)) for offsets, sizes, ranks in held)
-        numbers = [number for one in boxes for number in (*one.box.offsets, *one.box.sizes, *one.ranks)]
-        if not all(type(number) is int for number in numbers) or not all(one.ranks for one in boxes):
-            raise ValueError("a rank, an offset or a size is no number")
-    except (TypeError, ValueError, FormatError) as error:
-        outer.refuse(f"the boxes of {name} cannot be read ({error})")
-    return Cut(fields.text("dtype"), fields.integers("shape"), boxes)
+        held = tuple(Held(Box(offsets, sizes), ranks) for offsets, sizes, ranks in stored.held)
+    except FormatError as error:
+        raise FormatError(f"{path}.held: {error}") from error
+    return Cut(stored.dtype, stored.shape, held)
 
 
 def strategy_of(manifest: Manifest) -> Strategy:

@@ -96,13 +96,12 @@ class Carried:
 
 
 def carry(
-    facts: Mapping[str, Any], epoch: int, step: int, loader: Any, accumulate: int, world_size: int = 0
+    data: Mapping[str, Any], epoch: int, step: int, loader: Any, accumulate: int, world_size: int = 0
 ) -> tuple[Carried | None, str]:
     """Where to go on in `epoch` after the saved `step`. None: by the number of steps, and why that is not right, or "".
 
-    facts: of the saved run. world_size: ranks here. Nothing has to be carried where both runs deal alike.
+    data: facts of the saved run's. world_size: ranks here. Nothing has to be carried where both runs deal alike.
     """
-    data = facts.get("data", {})
     if "dealing" not in data:
         return None, ""  # a loop of the user's own, who knows
     saved, here = data["dealing"], dealing(loader)

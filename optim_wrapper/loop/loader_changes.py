@@ -93,9 +93,9 @@ def onward(resumed: Any, loader: Any, accumulate: int, world_size: int) -> Onwar
     """For a loop that goes on after `resumed`, a `Resumed`; None: from the beginning."""
     if resumed is None or resumed.position is None:
         return Onward()
-    carried, why = carry(resumed.facts, resumed.epoch, resumed.step, loader, accumulate, world_size)
+    carried, why = carry(resumed.data, resumed.epoch, resumed.step, loader, accumulate, world_size)
     reasons = [why] if why else []
-    data = resumed.facts.get("data", {})
+    data = resumed.data
     saved = data.get("inputs")
     if saved is not None and data.get("world_size", world_size) == world_size and hasattr(loader, "__len__"):
         here = about(loader, len(loader), accumulate)

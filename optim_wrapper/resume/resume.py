@@ -74,7 +74,7 @@ class Resumed:
     global_step: int
     epoch: int
     step: int
-    facts: Mapping[str, Any]
+    data: Mapping[str, Any]
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
     reasons: list[Reason] = field(default_factory=list)
@@ -185,7 +185,7 @@ def _restore(
         reasons += recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
-        if "data" not in manifest.facts:  # else the loader is not known before steps() begins
+        if manifest.run.data is None:  # else the loader is not known before steps() begins
             reasons += recorder.rng.own.unsaved()
         reasons += recorder.extra_buffers.restore(step_regions)
         local_history = None
@@ -202,7 +202,7 @@ def _restore(
         global_step=manifest.global_step,
         epoch=manifest.epoch,
         step=manifest.step,
-        facts=manifest.facts,
+        data=manifest.run.data or {},
         regions=step_regions,
         epoch_start=epoch_start,
         reasons=list(merged(map(as_reason, reasons))),
@@ -233,7 +233,7 @@ def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, A
     """
     table = recorder.units.table
     if table.pure:
-        return manifest.facts.get("buckets", {}), []
+        return manifest.run.buckets, []
     records: list[Mapping[str, Any]] = []
     for group, number in ddp_buckets.groups_of(recorder.view.model, recorder.view.trained):
         inside = [unit for unit, holders in table.units.items() if group.issuperset(holders)]

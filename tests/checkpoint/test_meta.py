@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.document import Fields
+from lastwords.checkpoint.entries import _specs_from_json
+from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import (
     EMPTY_UNIT,
     ExtrasMeta,
@@ -179,3 +182,22 @@ def test_no_module_but_those_of_the_format_looks_at_a_key() -> None:
     assert found == []
     assert KEYS.search('names = unit.meta["parameters"]')
     assert KEYS.search('if entry.meta.get("holders")'), "negative controls"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"shape": [1, "2"]}, r"tensors\[1\]\.shape\[1\]: expected `int`, got `str`"),
+        ({"name": 3}, r"tensors\[1\]\.name: expected `str`, got `int`"),
+        ({"dtype": "F7"}, r"tensors\[1\]: tensor 'b' has element type 'F7'"),
+        ({"shape": [1, -2]}, r"tensors\[1\]: tensor 'b': a shard of shape \(1, -2\)"),
+        ({"offsets": None}, r"tensors\[1\] does not say which part"),
+        ({"global_shape": None}, r"tensors\[1\] does not say which part"),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_told_with_its_path(change: dict[str, Any], told: str) -> None:
+    sound = {"name": "a", "dtype": "F32", "shape": [1, 2], "global_shape": [2, 2], "offsets": [1, 0]}
+    wrong = {key: value for key, value in {**sound, "name": "b", **change}.items() if value is not None}
+    assert _specs_from_json(Fields({"tensors": [sound]}, "file")) == (TensorSpec("a", "F32", (1, 2), (2, 2), (1, 0)),)
+    with pytest.raises(FormatError, match=f"file is damaged: {told}"):
+        _specs_from_json(Fields({"tensors": [sound, wrong]}, "file"))

@@ -52,7 +52,7 @@ def run(
         own = loader(samples, ranks, rank, batch)
         carried: Carried | None = None
         if data is not None:
-            carried, why = carry({"data": data}, *at, own, accumulate)
+            carried, why = carry(data, *at, own, accumulate)
             assert why == ""
         resume = None if data is None else ResumeAt(*at, lambda: None, lambda: None)
         steps = Steps(own, epochs, accumulate=accumulate, events=Quiet(), resume=resume, onward=Onward(carried))
@@ -106,13 +106,13 @@ def test_going_on_by_steps_instead_would_see_samples_twice() -> None:
 
 def test_the_same_dealing_needs_nothing_carried() -> None:
     _, facts = run(40, 4, 2, 1, 1)
-    assert carry({"data": facts}, 1, 2, loader(40, 4, 1, 2), 1) == (None, "")
+    assert carry(facts, 1, 2, loader(40, 4, 1, 2), 1) == (None, "")
 
 
 def test_what_is_left_is_dealt_by_workers_that_persist_too_and_the_next_epoch_is_whole() -> None:
     _, facts = run(24, 4, 2, 1, 1)
     own = loader(24, 1, 0, 2, num_workers=1, persistent_workers=True)
-    carried, _ = carry({"data": facts}, 1, 1, own, 1)
+    carried, _ = carry(facts, 1, 1, own, 1)
     steps = Steps(own, 2, events=Quiet(), resume=ResumeAt(1, 1, lambda: None, lambda: None), onward=Onward(carried))
     counts = {1: 0, 2: 0}
     for epoch, _, values in steps:
@@ -131,7 +131,7 @@ def test_what_is_left_is_dealt_by_workers_that_persist_too_and_the_next_epoch_is
 )
 def test_a_position_that_cannot_be_carried_says_why(other: Any, why: str) -> None:
     _, facts = run(40, 4, 2, 1, 1)
-    carried, said = carry({"data": facts}, 1, 2, other(), 1)
+    carried, said = carry(facts, 1, 2, other(), 1)
     assert carried is None
     assert why in said
 
@@ -139,7 +139,7 @@ def test_a_position_that_cannot_be_carried_says_why(other: Any, why: str) -> Non
 def test_a_loader_that_is_not_divided_goes_on_from_one_that_was() -> None:
     own = [loader(20, 2, rank, 2, shuffle=False) for rank in range(2)]
     facts = {"steps_per_epoch": 5, "accumulate": 1, "dealing": dealing(own[0])}
-    carried, why = carry({"data": facts}, 1, 2, DataLoader(Numbers(20), batch_size=3), 1)
+    carried, why = carry(facts, 1, 2, DataLoader(Numbers(20), batch_size=3), 1)
     assert why == ""
     assert carried is not None
     assert carried.indices == tuple(range(8, 20))

@@ -30,13 +30,13 @@ from tests.optim_wrapper.test_steps import (
 )
 
 
-def facts_of(steps: Steps | None) -> dict[str, Any]:
+def data_of(steps: Steps | None) -> dict[str, Any]:
     assert steps is not None
-    return {"data": {**steps.facts(), "world_size": 1}}
+    return {**steps.facts(), "world_size": 1}
 
 
 def going_on(whole: Run, new: Any, epoch: int, step: int, accumulate: int = 1) -> Onward:
-    saved = SimpleNamespace(facts=facts_of(whole.steps), epoch=epoch, step=step, position=(epoch, step))
+    saved = SimpleNamespace(data=data_of(whole.steps), epoch=epoch, step=step, position=(epoch, step))
     return onward(saved, new, accumulate, 1)
 
 
