@@ -138,14 +138,15 @@ def _no_local_buffers(_: str) -> None:
 
 
 def _no_epoch_start(_: str) -> None:
-    from lastwords.optim_wrapper.trainer import register
+    from lastwords.optim_wrapper.trainer.run import Run
 
-    original = register.resume_at
+    original = Run.resume_at.fget
+    assert original is not None
 
-    def resume_at(*arguments: Any) -> Any:
-        return dataclasses.replace(original(*arguments), restore_epoch_start=lambda: None)
+    def resume_at(run: Run) -> Any:
+        return dataclasses.replace(original(run), restore_epoch_start=lambda: None)
 
-    register.resume_at = resume_at
+    Run.resume_at = property(resume_at)  # type: ignore[assignment]
 
 
 def _no_one_moment(_: str) -> None:
