@@ -71,7 +71,7 @@ class Closing:
 
     def release_all(self, step: int) -> None:
         """All ranks have left the loop at the same step."""
-        reason = f"all ranks have left the loop at step {step}"
+        reason = f"all ranks have left the training loop at step {step}"
         self.outcome = Outcome(OutcomeKind.RELEASED, step, "", reason, ())
         self._context.log(INFO, reason)
         self._say(State.RELEASING, Release(self._context.generation))
@@ -117,7 +117,7 @@ class Closing:
         if name == "exit":
             members = self._context.members
             late = sorted(members.living) + [rank for rank in members.missing_ranks if rank not in self._told_strangers]
-            self._stop(f"the job has ended; {ranks_text(late)} did not take leave in time")
+            self._stop(f"the job has ended; {ranks_text(late)} did not deregister in time")
             return
         self._tell_all()
         self._pause_s = min(2 * self._pause_s, RESEND_INTERVAL_MAX_S)
@@ -126,7 +126,7 @@ class Closing:
     def stop_if_empty(self) -> None:
         """Stop once every process has gone or is known to have ended."""
         if self.farewell is not None and self._context.state is not State.STOPPED and not self._lingering():
-            self._stop("the job has ended and every rank has left")
+            self._stop("the job has ended and every rank has deregistered")
 
     def tell_stranger(self, rank: int) -> None:
         """A rank has come that was not registered before the job ended."""

@@ -166,7 +166,7 @@ class ControllerCore:
             missing = ranks_text(self._members.missing_ranks)
             text = f"{missing} did not register within {self._context.options.start_timeout_s:g} s"
             self._closing.refuse_all(
-                f"{text}; look at the output of what is missing, and check that every rank was started"
+                f"{text}; check that every rank was started, and read the output of those that are missing"
             )
 
     # ------------------------------------------------------------------ reports
@@ -241,7 +241,7 @@ class ControllerCore:
                 f"this controller is finishing an earlier run of the job; start again when it has ended ({refusal})"
             )
         if refusal is not None:
-            context.log(WARNING, f"refused process {hello.process.pid} of host {hello.process.host_id}: {refusal}")
+            context.log(WARNING, f"rejected process {hello.process.pid} of host {hello.process.host_id}: {refusal}")
             context.emit(Reply(Refused(members.generation, refusal)))
             return
         if known is None and self._closing.farewell is not None:
@@ -307,7 +307,7 @@ class ControllerCore:
             return
         incident = self._incident_or_new()
         incident.on_suspicion(member.rank, source)
-        self._open(incident, f"rank {member.rank} is in doubt, {suspicion_text(source)}")
+        self._open(incident, f"rank {member.rank} may have died: {suspicion_text(source)}")
 
     def _confirm_suspects(self) -> None:
         for rank in sorted(self._members.suspects):
@@ -333,7 +333,7 @@ class ControllerCore:
         was_dead = member.life is Life.DEAD
         self._members.clear(member.rank)
         if self._incident is not None and self._incident.verdict is None:
-            self._context.log(INFO, f"rank {member.rank} is back")
+            self._context.log(INFO, f"rank {member.rank} has reconnected")
             self._incident.on_return(member.rank, was_dead=was_dead)
         else:
             self._catch_up(member)
@@ -377,7 +377,7 @@ class ControllerCore:
         self._context.state = State.WATCHING if self._members.complete else State.REGISTERING
         if not self._members.complete:
             self._timers.set("start", self._context.now_s + self._context.options.start_timeout_s)
-        self._context.log(INFO, f"incident {number}: false alarm, every rank goes on")
+        self._context.log(INFO, f"incident {number}: false alarm, every rank continues")
         self._context.send_all(Resume(self._members.generation, number))
         self._loop.check_begin()
         self._stray(self._loop.check_left())

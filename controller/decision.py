@@ -116,15 +116,15 @@ def decision_text(decision: Decision, held: Collection[int]) -> str:
     words = [f"step {step} is held by {ranks_text(held)}" if held else f"step {step} is in finished files"]
     words += _writers_words(decision.writers)
     for part in decision.kept[:NAMED_RANKS_MAX]:
-        words.append(f"the part of rank {part.rank} of attempt {part.attempt} is kept")
+        words.append(f"the files that rank {part.rank} wrote in attempt {part.attempt} are used")
     if len(decision.kept) > NAMED_RANKS_MAX:
-        words.append(f"so are {len(decision.kept) - NAMED_RANKS_MAX} more parts")
+        words.append(f"so are those of {len(decision.kept) - NAMED_RANKS_MAX} more ranks")
     if decision.proceed:
         words.append(f"{ranks_text(decision.proceed)} must apply the gradients of step {step} first")
     if decision.lost_local_ranks:
-        words.append(f"nobody can write the rank-local state of {ranks_text(decision.lost_local_ranks)}")
+        words.append(f"no rank can write the rank-local state of {ranks_text(decision.lost_local_ranks)}")
     if decision.given_up:
-        words.append(f"{ranks_text(decision.given_up)} can write nowhere")
+        words.append(f"{ranks_text(decision.given_up)} can write to no directory")
     if decision.target != PRIMARY_TARGET:
         words.append("the fallback directory is used")
     return "; ".join(words)
@@ -145,14 +145,18 @@ def _writers_words(writers: Mapping[int, Assignment]) -> list[str]:
 def nothing_text(base_step: int) -> str:
     """Why there is nothing to save in a job that started at `base_step`."""
     if base_step == 0:
-        return "no step had been ended yet"
-    return f"no step had been ended since the start at step {base_step}, whose checkpoint is still the newest"
+        return "no step had been completed yet"
+    return f"no step had been completed since the start at step {base_step}, whose checkpoint is still the newest"
 
 
 def lost_text(views: Mapping[int, RankView], units: Sequence[str], step: int) -> str:
     """Why these units cannot be had at `step`; all of them named, or as many as a line can take."""
     named = "; ".join(obstacle_text(views, unit, step) for unit in units[:NAMED_UNITS_MAX])
-    return f"{named}; nor can {len(units) - NAMED_UNITS_MAX} more units" if len(units) > NAMED_UNITS_MAX else named
+    return (
+        f"{named}; {len(units) - NAMED_UNITS_MAX} more units cannot be saved either"
+        if len(units) > NAMED_UNITS_MAX
+        else named
+    )
 
 
 def obstacle_text(views: Mapping[int, RankView], unit: str, step: int) -> str:
@@ -166,4 +170,4 @@ def obstacle_text(views: Mapping[int, RankView], unit: str, step: int) -> str:
 def _absence(view: RankView) -> str:
     if view.stand is None:
         return view.absence or "is gone"
-    return f"stands at {view.stand}"
+    return f"is at {view.stand}"

@@ -15,7 +15,7 @@ _DEATH_WORDS: Final[Mapping[DeathSource, str]] = {
     DeathSource.ROBUST_MUTEX: "died (killed or crashed)",
     DeathSource.PIDFD: "died (killed or crashed)",
     DeathSource.LAUNCHER: "died (reported by the launcher)",
-    DeathSource.STREAM: "was lost (its connection broke and it did not come back)",
+    DeathSource.STREAM: "was lost (its connection broke and it did not reconnect)",
     DeathSource.KEEPALIVE: "was lost (its host does not answer)",
 }
 _SUSPICION_WORDS: Final[Mapping[DeathSource, str]] = {
@@ -37,7 +37,7 @@ def death_text(source: DeathSource) -> str:
 
 def suspicion_text(source: DeathSource) -> str:
     """How a suspicion by this source is told."""
-    return _SUSPICION_WORDS.get(source, "it is in doubt")
+    return _SUSPICION_WORDS.get(source, "it may have ended")
 
 
 def signal_text(signal_number: int) -> str:

@@ -74,7 +74,7 @@ class Incident:
         self._context.state = State.SETTLING
         self.opened = True
         self._first_words = words
-        self._context.log(WARNING, f"incident {self.number}: {self.words()}; every rank is told to stop")
+        self._context.log(WARNING, f"incident {self.number}: {self.words()}; every rank is ordered to stop")
         self._unsettled = set(self._context.members.living)
         self._send_freeze(self._unsettled)
         self._arm_resend()
@@ -100,7 +100,9 @@ class Incident:
         self._settled.pop(rank, None)
         self._proceeding.pop(rank, None)
         if self._saving.drop_writer(rank):
-            self._context.log(WARNING, f"incident {self.number}: rank {rank} had not finished its part; choosing again")
+            self._context.log(
+                WARNING, (f"incident {self.number}: rank {rank} had not finished writing its files; choosing again")
+            )
             self._choose_again()
         self.advance()
 
@@ -113,12 +115,12 @@ class Incident:
         """Nothing is heard of a rank."""
         if self.opened:
             self._await(set())
-            self._context.log(WARNING, f"incident {self.number}: rank {rank} is in doubt, {suspicion_text(source)}")
+            self._context.log(WARNING, (f"incident {self.number}: rank {rank} may have died: {suspicion_text(source)}"))
 
     def on_return(self, rank: int, *, was_dead: bool) -> None:
         """A rank that was in doubt, or thought dead, is back. Too late to count once it was left out of a choice."""
         if was_dead and self._selected:
-            self.excluded[rank] = "came back after it had been given up"
+            self.excluded[rank] = "reconnected after it had been declared dead"
         self.catch_up(rank)
         self.advance()
 
@@ -150,7 +152,7 @@ class Incident:
         """Tell a rank that has connected (again) whatever it should know."""
         if rank not in self._settled and rank not in self._unsettled and rank not in self.excluded:
             if self._selected:
-                self.excluded[rank] = "came too late to be counted"
+                self.excluded[rank] = "reported too late to be counted"
             else:
                 self._await({rank})
         self._send_freeze((rank,))
@@ -198,7 +200,7 @@ class Incident:
         self.excluded[rank] = words
         self._unsettled.discard(rank)
         self._proceeding.pop(rank, None)
-        self._context.log(ERROR, f"incident {self.number}: rank {rank} {words}; going on without it")
+        self._context.log(ERROR, f"incident {self.number}: rank {rank} {words}; continuing without it")
 
     # ------------------------------------------------------------------ select
 
@@ -230,7 +232,7 @@ class Incident:
         self._selected = True
         context.timers.clear("again")
         for rank in decision.given_up:
-            self._exclude(rank, "can write nowhere")
+            self._exclude(rank, "can write to no directory")
         if decision.reason != self._told:
             self._told = decision.reason
             context.log(INFO, f"incident {self.number}: {decision.reason}")
@@ -267,7 +269,7 @@ class Incident:
         """A writer has failed: its file system refused, or it could not do it."""
         if (part := self._saving.fail(report.rank, report.attempt)) is None:
             return
-        words = f"rank {report.rank} could not write its part of step {report.step}: {report.reason}"
+        words = f"rank {report.rank} could not write its files of step {report.step}: {report.reason}"
         if not part.units or report.storage:
             self._context.log(ERROR, f"incident {self.number}: {words}")
         if report.storage:
@@ -307,7 +309,7 @@ class Incident:
             case VerifyBlocked(reason=reason) if state is State.VERIFYING:
                 self._on_blocked(f"the files could not be read back: {reason}")
             case PublishFailed(reason=reason) if state is State.PUBLISHING:
-                self._on_blocked(f"the checkpoint is complete but could not get its final name: {reason}")
+                self._on_blocked(f"the checkpoint is complete but could not be renamed to its final name: {reason}")
 
     def _on_blocked(self, words: str) -> None:
         """The file system did not let the controller do it; perhaps later it does."""
@@ -350,7 +352,7 @@ class Incident:
             case "settle" if self._context.certain and self._context.state in (State.SETTLING, State.PROCEEDING):
                 late = {rank for rank in self._unsettled if self._late.get(rank, 0.0) > self._context.now_s}
                 for rank in sorted((self._unsettled | (self._context.members.suspects - self.excluded.keys())) - late):
-                    self._exclude(rank, f"did not settle {within}")
+                    self._exclude(rank, f"did not stop {within}")
                 if late:
                     self._context.timers.start("settle", min(self._late[rank] for rank in late))
                 self.advance()

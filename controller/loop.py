@@ -72,7 +72,7 @@ class LoopWatch:
         if not self.needs_nobody(rank):
             return False
         self._let_go[rank] = source
-        self._context.log(INFO, f"rank {rank} {death_text(source)} when all had done their steps")
+        self._context.log(INFO, f"rank {rank} {death_text(source)} after all ranks had completed their steps")
         return True
 
     def on_left(self, report: Left) -> Strayed | None:
@@ -93,7 +93,7 @@ class LoopWatch:
             return None
         said = first_texts((f"{ranks_text(ranks)} at step {step}" for step, ranks in steps.items()), ", ")
         early = sorted(rank for step, ranks in steps.items() if step < max(steps) for rank in ranks)
-        return Strayed(tuple(early), f"left the loop before the others ({said})")
+        return Strayed(tuple(early), f"left the training loop before the other ranks ({said})")
 
     def on_status(self, member: Member, stand: Stand) -> list[tuple[int, DeathSource]]:
         """A rank says where it stands; if it has moved, those who have left can wait for it.
@@ -127,14 +127,14 @@ class LoopWatch:
         if name == "loop":
             waiting = members.loop_waiting
             missing = sorted(set(members.members) - set(waiting))
-            text = f"{ranks_text(missing)} did not begin the loop within {options.start_timeout_s:g} s"
-            self._closing.refuse_all(f"{text} of {ranks_text(waiting)}")
+            text = f"{ranks_text(missing)} did not begin the training loop within {options.start_timeout_s:g} s"
+            self._closing.refuse_all(f"{text} after {ranks_text(waiting)} had begun it")
             return None
         if members.finishing and not self._waits_on:
             context, self._waits_on = self._context, True
-            words = "stands where all others have left, and is waited for"
+            words = "has reached the step at which all others have left; waiting for it"
             if len(members.not_left) > 1:
-                words = "stand where the others have left, and are waited for"
+                words = "have reached the step at which the others have left; waiting for them"
             context.log(INFO, f"{ranks_text(members.not_left)} {words}")
             if members.left_early:  # they may also wait in a collective for one that has left too early
                 context.timers.set("leave", context.now_s + options.finish_timeout_s - options.leave_timeout_s)
@@ -142,8 +142,9 @@ class LoopWatch:
         early = members.left_early
         if early:
             waited_s = options.finish_timeout_s if self._waits_on else options.leave_timeout_s
-            words = f"left the loop early, and no other rank has moved for {waited_s:g} s"
+            words = f"left the training loop early, and no other rank has made progress for {waited_s:g} s"
             return Strayed(tuple(early), words)
         return Strayed(
-            tuple(members.not_left), f"did not finish the loop, and has not moved for {options.finish_timeout_s:g} s"
+            tuple(members.not_left),
+            (f"did not finish the training loop, and has made no progress for {options.finish_timeout_s:g} s"),
         )

@@ -103,7 +103,7 @@ class Membership:
             )
         if hello.world_size != self.world_size:
             return (
-                f"rank {hello.rank} says that the job has {hello.world_size} ranks, but it was started with "
+                f"rank {hello.rank} was started for a job of {hello.world_size} ranks, but the job has "
                 f"{self.world_size}; start all ranks with the same WORLD_SIZE"
             )
         if not 0 <= hello.rank < self.world_size:
@@ -208,7 +208,7 @@ class Membership:
             return None
         said = first_texts(f"{ranks_text(ranks)}: {shape}" for shape, ranks in by_shape.items())
         return (
-            f"the ranks disagree about the training loop ({said}); give every rank the same number of batches "
+            f"the ranks disagree about the training loop ({said}); every rank needs the same number of batches "
             "(DistributedSampler, drop_last=True) and the same checkpoint"
         )
 

@@ -70,7 +70,11 @@ class Neighbours:
             if tried < len(PAUSES_S):  # too many open files, say: that may pass
                 self._add_later(rank, process, tried)
             else:
-                _log.warning("rank %d cannot be watched on this host, its session alone counts: %s", rank, error)
+                _log.warning(
+                    ("rank %d cannot be watched on this host; its death will show only as a lost connection: %s"),
+                    rank,
+                    error,
+                )
         except Exception:  # outermost: nobody looks at what a thread pool's job raises
             _log.exception("watching rank %d failed", rank)
 
@@ -90,4 +94,4 @@ def _clear_up() -> None:
         handover.remove_dead_run_files()
         leftovers.remove_dead_job_dirs()
     except Exception:  # outermost: nobody looks at what a thread pool's job raises
-        _log.exception("clearing up failed")
+        _log.exception("cleaning up failed")

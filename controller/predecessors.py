@@ -41,16 +41,19 @@ def await_publications(
     while found := _under_way(spec, shm_root):
         if found != newest:
             if newest is None:
-                _log.info("waiting for what an earlier start may still publish: %s", ", ".join(sorted(found)))
+                _log.info(
+                    "waiting for an earlier start of this job, which may still publish a checkpoint: %s",
+                    ", ".join(sorted(found)),
+                )
             newest, moved_mono_s = found, clock.mono_s()
         if clock.mono_s() - moved_mono_s > stall_s:
             what = f"{', '.join(sorted(found))}: no progress for {stall_s:g} s"
             if any(f"-{spec.job}-g" in name or f" {spec.job}," in name for name in found):
                 raise UnavailableError(
-                    f"an earlier start of this job may still publish a checkpoint: {what}; look at the controllers' "
+                    f"an earlier start of this job may still publish a checkpoint: {what}; read the controllers' "
                     f"logs in {spec.log_path.parent}, and end that controller if it hangs"
                 )
-            _log.warning("%s; going on without it", what)
+            _log.warning("%s; continuing without it", what)
             return
         sleep(handover.POLL_INTERVAL_S)
 

@@ -29,7 +29,7 @@ def query_state(address: str, token: str | None = None, *, timeout_s: float = QU
             raw = method(b"", metadata=call_metadata(token), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION):
-                raise ConfigError(f"the controller at {address} refuses: {error.details()}") from error
+                raise ConfigError(f"the controller at {address} rejected the request: {error.details()}") from error
             raise UnavailableError(f"no controller answers at {address}: {error.details()}") from error
     return codec.state_from_bytes(raw)
 
@@ -43,7 +43,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ConfigError(f"{address!r} is no address of a controller; write HOST:PORT or [IPV6]:PORT")
+        raise ConfigError(f"{address!r} is not the address of a controller; write HOST:PORT or [IPV6]:PORT")
     return host, int(port)
 
 

@@ -179,7 +179,7 @@ class Saving:
         """Wait, with the timer "again", until refused writers may try again; False if they have for `limit_s`."""
         if not limit_s or self._context.timers.running("again"):
             return limit_s > 0
-        return self._again(self._patience, limit_s, "every writer that could do it was refused")
+        return self._again(self._patience, limit_s, "every writer that could write it was rejected")
 
     def _again(self, patience: Patience, limit_s: float, words: str) -> bool:
         context = self._context

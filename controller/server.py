@@ -177,7 +177,9 @@ class ControllerShell:
     def _look_after(self, ticks: int) -> None:
         self._update_run_file()
         if self._roster.is_untouched and ticks % 5 == 4 and self._spec.starter_pid and not self._starter_lives():
-            self.stop(f"nobody has connected, and process {self._spec.starter_pid}, which started this, is gone")
+            self.stop(
+                f"no rank has connected, and process {self._spec.starter_pid}, which started the controller, has ended"
+            )
         self._end_if_asked()
 
     def _update_run_file(self) -> None:
@@ -198,14 +200,14 @@ class ControllerShell:
         return self._roster.live or int(self._roster.is_untouched and self._starter_lives())
 
     def _on_sigterm(self) -> None:
-        _log.info("asked to end (SIGTERM): will do so when no rank is left and no incident is open")
+        _log.info("received SIGTERM: the controller will end when no rank is left and no incident is open")
         self._asked_to_end = True
         self._end_if_asked()
 
     def _end_if_asked(self) -> None:
         may_end = self._core.state in _MAY_END_WHEN_EMPTY and not self._storage.busy
         if self._asked_to_end and may_end and self._live() == 0:
-            self.stop("it was asked to, and no rank is left")
+            self.stop("it received SIGTERM, and no rank is left")
 
     # ------------------------------------------------------------------ what comes in
 
@@ -220,7 +222,10 @@ class ControllerShell:
                 session.strays += 1
                 if session.strays <= STRAYS_LOGGED:
                     _log.warning(
-                        "%s: dropped %s of rank %d, not accepted there", session, type(report).__name__, report.rank
+                        "%s: dropped %s of rank %d, which is registered over another session",
+                        session,
+                        type(report).__name__,
+                        report.rank,
                     )
                 continue
             self._roster.hear(report, now_s)

@@ -103,7 +103,7 @@ class PeerSession:
         else:
             self._orders.append(([rank], order))
         if len(self._orders) > OUTBOX_ORDERS_MAX:
-            _log.error("%s (ranks %s) does not read its orders; its session is ended", self, sorted(self.ranks))
+            _log.error("%s (ranks %s) does not read its orders; its session is closed", self, sorted(self.ranks))
             self.cancel()
         elif self._writer is None:
             self._writer = asyncio.get_running_loop().create_task(self._write())
@@ -188,15 +188,17 @@ class SessionService:
         if not hmac.compare_digest(token, self._token):
             self._refusals += 1
             if self._refusals <= REFUSALS_LOGGED or self._refusals % 100 == 0:
-                _log.warning("refused %s: wrong token (refusal number %d)", context.peer(), self._refusals)
+                _log.warning("rejected %s: wrong token (rejection number %d)", context.peer(), self._refusals)
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
-                "wrong token: this controller serves another job; give all ranks of a job the same LASTWORDS_TOKEN "
-                "(or none at all), and each job a ctrl_port of its own",
+                (
+                    "wrong token: this controller serves another job; use the same LASTWORDS_TOKEN (or none at all) "
+                    "on all ranks of a job, and a different ctrl_port for each job"
+                ),
             )
         protocol = metadata.get(codec.PROTOCOL_KEY, "")
         if protocol != str(codec.PROTOCOL_VERSION):
-            _log.warning("refused %s: it speaks protocol %r", context.peer(), protocol)
+            _log.warning("rejected %s: it speaks protocol %r", context.peer(), protocol)
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the controller speaks protocol {codec.PROTOCOL_VERSION}, this process {protocol!r:.20}; "
@@ -208,11 +210,14 @@ class SessionService:
         await self._admit(context)
         job = str(dict(context.invocation_metadata() or ()).get(codec.JOB_KEY, ""))
         if job != self._job:
-            _log.warning("refused %s: it belongs to job %.80r", context.peer(), job)
+            _log.warning("rejected %s: it belongs to job %.80r", context.peer(), job)
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this controller serves job {self._job}, this process belongs to job {job:.80}; "
-                "give each job a ctrl_port of its own, and end what is left of an older start (-gN counts them)",
+                (
+                    f"this controller serves job {self._job}, this process belongs to job {job:.80}; use a different "
+                    "ctrl_port for each job, and end processes of an older start of this job (-gN is the number of "
+                    "the start)"
+                ),
             )
 
     async def _state(self, _requests: Any, context: Any) -> None:
@@ -227,7 +232,9 @@ class SessionService:
         try:
             if not await session.run(self._read(session, context)):
                 with contextlib.suppress(grpc.aio.UsageError, grpc.aio.InternalError):  # the stream is gone already
-                    await context.abort(grpc.StatusCode.ABORTED, "the controller has ended this session; connect again")
+                    await context.abort(
+                        grpc.StatusCode.ABORTED, ("the controller has closed this session; connect again")
+                    )
             await session.drained()
         finally:
             session.open = False
@@ -243,7 +250,7 @@ class SessionService:
                 malformed += 1
                 _log.error("dropped a message of %s (ranks %s): %s", session, sorted(session.ranks), error)
                 if malformed >= MALFORMED_MAX:
-                    _log.error("%s has sent %d malformed messages; its session is ended", session, malformed)
+                    _log.error("%s has sent %d malformed messages; its session is closed", session, malformed)
                     session.cancel()
                 continue
             self._owner.on_reports(session, reports)

@@ -56,7 +56,9 @@ class ControllerSpec:
             raise ConfigError(f"world size {self.world_size} or generation {self.generation} is impossible")
         for path in (self.root, self.fallback_root):
             if path is not None and not path.is_absolute():
-                raise ConfigError(f"{path} must be an absolute path, since the controller runs elsewhere")
+                raise ConfigError(
+                    f"{path} must be an absolute path, since the controller has another working directory"
+                )
         for name, value in self._flat().items():
             if name.endswith("_s") and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} must be a positive number of seconds")
@@ -117,4 +119,4 @@ def _parse(field: str, hint: Any, text: str) -> Any:
     try:
         return kinds[0](text)
     except ValueError as error:
-        raise ConfigError(f"--{field.replace('_', '-')}={text!r} is no {kinds[0].__name__}") from error
+        raise ConfigError(f"--{field.replace('_', '-')}={text!r} is not a valid {kinds[0].__name__}") from error

@@ -146,7 +146,7 @@ class StorageJobs:
                 self._claims.append(claim)
             removed = stale.remove_stale(root, spec.job, spec.generation)
             if removed:
-                _log.info("removed what ended jobs had left: %s", ", ".join(map(str, removed)))
+                _log.info("removed files of ended jobs: %s", ", ".join(map(str, removed)))
 
     def _look_for_newest(self) -> None:
         try:
@@ -187,7 +187,11 @@ class StorageJobs:
         for pause_s in (*KEEP_PAUSES_S, None):
             try:
                 if stale.keep(tmp_dir, kept) is not None:
-                    _log.warning("finished files of step %d are kept in %s; remove it when done", effect.step, kept)
+                    _log.warning(
+                        ("finished files of step %d are kept in %s; remove the directory when you no longer need it"),
+                        effect.step,
+                        kept,
+                    )
                 else:
                     self._discard(tmp_dir)
                 return

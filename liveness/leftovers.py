@@ -34,7 +34,7 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
-        _log.warning("cannot look for leftovers in %s: %s", root, error)
+        _log.warning("cannot look for files of ended jobs in %s: %s", root, error)
         return []
     for name in names:
         found = _JOB_DIR.fullmatch(name)
@@ -46,9 +46,9 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
                 paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root)
                 removed.append(path)
         except (LastWordsError, OSError) as error:
-            _log.info("%s stays: %s", path, error)
+            _log.info("%s is not removed: %s", path, error)
     if removed:
-        _log.info("removed what ended jobs had left: %s", ", ".join(map(str, removed)))
+        _log.info("removed files of ended jobs: %s", ", ".join(map(str, removed)))
     return removed
 
 

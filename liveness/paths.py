@@ -34,14 +34,14 @@ def check_job(job: str) -> str:
     'digits-42'
     """
     if not _JOB.fullmatch(job):
-        raise ConfigError(f"job name {job!r} must be 1 to 64 characters out of A-Z a-z 0-9 _ . -")
+        raise ConfigError(f"job name {job!r} must have 1 to 64 characters, each one of A-Z a-z 0-9 _ . -")
     return job
 
 
 def check_nonce(nonce: str) -> str:
     """The nonce, unchanged, if it may become part of a path; raises ConfigError otherwise."""
     if not _NONCE.fullmatch(nonce):
-        raise ConfigError(f"nonce {nonce!r} must be at most 32 characters out of 0-9 a-f")
+        raise ConfigError(f"nonce {nonce!r} must have at most 32 characters, each one of 0-9 a-f")
     return nonce
 
 

@@ -146,7 +146,9 @@ class LifeLine:
         mutexes of the known kind (the caller then relies on pidfd), StorageError if the file system refuses.
         """
         if platform.machine() not in _SYS_FUTEX:
-            raise UnavailableError(f"robust mutexes are not known to work on {platform.machine()}; pidfd remains")
+            raise UnavailableError(
+                f"robust mutexes are not known to work on {platform.machine()}; falling back on pidfd"
+            )
         try:
             with paths.replacing(path) as fd:
                 os.posix_fallocate(fd, 0, _FILE_BYTES)
@@ -179,7 +181,7 @@ class LifeLine:
             libc.pthread_mutex_init(ctypes.c_void_p(mutex), attributes),
         ):
             if code != 0:
-                raise UnavailableError(f"no robust mutex on this system: {os.strerror(code)}; pidfd remains")
+                raise UnavailableError(f"this system has no robust mutexes: {os.strerror(code)}; falling back on pidfd")
         self._thread.start()
         self._held.wait()
         if self._refused is not None:
@@ -194,7 +196,7 @@ class LifeLine:
         thread_id = threading.get_native_id()
         if code != 0 or word.value & _FUTEX_TID_MASK != thread_id:
             # Another C library may keep the futex elsewhere in pthread_mutex_t: say so instead of guessing.
-            self._refused = f"pthread_mutex_lock gave {code} and word {word.value:#x}; pidfd remains"
+            self._refused = f"pthread_mutex_lock returned {code} and the word {word.value:#x}; falling back on pidfd"
             self._held.set()
             return
         word.value = thread_id | _FUTEX_WAITERS
@@ -294,7 +296,7 @@ def _end_kind(mapping: _Mapping) -> EndKind | None:
 
 def _attach(path: Path, process: ProcessId | None) -> _Mapping:
     if platform.machine() not in _SYS_FUTEX:
-        raise UnavailableError(f"robust mutexes are not known to work on {platform.machine()}; pidfd remains")
+        raise UnavailableError(f"robust mutexes are not known to work on {platform.machine()}; falling back on pidfd")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as error:

@@ -75,7 +75,9 @@ class HostWatch:
         except UnavailableError as error:
             problems.append(str(error))
         if problems:
-            _log.warning("rank %d (process %d) is watched less closely: %s", rank, process.pid, "; ".join(problems))
+            _log.warning(
+                "not every way of watching rank %d (process %d) works: %s", rank, process.pid, "; ".join(problems)
+            )
         if not sources:
             with self._lock:
                 if self._entries.get(rank) is entry:

@@ -231,7 +231,7 @@ class Agent:
 
     def on_session_down(self, reason: str) -> None:
         """Session thread: the stream broke; it reconnects by itself."""
-        _log.info("session with the controller is down: %s", reason)
+        _log.info("the session with the controller is down: %s", reason)
         self._handle(events.SessionDown())
 
     def on_session_refused(self, reason: str) -> None:

@@ -143,7 +143,7 @@ class ProcessorCore(RankState):
         """These weights, and any copy of them, are not what they should be: nothing may be saved from here."""
         self._has_copy = False
         self._move("mark_corrupt")
-        self._part.forsake("its replicas say that its weights are wrong")
+        self._part.forsake("its weights differ from those of its replicas")
         self._after_move()
 
     def mark_skipped(self) -> None:
@@ -253,7 +253,9 @@ class ProcessorCore(RankState):
                 self._on_order(order)
             case SessionUp():
                 if self._said.on_session_up():
-                    self._outbox.emit(Log(WARNING, f"rank {self.rank} has a controller again and is protected"))
+                    self._outbox.emit(
+                        Log(WARNING, (f"rank {self.rank} has reconnected to its controller and is protected again"))
+                    )
             case SessionDown():
                 self._said.on_session_down(now_s)
             case SaveProgressed(incident, attempt, bytes_written, syncing):

@@ -301,6 +301,6 @@ def _end_later(code: int, hurry: threading.Event, seconds: float | None, announc
         for name, target in (("lastwords-flush", flush), ("lastwords-exit", end)):
             threading.Thread(target=target, name=name, daemon=True).start()
     except RuntimeError as error:
-        _log.error("this process cannot end by itself: %s", error)
+        _log.error("lastwords cannot end this process: %s", error)
         return False
     return True

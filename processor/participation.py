@@ -112,7 +112,7 @@ class Participation:
             return False
         self._forget()
         self.incident = 0
-        self._outbox.emit(Log(INFO, f"rank {self._rank} goes on at {stand}: false alarm"))
+        self._outbox.emit(Log(INFO, f"rank {self._rank} continues at {stand}: false alarm"))
         return True
 
     def concerns(self, incident: int) -> bool:
@@ -138,9 +138,9 @@ class Participation:
         self.attempt = order.attempt
         self.proceed_step = 0
         if self.settled is None:
-            self._refuse(order, f"rank {self._rank} has not settled; it stands at {stand}", storage=False)
+            self._refuse(order, f"rank {self._rank} has not stopped yet; it is at {stand}", storage=False)
         elif order.units and not may_write(stand, order.step):
-            reason = f"rank {self._rank} does not hold step {order.step}; it stands at {stand}"
+            reason = f"rank {self._rank} does not hold step {order.step}; it is at {stand}"
             self._refuse(order, reason, storage=False)
         else:
             self._saving = order

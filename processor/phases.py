@@ -53,7 +53,7 @@ PARKED: Final[Mapping[tuple[Phase, str], Phase]] = {
 """Phase after a call that answers False because the rank is frozen."""
 
 _MISUSE: Final[Mapping[str, str]] = {
-    "begin_loop": "a training loop was begun in the middle of a step",
+    "begin_loop": "a training loop was started in the middle of a step",
     "mark_ready": "optimizer.step() was called again before the step was ended; call step_end() once after each step()",
     "try_update": "an update was entered without READY",
     "mark_updated": "an update was ended that had not begun",
@@ -78,7 +78,7 @@ def misuse(rank: int, stand: Stand, method: str) -> ConfigError:
     """The error for a call that TRANSITIONS does not have; its text is for the author of the training loop."""
     text = _MISUSE.get(method, "the calls of the training loop are out of order")
     if stand.phase is _TORN:
-        text = "an update failed half-way, so the weights are of no step; this rank cannot train on"
+        text = "an update failed half-way, so the weights belong to no step; this rank cannot continue training"
     elif stand.phase is _DONE:
         text = "the training loop has been left already"
     return ConfigError(f"rank {rank} at {stand}: {text}")

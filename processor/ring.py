@@ -150,7 +150,7 @@ def ranks_here(job: str, generation: int, nonce: str = "", *, root: Path = paths
     try:
         names = patiently(lambda: _names_in(directory), REAL_OS)
     except StorageError as error:
-        _log.warning("nobody on this host is watched: %s", error)
+        _log.warning("no rank on this host is watched: %s", error)
         return []
     return sorted(int(found[1]) for name in names if (found := _LIFE.fullmatch(name)))
 

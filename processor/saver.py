@@ -123,10 +123,12 @@ class SaveJob:
             self._fail(str(error), storage=True)
         except (OSError, MemoryError, RuntimeError) as error:
             # No descriptor for a black box, no memory (torch says RuntimeError), no thread: perhaps later.
-            _log.warning("rank %s could not write its part of step %s", self._spec.rank, self.order.step, exc_info=True)
+            _log.warning(
+                "rank %s could not write its files of step %s", self._spec.rank, self.order.step, exc_info=True
+            )
             self._fail(f"{type(error).__name__}: {error}", storage=True)
         except Exception as error:  # outermost loop of this thread: whatever it was, the controller must hear of it
-            _log.exception("rank %s could not write its part of step %s", self._spec.rank, self.order.step)
+            _log.exception("rank %s could not write its files of step %s", self._spec.rank, self.order.step)
             self._fail(f"{type(error).__name__}: {error}", storage=False)
         else:
             if not self._cancelled.is_set():

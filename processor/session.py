@@ -162,7 +162,7 @@ class Session:
     def send(self, report: Report) -> None:
         """Send a report as soon as possible. Never waits, never raises; a newer status replaces an older one."""
         if not self._outbox.put(report):
-            _log.warning("the controller at %s does not listen; the oldest report is dropped", self.address)
+            _log.warning("the controller at %s does not receive reports; the oldest one is dropped", self.address)
 
     def close(self, timeout_s: float) -> None:
         """Send what is left and end, at most `timeout_s` later; at once where there is no connection. Idempotent."""
@@ -233,11 +233,14 @@ class Session:
     def _on_refusal(self, details: str) -> bool:
         """True if it says nothing about this process: its own controller is gone, and somebody else has the port."""
         if not self._accepted:
-            self._on_refused(f"the controller at {self.address} refuses rank {self.rank}: {details}")
+            self._on_refused(f"the controller at {self.address} rejected rank {self.rank}: {details}")
             return False
         if not self._refusals:
             _log.error(
-                "rank %d has lost its controller: what listens at %s now serves another job; this one is unprotected",
+                (
+                    "rank %d has lost its controller: the one at %s now serves another job; nothing is saved if a "
+                    "rank of this job dies"
+                ),
                 self.rank,
                 self.address,
             )
@@ -248,7 +251,7 @@ class Session:
         try:
             orders = codec.orders_from_bytes(raw)
         except ProtocolError as error:
-            _log.error("the controller at %s sent something that is no order; dropped: %s", self.address, error)
+            _log.error("the controller at %s sent an invalid message, which is dropped: %s", self.address, error)
             return
         for ranks, order in orders:
             if self.rank in ranks:

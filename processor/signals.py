@@ -182,7 +182,13 @@ class SignalGuard:
 
     def pass_on(self, number: int) -> None:
         """Let a stop signal that was reported do what it would have done without us; the next one is reported again."""
-        _log.warning("signal %d takes its own way: there is no controller that could save anything", number)
+        _log.warning(
+            (
+                "signal %d has the effect that it has without lastwords: there is no controller that could "
+                "save a checkpoint"
+            ),
+            number,
+        )
         self._passing.add(number)
         self._reported.discard(number)
         self._stop_requested = False
@@ -215,7 +221,7 @@ class SignalGuard:
             self._degrade(str(error))
             return
         if number in self._ours:
-            _log.info("%s was taken by %r meanwhile; lastwords calls it", signal.Signals(number).name, before)
+            _log.info("the handler of %s was replaced by %r; lastwords calls it", signal.Signals(number).name, before)
         self._ours[number] = ours
         self._before[number] = before
         self._seen(number)
@@ -282,7 +288,7 @@ class SignalGuard:
     def _degrade(self, reason: str) -> None:
         if reason not in self._reasons:
             self._reasons.append(reason)
-            _log.warning("signals are not fully guarded: %s", reason)
+            _log.warning("not every signal is handled by lastwords: %s", reason)
 
     # ------------------------------------------------------------------ the guard's own thread
 

@@ -181,7 +181,9 @@ def test_a_rank_that_never_begins_is_named() -> None:
     job = JobDriver(2)
     job.hear(LoopBegin(0, GENERATION, 10, 2, 0))
     job.wait(300.0)
-    assert job.sent(Refused)[0].reason == "rank 1 did not begin the loop within 300 s of rank 0"
+    assert (
+        job.sent(Refused)[0].reason == "rank 1 did not begin the training loop within 300 s after rank 0 had begun it"
+    )
 
 
 def test_a_second_loop_is_agreed_on_by_itself() -> None:
@@ -251,7 +253,7 @@ def test_a_rank_that_left_early_is_an_incident_when_nobody_moves() -> None:
     job.hear(Status(0, GENERATION, computing(6)))
     job.wait(1.1)
     assert sorted(job.sent(Freeze)) == [0, 1, 2]
-    assert "rank 2 left the loop early" in job.sent(Freeze)[0].reason
+    assert "rank 2 left the training loop early" in job.sent(Freeze)[0].reason
 
 
 def test_a_rank_that_has_done_all_its_steps_waits_longer() -> None:
@@ -262,7 +264,7 @@ def test_a_rank_that_has_done_all_its_steps_waits_longer() -> None:
     assert job.core.state is State.WATCHING
     job.wait(2.0)
     assert job.core.state is State.SETTLING
-    assert "rank 1 did not finish the loop" in job.sent(Freeze)[0].reason
+    assert "rank 1 did not finish the training loop" in job.sent(Freeze)[0].reason
 
 
 def finishing(shape: tuple[int, int], done: tuple[int, ...], step: int, ranks: int = 3) -> JobDriver:
@@ -298,7 +300,7 @@ def test_several_that_stand_still_before_the_last_step_may_wait_for_one_that_lef
     """Negative control."""
     job = finishing((10, 3), (2,), 20)
     job.wait(31.0)
-    assert "rank 2 left the loop early" in job.sent(Freeze)[0].reason
+    assert "rank 2 left the training loop early" in job.sent(Freeze)[0].reason
 
 
 @pytest.mark.parametrize("done", [(1, 2), (2,)], ids=["one", "two"])
@@ -308,7 +310,7 @@ def test_who_stands_in_a_loop_of_ones_own_that_others_have_left_is_not_waited_fo
     """It may wait in a collective for one that has left too early, and nobody can tell from outside."""
     job = finishing((0, 0), done, 20)
     job.wait(601.0)
-    assert "no other rank has moved for 600 s" in job.sent(Freeze)[0].reason
+    assert "no other rank has made progress for 600 s" in job.sent(Freeze)[0].reason
 
 
 def test_the_death_of_the_rank_that_is_not_done_is_a_death() -> None:

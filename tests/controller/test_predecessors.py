@@ -103,7 +103,7 @@ def test_one_that_does_not_move_is_given_up(
             await_publications(spec(tmp_path, job), shm_root=tmp_path, sleep=sleep)
     else:
         await_publications(spec(tmp_path, job), shm_root=tmp_path, sleep=sleep)
-        assert "going on without it" in caplog.text
+        assert "continuing without it" in caplog.text
     assert now_s[0] > handover.STALL_S
     claim.release()
 

@@ -161,12 +161,12 @@ def test_only_torn_ranks_left_save_nothing() -> None:
     answer = select(views([Stand(Phase.TORN, 8)], ["u"]), ["u"])
     assert isinstance(answer, NoDecision)
     assert answer.kind is NoDecisionKind.NO_HOLDER
-    assert answer.reason == "u cannot be saved at step 7: rank 0 stands at TORN(8)"
+    assert answer.reason == "u cannot be saved at step 7: rank 0 is at TORN(8)"
 
 
 def test_before_the_first_step_there_is_nothing_to_save() -> None:
     answer = select(views([Stand(Phase.READY, 1), computing(0)], ["u", "u"]), ["u"])
-    assert answer == NoDecision(NoDecisionKind.NOTHING_TO_SAVE, "no step had been ended yet")
+    assert answer == NoDecision(NoDecisionKind.NOTHING_TO_SAVE, "no step had been completed yet")
 
 
 def test_right_after_a_resume_there_is_nothing_to_save() -> None:
@@ -217,7 +217,7 @@ def test_the_local_state_of_a_dead_rank_is_written_on_its_host() -> None:
 def test_the_local_state_of_a_lost_host_is_lost_and_said() -> None:
     answer = choose([computing(7), computing(7), None, None], hosts="aabb")
     assert answer.lost_local_ranks == (2, 3)
-    assert "nobody can write the rank-local state of ranks 2 and 3" in answer.reason
+    assert "no rank can write the rank-local state of ranks 2 and 3" in answer.reason
 
 
 def test_a_unit_writer_also_writes_the_local_state_of_its_host() -> None:
@@ -302,7 +302,7 @@ def test_a_rank_is_never_asked_twice_for_the_same_directory() -> None:
 def test_a_rank_that_can_write_nowhere_does_not_hold_its_step_in_vain() -> None:
     answer = choose([computing(8), computing(7)], hosts="ab", refused={0: {0}})
     assert (answer.step, answer.given_up, list(answer.writers)) == (7, (0,), [1])
-    assert "rank 0 can write nowhere" in answer.reason
+    assert "rank 0 can write to no directory" in answer.reason
 
 
 def test_the_directory_that_saves_more_local_state_is_preferred() -> None:

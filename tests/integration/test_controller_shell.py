@@ -488,7 +488,7 @@ def test_a_peer_that_says_nothing_but_garbage_is_disconnected(job: Job) -> None:
     job.start()
     stay = threading.Event()
     channel, call = raw_session(job, [b"\xff"] * 40, stay)
-    with pytest.raises(grpc.RpcError, match="ended this session"):
+    with pytest.raises(grpc.RpcError, match="closed this session"):
         list(call)
     stay.set()
     channel.close()
@@ -499,7 +499,7 @@ def test_reports_for_a_rank_of_another_session_are_dropped(job: Job) -> None:
     puppets = job.train(steps=2)
     stay = threading.Event()
     channel, call = raw_session(job, [codec.reports_to_bytes([Status(1, 1, Stand(Phase.COMPUTING, 99))])], stay)
-    wait_for(lambda: "not accepted there" in handle.log_path.read_text())
+    wait_for(lambda: "registered over another session" in handle.log_path.read_text())
     stay.set()
     list(call)
     channel.close()
@@ -671,7 +671,7 @@ def test_a_port_in_use_by_something_else_is_a_config_error(job: Job) -> None:
 
 
 def test_an_address_of_another_host_is_a_config_error(job: Job) -> None:
-    with pytest.raises(ConfigError, match="no address of this host"):
+    with pytest.raises(ConfigError, match="not an address of this host"):
         job.start(ip="192.0.2.1")
 
 

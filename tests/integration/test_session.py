@@ -282,7 +282,7 @@ def test_something_that_is_no_controller_ends_the_session_with_a_reason() -> Non
     try:
         assert up.wait(WAIT_S)
         with contextlib.closing(Rank(port)) as rank:
-            assert "refuses rank 1" in rank.refusals.get(timeout=WAIT_S)
+            assert "rejected rank 1" in rank.refusals.get(timeout=WAIT_S)
     finally:
         end.set()
         thread.join()
@@ -328,7 +328,7 @@ def test_an_outbox_that_nobody_empties_is_bounded_and_says_so(caplog: pytest.Log
     with contextlib.closing(Rank(port)) as rank:
         for dead in range(OUTBOX_REPORTS_MAX + 5):
             rank.session.send(PeerDied(1, 0, dead, source=2))  # type: ignore[arg-type]
-        assert "does not listen" in caplog.text
+        assert "does not receive reports" in caplog.text
         with Controller(port) as controller:
             deaths = [controller.hear(PeerDied).dead_rank for _ in range(OUTBOX_REPORTS_MAX)]
     assert deaths == list(range(5, OUTBOX_REPORTS_MAX + 5))

@@ -94,5 +94,5 @@ def test_a_rank_whose_weights_are_found_wrong_takes_back_what_it_was_told_to_sav
     effects = rank.core.take_effects()
     assert any(isinstance(effect, CancelSave) for effect in effects)
     (failed,) = (report for report in reports(effects) if isinstance(report, SaveFailed))
-    assert "its weights are wrong" in failed.reason
+    assert "its weights differ" in failed.reason
     assert not any(isinstance(effect, StartSave) for effect in rank.save(step=7, attempt=2)), "nor the copy"

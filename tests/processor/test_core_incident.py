@@ -302,7 +302,7 @@ def test_a_rank_that_has_not_settled_refuses_to_write() -> None:
     rank = frozen(Phase.UPDATING, 8)
     (answer,) = reports(rank.save(8))
     assert isinstance(answer, SaveFailed)
-    assert "not settled" in answer.reason
+    assert "has not stopped yet" in answer.reason
 
 
 def test_black_boxes_can_be_copied_by_a_rank_that_holds_nothing() -> None:

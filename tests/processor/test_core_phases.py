@@ -116,7 +116,7 @@ def test_the_error_for_a_second_step_says_what_to_do() -> None:
 
 
 def test_the_error_after_a_torn_update_says_so() -> None:
-    with pytest.raises(ConfigError, match="weights are of no step"):
+    with pytest.raises(ConfigError, match="weights belong to no step"):
         at(Phase.TORN).core.mark_ready()
 
 
