@@ -187,7 +187,7 @@ def _print_unpublished(kept: list[Unpublished]) -> None:
     ]
     columns = ("directory", "step", "job", "finished parts of ranks", "")
     tables.console().print(
-        tables.table("Never published, kept for you to use or remove", columns, rows, right=("step",))
+        tables.table("Unpublished files, kept until you remove them", columns, rows, right=("step",))
     )
 
 
@@ -319,7 +319,7 @@ def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MA
 
 def _place(manifest: Manifest) -> str:
     if not manifest.named:
-        return "the loop had not said yet which step of which epoch"
+        return "not known: the loop had not named its epoch and step yet"
     return f"epoch {manifest.epoch}, step {manifest.step}"
 
 

@@ -201,8 +201,10 @@ def _unprotected(rows: Sequence[_Row], world_size: int) -> tuple[str, ...]:
         return ()
     ranks = sorted({row.holders[0] for row in alone if row.holders is not None})
     return (
-        f"no redundancy: part of the state is on {_called(ranks)} alone; if such a process is lost, only an older "
-        "checkpoint is left",
+        (
+            f"no redundancy: part of the state is held by {_called(ranks)} alone; if such a rank dies, only an older "
+            "checkpoint remains"
+        ),
     )
 
 

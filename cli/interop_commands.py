@@ -30,27 +30,36 @@ def add_parsers(add: Add) -> None:
         "out",
         type=Path,
         metavar="DST",
-        help="--to dcp: the directory to make; --to lastwords: the directory that holds checkpoints",
+        help="--to dcp: the directory to create; --to lastwords: the directory that holds checkpoints",
     )
     convert.add_argument("--to", required=True, choices=("dcp", "lastwords"), help="the format of DST")
     convert.add_argument("--model-key", default="model", metavar="KEY", help="the model's key (default model)")
     convert.add_argument("--optim-key", default="optim", metavar="KEY", help="the optimizer's key (default optim)")
-    convert.add_argument("--step", type=int, metavar="N", help="--to lastwords: the global step, if SRC does not say")
-    convert.add_argument("--optimizer", default="", metavar="CLASS", help="--to lastwords: such as AdamW, likewise")
+    convert.add_argument(
+        "--step", type=int, metavar="N", help=("--to lastwords: the global step, if SRC does not record it")
+    )
+    convert.add_argument(
+        "--optimizer",
+        default="",
+        metavar="CLASS",
+        help=("--to lastwords: the optimizer's class, such as AdamW, if SRC does not record it"),
+    )
     convert.add_argument(
         "--buffer",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="--to lastwords: names that are buffers, likewise",
+        help="--to lastwords: names of the buffers, if SRC does not record them",
     )
     _chosen(convert, "--to dcp: ")
-    convert.add_argument("--ranks", type=int, default=1, metavar="N", help="--to lastwords: how many ranks will resume")
+    convert.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help=("--to lastwords: the number of ranks that will resume")
+    )
     _units(convert)
     export = add("export", "write weights as model-0000k-of-0000K.safetensors and an index")
     export.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the directory that holds them")
-    export.add_argument("out", type=Path, metavar="OUT", help="the directory to make; it must not exist")
-    export.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes in a file (default 5GB)")
+    export.add_argument("out", type=Path, metavar="OUT", help="the directory to create; it must not exist")
+    export.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default 5GB)")
     _chosen(export, "")
     _units(export)
     diff = add("diff", "compare two checkpoints by tensor, whatever their layouts; exit code 0 same, 1 different")
@@ -64,7 +73,7 @@ def add_parsers(add: Add) -> None:
 def _chosen(parser: argparse.ArgumentParser, where: str) -> None:
     what = f"{where}only tensors with such a name, '*' for anything; may be repeated"
     parser.add_argument("--name", action="append", default=[], metavar="PATTERN", help=what)
-    what = f"{where}OTHER was saved apart from NAME and is the same weight; may be repeated"
+    what = f"{where}OTHER and NAME were saved separately and are the same weight; may be repeated"
     parser.add_argument("--tied", action="append", default=[], metavar="OTHER=NAME", help=what)
     what = f"{where}the model's floating-point tensors in this type: bfloat16"
     parser.add_argument("--dtype", default="", metavar="TYPE", help=what)
@@ -114,7 +123,7 @@ def _converted(arguments: argparse.Namespace, progress: Callable[[int, int], Non
 
     for option in ("unit", "name", "dtype", "tied"):
         if getattr(arguments, option):
-            raise ConfigError(f"--{option} chooses what is read from a checkpoint of ours; it goes with --to dcp only")
+            raise ConfigError(f"--{option} selects what is read from a lastwords checkpoint; it requires --to dcp")
     told = Told(arguments.step, arguments.optimizer, ranks=arguments.ranks)
     if arguments.buffer:
         told = dataclasses.replace(told, buffers=(*told.buffers, *arguments.buffer))
@@ -191,5 +200,7 @@ def size_of(text: str) -> int:
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text)
     if found is None or found[2].upper() not in _SUFFIXES:
-        raise ConfigError(f"{text!r} is no size; write a number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+        raise ConfigError(
+            f"{text!r} is not a size; write a number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
+        )
     return int(float(found[1]) * _SUFFIXES[found[2].upper()])

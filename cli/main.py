@@ -42,13 +42,13 @@ class ExitCode(enum.IntEnum):
 
 EXIT_CODES = """\
 exit codes:
-  0  fine
+  0  success
   1  nothing found: there is no checkpoint at PATH, or no controller answers; diff: the two differ;
-     transform: not published yet, since other ranks' parts are missing
+     transform: not published yet, since files of other ranks are missing
   2  wrong usage
-  3  what is there is damaged, incomplete, or written by a newer lastwords
-  4  the file system refused (permission, I/O error)
-  5  try again: another process writes to the same place, or what was read was replaced meanwhile, twice
+  3  the checkpoint is damaged, incomplete, or written by a newer lastwords
+  4  the file system reported an error (permission, I/O)
+  5  try again: another process writes to the same place, or the checkpoint was replaced twice while it was read
 """
 
 
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="lastwords",
-        description="Looks at checkpoints that lastwords has saved, and at running controllers.",
+        description="Inspects checkpoints of lastwords and running controllers.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,16 +76,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     latest = add("latest", "print the path of the newest complete checkpoint in PATH")
     latest.epilog = (
-        "Of more than 256 files only their directories are looked at; resume() and `inspect` look at each file."
+        "If a checkpoint has more than 256 files, only directories are checked; resume() and `inspect` check each file."
     )
     latest.add_argument("--job", help="only checkpoints of this job")
     inspect = add("inspect", "show what a checkpoint holds, or list those in PATH")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    inspect.add_argument("--all", action="store_true", help="every reason of every rank why a resume is not exact")
-    verify = add("verify", "read every byte and check it; all checkpoints if PATH holds several")
+    inspect.add_argument("--all", action="store_true", help="list each rank's reasons why a resume is not exact")
+    verify = add("verify", "read and verify every byte; of all checkpoints if PATH holds several")
     verify.add_argument("--quick", action="store_true", help="check manifest, sizes and headers only")
-    add("groups", "show which ranks hold which unit and what may die; PATH may also hold group_info files")
-    what = "show what a running controller knows: its ranks, where they stand, the newest incident"
+    add(
+        "groups",
+        ("show which ranks hold which unit and which of them may be lost; PATH may also hold group_info files"),
+    )
+    what = "show the state of a running controller: its ranks, their steps, the newest incident"
     status = bare("status", what)
     status.add_argument(
         "--controller", metavar="HOST:PORT", help="its address; default: the only one of this user on this host"

@@ -22,7 +22,7 @@ def find_controller() -> str:
     """
     running = handover.running_here()
     if not running:
-        raise UnavailableError("no controller of this user runs on this host; name one: --controller HOST:PORT")
+        raise UnavailableError("no controller of this user runs on this host; specify one: --controller HOST:PORT")
     if len(running) > 1:
         known = ", ".join(f"{record.address} (job {record.job})" for record in running)
         raise ConfigError(f"several controllers run here, choose one with --controller: {known}")
@@ -57,7 +57,7 @@ def _facts(address: str, state: ControllerState) -> list[tuple[str, object]]:
 
 def _row(rank: RankState) -> tuple[object, ...]:
     if rank.process is None:
-        return rank.rank, "-", "-", "-", "-", Text("not here yet", style="yellow")
+        return rank.rank, "-", "-", "-", "-", Text("not registered", style="yellow")
     if rank.dead:
         word = Text("dead", style="red")
     elif rank.connected:

@@ -34,12 +34,22 @@ def add_parser(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
         "--to",
         required=True,
         metavar="STRATEGY",
-        help="a strategy file, a checkpoint whose layout is meant, or the word `whole`: everything on one rank",
+        help="a strategy file, a checkpoint whose layout is wanted, or `whole`: everything on one rank",
     )
-    command.add_argument("--ranks", metavar="LIST", help="only these ranks' parts, such as 0,2,4-7 (default: all)")
-    command.add_argument("--jobs", type=int, default=1, metavar="N", help="parts that are written at once (default 1)")
-    command.add_argument("--verify", action="store_true", help="read the result back and check every byte")
-    command.add_argument("--dry-run", action="store_true", help="only say what would be written and read, or refused")
+    command.add_argument(
+        "--ranks", metavar="LIST", help=("write only the files of these ranks, such as 0,2,4-7 (default: all)")
+    )
+    command.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help=("number of ranks whose files are written in parallel (default 1)"),
+    )
+    command.add_argument("--verify", action="store_true", help="read the result back and verify every byte")
+    command.add_argument(
+        "--dry-run", action="store_true", help=("dry run: print what would be read and written, or why it is rejected")
+    )
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -75,14 +85,20 @@ def run(arguments: argparse.Namespace) -> int:
             print(done.path)
         return 0
     if done.busy == done.missing != ():
-        say(f"another process is writing what is missing ({_listed(done)}), and publishes when it is done")
+        say(
+            f"another process is writing the missing ranks ({_listed(done)}), and publishes the checkpoint when it "
+            "is done"
+        )
     elif done.missing:
         say(
-            f"not published yet: the parts of {len(done.missing)} of {done.world_size} ranks are missing "
-            f"({_listed(done)}); run the same command for them (--ranks), and the last one publishes"
+            f"not published yet: the files of {len(done.missing)} of {done.world_size} ranks are missing "
+            f"({_listed(done)}); run the same command for them (--ranks); the last run publishes the checkpoint"
         )
     else:
-        say("all parts are written, and another process holds the destination: it publishes, or the same command will")
+        say(
+            "all files are written, but another process has locked the destination; it publishes the checkpoint, "
+            "or else run the same command again"
+        )
     return RANKS_MISSING
 
 
@@ -122,12 +138,12 @@ def ranks_of(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"{text!r} is no list of ranks; write numbers and ranges, such as 0,2,4-7")
+            raise ConfigError(f"{text!r} is not a list of ranks; write numbers and ranges, such as 0,2,4-7")
         low, high = int(first), int(last) if dash else int(first)
         if high >= WORLD_SIZE_MAX:
-            raise ConfigError(f"{part.strip()!r} is no range of ranks: they go up to {WORLD_SIZE_MAX - 1}")
+            raise ConfigError(f"{part.strip()!r} is not a range of ranks: the highest rank is {WORLD_SIZE_MAX - 1}")
         if high < low:
-            raise ConfigError(f"{part.strip()!r} is no range of ranks; write the smaller one first, such as 4-7")
+            raise ConfigError(f"{part.strip()!r} is not a range of ranks; write the smaller number first, such as 4-7")
         found.update(range(low, high + 1))
     return sorted(found)
 

@@ -106,7 +106,7 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads everything of the plan before it returns."""
         if self._checkpoint is None:
-            raise IncompleteError(f"{self.path} was not opened: read_metadata() comes before read_data()")
+            raise IncompleteError(f"{self.path} was not opened: call read_metadata() before read_data()")
         try:
             self._read(self._checkpoint, plan, planner)
         except CheckpointError as error:

@@ -73,12 +73,15 @@ def from_dcp(
     """
     told = told or Told()
     if not optimizer or model == optimizer:
-        raise ConfigError(f"the optimizer needs a key of its own, not {optimizer!r}; without one, give any unused name")
+        raise ConfigError(
+            f"model and optimizer need two different keys, not {model!r} and {optimizer!r}; if there is no optimizer, "
+            "pass any unused key for it"
+        )
     stored = _Stored(source)
     about = _about(stored)
     step = told.global_step or about.global_step
     if not isinstance(step, int) or step < 1 or told.ranks < 1:
-        raise ConfigError(f"{source} does not say of which step it is; give the global step, 1 or more (--step N)")
+        raise ConfigError(f"{source} does not record its global step; pass it, 1 or more (--step N)")
     state, meta = _Unit(stored, about, told, model, optimizer).made()
     final = layout.checkpoint_dir(root, step)
     refuse_existing(final)
@@ -112,8 +115,10 @@ class _Stored:
         self._reader = FileSystemReader(source)
         if not (source / ".metadata").exists():
             raise IncompleteError(
-                f"{source} has no .metadata, so it is no finished directory of torch.distributed.checkpoint; give the "
-                "directory that dcp.save was given",
+                (
+                    f"{source} has no .metadata, so it is not a complete directory of torch.distributed.checkpoint; "
+                    "pass the directory that was passed to dcp.save"
+                ),
                 missing=(".metadata",),
             )
         try:
@@ -154,7 +159,7 @@ def _about(stored: _Stored) -> About:
         return About()
     about = typed(unpack(json.loads(stored.load(path)), where), About, where)
     if about.version != ABOUT_VERSION:
-        raise FormatError(f"{stored.source} was converted by a newer lastwords; upgrade")
+        raise FormatError(f"{stored.source} was converted by a newer lastwords; upgrade this one")
     return about
 
 
@@ -176,7 +181,7 @@ class _Unit:
         for path, name in self._model_names():
             form = self.stored.tensor_form(path)
             if form is None:
-                raise ConfigError(f"{'.'.join(map(str, path))} is no tensor; a model's state has tensors only")
+                raise ConfigError(f"{'.'.join(map(str, path))} is not a tensor; a model's state may hold tensors only")
             if name in aliases:
                 continue
             by_pattern = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.told.buffers)
@@ -186,7 +191,8 @@ class _Unit:
         if not parameters:
             tops = ", ".join(sorted({str(path[0]) for path in self.stored.keys}))
             raise ConfigError(
-                f"{self.stored.source} has nothing under {self.model!r}; at its top: {tops} (--model NAME)"
+                f"{self.stored.source} has no key {self.model!r}; its top-level keys: {tops} (choose one with "
+                "--model NAME)"
             )
         for path in self._below((EXTENSION, "extra")):
             self._add(str(path[2]), path)
@@ -194,7 +200,7 @@ class _Unit:
         kind = self.told.optimizer or self.about.optimizer
         if groups and not kind:
             raise ConfigError(
-                f"{self.stored.source} has an optimizer's state but not its class; give it (--optimizer AdamW)"
+                f"{self.stored.source} has an optimizer's state but not its class; pass the class (--optimizer AdamW)"
             )
         state = self._optimizer_state(parameters, groups)
         meta = UnitMeta(

@@ -214,7 +214,7 @@ def own_error(error: CheckpointException, doing: str) -> LastWordsError:
                 return inner
             if isinstance(inner, OSError):
                 return StorageError(
-                    f"{doing} failed: {inner}; make room or mend the file system", errno=inner.errno or 0
+                    f"{doing} failed: {inner}; free some space, or repair the file system", errno=inner.errno or 0
                 )
             inner = inner.__cause__ or inner.__context__
     return CheckpointError(f"{doing} failed in torch.distributed.checkpoint: {causes[0] if causes else error!r}")

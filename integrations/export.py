@@ -72,7 +72,9 @@ def export_safetensors(
 def check_dtype(dtype: str) -> None:
     """ConfigError for what is no floating-point type, nor ""."""
     if dtype and not (code_of_dtype(dtype) and dtype_named(dtype).is_floating_point):
-        raise ConfigError(f"{dtype!r} is no floating-point type that safetensors has; give one such as bfloat16")
+        raise ConfigError(
+            f"{dtype!r} is not a floating-point type that safetensors can store; pass one such as bfloat16"
+        )
 
 
 def _export(
@@ -153,8 +155,8 @@ def _spec(name: str, whole: Whole, dtype: str) -> TensorSpec:
         code = code_of_dtype(dtype)
     if code is None:
         raise ConfigError(
-            f"{name} is {whole.dtype}, for which safetensors has no code; register it as torch.view_as_real of it, or "
-            "read the checkpoint with load_for_inference"
+            f"{name} is {whole.dtype}, which safetensors cannot store; register torch.view_as_real of it, or read "
+            "the checkpoint with load_for_inference"
         )
     return TensorSpec(name, code, whole.shape)
 

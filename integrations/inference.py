@@ -130,7 +130,7 @@ def _match(model: torch.nn.Module, places: list[_Place], found: Catalogue, path:
     extra = [name for name, whole in found.parameters.items() if whole.name not in used] if strict else []
     if missing or extra or different:
         lines = [f"not in the checkpoint: {_some(missing)}"] if missing else []
-        lines += [f"not in the model: {_some(extra)} (strict=False leaves them out)"] if extra else []
+        lines += [f"not in the model: {_some(extra)} (strict=False ignores them)"] if extra else []
         lines += [f"of another shape: {_some([f'{name} ({text})' for name, text in different.items()])}"] * bool(
             different
         )
@@ -188,5 +188,5 @@ def _materialised(tensor: torch.Tensor, device: torch.device | str | None) -> to
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     if made.is_meta:
-        raise ConfigError("device= must have memory, and 'meta' has none; leave it out for the CPU")
+        raise ConfigError("device='meta' has no memory; pass another device, or omit device= for the CPU")
     return made

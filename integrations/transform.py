@@ -110,7 +110,7 @@ def transform(
     kept for the same call again.
     """
     if jobs < 1:
-        raise ConfigError(f"{jobs} ranks at a time make no progress; give 1 or more")
+        raise ConfigError(f"the number of ranks that are written in parallel must be at least 1, not {jobs}")
     with prepared(source, root, to, ranks, os) as (work, chosen):
         return work.run(chosen, jobs, progress)
 
@@ -121,7 +121,7 @@ def prepared(
 ) -> Iterator[tuple[Transformation, list[int]]]:
     """What is to be done, and for which ranks: found and checked, and nothing written. Errors as of `transform`."""
     if os.exists(source) and not os.leads_to_directory(source):
-        raise ConfigError(f"{source} is a file; give a checkpoint's directory, or one that holds checkpoints")
+        raise ConfigError(f"{source} is a file; pass a checkpoint's directory, or a directory that holds checkpoints")
     path = find_checkpoint(source, os)
     with damage_told_from_replacement(path, stamp_of(path, os), os):
         found = CheckpointSource(open_checkpoint(path, os), os)
@@ -129,7 +129,9 @@ def prepared(
         check_fit(found.saved, wanted)
         chosen = sorted(range(wanted.world_size) if ranks is None else set(ranks))
         if not chosen or not 0 <= chosen[0] <= chosen[-1] < wanted.world_size:
-            raise ConfigError(f"there are no such ranks to write: the destination has 0 to {wanted.world_size - 1}")
+            raise ConfigError(
+                f"these ranks do not exist in the destination, which has ranks 0 to {wanted.world_size - 1}"
+            )
         yield Transformation(found, wanted, root, os), chosen
 
 
@@ -233,8 +235,8 @@ class Transformation:
         found = examine(self.final, self._os)
         if found.manifest is None or found.manifest.run.moved != self._identity:
             raise ConfigError(
-                f"{self.final} exists already, is no transformation of this checkpoint to this strategy, and is left "
-                "as it is; give another directory"
+                f"{self.final} exists already and is not this checkpoint transformed to this strategy; it was not "
+                "changed: choose another directory"
             )
         if found.status is not Status.COMPLETE:
             raise FormatError(f"{self.final} was published, but {found.why}")
@@ -259,7 +261,7 @@ class Transformation:
             what = "another checkpoint" if there.manifest != self._identity.manifest else "another strategy"
             raise ConfigError(
                 f"{self._hidden} holds an unfinished transformation of {what} ({source} to "
-                f"{there.world_size} ranks); finish that with its own command, or remove the directory"
+                f"{there.world_size} ranks); run that command again to finish it, or remove the directory"
             )
 
     def _read_identity(self, path: Path) -> tuple[Moved, str]:

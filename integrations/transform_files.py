@@ -61,7 +61,7 @@ def transform_all(
     out = Path(text("dst_checkpoints_dir", dst_checkpoints_dir))
     prefix = text("ckpt_prefix", ckpt_prefix)
     if "/" in prefix or "\0" in prefix:
-        raise ConfigError(f"ckpt_prefix is {prefix!r}; it is the beginning of a file's name, without any '/'")
+        raise ConfigError(f"ckpt_prefix={prefix!r} must be the beginning of a file name, without any '/'")
     said = strategy_or_none("src_strategy_file", src_strategy_file, os)
     wanted = strategy_or_none("dst_strategy_file", dst_strategy_file, os)
     refuse_existing(out, os)
@@ -88,7 +88,8 @@ def newest_files(source: Path, os: Os = REAL_OS) -> dict[int, Path]:
     """Of each `rank_N/` the file of the highest step. MismatchError, naming two files, where these steps differ."""
     if not os.leads_to_directory(source):
         raise IncompleteError(
-            f"there is no directory {source}; give the one with the sub-directories rank_N", missing=(str(source),)
+            f"there is no directory {source}; pass the directory that contains rank_N directories",
+            missing=(str(source),),
         )
     newest: dict[int, Path] = {}
     steps: dict[int, int] = {}
@@ -106,7 +107,7 @@ def newest_files(source: Path, os: Os = REAL_OS) -> dict[int, Path]:
                 steps[rank], newest[rank] = step, path
     if not newest:
         raise IncompleteError(
-            f"{source} has no rank_N/*{SUFFIX}; give the directory that has the sub-directories rank_N",
+            f"{source} has no rank_N/*{SUFFIX}; pass the directory that contains rank_N directories",
             missing=("rank_0",),
         )
     first = min(steps)
@@ -127,8 +128,8 @@ def _refuse_contradiction(source: CheckpointSource, said: Strategy) -> None:
         if name.startswith("model/") and (there is None or (there.dtype, there.shape) != (cut.dtype, cut.shape)):
             has = "does not have it" if there is None else f"has {there.dtype} {there.shape}"
             raise StrategyError(
-                f"src_strategy_file says {name} is {cut.dtype} {cut.shape}; {source.checkpoint.path} {has}. Leave "
-                "src_strategy_file out: the checkpoint knows its own strategy"
+                f"according to src_strategy_file {name} is {cut.dtype} {cut.shape}; {source.checkpoint.path} "
+                f"{has}. Omit src_strategy_file: the checkpoint contains its own strategy"
             )
 
 

@@ -147,6 +147,8 @@ def test_of_two_transformations_to_two_layouts_one_wins_and_the_other_is_told_wh
         lost = [end for end in (one, other) if end.error is not None]
         assert len(lost) == 1, f"seed {seed}"
         assert isinstance(lost[0].error, ConfigError)
-        assert any(text in str(lost[0].error) for text in ("another strategy", "is no transformation")), lost[0].error
+        assert any(text in str(lost[0].error) for text in ("another strategy", "is not this checkpoint transformed")), (
+            lost[0].error
+        )
         assert load.verify(FINAL, os=disk) == []
         assert gathered(FINAL, disk) == BITS

@@ -101,7 +101,7 @@ def test_without_redundancy_it_says_what_follows(capsys: Capture, tmp_path: Path
     code, out, _ = run(capsys, tmp_path)
     assert code == ExitCode.OK
     assert ["shard1", "1", "none"] in lines_of(out)
-    assert "no redundancy: part of the state is on ranks 0, 1 alone;" in out
+    assert "no redundancy: part of the state is held by ranks 0, 1 alone;" in out
 
 
 def test_a_job_of_one_has_nobody_to_lose(capsys: Capture, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_checkpoint_tells_units_holders_and_writers(capsys: Capture, tmp_path:
         lines = lines_of(out)
         assert ["bb", "all", "any 1 of 2; not both", "1", "rank_1/ttp_rank_1-4_7.ckpt"] in lines
         assert ["a", "0", "none", "0", "rank_0/ttp_rank_0-4_7.ckpt"] in lines
-        assert "no redundancy: part of the state is on rank 0 alone;" in out
+        assert "no redundancy: part of the state is held by rank 0 alone;" in out
 
 
 def test_a_checkpoint_in_json(capsys: Capture, tmp_path: Path) -> None:

@@ -100,4 +100,4 @@ def test_the_export_command_prints_its_files_and_refuses_nonsense(
     assert main(["export", str(a), str(tmp_path / "out")]) == 2
     assert "exists already and is left as it is" in capsys.readouterr().err
     assert main(["export", str(a), str(tmp_path / "new"), "--shard-size", "big"]) == 2
-    assert "'big' is no size" in capsys.readouterr().err
+    assert "'big' is not a size" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_meta_is_no_device_to_load_to_and_a_place_without_a_checkpoint_is_named(
     path = saved(tmp_path, *trained(0))
     with torch.device("meta"):
         model = Small()
-    with pytest.raises(ConfigError, match="'meta' has none"):
+    with pytest.raises(ConfigError, match="device='meta' has no memory"):
         load_for_inference(path, model, device="meta")
     with pytest.raises(IncompleteError, match="there is no complete checkpoint at"):
         load_for_inference(tmp_path / "nowhere", model)

@@ -83,9 +83,10 @@ def seen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> dict[str, Any]:
         point = peek(path)
         assert point is not None
         manifest = open_checkpoint(path).manifest
+        groups = printed(capsys, "groups", str(path))
         found[name] = {
             "inspect": printed(capsys, "inspect", str(path), "--tensors"),
-            "groups": printed(capsys, "groups", str(path)),
+            "groups": {**groups, "notes": len(groups["notes"])},  # their words may change
             "peek": repr(dataclasses.replace(point, path="")),
             "holders": {unit: manifest.holders_of(unit) for unit in manifest.units},
             "strategy": digest(strategy_of(manifest).encode()),
