@@ -104,8 +104,9 @@ class UnitMeta:
     not say). volatile_buffers: not in a state_dict(), in the unit or of single ranks. reshaped_buffers: of another form
     than when the run began, or registered since. frozen: parameters without `requires_grad`.
     optimizer_state: parameter -> tree; optimizer_own: state that is not of the usual form, as (parameter or None, key
-    or None, tree). left_out: (parameter, key or None) of state that could not be stored. reasons: why the unit is not
-    exact. holders: the ranks that hold it; None for what all hold. extras: of the job, in `replicated`.
+    or None, tree). shared: name of a tensor of the state that lies in another one's memory -> that one's name.
+    left_out: (parameter, key or None) of state that could not be stored. reasons: why the unit is not exact. holders:
+    the ranks that hold it; None for what all hold. extras: of the job, in `replicated`.
     step_ended: whether its writer had ended the step; hyperparameters: the plain ones of all groups, at that moment.
     buckets: the order of DDP's buckets in its writer's group (`ddp_buckets`).
     """
@@ -123,6 +124,7 @@ class UnitMeta:
     frozen: Sequence[str] | None = None
     optimizer_state: Mapping[str, Tree]
     optimizer_own: Sequence[tuple[str | None, Any, Tree]] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
     left_out: Sequence[tuple[str, str | None]] = ()
     reasons: Sequence[str] = ()
     holders: Holders | None = None

@@ -197,6 +197,11 @@ class RestorePlan(Reading):
             parameter = None if owner is None else self._names.parameters.get(owner)
             for stored, leaf in tensor_nodes(tree, "the optimizer's state").items():
                 self._targets[stored] = self._state_tensor(stored, leaf, parameter, None)
+        for alias, first_name in self._meta.shared.items():
+            one, other = self._targets.get(alias), self._targets.get(first_name)
+            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise FormatError(f"{alias!r} shares memory with {first_name!r}, which is not what it could share")
+            self._targets[alias] = other
         for g, tree in enumerate(self._meta.groups):
             first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
             for stored, leaf in tensor_nodes(tree, f"optimizer.param_groups[{g}]").items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.state.group_copies import copied
 from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, take_apart
-from lastwords.sharding.dtensor import Box, is_dtensor
+from lastwords.sharding.dtensor import Box, is_dtensor, local_of
 
 
 @dataclass(slots=True)
@@ -52,6 +54,46 @@ class OptimizerTrees:
         return node
 
 
+def shared_in(
+    tensors: Sequence[NamedTensor], elsewhere: Iterable[torch.Tensor] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Name of each tensor that lies where another one lies -> that one's name; and reasons why the rest is not exact.
+
+    The rest lies partly in another one's memory, or in that of a tensor `elsewhere`, which is in no file or another.
+    """
+    places = {item.name: _place_of(item.tensor) for item in tensors}
+    first: dict[Any, NamedTensor] = {}
+    shared = {
+        item.name: first[place].name
+        for item in tensors
+        if (place := places[item.name]) is not None and first.setdefault(place, item) is not item
+    }
+    spans = sorted((place[0], place[1], item.path) for place, item in first.items())
+    reasons = [
+        f"{one} and {other} lie partly in the same memory, which they do not after a resume"
+        for (_, end, one), (begin, _, other) in pairwise(spans)
+        if begin < end
+    ]
+    outside = {place[:2] for tensor in elsewhere if (place := _place_of(tensor)) is not None}
+    reasons += [
+        f"{item.path} lies in the memory of state of another unit, which it does not after a resume"
+        for place, item in first.items()
+        if place[:2] in outside
+    ]
+    return shared, reasons
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """First byte, the one behind the last, and what else two tensors have to have in common to be the same."""
+    local = local_of(tensor)
+    if local.layout is not torch.strided or not local.numel() or local.device.type == "meta":
+        return None
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    begin = local.data_ptr()
+    form = tuple(local.shape), local.stride(), str(local.dtype), str(local.device)
+    return (begin, begin + extent * local.element_size(), *form) if begin else None
+
+
 def _unshare(node: Tree) -> None:
     """Plain lists and dicts in a tree become copies: a step's copy in the host's memory outlives the next update."""
     [(tag, body), *_] = node.items()
@@ -60,6 +102,21 @@ def _unshare(node: Tree) -> None:
     elif tag != "tensor":
         for inner in body[2] if tag == "object" else body:
             _unshare(inner[1] if tag in ("dict", "ordered") else inner)
+
+
+def generators_in(tree: Tree) -> set[str]:
+    """Names of the tensors in a tree that are states of random generators.
+
+    >>> generators_in({"dict": [["noise", {"object": ["generator", "cpu", [{"tensor": "noise.0"}]]}]]})
+    {'noise.0'}
+    """
+    [(tag, body), *_] = tree.items()
+    if tag == "object" and body[0] == "generator":
+        return {node["tensor"] for node in body[2]}
+    if tag in ("plain", "tensor"):
+        return set()
+    inside = body[2] if tag == "object" else [pair[1] for pair in body] if tag in ("dict", "ordered") else body
+    return set().union(*map(generators_in, inside))
 
 
 def is_usual(key: Any, state: Any) -> bool:

@@ -30,6 +30,9 @@ KEPT_MAX = 64
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
 _LISTS = (list, tuple, dict, deque)
+_INSIDE = (*_LISTS, torch.Generator)
+"""What is looked into; of a generator its state counts."""
+_EQUAL = _NUMBERS | {bytes}
 _SHOWN_MAX = 6
 _HASHED_BYTES_MAX = 4096
 """Of larger tensors and arrays among the hyperparameters only the type goes into the checksum."""
@@ -87,7 +90,7 @@ class OwnNumbers:
         every = [*_places_in(self._view.optimizer, called)]
         self._places = [place for place in every if place.numbers]
         self._numbers = sum(place.numbers for place in self._places)
-        self._lists = [place for place in every if isinstance(place.get(), _LISTS)]
+        self._lists = [place for place in every if isinstance(place.get(), _INSIDE)]
         mixed = [place for place in self._lists if not place.numbers]
         self._called = {"groups": "optimizer's param_groups", "numbers": _some(self._places), "lists": _some(mixed)}
 
@@ -222,7 +225,7 @@ def _some(places: Sequence[_Place]) -> str:
 
 
 def _is_value(value: Any) -> bool:
-    return type(value) in _NUMBERS or isinstance(value, (np.generic, *_LISTS))
+    return type(value) in _NUMBERS or isinstance(value, (np.generic, *_INSIDE))
 
 
 def _count(value: Any) -> int:
@@ -253,12 +256,15 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _gather(value: Any, found: list[Any], depth: int) -> None:
+    if isinstance(value, torch.Generator):
+        found.append(value.get_state().numpy().tobytes())
+        return
     if not isinstance(value, _LISTS) or not depth:
         found.append(value)
         return
     found.append(type(value))
     inside = [one for pair in value.items() for one in pair] if isinstance(value, dict) else value
-    if any(isinstance(one, _LISTS) for one in inside):
+    if any(isinstance(one, _INSIDE) for one in inside):
         for one in inside:
             _gather(one, found, depth - 1)
     else:
@@ -269,7 +275,7 @@ def _gather(value: Any, found: list[Any], depth: int) -> None:
 def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
     """Whether these are the same objects, or equal numbers."""
     return len(before) == len(now) and all(
-        one is other or (type(one) is type(other) and type(one) in _NUMBERS and one == other)
+        one is other or (type(one) is type(other) and type(one) in _EQUAL and one == other)
         for one, other in zip(before, now, strict=True)
     )
 
@@ -281,18 +287,18 @@ def _sum(seen: bytes, values: Any) -> int:
 
 def _form(value: Any) -> Any:
     """What of a value in the state is the same in every process; of a tensor nothing, which is looked at elsewhere."""
-    if type(value) in _NUMBERS:
+    if type(value) in _EQUAL:
         return value
     if isinstance(value, np.generic):
         return type(value).__name__, value.item()
-    if isinstance(value, _LISTS):
+    if isinstance(value, _INSIDE):
         return [_form(leaf) if not isinstance(leaf, type) else leaf.__name__ for leaf in _leaves(value)]
     return type(value).__name__
 
 
 def _plain(value: Any) -> Any:
     """What of a hyperparameter is the same in every process, with the bytes of small tensors in the host's memory."""
-    if isinstance(value, _LISTS):
+    if isinstance(value, _INSIDE):
         return [_plain(leaf) if not isinstance(leaf, type) else leaf.__name__ for leaf in _leaves(value)]
     if isinstance(value, torch.Tensor) and not problem_of(value) and value.nbytes <= _HASHED_BYTES_MAX:
         memory = bytes_of(value)

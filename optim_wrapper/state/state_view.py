@@ -27,7 +27,7 @@ from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state.buffer_forms import BufferForms
 from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.state.group_copies import copy_groups
-from lastwords.optim_wrapper.state.optimizer_trees import OptimizerTrees, is_usual, placed
+from lastwords.optim_wrapper.state.optimizer_trees import OptimizerTrees, is_usual, placed, shared_in
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     Source,
     Stage,
@@ -299,6 +299,7 @@ class UnitView:
             add(self.spec_of(stored, name, buffer), buffer, f"buffer {name!r}")
         taken_apart = OptimizerTrees(self.unit)
         optimizer_state, optimizer_own = self._optimizer_state(names, taken_apart, lent)
+        shared, of_sharing = shared_in(taken_apart.tensors, self._state_elsewhere(names))
         group_trees = self._group_trees(names, groups, taken_apart)
         for item in taken_apart.tensors:
             add(spec_of(item.name, item.tensor, item.box), item.tensor, item.path)
@@ -316,8 +317,13 @@ class UnitView:
             frozen=[name for name, parameter in names.parameters.items() if not parameter.requires_grad],
             optimizer_state=optimizer_state,
             optimizer_own=optimizer_own,
+            shared=shared,
             left_out=taken_apart.left_out,
-            reasons=[*(f"{e.reason} cannot be stored" for e in names.refused.values()), *taken_apart.reasons],
+            reasons=[
+                *(f"{e.reason} cannot be stored" for e in names.refused.values()),
+                *taken_apart.reasons,
+                *of_sharing,
+            ],
             holders=None if self.members is None else self.holders,
         )
         return UnitState(tensors=tensors, meta=meta)
@@ -353,6 +359,13 @@ class UnitView:
                 else:
                     own.append((None if parameter is None else name, None if parameter is not None else key, tree))
         return trees, own
+
+    def _state_elsewhere(self, names: Names) -> Iterator[torch.Tensor]:
+        """State of parameters that other units have."""
+        own = {id(parameter) for parameter in names.parameters.values()}
+        for key, value in [*self.stateful.state.items()] if self.members is not None else ():
+            if isinstance(key, torch.Tensor) and id(key) not in own and isinstance(value, dict):
+                yield from (one for one in [*value.values()] if isinstance(one, torch.Tensor))
 
     def _plain_part(self, name: str, parameter: torch.Tensor) -> Box | None:
         """Which part of a whole a parameter is although it is a plain tensor; None for all others."""

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.state import extra_digests
+from lastwords.optim_wrapper.state.optimizer_trees import generators_in
 from lastwords.optim_wrapper.state.rank_units import RankUnits
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.verify import Difference, Digests, compare, digest_units, exchange_digests
 
 _log = logging.getLogger(__name__)
@@ -45,12 +47,13 @@ class ReplicaCheck:
     def run(self, when: str, own: Collection[str] = ()) -> tuple[MismatchError | None, bool, list[str]]:
         """The error to raise on every rank, whether this rank's own copy must not be saved, and reasons "not exact".
 
-        own: names of the parameters and buffers that are each rank's own.
+        own: names of the parameters and buffers that are each rank's own; random generators always are.
         Buffers and extras that differ are no error, since a loop may mean it so; they cannot be resumed exactly.
         """
         holders = self._units.table.units
         views = [view for unit, view in self._units.views.items() if len(holders[unit]) > 1]
-        mine = {**_without_own(digest_units(views), own), extra_digests.UNIT: self._extras()}
+        digests = _without_own(digest_units(views), own, _generators_of(views))
+        mine = {**digests, extra_digests.UNIT: self._extras()}
         compared = compare(_where_nobody_has_its_own(exchange_digests(self._group, mine)))
         found = [difference for difference in compared if difference.unit != extra_digests.UNIT]
         harmless = [difference for difference in found if _is_buffer(difference)]
@@ -76,13 +79,23 @@ def check_group(world_size: int, group: Any) -> Any:
     return dist.new_group(backend="gloo")
 
 
-def _without_own(digests: dict[str, dict[str, int]], own: Collection[str]) -> dict[str, dict[str, int]]:
-    for tensors in digests.values() if own else ():
+def _without_own(
+    digests: dict[str, dict[str, int]], own: Collection[str], generators: Collection[str]
+) -> dict[str, dict[str, int]]:
+    for tensors in digests.values() if own or generators else ():
         for stored in tensors:
             name = parse_tensor_name(stored)
-            if isinstance(name, UnitTensorName) and name.kind != "optim" and name.fqn in own:
+            is_own = isinstance(name, UnitTensorName) and name.kind != "optim" and name.fqn in own
+            if is_own or stored in generators:
                 tensors[stored] = OWN
     return digests
+
+
+def _generators_of(views: Iterable[UnitView]) -> set[str]:
+    """Names of generators in the optimizer, which are saved for each rank like all random streams."""
+    metas = [view.state().meta for view in views]
+    trees = [tree for meta in metas for tree in (*meta.groups, *meta.optimizer_state.values())]
+    return set().union(*map(generators_in, trees))
 
 
 def _where_nobody_has_its_own(found: Mapping[int, Digests]) -> dict[int, Digests]:

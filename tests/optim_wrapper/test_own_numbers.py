@@ -237,6 +237,7 @@ HYPERPARAMETERS: dict[str, tuple[Any, Any]] = {
     "tensor": (torch.ones(3), torch.full((3,), 2.0)),
     "array": (np.ones(3), np.zeros(3)),
     "numpy number": (np.float32(1), np.float32(2)),
+    "generator": (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
 }
 
 
@@ -291,3 +292,16 @@ def test_numbers_that_change_after_a_step_s_end_are_known_as_they_were() -> None
         (True, "mine", [1, 2]),
         (True, "count", 1),
     ]
+
+
+def test_a_generator_in_the_state_is_named_where_it_has_drawn_or_differs_by_rank() -> None:
+    ranks = [Rank(), Rank()]
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for rank, generator in zip(ranks, generators, strict=True):
+        rank.optimizer.state[next(rank.net.parameters())]["noise"] = generator
+    said = [rank.end(0.5) for rank in ranks]
+    [reason] = reasons(("committed", said[0]), ("committed", said[1]))
+    assert "the optimizer's noise may differ from rank to rank" in reason.detail
+    assert ranks[0].numbers.moved() == ([], "")
+    torch.rand(1, generator=generators[0])
+    assert ranks[0].numbers.moved() == ([], "optimizer's noise")

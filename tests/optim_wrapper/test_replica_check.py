@@ -119,3 +119,13 @@ def test_before_any_forward_pass_everything_is_compared(job: Job) -> None:
     assert "'uncounted'" in reason
     with pytest.raises(lastwords.MismatchError, match="words"):
         job.begin("words")
+
+
+def test_generators_in_the_optimizer_are_each_rank_s_own(job: Job) -> None:
+    optimizer = job.recorder.view.optimizer
+    optimizer.param_groups[0]["noise"] = torch.Generator()
+    optimizer.state[job.model.head.weight]["draws"] = [torch.Generator()]
+    assert job.begin("noise", "draws") == []
+    optimizer.param_groups[0]["factor"] = torch.ones(2)
+    with pytest.raises(lastwords.MismatchError, match="factor"):
+        job.begin("factor")

@@ -181,3 +181,50 @@ class LateKey(Loop):
             for p in self.opt.state:
                 self.opt.state[p]["average"].mul_(0.9)
         return super().before_forward(batch)
+
+
+@recipe("shared_step", "one `step` tensor for all parameters, which each of them counts up", "fwd bwd win")
+class SharedStep(Loop):
+    def after_update(self) -> None:
+        super().after_update()
+        if self.step == 1:
+            states = [*self.opt.state.values()]
+            for state in states:
+                state["step"] = states[0]["step"]
+
+
+@recipe("flat_moments", "a moment and the memory in which it lies, both in the optimizer's state", "fwd win",
+        {"all": "partly in the same memory"})  # fmt: skip
+class FlatMoments(Loop):
+    def after_update(self) -> None:
+        super().after_update()
+        if self.step == 1:
+            for state in self.opt.state.values():
+                flat = torch.cat([state["exp_avg"].flatten(), state["exp_avg_sq"].flatten()])
+                state["flat"], state["exp_avg"] = flat, flat[: state["exp_avg"].numel()].view_as(state["exp_avg"])
+
+
+@recipe("group_generator", "a generator among the hyperparameters, seeded by rank", "fwd bwd win end", {"all": BY_RANK})
+class GroupGenerator(Loop):
+    def optimizers(self) -> list[Any]:
+        optimizers = super().optimizers()
+        optimizers[0].param_groups[0]["noise"] = torch.Generator().manual_seed(7 + self.rank)
+        return optimizers
+
+    def before_forward(self, batch: Any) -> Any:
+        x, y = super().before_forward(batch)
+        generator = self.inner[0].param_groups[0]["noise"]
+        return x + 0.1 * torch.randn(x.shape, generator=generator), y
+
+
+@recipe("state_generator", "the same in the state of a parameter", "fwd bwd", {"all": ("noise",)})
+class StateGenerator(Loop):
+    def generator(self) -> torch.Generator:
+        state = self.opt.state[next(iter(self.opt.state))]
+        if "noise" not in state:
+            state["noise"] = torch.Generator().manual_seed(7 + self.rank)
+        return state["noise"]  # type: ignore[no-any-return]
+
+    def before_forward(self, batch: Any) -> Any:
+        x, y = super().before_forward(batch)
+        return (x + 0.1 * torch.randn(x.shape, generator=self.generator()) if self.opt.state else x), y
