@@ -17,7 +17,15 @@ import torch
 import xxhash
 
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_places import Settled, TensorPlaces, Where, Words, word_index, writes_in
+from lastwords.optim_wrapper.tensors.tensor_places import (
+    Settled,
+    TensorPlaces,
+    Where,
+    Words,
+    byte_index,
+    word_index,
+    writes_in,
+)
 from lastwords.sharding.dtensor import is_dtensor, local_of
 
 WORDS_MAX, WORDS_EACH_MAX = 512, 16
@@ -28,6 +36,8 @@ SHARED_WORDS_MAX = 256
 
 ROUNDS = 16
 """After so many steps the same words are looked at again."""
+
+_NO_WORDS: Words = np.empty(0, np.int64)
 
 _GOLDEN = 0.6180339887498949
 """Multiples of it, without their whole parts, lie spread over 0 to 1 however many there are."""
@@ -84,8 +94,10 @@ class _Lying(NamedTuple):
     settled: Settled
     form: _Form
     indices: list[Words]
-    shared: list[tuple[Words, Words]]
-    """Of each round: where the words are that `checksum` looks at, and what of them is the tensors' own."""
+    shared: list[Words]
+    """Of each round: where the words are that `checksum` looks at."""
+    shared_bytes: Words
+    """Where the bytes are of what has no whole word: a count of steps, say."""
     all_shared: bool
 
 
@@ -141,11 +153,10 @@ class Witness:
         Other words in each step. Directly after a `mark`, which has seen that all of them lie where they did.
         """
         lying = self._lying
-        if not lying.shared:
+        if not self._shared:
             return None
-        indices, masks = lying.shared[step % ROUNDS]
-        words = lying.settled.words(indices) & masks
-        return xxhash.xxh3_64_intdigest(words.tobytes(), seed=self._shared_sum)
+        seen = lying.settled.words_at(lying.shared[step % ROUNDS], lying.shared_bytes)
+        return xxhash.xxh3_64_intdigest(seen, seed=self._shared_sum)
 
     def mark(self, since: Mark | None = None, *, step: int = 0) -> Mark:
         """What they are like now. since: a mark that it is to be compared with; step: else, other words for each."""
@@ -278,11 +289,14 @@ class Witness:
         known = [span for span in spans if span is not None]
         rounds, masks = _rounds(known, self._each)
         indices = [np.concatenate((settled.counters, one.ravel())) for one in rounds]
-        # What begins within a word may do so on this rank alone.
+        # What begins within a word may do so on this rank alone. Masks would cost more than all the rest.
         every = [span for name in self._shared if (span := spans[self._place_of[name]]) is not None]
-        whole = [span for span in every if span[2] == -1]
-        shared = [*zip(*_rounds(whole, max(SHARED_WORDS_MAX // len(whole), 1)), strict=True)] if whole else []
-        return _Lying(settled, _Form(where, wordy, masks), indices, shared, len(whole) == len(every))
+        aligned = [span for span in every if span[2] == -1]
+        whole = [(begin, count, -1, -1) for begin, words, _, tail in aligned if (count := words - (tail != -1))]
+        small = [begin + byte for begin, words, _, tail in aligned if words == 1 for byte in range(_bytes_in(tail))]
+        shared = _rounds(whole, max(SHARED_WORDS_MAX // len(whole), 1))[0] if whole else [_NO_WORDS] * ROUNDS
+        every_aligned = len(aligned) == len(every)
+        return _Lying(settled, _Form(where, wordy, masks), indices, shared, byte_index(small), every_aligned)
 
 
 def _rounds(spans: Sequence[tuple[int, int, int, int]], each: int) -> tuple[list[Words], list[Words]]:
@@ -361,6 +375,15 @@ def _bytes_from(number: int) -> int:
     ('0xffffffffffff0000', -1, 0)
     """
     return -1 << 8 * number if number < 8 else 0
+
+
+def _bytes_in(mask: int) -> int:
+    """Of how many bytes a word's mask is, if these are its first ones, and not all.
+
+    >>> _bytes_in(0xFFFFFFFF), _bytes_in(-1)
+    (4, 0)
+    """
+    return 0 if mask == -1 else mask.bit_length() // 8
 
 
 def _run(tensor: torch.Tensor) -> int:

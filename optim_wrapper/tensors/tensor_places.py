@@ -128,10 +128,10 @@ class Settled:
         words: bytes = self._take(indices).tobytes()
         return words if self._quick else self._asked_writes().tobytes() + words
 
-    def words(self, indices: Words) -> Words:
-        """The words at these places, of which the same holds."""
-        words: Words = self._take(indices)
-        return words
+    def words_at(self, words: Words, single: Words) -> bytes:
+        """The words at the first places, then the bytes at the others, as `byte_index` gives them; likewise."""
+        found: bytes = self._take(words).tobytes()
+        return found + _memory_bytes().take(single).tobytes() if len(single) else found
 
     def writes(self) -> Words:
         """How often each tensor was written to."""
@@ -178,6 +178,11 @@ def word_index(addresses: Words) -> Words:
     return _word(addresses)
 
 
+def byte_index(addresses: Sequence[int]) -> Words:
+    """Where `Settled.words_at` finds the byte at each address."""
+    return np.array(addresses, np.int64) - _WORD
+
+
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
@@ -199,6 +204,12 @@ def _word(addresses: Words) -> Words:
 @functools.cache
 def _memory() -> Words:
     return np.array(_Everything(), copy=False)
+
+
+@functools.cache
+def _memory_bytes() -> Words:
+    found: Words = _memory().view(np.uint8)
+    return found
 
 
 @functools.cache

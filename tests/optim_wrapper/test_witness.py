@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -275,3 +276,23 @@ def test_one_that_is_swapped_with_a_tensor_without_storage_or_counter_is_seen(ot
         made = torch.ones(2) if other == "inference" else torch.ones(2).to_sparse()
     torch.utils.swap_tensors(tensors["w3"], made)
     assert moved(witness, since) == ["w3"]
+
+
+@pytest.mark.parametrize("form", [(), (1,), (3,), (2,), (5,), (64, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float64])
+def test_the_checksum_is_of_the_tensors_bytes_and_of_no_others(form: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Their neighbours in memory, which differ from process to process, are not in it."""
+    sums = []
+    for filling in (1, 2):
+        memory = torch.full((4096,), filling, dtype=torch.uint8)
+        count = int(np.prod(form)) * dtype.itemsize
+        memory[64 : 64 + count] = 7
+        tensor = memory[64 : 64 + count].view(dtype).view(form)
+        witness = of({"one": tensor})
+        witness.share([StateName("model", "one")])
+        witness.mark()
+        sums.append([witness.checksum(step) for step in range(ROUNDS)])
+        tensor.view(-1).view(torch.uint8)[0] += 1
+        changed = [witness.checksum(step) for step in range(ROUNDS)]
+        assert changed != sums[-1], "the first bytes are looked at in one of the rounds"
+    assert sums[0] == sums[1]
