@@ -43,7 +43,7 @@ TEMPORARY = ".tmp-"
 def refuse_existing(target: Path, os: Os = REAL_OS) -> None:
     """ConfigError if there is anything at `target`."""
     if os.exists(target):
-        raise ConfigError(f"{target} exists already and is left as it is; give another name, or remove it first")
+        raise ConfigError(f"{target} exists already and is left as it is; choose another name, or remove it first")
 
 
 def give_name(hidden: Path, target: Path, os: Os = REAL_OS, *, replace: bool = False) -> None:
@@ -65,7 +65,7 @@ def sync_name(target: Path, os: Os) -> None:
         sync_directory(target.parent, os)
     except StorageError as error:
         raise StorageError(
-            f"{target} is visible and whole, but may not survive a power loss: {error}", errno=error.errno
+            f"{target} is complete and has its final name, but may not survive a power loss: {error}", errno=error.errno
         ) from error
 
 

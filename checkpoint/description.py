@@ -132,8 +132,8 @@ def _unnamed(global_step: int, locals_: Mapping[int, LocalSummary]) -> list[Reas
     last = next((f" (the last one that it named: epoch {a[0]}, step {a[1]})" for a in said if a), "")
     return [
         Reason(
-            f"global step {global_step} was saved before its loop had said which step of which epoch it is{last}; go "
-            "on by the number of global steps"
+            f"global step {global_step} was saved before the training loop had named its epoch and step{last}; "
+            "continue by the number of global steps"
         )
     ]
 

@@ -180,7 +180,10 @@ def header_length(first_8_bytes: bytes, *, file_bytes: int, where: str) -> int:
     length = int.from_bytes(first_8_bytes, "little")
     if length < 2 or length > HEADER_BYTES_MAX or 8 + length > file_bytes:
         if first_8_bytes.startswith(_OF_TORCH_SAVE):
-            raise FormatError(f"{where} is no safetensors file; it looks like one of torch.save: give one of lastwords")
+            raise FormatError(
+                f"{where} is not a safetensors file (it looks like a file of torch.save); pass a "
+                "file that lastwords wrote"
+            )
         _damaged(where, f"its header claims {length} bytes in a file of {file_bytes}")
     return 8 + length
 

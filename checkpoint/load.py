@@ -103,7 +103,10 @@ def _newest(roots: Iterable[Path], jobs: Collection[str] | None, os: Os, every_f
         wanted = claimed is None or jobs is None or claimed.job in jobs
         if wanted and found.status is Status.UNREADABLE:
             raise StorageError(
-                f"{found.why}. {path} may be the newest checkpoint, so no older one is taken: mend it, or move it away",
+                (
+                    f"{found.why}. {path} may be the newest checkpoint, so no older one is used instead: repair it, or "
+                    "move it elsewhere"
+                ),
                 errno=found.errno,
             )
         if claimed is not None and found.status is Status.COMPLETE and wanted:

@@ -76,7 +76,9 @@ class LockFile:
         try:
             return self._os.try_lock(fd, shared=shared)
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): let one process at a time write there", self._path, error)
+            logger.warning(
+                "%s cannot be locked (%s): make sure that only one process at a time writes there", self._path, error
+            )
             return True
 
     def _has_its_name(self, fd: int) -> bool:
@@ -104,5 +106,5 @@ def alone(path: Path, target: Path, os: Os = REAL_OS) -> Iterator[None]:
     """Holds the lock `path` while `target` is made. BusyError if another process has it."""
     with LockFile(path, os).held() as mine:
         if not mine:
-            raise BusyError(f"{target} is being written by another process; wait for it, or give another name")
+            raise BusyError(f"{target} is being written by another process; wait for it, or choose another name")
         yield

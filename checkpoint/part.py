@@ -268,8 +268,8 @@ def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
     """
     if len(raw) > DOCUMENT_BYTES_MAX:
         raise StorageError(
-            f"{path} would have {len(raw)} bytes, and readers take {DOCUMENT_BYTES_MAX}, so nobody could open it: keep "
-            "large values in tensors, not in extras or facts"
+            f"{path} would have {len(raw)} bytes, more than the {DOCUMENT_BYTES_MAX} that can be read: keep large "
+            "values in tensors, not in extras or facts"
         )
     with storage_errors("writing", path):
         fd = os.create(path, direct=False)

@@ -22,14 +22,14 @@ from lastwords.checkpoint.system import (
 from lastwords.errors import StorageError
 
 NO_DIRECT = (
-    "O_DIRECT is refused: writing goes through the page cache, which is slower and needs memory, and fsync takes long "
-    "(LASTWORDS_SYNC_TIMEOUT_S bounds it)"
+    "O_DIRECT is not supported: writing goes through the page cache, which is slower and needs memory, and fsync "
+    "takes long (LASTWORDS_SYNC_TIMEOUT_S limits it)"
 )
 NO_DIRECTORY_FSYNC = (
-    "fsync of a directory is refused: a checkpoint survives the death of its processes, but may not survive a power "
-    "loss soon after"
+    "fsync of a directory is not supported: a checkpoint survives the death of its processes, but may not survive "
+    "a power loss soon after"
 )
-NO_LOCKS = "flock is refused: unfinished files of jobs that were killed stay until you remove them"
+NO_LOCKS = "flock is not supported: unfinished files of killed jobs stay until you remove them"
 NO_FALLOCATE = "space cannot be reserved: a full disk is noticed only while a part is written"
 
 

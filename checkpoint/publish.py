@@ -250,7 +250,7 @@ def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS)
     with storage_errors("looking for", final):
         taken = os.exists(final)
     if taken:
-        raise ConfigError(f"{final} exists already and is left as it is; remove it first, or give another directory")
+        raise ConfigError(f"{final} exists already and is left as it is; remove it first, or choose another directory")
     try:
         manifest = read_manifest(tmp_dir, os)
     except IncompleteError:

@@ -30,7 +30,7 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], T], os: Os = REAL_O
     try:
         return _read_once(path, read, os, checked)
     except ReplacedError as error:
-        logger.warning("%s; reading it once more", error)
+        logger.warning("%s; reading it again", error)
     return _read_once(path, read, os, checked)
 
 
@@ -78,4 +78,4 @@ def refuse_replaced(
 ) -> None:
     """ReplacedError if what lies at `directory` is not what had the stamp `before`."""
     if before is not None and stamp_of(directory, os) != before:
-        raise ReplacedError(f"{directory} was replaced or removed while it was read, nothing is damaged") from why
+        raise ReplacedError(f"{directory} was replaced or removed while it was read; nothing is damaged") from why

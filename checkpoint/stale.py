@@ -65,7 +65,7 @@ class Claim:
         except StorageError as error:
             logger.warning("cannot claim the temporary directories in %s: %s", root, error)
             return None
-        logger.warning("%s is held by another controller of this job and generation", path)
+        logger.warning("%s belongs to another controller of this job and generation", path)
         return None
 
     @staticmethod
@@ -92,7 +92,7 @@ class Claim:
             self._os.unlink(self._path)
             close(self._fd, self._path, self._os)
         except (OSError, StorageError) as error:
-            logger.warning("could not give %s back: %s", self._path, error)
+            logger.warning("could not release %s: %s", self._path, error)
 
 
 def _is_at(path: Path, fd: int, os: Os) -> bool:
@@ -115,7 +115,7 @@ def discard(tmp_dir: Path, os: Os = REAL_OS) -> bool:
     try:
         remove_tree(tmp_dir, os)
     except StorageError as error:
-        logger.warning("could not remove %s, which is not needed any more: %s", tmp_dir, error)
+        logger.warning("could not remove %s, which is no longer needed: %s", tmp_dir, error)
         return False
     return True
 
@@ -317,7 +317,7 @@ def _lacks_only_its_name(root: Path, tmp_dir: Path, step: int, os: Os) -> bool:
         read_manifest(tmp_dir, os)
     except CheckpointError:
         return False
-    logger.warning("%s is a whole checkpoint that never got its name: rename it to %s, or remove it", tmp_dir, final)
+    logger.warning("%s is a complete checkpoint that was not published: rename it to %s, or remove it", tmp_dir, final)
     return True
 
 

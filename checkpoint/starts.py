@@ -114,7 +114,10 @@ def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS) -> Start:
         sync_directory(root, os)
         _forget(root, [*earlier, start], os)
         return start
-    raise StorageError(f"{root}: {_DRAWS_MAX} generations in a row were drawn by others; look who else starts there")
+    raise StorageError(
+        f"{root}: {_DRAWS_MAX} generations in a row were taken by other processes; find out which "
+        "other jobs start there"
+    )
 
 
 def _reserve(root: Path, generation: int, os: Os) -> bool:
@@ -192,7 +195,7 @@ def read_starts(root: Path, names: Iterable[str], os: Os = REAL_OS) -> list[Star
         except FileNotFoundError:
             continue  # it has just been forgotten
         except (FormatError, ConfigError, StorageError) as error:
-            logger.info("%s says nothing: %s", root / name, error)
+            logger.info("%s cannot be read: %s", root / name, error)
             continue
         if start.generation == generation:
             found.append(start)
@@ -220,7 +223,9 @@ def _create(path: Path, content: bytes, os: Os) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}; last words need it", errno=error.errno or 0) from error
+        raise StorageError(
+            f"{path} cannot be written: {error}; lastwords needs it to save checkpoints", errno=error.errno or 0
+        ) from error
     try:
         with storage_errors("writing", path):
             done = 0
@@ -235,7 +240,7 @@ def _names(root: Path, os: Os) -> list[str]:
     try:
         return os.listdir(root)
     except OSError as error:
-        logger.info("cannot look for generations in %s: %s", root, error)
+        logger.info("cannot list the generations in %s: %s", root, error)
         return []
 
 
@@ -285,4 +290,4 @@ def _forget(root: Path, starts: list[Start], os: Os) -> None:
             if generation in gone:
                 os.unlink(root / f"{layout.start_name(generation).removesuffix('.json')}-from-{job}")
     except OSError as error:
-        logger.info("could not forget old starts in %s: %s", root, error)
+        logger.info("could not remove records of old starts in %s: %s", root, error)

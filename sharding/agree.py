@@ -201,7 +201,7 @@ def _read_all(world: World, prefix: str, ranks: Sequence[int], declared: str, fa
             continue
         paths.setdefault(word["path"], []).append(rank)
         if word["declared"] != declared:
-            problem = problem or f"rank {rank} was given other units= than rank {ranks[0]}; give every rank the same"
+            problem = problem or f"rank {rank} has other units= than rank {ranks[0]}; pass the same on every rank"
         elif word["list"] in lists:
             lists[word["list"]][1].append(rank)
         else:
@@ -211,7 +211,9 @@ def _read_all(world: World, prefix: str, ranks: Sequence[int], declared: str, fa
     if len(paths) > 1:
         some = "; ".join(f"rank {_some(those)}: {path!r}" for path, those in list(paths.items())[:_SHOWN_MAX])
         more = f"; and {len(paths) - _SHOWN_MAX} more" if len(paths) > _SHOWN_MAX else ""
-        problem = problem or f"ranks were given different paths ({some}{more}); one file is written: give all the same"
+        problem = problem or (
+            f"the ranks have different paths ({some}{more}); only one file is written: pass the same path on every rank"
+        )
     if problem:
         raise ConfigError(problem)
     return dict(lists)

@@ -116,7 +116,7 @@ def units_from_mesh(
     in_mesh: list[int] | None = None
     if mesh is not None:
         if (dp, tp, pp, order) != (1, 1, 1, "pp-dp-tp"):
-            raise ConfigError("units_from_mesh: a mesh says dp, tp, pp and their order itself; leave them out")
+            raise ConfigError("units_from_mesh: a mesh already determines dp, tp, pp and their order; omit them")
         shape, in_mesh = _of_device_mesh(mesh)
         dp, tp, pp = (shape.get(axis, 1) for axis in ("dp", "tp", "pp"))
         order = "-".join(shape)
@@ -124,9 +124,9 @@ def units_from_mesh(
     numbers = {**sizes, "optimizer_shard_size": optimizer_shard_size, "expert_parallel": expert_parallel}
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
-            raise ConfigError(f"units_from_mesh: {name} is {value!r}; it has to be a whole number of at least 1")
+            raise ConfigError(f"units_from_mesh: {name} must be an integer of at least 1, not {value!r}")
     if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ConfigError(f"units_from_mesh: world_size is {world_size!r}; it has to be a whole number of at least 1")
+        raise ConfigError(f"units_from_mesh: world_size must be an integer of at least 1, not {world_size!r}")
     _check_mesh(sizes, world_size)
     dims = pattern_dims("units_from_mesh: cut", {} if cut is None else cut)
     for name in ("optimizer_shard_size", "expert_parallel"):
@@ -196,11 +196,11 @@ def check_units(units: Sequence[Unit], world_size: int) -> None:
     for unit in units:
         if not isinstance(unit, Unit):
             raise ConfigError(
-                f"units= holds {unit!r}, which is no lastwords.Unit; write Unit(name, holders, patterns), "
-                "or use units_from_mesh(...)"
+                f"units= holds {unit!r}, which is not a lastwords.Unit; write Unit(name, holders, patterns), or "
+                "use units_from_mesh(...)"
             )
         if not isinstance(unit.name, str):
-            raise ConfigError(f"a declared unit is called {unit.name!r}; its name has to be text, such as 'tp0'")
+            raise ConfigError(f"the name of a declared unit must be a str such as 'tp0', not {unit.name!r}")
         check_unit_name(unit.name)
         if unit.mesh_ranks not in (0, world_size):
             raise ConfigError(

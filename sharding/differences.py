@@ -37,12 +37,12 @@ class Difference:
         more = "" if self.count == 1 else f" ({self.count} tensors differ, this is the first)"
         if self.certain:
             return (
-                f"rank {self.suspects[0]} differs from {_ranks(self.camps[0])}, which agree, in {what}{more}: its copy "
-                "is not one, and nothing should be saved from it; look at its host's memory, or at what this rank "
-                "computes differently"
+                f"rank {self.suspects[0]} differs from {_ranks(self.camps[0])}, which agree, in {what}{more}: its "
+                "replica has diverged, and nothing is saved from it; check the memory of its host, and what this "
+                "rank computes differently"
             )
         camps = " and ".join(_ranks(camp) for camp in self.camps[:_RANKS_SHOWN_MAX])
-        text = f"{camps} hold different bytes of {what}{more}, and without a majority nobody can tell which is right"
+        text = f"{camps} hold different bytes of {what}{more}, and without a majority it is unknown which are right"
         if all(len(camp) > 1 for camp in self.camps):
             text += (
                 "; if each of these groups is one tensor-parallel part, look for something that is random for each of "

@@ -64,7 +64,7 @@ def _box(mesh: Any, placements: tuple[Any, ...], whole: tuple[int, ...], here: t
         return "lives on a mesh that this rank is not part of; leave it out of this rank's model"
     for placement in placements:
         if placement.is_partial():
-            return f"is a sum that is still to be made ({placement}); only finished values are saved"
+            return f"is a partial sum that has not been reduced yet ({placement}); only final values can be saved"
     shape, offsets = compute_local_shape_and_global_offset(whole, mesh, placements)
     if tuple(shape) != here or not _is_run(mesh, placements, whole):
         return (

@@ -127,7 +127,7 @@ def _path(value: str, rank: int, *, shared: bool) -> Path:
     """
     path = Path(value.replace("{rank}", str(rank)))
     if not path.name or value.endswith("/") or path.is_dir():
-        raise ConfigError(f"{VARIABLE} is {value!r}, a directory; give it the name of a file, such as group_info.pb")
+        raise ConfigError(f"{VARIABLE}={value!r} is a directory; set it to the name of a file, such as group_info.pb")
     if shared and "{rank}" not in value:
         return path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
     return path
@@ -230,4 +230,4 @@ def get_ckpt_path_with_strategy(ckpt_path: str, strategy_path: str) -> str | Non
 
 def _refuse_other_types(name: str, value: object) -> None:
     if not isinstance(value, str):
-        raise NotTextError(f"{name} is a {type(value).__name__}; it has to be a str, such as str(path)")
+        raise NotTextError(f"{name} must be a str, such as str(path), not a {type(value).__name__}")

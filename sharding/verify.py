@@ -89,8 +89,8 @@ def exchange_digests(group: dist.ProcessGroup | None, mine: Digests) -> dict[int
         return {}  # a job of one
     if "gloo" not in str(dist.get_backend(group)):
         raise ConfigError(
-            f"digests are exchanged over gloo, and this group's backend is {dist.get_backend(group)}; make one with "
-            "torch.distributed.new_group(backend='gloo')"
+            f"digests are exchanged over gloo, but this group's backend is {dist.get_backend(group)}; create a "
+            "group with torch.distributed.new_group(backend='gloo')"
         )
 
     def all_gather(value: Any) -> list[Any]:

@@ -30,8 +30,8 @@ def refuse_unusable(optimizer: Optimizer) -> None:
     for zero in _zeros(optimizer):
         if getattr(zero, "_overlap_with_ddp", False):
             raise ConfigError(
-                "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates in DDP's hooks, amid the backward pass, "
-                "where no rank has final gradients; use overlap_with_ddp=False"
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates in DDP's hooks, during the backward pass, "
+                "when no rank has final gradients; use overlap_with_ddp=False"
             )
         for name in ("optim", "_param_to_rank", "process_group"):
             if not hasattr(zero, name):

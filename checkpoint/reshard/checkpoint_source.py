@@ -57,7 +57,7 @@ class CheckpointSource:
         except (FormatError, IncompleteError):
             same = False
         if not same:
-            raise ReplacedError(f"{self.checkpoint.path} was replaced or removed while it was read, nothing is damaged")
+            raise ReplacedError(f"{self.checkpoint.path} was replaced or removed while it was read; nothing is damaged")
 
 
 def lost_locals(manifest: Manifest) -> dict[int, str]:

@@ -139,7 +139,7 @@ class RankFiles:
             with contextlib.suppress(IncompleteError):
                 now = _read(file.path, self._os, header=False)[0]
             if now != file.stamp:
-                raise ReplacedError(f"{file.path} was replaced, changed or removed while it was read; begin again")
+                raise ReplacedError(f"{file.path} was replaced, changed or removed while it was read; try again")
 
     # ------------------------------------------------------------------ inside
 

@@ -67,18 +67,18 @@ def transform_checkpoint_by_rank(
     or files of two steps, FormatError, ReplacedError, StorageError.
     """
     if type(rank_id) is not int:
-        raise NotARankError(f"rank_id is {rank_id!r}; it has to be an int")
+        raise NotARankError(f"rank_id must be an int, not {rank_id!r}")
     if not isinstance(checkpoint_files_map, Mapping):
-        raise NotTextError("checkpoint_files_map has to be a dict: source rank -> path of its file")
+        raise NotTextError("checkpoint_files_map must be a dict: source rank -> path of its file")
     for rank, path in checkpoint_files_map.items():
         if type(rank) is not int:
-            raise NotARankError(f"checkpoint_files_map has the key {rank!r}; a source rank has to be an int")
+            raise NotARankError(f"checkpoint_files_map has the key {rank!r}; a source rank must be an int")
         if rank < 0:
-            raise ConfigError(f"checkpoint_files_map has the key {rank}; ranks begin with 0")
+            raise ConfigError(f"checkpoint_files_map has the key {rank}; the lowest rank is 0")
         text(f"checkpoint_files_map[{rank}]", path)
     target = Path(text("save_checkpoint_file_name", save_checkpoint_file_name))
     if target.suffix != SUFFIX:
-        raise ConfigError(f"save_checkpoint_file_name is {str(target)!r}; it has to end in {SUFFIX}")
+        raise ConfigError(f"save_checkpoint_file_name must end in {SUFFIX}, not {str(target)!r}")
     source = strategy_or_none("src_strategy_file", src_strategy_file)
     wanted = strategy_or_none("dst_strategy_file", dst_strategy_file)
     check_rank(rank_id, wanted)

@@ -98,7 +98,9 @@ class Strategy:
             raise StrategyError(f"{name} is held by rank {outside}, but there are only {self.world_size} ranks")
         if len(set(ranks)) != len(ranks):
             twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-            raise StrategyError(f"{name}: rank {twice} holds two parts of it; of each tensor a rank holds one part")
+            raise StrategyError(
+                f"{name}: rank {twice} holds two parts of it; a rank may hold only one part of each tensor"
+            )
 
     @functools.cached_property
     def _keys(self) -> dict[str, list[str]]:
@@ -252,7 +254,10 @@ def save_strategy_file(strategy: Strategy, path: Path, os: Os = REAL_OS) -> None
     except StorageError as error:
         if error.errno == EEXIST:
             raise StorageError(
-                f"{path} exists already, and a strategy is never overwritten; give another path, or remove it first",
+                (
+                    f"{path} exists already, and a strategy is never overwritten; choose another path, or remove it "
+                    "first"
+                ),
                 errno=EEXIST,
             ) from error
         raise
@@ -292,7 +297,9 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
         Path(text("dst_strategy_file", dst_strategy_file)),
     )
     if not os.is_directory(source.resolve()):
-        raise NoStrategiesError(f"{source} is not a directory; give the one that holds the stages' strategy files")
+        raise NoStrategiesError(
+            f"{source} is not a directory; pass the directory that holds the stages' strategy files"
+        )
     with storage_errors("listing", source):
         names = [name for name in os.listdir(source) if not name.startswith(TEMPORARY)]
     if not names:
@@ -330,7 +337,7 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
 def text(name: str, value: Any) -> str:
     """A path as a str; NotTextError, naming the argument, for anything else."""
     if not isinstance(value, str | PathLike) or not isinstance(fspath(value), str):
-        raise NotTextError(f"{name} is {value!r}; it has to be a str")
+        raise NotTextError(f"{name} must be a str, not {value!r}")
     return fspath(value)
 
 

@@ -28,7 +28,7 @@ def rank_list_for_transform(
     MismatchError for two different models.
     """
     if type(rank_id) is not int:
-        raise NotARankError(f"rank_id is {rank_id!r}; it has to be an int")
+        raise NotARankError(f"rank_id must be an int, not {rank_id!r}")
     source = None if src_strategy_file is None else Path(text("src_strategy_file", src_strategy_file))
     wanted = None if dst_strategy_file is None else Path(text("dst_strategy_file", dst_strategy_file))
     known, world_size = _loaded(source, stamp_of(source), wanted, stamp_of(wanted))
@@ -123,7 +123,7 @@ def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
     parts += [f"only the destination has {_some(extra)}"] if extra else []
     parts += [f"{name} is {what}" for name, what in sorted(different.items())[:_SHOWN_MAX]]
     raise MismatchError(
-        f"the strategies are of two models: {'; '.join(parts)}. Take the strategy of a job with the same model",
+        f"the strategies are of two models: {'; '.join(parts)}. Use the strategy of a job with the same model",
         missing=extra,
         extra=missing,
         different=different,

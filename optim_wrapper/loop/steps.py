@@ -129,7 +129,7 @@ class Steps:
         if resume is not None and resume.epoch == EPOCH_UNKNOWN:
             resume = self._resume = self._counted_out(resume)
             counted_out = [
-                f"the checkpoint does not say which step of which epoch it is of; taken for epoch {resume.epoch}, step "
+                f"the checkpoint does not name its epoch and step; assuming epoch {resume.epoch}, step "
                 f"{resume.step}, as if every epoch had had {self.steps_per_epoch} steps"
             ]
         self.epoch = resume.epoch if resume is not None else 1

@@ -194,7 +194,7 @@ def test_a_failed_last_fsync_says_that_the_checkpoint_is_visible() -> None:
 
     NEWER.save(ROOT, 37, InterposedOs(count, disk_with((OLDER, 36))))
     disk = disk_with((OLDER, 36))
-    with pytest.raises(StorageError, match="visible and whole, but may not survive a power loss"):
+    with pytest.raises(StorageError, match="complete and has its final name, but may not survive a power loss"):
         NEWER.save(ROOT, 37, InterposedOs(failing(EIO, "fsync", fsyncs), disk))
     assert load.latest(ROOT, os=disk) == ROOT / "tft_saved_checkpoints-step_37"
 

@@ -310,7 +310,7 @@ def test_arguments_of_another_type_are_named(tmp_path: Path) -> None:
         (lambda: rank_list_for_transform(0, wrong, None), "src_strategy_file"),
         (lambda: rank_list_for_transform(0, None, wrong), "dst_strategy_file"),
     ):
-        with pytest.raises(TypeError, match=f"{name} is 7; it has to be a str"):
+        with pytest.raises(TypeError, match=f"{name} must be a str, not 7"):
             call()
 
 

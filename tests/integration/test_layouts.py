@@ -402,7 +402,7 @@ def test_layouts_that_cannot_be_followed_are_refused_on_all_ranks(tmp_path: Path
     for answer in on_ranks(body, tmp_path):
         assert "use torch.distributed.fsdp.fully_shard" in answer["fsdp1"]
         assert "use overlap_with_ddp=False" in answer["overlap"]
-        assert "parameter 'frozen' is a sum that is still to be made" in answer["partial"]
+        assert "parameter 'frozen' is a partial sum that has not been reduced yet" in answer["partial"]
         text = answer["stages that nobody declared"]
         assert "is float32 (10, 6) on rank 0 and float32 (14, 6) on rank 2" in text
         assert "units_from_mesh" in text

@@ -164,7 +164,7 @@ def test_what_has_no_strategy_is_an_error_on_every_rank(tmp_path: Path) -> None:
         assert "exists already, and a strategy is never overwritten" in there
         assert "optimizer must be a torch.optim.Optimizer" in no_optimizer
         assert "path is None" in no_path
-        assert "rank 1 was given other units= than rank 0" in units
+        assert "rank 1 has other units= than rank 0" in units
         assert "units must be a list of lastwords.Unit" in no_units
         assert "No such file or directory" in nowhere
     assert (tmp_path / "there").read_text() == "older"

@@ -242,7 +242,7 @@ def test_a_source_that_is_replaced_while_it_is_read_is_an_error(rooms: Rooms) ->
             fd: int = super().create(path, direct=direct)
             return fd
 
-    with pytest.raises(ReplacedError, match="was replaced or removed while it was read, nothing is damaged"):
+    with pytest.raises(ReplacedError, match="was replaced or removed while it was read; nothing is damaged"):
         transform(rooms.source, rooms.out, rooms.three, os=Replacing())
     assert load.scan(rooms.out) == []
 

@@ -293,7 +293,7 @@ def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact() -> None
     loader = DataLoader(Items(), BATCH)
     steps = Steps(loader, epochs=3, events=Run(), resume=ResumeAt(0, BATCHES + 2, None, None))
     assert (steps.epoch, steps.step) == (2, 2)
-    assert any(f"taken for epoch 2, step 2, as if every epoch had had {BATCHES} steps" in why for why in steps.reasons)
+    assert any(f"assuming epoch 2, step 2, as if every epoch had had {BATCHES} steps" in why for why in steps.reasons)
 
 
 @pytest.mark.parametrize("draw", ["none", "python", "numpy", "torch", "all"])

@@ -105,16 +105,16 @@ def test_a_certain_difference_says_who_and_what_and_what_to_do() -> None:
     (found,) = compare(job(3, (2, A_MOMENT, 99), (2, B, 99)))
     assert str(found) == (
         "rank 2 differs from ranks 0 and 1, which agree, in 'exp_avg', the optimizer's state of 'a.weight', of unit "
-        "'u' (2 tensors differ, this is the first): its copy is not one, and nothing should be saved from it; look at "
-        "its host's memory, or at what this rank computes differently"
+        "'u' (2 tensors differ, this is the first): its replica has diverged, and nothing is saved from it; check "
+        "the memory of its host, and what this rank computes differently"
     )
 
 
 def test_an_uncertain_difference_accuses_nobody() -> None:
     (found,) = compare(job(2, (1, A, 99)))
     assert str(found) == (
-        "rank 0 and rank 1 hold different bytes of parameter 'a.weight' of unit 'u', and without a majority nobody can "
-        "tell which is right"
+        "rank 0 and rank 1 hold different bytes of parameter 'a.weight' of unit 'u', and without a majority it is "
+        "unknown which are right"
     )
 
 
