@@ -189,7 +189,7 @@ def encoded(**changes: Any) -> bytes:
 
 def test_a_missing_file_is_a_value_error_that_says_where_it_comes_from(tmp_path: Path) -> None:
     for path in (tmp_path / "group_info.pb", tmp_path):
-        with pytest.raises(ValueError, match=r"there is no group_info file .* if GROUP_INFO_FILE= set"):
+        with pytest.raises(ValueError, match=r"there is no group_info file .* if GROUP_INFO_FILE is set"):
             restore(str(path))
 
 
