@@ -102,12 +102,18 @@ class StateWatch:
         self._counts.before_update()
         # Most of what moves does so from the start; what begins to later is named for a few steps before it is copied.
         if self._looks_closely or self._digests:
-            self._note(self._witness.moved(self._ended))
+            self._note(self._moved(self._ended))
 
     def see(self) -> None:
         """What has moved since the last step's end, and before an update, is copied from now on."""
         if self._ended is not None and not self._updating:
-            self._note(self._witness.moved(self._ended))
+            self._note(self._moved(self._ended))
+
+    def _moved(self, since: Mark) -> list[StateName]:
+        modules = (
+            [one for one in self._witness.replaced() if one.kind != "optim"] if self._witness.modules_change else []
+        )
+        return [*dict.fromkeys([*self._witness.moved(since), *modules])]
 
     def updated(self) -> None:
         """The optimizer has written everything."""
@@ -140,7 +146,7 @@ class StateWatch:
         self._updated, self._updating = None, False
         entries = self._counts.now()
         self._counts.ended(entries)
-        if look or entries != self._entries:
+        if look or entries != self._entries or self._witness.modules_change:
             self.look()
 
     def trained(self) -> dict[str, torch.Tensor]:

@@ -115,6 +115,8 @@ class Witness:
         self._names: list[StateName] = []
         self._tensors: list[torch.Tensor] = []
         self._restless: dict[StateName, Slot] = {}
+        self.modules_change = False
+        """Whether a whole module has been put in another one's place: only a look finds its tensors then."""
         self._shared: list[StateName] = []
         self._shared_sum = 0
         self._lying: _Lying
@@ -132,6 +134,7 @@ class Witness:
             known = before.get(name)
             if known is not None and known.tensor is not slot.tensor and slot.table is not None:
                 self._restless[name] = slot
+                self.modules_change |= name.kind != "optim" and slot.table is not known.table
         self._restless = {name: slot for name, slot in self._restless.items() if name in slots}
         if len(before) != len(slots) or any(
             name not in before or before[name].tensor is not slot.tensor for name, slot in slots.items()
@@ -227,7 +230,7 @@ class Witness:
         return [
             name
             for name, slot in now.items()
-            if name not in self._restless
+            if (name not in self._restless or slot.table is not self._restless[name].table)
             and _can_be_read(slot.tensor)
             and (name.kind != "optim" if name not in self._slots else self._is_other(name, slot.tensor))
             and (name.kind != "optim" or slot.table is not None)

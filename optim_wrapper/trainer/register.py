@@ -139,7 +139,9 @@ class TFTRegister:
         traceback: types.TracebackType | None,
     ) -> Literal[False]:
         clean = error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0)
-        run = self._started("__exit__")
+        run = self._run
+        if run is None:  # start() has refused; its error, or the user's own, is what matters
+            return False
         if error is not None and (run.leaving or not clean):
             run.hold(error)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -40,12 +41,24 @@ class Net(nn.Module):
         return self.trained(x) * self.frozen  # type: ignore[no-any-return]
 
 
+class WithTarget(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(8, 8).requires_grad_(False)
+
+
 class Job:
     """A loop of one process. between: what the loop does to its model between the end of a step and the update."""
 
-    def __init__(self, folder: Path, between: Callable[[Net], Any] = lambda net: None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        between: Callable[[Net], Any] = lambda net: None,
+        net: Callable[[], Net] = Net,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(1)
-        self.net, self.between, self.folder = Net(), between, folder
+        self.net, self.between, self.folder = net(), between, folder
         self.optimizer = OptTFTWrapper(torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad]))
         self.recorder = StepRecorder(self.net, [self.optimizer], None, None, **options)
         self.recorder.agree_units(World(), next_prefix(), ())
@@ -472,6 +485,24 @@ def test_a_copied_tensor_that_is_replaced_is_followed_and_one_that_is_freed_ends
     assert job.save()[0]["model/frozen"] == before["model/frozen"]
     job.net.frozen.untyped_storage().resize_(0)
     job.recorder.committed(7, None)
+
+
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_a_module_that_is_put_in_another_one_s_place_is_followed(tmp_path: Path, steps: int) -> None:
+    def replaced(net: Any) -> None:
+        if job.step % 2:
+            net.target = copy.deepcopy(net.target)
+            net.target.weight.data.mul_(0.9)
+
+    job = Job(tmp_path, replaced, WithTarget)
+    job.run(steps)
+    before, _ = job.save()
+    job.step += 1
+    job.compute()
+    saved, reasons = job.save(step=steps)
+    if not reasons:
+        assert saved == before
+    assert reasons == [] or steps < 4, "twice it has been seen by then"
 
 
 def test_a_resumed_run_knows_at_once_what_moves(tmp_path: Path) -> None:
