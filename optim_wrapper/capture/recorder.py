@@ -70,7 +70,9 @@ class StepRecorder:
         self.local_extras.add(self.own.of_modules)
         self.buffers = BufferCapture(self.view.model, called=self.view.called)
         plain = [one for part in (extras, local_extras) for one in (part or {}).values() if isinstance(one, dict)]
-        self._search_in = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}, plain
+        hooks = [(one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks) for one in optimizers]
+        roots = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}
+        self._search_in = {**roots, "hooks of the wrapped optimizer": hooks}, plain
         self.rng = RngCapture(own=OwnStreams(*self._search_in))
         self.extra_buffers = ExtraBuffers(self.extras)
         self._digests = b""

@@ -53,6 +53,7 @@ _QUICKLY_PASSED = frozenset({str, bytes, int, float, bool, type(None), torch.Ten
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset, OrderedDict})
 _SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
 _REFERENCES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.CodeType)
 
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
@@ -250,6 +251,9 @@ class _Search:
             for key, item in list(own_names(module).items()):
                 if key not in ("_parameters", "_buffers", "_modules") and type(item) not in _QUICKLY_PASSED:
                     self._put(item, inside, f".{key}", (places.attribute, key), depth)
+            for key, parameter in module._parameters.items():
+                for hooks in _TENSOR_HOOKS if parameter is not None else ():
+                    self._put(getattr(parameter, hooks), inside, f".{key}.{hooks}", (_hooks, (key, hooks)), depth)
             self._look_into_class(type(module))
 
     def _look_into_class(self, kind: type) -> None:
@@ -324,3 +328,7 @@ def _only(container: Any, _: Any) -> Any:
 
 def _nothing(*_: Any) -> None:
     """What has no place cannot be looked at again."""
+
+
+def _hooks(module: torch.nn.Module, of: tuple[str, str]) -> Any:
+    return getattr(module._parameters.get(of[0]), of[1], None)

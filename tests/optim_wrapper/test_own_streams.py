@@ -161,6 +161,20 @@ def test_code_of_the_library_is_not_followed_and_nothing_of_the_users_is_run() -
     assert names(trap=Trap(), library=[random, np.random, torch], loader=DataLoader([1, 2])) == set()
 
 
+def test_hooks_of_parameters_are_searched() -> None:
+    def hook_of(rng: torch.Generator) -> Any:
+        return lambda gradient: gradient + torch.randn(gradient.shape, generator=rng)
+
+    model = torch.nn.Linear(2, 1)
+    model.weight.register_hook(hook_of(torch.Generator()))
+    model.bias.register_post_accumulate_grad_hook(hook_of(torch.Generator()))
+    found = sorted(search({"model": model}, frames=False))
+    assert [name.partition("[")[0] for name in found] == [
+        "model.bias._post_accumulate_grad_hooks",
+        "model.weight._backward_hooks",
+    ]
+
+
 def test_what_is_saved_with_the_optimizer_is_left_to_that_and_the_rest_of_it_is_searched() -> None:
     optimizer = torch.optim.SGD(Module().parameters(), 0.1)
     optimizer.param_groups[0]["noise"] = random.Random(1)
