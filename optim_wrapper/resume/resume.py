@@ -298,7 +298,8 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
     ranks: those that hold the same as this one does; None: whoever was in the saved run, of which nothing is kept.
     """
     locals_ = [local for one, local in manifest.locals.items() if ranks is None or one in ranks]
-    whole = ranks is not None or len(manifest.units) < 2
+    unmoved = manifest.holders_world_size == manifest.world_size
+    whole = ranks is not None or (len(manifest.units) < 2 and unmoved)
     said = [(local.meta.kind, _alike(local.document, whole)) for local in locals_]
     mine = manifest.locals.get(rank)
     committed = mine is not None and mine.meta.kind == COMMITTED
