@@ -325,6 +325,8 @@ def test_hyperparameters_that_change_before_the_update_alone_are_not_doubted(tmp
 
 def manifest(*ranks: tuple[str, dict[str, Any]]) -> Any:
     return SimpleNamespace(
+        world_size=1,
+        holders_world_size=1,
         units={},
         locals={
             rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": {"alike": alike}}, True, ())
@@ -375,6 +377,8 @@ def words_of(folder: Path, own: float, form: str = "mine", *, steps: int = 3, co
 def told(*ranks: tuple[str, list[Any]], saved_by: dict[str, Any] | None = None) -> list[str]:
     """Why the first of these ranks is not exact, each with the kind of its copy."""
     found: Any = SimpleNamespace(
+        world_size=1,
+        holders_world_size=1,
         units=saved_by or {},
         locals={
             rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": {"state": words}}, True, ())
