@@ -230,7 +230,7 @@ class Witness:
         return [
             name
             for name, slot in now.items()
-            if (name not in self._restless or slot.table is not self._restless[name].table)
+            if (name not in self._restless or (name.kind != "optim" and slot.table is not self._restless[name].table))
             and _can_be_read(slot.tensor)
             and (name.kind != "optim" if name not in self._slots else self._is_other(name, slot.tensor))
             and (name.kind != "optim" or slot.table is not None)

@@ -38,6 +38,8 @@ _HASHED_BYTES_MAX = 4096
 """Of larger tensors and arrays among the hyperparameters only the type goes into the checksum."""
 _WHOLE = object()
 """In a key's place: the state of this parameter is no dict."""
+_GONE = object()
+"""In a value's place: there is none any more."""
 
 
 class _Place(NamedTuple):
@@ -50,10 +52,10 @@ class _Place(NamedTuple):
     numbers: int
 
     def get(self) -> Any:
-        values = self.state.get(self.owner)
+        values = self.state.get(self.owner, _GONE)
         if self.key is _WHOLE:
             return values
-        return values.get(self.key) if isinstance(values, dict) else None
+        return values.get(self.key, _GONE) if isinstance(values, dict) else _GONE
 
     def set(self, value: Any) -> None:
         if self.key is _WHOLE:
@@ -92,6 +94,7 @@ class OwnNumbers:
         self._numbers = sum(place.numbers for place in self._places)
         self._lists = [place for place in every if isinstance(place.get(), _INSIDE)]
         mixed = [place for place in self._lists if not place.numbers]
+        self._said = None, b""
         self._called = {"groups": "optimizer's param_groups", "numbers": _some(self._places), "lists": _some(mixed)}
 
     def take(self, step: int) -> None:
@@ -117,7 +120,7 @@ class OwnNumbers:
             places, seen = places[step % turns :: turns], self._before.get("numbers", 0).to_bytes(8, "little")
         values = [place.get() for place in places]
         if not all(type(value) in _NUMBERS or _count(value) for value in values):
-            self.look()  # what was a number is a tensor now, as LBFGS has it after its first iteration
+            self.look()  # another key has come for it; or it is a tensor now, as in LBFGS after its first iteration
             self.take(step)
             return
         self._taken, self._values = places, [*map(copied, values)]

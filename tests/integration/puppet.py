@@ -105,6 +105,10 @@ class Puppet:
             self.core.begin_loop(STEPS_PER_EPOCH, epochs, start_step)
             self._dispatch()
 
+    def await_release(self) -> None:
+        """Until all ranks have left, and the controller has said so: a rank that ends before is one that died."""
+        self.await_(lambda: self.core.released, "to be released")
+
     def await_go(self) -> None:
         """Wait until all ranks have begun the same loop."""
         self.await_(lambda: self.core.loop_open, "to train")

@@ -229,6 +229,8 @@ def test_a_clean_end_on_another_host_is_nobodys_death(job: Job) -> None:
     for rank in ranks:
         rank.call("mark_left")
     for rank in ranks:
+        rank.call("await_release")
+    for rank in ranks:
         rank.begin_call("release")
         assert rank.process.wait(WAIT_S) == 0
     job.assert_nothing_is_left()

@@ -57,7 +57,7 @@ def reasons(*ranks: tuple[str, dict[str, Any]], known: bool = True) -> list[Reas
         rank: LocalEntry(0, "rank_0/x", (), {"kind": kind, "slot": slot}, True, ())
         for rank, (kind, slot) in enumerate(ranks)
     }
-    manifest: Any = SimpleNamespace(locals=locals_, units={})
+    manifest: Any = SimpleNamespace(locals=locals_, units={}, world_size=1, holders_world_size=1)
     return resume._not_alike(manifest, 0, range(len(ranks)) if known else None)
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_hold_other_units_are_not_compared() -> None:
         rank: LocalEntry(0, "rank_0/x", (), {"kind": "tentative", "slot": slot}, True, ())
         for rank, slot in said.items()
     }
-    manifest: Any = SimpleNamespace(locals=locals_, units={})
+    manifest: Any = SimpleNamespace(locals=locals_, units={}, world_size=1, holders_world_size=1)
     assert resume._not_alike(manifest, 0, table.holding_the_same(0)) == []
     assert resume._not_alike(manifest, 0) != []
 
@@ -202,6 +202,21 @@ def test_numbers_inside_of_others_are_this_rank_s_own_too(case: str) -> None:
     back = fresh.optimizer.state[first]["mine"]
     assert back == NESTED[case]
     assert type(back) is type(NESTED[case])
+
+
+def test_a_number_whose_key_is_another_one_in_each_step_is_followed() -> None:
+    rank, fresh = Rank(), Rank()
+    state = rank.optimizer.state[next(rank.net.parameters())]
+    state["at 1"] = 0.25
+    rank.end(0.5)
+    del state["at 1"]
+    state["at 2"] = 0.25
+    said = rank.again()
+    for one in (rank, fresh):
+        one.optimizer.keep(0.5)
+    fresh.optimizer.state[next(fresh.net.parameters())]["at 2"] = 0.75
+    assert fresh.numbers.restore(said["numbers"]) == []
+    assert fresh.optimizer.state[next(fresh.net.parameters())]["at 2"] == 0.25
 
 
 @pytest.mark.parametrize("key", [7, ("a", 1)])
