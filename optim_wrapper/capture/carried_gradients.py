@@ -2,7 +2,8 @@
 
 They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
 in which their optimizer has not updated. After its update most loops set them to zero or to None before they count
-again; those of a loop that goes on with them (`GradientHabit`) are carried as well. Those that a GradScaler among the
+again; those of a loop that goes on with them (`GradientHabit`) are carried as well, also those of parameters that no
+optimizer has: clipping counts them, and a later group may bring them in. Those that a GradScaler among the
 extras has skipped, which shows in its scale, are used up like those of an update; where there are several optimizers
 it does not show whose, so they are saved nevertheless.
 Those that FSDP2 keeps whole, or has reduced within a shard group only, while its sync is off, are named.
@@ -11,15 +12,15 @@ Those that FSDP2 keeps whole, or has reduced within a shard group only, while it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
-from lastwords.optim_wrapper.capture.zeroed_gradients import ZeroedGradients
+from lastwords.optim_wrapper.capture.zeroed_gradients import ZeroedGradients, put_gradient
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.sharding.dtensor import empty_shard, has_unreduced, is_dtensor, local_of, placements_to_json
 
@@ -29,6 +30,16 @@ PREFIX = "grad/"
 
 BYTES_MAX = 256 << 20
 """Of all gradients together. The black box has room for four copies."""
+
+
+class _Strays:
+    """In the place of an optimizer: the parameters that none has, and that have a gradient."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.param_groups = [{"params": [*parameters]}]
+
+    def zero_grad(self) -> None:
+        """Nobody calls it."""
 
 
 class CarriedGradients:
@@ -47,6 +58,9 @@ class CarriedGradients:
         self.habits = [GradientHabit(one, self.backward, always=len(optimizers) > 1) for one in optimizers]
         self._alone = self.habits[0] if len(self.habits) == 1 and not scalers else None
         self.zeroed = ZeroedGradients(self._trained)
+        self._strays: GradientHabit | None = None
+        self._strays_by_name: dict[str, torch.Tensor] = {}
+        self._count = 0  # of what the optimizers have
         self._model = model
         self._scalers = scalers
         self._scales: list[Any] = [scaler.state_dict() for scaler in scalers]
@@ -75,39 +89,48 @@ class CarriedGradients:
     def _waits(self, parameter: torch.Tensor) -> bool:
         """Whether its optimizer has not updated, and its gradient is another one than that of its last update."""
         habit, gradient = self._idle_parameters.get(id(parameter)), parameter.grad
-        if gradient is None or not parameter.requires_grad or habit is None:
+        if gradient is None or habit is None:
             return False
         # An id may be that of another object by now, but not as long as others of that time are still there.
         return habit.renewed or self._used_up.get(id(parameter)) != (id(gradient), gradient._version)
 
     def in_backward(self) -> None:
         """A backward pass has begun."""
-        for habit in self.habits:
+        for habit in self._every():
             habit.in_backward()
 
     def doubts(self, *, ended: bool) -> list[str]:
         """Why what is saved may lack gradients of the last update. See `GradientHabit.in_doubt`."""
         if ended and not self._updated:
             return []  # all that there were have been carried
-        if any(habit.in_doubt(ended=ended) for habit in self.habits) or (not ended and self.zeroed.stale()):
+        if any(habit.in_doubt(ended=ended) for habit in self._every()) or (not ended and self.zeroed.stale()):
             return ["gradients of an update may live on into the next step, and were not saved"]
         return []
 
-    def step_ends(self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]]) -> bool:
-        """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them."""
+    def step_ends(
+        self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]], look: bool = False
+    ) -> bool:
+        """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them.
+
+        look: whether to see which parameters without an optimizer have one, and which are frozen.
+        """
         self._carried, self._updated = [], updated
         self.backward.under_way = False
-        if updated and self._alone is not None and self._alone.dropped_as_before():
+        if look or (self._strays is not None and self._count != self._counted()):
+            self._look()
+        plain = updated and self._strays is None and self._alone is not None
+        if plain and self._alone is not None and self._alone.dropped_as_before():
             return False
         skipped = bool(self._scalers) and self._scaler_has_skipped()
         more = self._update_ended() if updated else self._look_at_zeroed()
-        keeping = [habit for habit in self.habits if habit.habit is Habit.KEPT]
+        keeping = [habit for habit in self._every() if habit.habit is Habit.KEPT or habit.next_ones]
         if self._given_up or (updated and not self._idle and not keeping):
             return more
         kept = {id(one) for habit in keeping for one in habit.parameters()}
         if self._model is not None and has_unreduced(self._model):
             return self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
-        present = {name: tensor for name, tensor in trained().items() if tensor.grad is not None}
+        here = {**trained(), **self._strays_by_name}
+        present = {name: tensor for name, tensor in here.items() if tensor.grad is not None}
         if updated:
             present = {name: one for name, one in present.items() if id(one) in kept or self._waits(one)}
         if not present or (skipped and not self._idle and not kept):
@@ -118,21 +141,47 @@ class CarriedGradients:
 
     def _update_ended(self) -> bool:
         """What the loop does with gradients that were used, as far as it shows. As `step_ends` returns."""
-        for habit in self.habits:
+        for habit in self._every():
             if id(habit.optimizer) not in self._idle and habit.update_ended():
                 _log.warning(
                     "gradients outlive their update in this loop: they are copied at the end of each step. zero_grad() "
                     "of the wrapped optimizer avoids that"
                 )
-        self.looks_in_backward = any(habit.looks for habit in self.habits)
+        self.looks_in_backward = any(habit.looks for habit in self._every())
         return self._look_at_zeroed()
 
     def _look_at_zeroed(self) -> bool:
         zeroed = [habit for habit in self.habits if habit.habit is Habit.ZEROED]
         if not zeroed and not self.zeroed:
             return False
-        count = sum([len(group["params"]) for habit in self.habits for group in habit.optimizer.param_groups])
-        return self.zeroed.look([one for habit in zeroed for one in habit.parameters()], count)
+        return self.zeroed.look([one for habit in zeroed for one in habit.parameters()], self._counted())
+
+    def _counted(self) -> int:
+        return sum([len(group["params"]) for habit in self.habits for group in habit.optimizer.param_groups])
+
+    def _every(self) -> list[GradientHabit]:
+        return self.habits if self._strays is None else [*self.habits, self._strays]
+
+    def _look(self) -> None:
+        for habit in self.habits:
+            habit.look()
+        known = self._strays_by_name.keys()
+        without = self._without_optimizer()
+        self._know_strays({name: one for name, one in without.items() if one.grad is not None or name in known})
+
+    def _without_optimizer(self) -> dict[str, torch.Tensor]:
+        ids = {id(one) for habit in self.habits for one in habit.parameters()}
+        return {name: one for name, one in self._all().items() if id(one) not in ids}
+
+    def _know_strays(self, strays: dict[str, torch.Tensor]) -> None:
+        self._strays_by_name, self._count = strays, self._counted()
+        if not strays:
+            self._strays = None
+        elif self._strays is None:
+            self._strays = GradientHabit(cast(Any, _Strays(strays.values())), self.backward)
+        else:
+            self._strays.optimizer.param_groups[0]["params"] = [*strays.values()]
+            self._strays.look()
 
     def _trained(self) -> dict[str, torch.Tensor]:
         ids = {id(one) for habit in self.habits for one in habit.parameters()}
@@ -232,15 +281,19 @@ class CarriedGradients:
             if name not in here or tuple(local_of(here[name]).shape) != tuple(copy.shape):
                 raise MismatchError(f"the saved gradient of {name!r} fits no parameter here", extra=[name])
         reasons = self.zeroed.restore(regions)
-        for habit in self.habits if saved else ():
-            habit.carries()
+        without = self._without_optimizer() if saved else {}
+        self._know_strays({name: one for name, one in without.items() if name in saved})
+        restored = {id(here[name]) for name in saved}
+        for habit in self._every():
+            if any(id(one) in restored for one in habit.parameters()):
+                habit.carries()
         for name, copy in saved.items():
             parameter = here[name]
             dtype = next(one for one in _DTYPES if region_dtype(one) == copy.dtype)
             data = torch.frombuffer(bytearray(copy.data), dtype=dtype).reshape(copy.shape).to(parameter.device)
             if is_dtensor(parameter):
                 data = empty_shard(parameter, placements_to_json(parameter), list(parameter.shape), data)
-            parameter.grad = data
+            put_gradient(parameter, data)
         return reasons
 
 

@@ -9,11 +9,13 @@ is decayed, and moved by its momentum), and some go on with them. That has to be
   to weakly, as torch swaps no tensor that has a weak reference.
 - Where the object is the same, hooks look at what each gradient is added to, in one backward pass: at nothing (DDP's
   bucket views are always the same objects), at zeros, or at more.
+- A frozen parameter gets no gradient from a backward pass: one that is the same after the next update is kept.
+- Gradients that come between a `zero_grad()` after the update and the step's end are the next update's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
 
@@ -68,9 +70,12 @@ class _Look:
 
 
 class Pass:
-    """Whether a backward pass of the step in hand has begun; of all optimizers together."""
+    """Whether a backward pass of the step in hand has begun, and whether its update is over; of all optimizers."""
 
     under_way = False
+
+    def __init__(self, follows_update: Callable[[], bool] = lambda: False) -> None:
+        self.follows_update = follows_update
 
 
 class GradientHabit:
@@ -91,7 +96,9 @@ class GradientHabit:
         self._turn = 0
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # as long as zero_grad() says it
         self._probe: _Probe | None = None
+        self._frozen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._there_in_backward = self._dropped_late = self._provisional = False
+        self._said = self._wavers = self._cleared_after_update = self._begins_early = False
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """All that the optimizer has now."""
@@ -101,6 +108,7 @@ class GradientHabit:
         """`zero_grad(set_to_none)` of the optimizer has returned."""
         if self._says:
             self._seen = Habit.DROPPED if set_to_none else Habit.ZEROED
+            self._cleared_after_update = set_to_none and self._pass.follows_update()
             if self._pass.under_way:
                 self._dropped_late = True
         elif self._samples and not any(parameter.grad is not None for parameter, _ in self._samples):
@@ -119,9 +127,23 @@ class GradientHabit:
     def dropped_as_before(self) -> bool:
         """What nearly every step is: `zero_grad()` said so, in this step as in the last one. Else `update_ended`."""
         if self._seen is Habit.DROPPED and self.habit is Habit.DROPPED and self._samples is None:
-            self._seen = None
+            if self._cleared_after_update and self.next_ones:
+                return False
+            self._seen, self._said = None, True
             return True
         return False
+
+    def look(self) -> None:
+        """See anew, at the end of this step, which parameters are frozen."""
+        self._all = []
+
+    @property
+    def next_ones(self) -> bool:
+        """At the end of a step with an update: whether its gradients have come after the last `zero_grad()`."""
+        if self._cleared_after_update and not self._begins_early:
+            self._choose()
+            self._begins_early = any(one.grad is not None for one in self._smallest)
+        return self._cleared_after_update and self._begins_early
 
     def carries(self) -> None:
         """A resume has put gradients back: until the loop shows what it does with them, they are taken to be kept."""
@@ -150,10 +172,12 @@ class GradientHabit:
         if before is not Habit.KEPT or (self._provisional and judged is not Habit.UNKNOWN):
             self.habit, self._provisional = judged, False
         said, self._seen = self._seen is not None, None
-        self._samples = None if said and not self._always else self._sampled()
+        self._wavers |= self._said and not said and before is Habit.DROPPED
+        self._said = said
+        self._samples = None if said and not (self._always or self._wavers) else self._sampled()
         if self.habit is Habit.UNKNOWN and not self._samples:
             self.habit = Habit.DROPPED  # already
-        self._look_closer(suspect=suspect, said=said)
+        self._look_closer(suspect=suspect or (self._wavers and self.habit is not Habit.KEPT), said=said)
         return self.habit is Habit.KEPT and before is not Habit.KEPT
 
     def in_doubt(self, *, ended: bool) -> bool:
@@ -163,6 +187,10 @@ class GradientHabit:
         """
         if self.habit is Habit.KEPT:
             return not ended and self._any_there()
+        if not ended and self._begins_early:
+            return True
+        if ended and self._seen is None and self._may_live_on():
+            return True
         if not ended:
             if self._seen is None and self._samples is None and self.habit is not Habit.UNKNOWN:
                 return not self._dropped_late and self._any_there()
@@ -180,6 +208,19 @@ class GradientHabit:
 
     # ------------------------------------------------------------------ inside
 
+    def _may_live_on(self) -> bool:
+        """Of those that the last update has used, before `zero_grad()` says anything else."""
+        if self._pass.under_way and not self._dropped_late and self._kept_frozen():
+            return True
+        return self._wavers and self._probe is not None and self._probe.found is None and self.same_gradients
+
+    def _kept_frozen(self) -> bool:
+        """Whether a frozen parameter still has the gradient that it had after the last update."""
+        return any(
+            one.grad is gradient and gradient._version == version and _held_by(one) is Habit.KEPT
+            for one, gradient, version in self._frozen
+        )
+
     def _any_there(self) -> bool:
         return any(one.grad is not None for one in self.parameters())
 
@@ -191,6 +232,8 @@ class GradientHabit:
             return Habit.UNKNOWN
         if not self._samples:
             return Habit.UNKNOWN if self.habit is Habit.KEPT else self.habit
+        if self._kept_frozen():
+            return Habit.KEPT
         if not self.same_gradients:
             return Habit.DROPPED
         probe = self._probe
@@ -200,18 +243,26 @@ class GradientHabit:
             return Habit.KEPT if probe.whole else Habit.UNKNOWN
         return probe.found if probe.whole or probe.found in (Habit.DROPPED, self.habit) else Habit.UNKNOWN
 
-    def _sampled(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        groups = self.optimizer.param_groups
-        if len(self._all) != sum([len(group["params"]) for group in groups]):
+    def _choose(self) -> None:
+        """Of each group the smallest parameter, and the smallest one that is frozen and has a gradient."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if len(self._all) != sum([len(group) for group in groups]):
             self._all = [*self.parameters()]
-            trained = [[one for one in group["params"] if one.requires_grad] for group in groups]
-            self._smallest = [min(group, key=torch.Tensor.numel) for group in trained if group]
+            groups = [[one for one in group if one.requires_grad] for group in groups] + [
+                [one for one in group if not one.requires_grad and one.grad is not None] for group in groups
+            ]
+            self._smallest = [min(group, key=torch.Tensor.numel) for group in groups if group]
+
+    def _sampled(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self._choose()
         chosen = self._smallest
         if self._all:
             self._turn = (self._turn + 1) % len(self._all)
             other = self._all[self._turn]
             chosen = [*chosen, other] if other.numel() <= HELD_ELEMENTS_MAX else chosen
-        return [(one, gradient) for one in chosen if (gradient := one.grad) is not None]
+        samples = [(one, gradient) for one in chosen if (gradient := one.grad) is not None]
+        self._frozen = [(one, gradient, gradient._version) for one, gradient in samples if not one.requires_grad]
+        return samples
 
     def _look_closer(self, *, suspect: bool, said: bool) -> None:
         if self._probe is not None:

@@ -84,6 +84,7 @@ class StepRecorder:
         self.watch.has_scheduler = any(hasattr(one, "get_last_lr") for one in (extras or {}).values())
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
         self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers, model, inner)
+        self.gradients.backward.follows_update = lambda: self.watch.update_is_over
         for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
             wrapper.watch_zero_grad(habit.zeroed)
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
@@ -343,7 +344,7 @@ class StepRecorder:
         updated = self.watch.was_updated
         self.watch.step_ends(look=look, ends_epoch=ends_epoch)
         self.watch.needs_room |= self.buffers.look(late=look)
-        self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=self.watch.trained)
+        self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=self.watch.trained, look=look)
         if self.watch.needs_room:
             self._make_room()
 

@@ -127,6 +127,11 @@ class StateWatch:
         """Whether the step under way has come to its update."""
         return self._updating
 
+    @property
+    def update_is_over(self) -> bool:
+        """Whether the update of the step under way has been written."""
+        return self._updated is not None
+
     def step_ends(self, *, look: bool, ends_epoch: bool | None = None) -> None:
         """Before anything is copied of the step that has ended. look: whether to see which tensors there are now.
 

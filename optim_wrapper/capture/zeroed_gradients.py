@@ -81,5 +81,21 @@ class ZeroedGradients:
         if len(flags) != len(trained):
             return (f"which of {len(flags)} parameters had a gradient was saved, but {len(trained)} are trained here",)
         for parameter, flag in zip(trained, flags, strict=True):
-            parameter.grad = torch.zeros_like(parameter.detach()) if flag else None
+            if flag:
+                put_gradient(parameter, torch.zeros_like(parameter.detach()))
+            else:
+                parameter.grad = None
         return ()
+
+
+def put_gradient(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Make `data` the gradient of `parameter`; into the one that is there, if it fits: it may be a view."""
+    gradient = parameter.grad
+    if gradient is not None and _form(gradient) == _form(data):
+        gradient.detach().copy_(data)
+    else:
+        parameter.grad = data
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout

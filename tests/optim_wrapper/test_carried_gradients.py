@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, CarriedGradients
+from lastwords.optim_wrapper.capture.zeroed_gradients import NAME
+from lastwords.processor.black_box import RegionCopy
 
 
 class Turns:
@@ -70,8 +72,76 @@ def test_a_scale_that_moves_says_nothing_of_the_optimizer_that_has_not_stepped()
         assert turns.end(*stepped) == SELDOM
 
 
-def test_frozen_parameters_carry_none() -> None:
+def test_frozen_parameters_keep_theirs_as_torch_applies_them_nevertheless() -> None:
     turns = Turns()
     turns.backward("seldom")
     turns.net["seldom"].requires_grad_(False)
-    assert turns.end(turns.often) == []
+    assert turns.end(turns.often) == SELDOM
+
+
+class Head:
+    """An optimizer that has the last of two layers only."""
+
+    def __init__(self) -> None:
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.optimizer = torch.optim.SGD(self.net[1].parameters(), lr=0.1)
+        self.carried = CarriedGradients(lambda: dict(self.net.named_parameters()), (), None, [self.optimizer])
+        self.count = 0
+
+    def step(self, zeroed: nn.Module, frozen: bool = False) -> list[str]:
+        """What is carried from this step to the next. zeroed: whose `zero_grad` is called."""
+        zeroed.zero_grad()
+        if zeroed is self.net[1]:
+            self.carried.habits[0].zeroed(True)
+        self.net[0].requires_grad_(not frozen)
+        self.net(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+        self.count += 1
+        look = self.count & (self.count - 1) == 0
+        self.carried.step_ends(updated=True, trained=lambda: dict(self.net[1].named_parameters("1")), look=look)
+        return list(self.carried._carried)
+
+
+def test_gradients_of_parameters_that_no_optimizer_has_are_carried() -> None:
+    head = Head()
+    head.step(head.net[1])
+    assert head.carried.doubts(ended=True), "not before it is seen what the loop does with them"
+    assert [head.step(head.net[1]) for _ in range(2)][1] == ["0.weight", "0.bias"]
+    assert not head.carried.doubts(ended=True)
+    head.optimizer.add_param_group({"params": [*head.net[0].parameters()]})
+    head.optimizer.zero_grad()
+    head.carried.habits[0].zeroed(True)
+    assert head.step(head.net) == [], "an optimizer has them now"
+
+
+def test_those_that_the_loop_drops_are_not() -> None:
+    head = Head()
+    assert [head.step(head.net) for _ in range(6)] == [[]] * 6
+    assert not head.carried.doubts(ended=True)
+
+
+def test_where_there_are_none_nothing_is_looked_at_in_most_steps() -> None:
+    head = Head()
+    for _ in range(4):
+        head.step(head.net[1], frozen=True)
+    head.carried._update_ended = None  # type: ignore[method-assign,assignment]
+    head.carried._all = None  # type: ignore[assignment]
+    assert head.step(head.net[1], frozen=True) == []
+
+
+def test_a_restored_gradient_is_written_into_the_one_that_is_there() -> None:
+    head = Head()
+    flat = torch.zeros(4)
+    head.net[1].weight.grad = flat.view(2, 2)
+    values = torch.arange(4.0)
+    head.carried.restore({PREFIX + "1.weight": region((2, 2), values), PREFIX + "0.bias": region((2,), values[:2])})
+    assert torch.equal(flat, values)
+    assert torch.equal(head.net[0].bias.grad, values[:2])
+    head.carried.zeroed.restore({NAME: region((2,), torch.tensor([1, 0], dtype=torch.uint8))})
+    assert not flat.any()
+    assert head.net[1].weight.grad is not None
+
+
+def region(shape: tuple[int, ...], values: torch.Tensor) -> RegionCopy:
+    code = "U8" if values.dtype is torch.uint8 else "F32"
+    return RegionCopy(code, shape, memoryview(values.numpy().tobytes()))

@@ -174,6 +174,39 @@ def test_the_first_step_in_which_nothing_is_zeroed_is_in_doubt(set_to_none: bool
     assert loop.run(1).habit.habit is Habit.KEPT
 
 
+def test_a_zero_grad_that_comes_in_some_steps_only_is_not_believed_any_more() -> None:
+    steps = iter(range(100))
+    loop = Loop(lambda loop: loop.zero() if next(steps) % 2 == 0 else None, nothing).run(3)
+    assert loop.habit.in_doubt(ended=True), "before any backward pass"
+    assert loop.run(1).habit.habit is Habit.KEPT
+
+
+def test_a_frozen_parameter_that_keeps_its_gradient_is_seen_at_the_next_look() -> None:
+    loop = Loop(
+        lambda loop: [setattr(one, "grad", None) for one in loop.net.parameters() if one.requires_grad], nothing
+    )
+    loop.used = False
+    assert loop.run(3).habit.habit is Habit.DROPPED
+    loop.net[0].requires_grad_(False)
+    loop.habit.look()
+    loop.run(1)
+    loop.until_update()
+    assert loop.habit.in_doubt(ended=True)
+    loop.update()
+    assert loop.habit.habit is Habit.KEPT
+
+
+def test_gradients_that_come_after_a_zero_grad_at_the_step_s_end_are_the_next_update_s() -> None:
+    loop = Loop(nothing, lambda loop: (loop.zero(), loop.backward()))
+    loop.backward_pass.follows_update = lambda: True
+    loop.run(2)
+    assert loop.habit.next_ones
+    assert loop.habit.in_doubt(ended=False)
+    plain = Loop(nothing, Loop.zero)
+    plain.backward_pass.follows_update = lambda: True
+    assert not plain.run(2).habit.next_ones
+
+
 def test_a_zero_grad_between_two_backward_passes_puts_nothing_in_doubt() -> None:
     loop = Loop(lambda loop: (loop.backward(), loop.zero()), nothing).run(2)
     loop.backward()

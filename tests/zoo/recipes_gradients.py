@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.zoo.loop import WIDTH, WIDTH_IN, WIDTH_OUT, Loop, recipe
@@ -90,3 +91,131 @@ class ZeroNotNone(Decayed):
 class ModelZeroNotNone(ZeroNotNone):
     def zero(self) -> None:
         self.model.zero_grad(set_to_none=False)
+
+
+class Head(Loop):
+    """The optimizer has the last layer only; all others collect gradients."""
+
+    def optimizers(self) -> list[Any]:
+        return [torch.optim.SGD(self.bare[-1].parameters(), lr=0.05, momentum=0.9)]
+
+
+@recipe("head_clipped", "the optimizer has the head only, but all parameters are clipped together",
+        "fwd end@5 win bwd", {"win end": "gradients"}, mixes=False)  # fmt: skip
+class HeadClipped(Head):
+    def after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.bare.parameters(), 0.5)
+
+
+@recipe("group_late", "a group that joins the optimizer between backward pass and update, with what it has collected",
+        "fwd bwd", mixes=False)  # fmt: skip
+class GroupLate(Head):
+    def after_backward(self) -> None:
+        if self.step >= 5 and len(self.opt.param_groups) == 1:
+            self.opt.add_param_group({"params": self.bare[0].parameters(), "lr": 0.005})
+
+
+class ByHand(Decayed):
+    """Without DDP."""
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return net
+
+    def blocks(self) -> list[nn.Module]:
+        return [nn.ReLU(), nn.Dropout(0.1)]
+
+    def average(self, parameters: Any) -> None:
+        """The ranks' mean of the gradients."""
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.ranks
+
+
+@recipe("flat_gradients", "gradients are views of one flat tensor, which is zeroed and reduced", "fwd bwd win end",
+        mixes=False)  # fmt: skip
+class FlatGradients(ByHand):
+    def setup(self) -> None:
+        parameters = [*self.bare.parameters()]
+        self.flat = torch.zeros(sum(one.numel() for one in parameters))
+        parts = self.flat.split([one.numel() for one in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def zero(self) -> None:
+        self.flat.zero_()
+
+    def after_backward(self) -> None:
+        dist.all_reduce(self.flat)
+        self.flat /= self.ranks
+
+
+@recipe("frozen_waits", "the second optimizer updates in every second step, its parameters frozen at the step's end",
+        "fwd@6 bwd@6 end@5", {"end": "gradients"}, mixes=False)  # fmt: skip
+class FrozenWaits(ByHand):
+    def optimizers(self) -> list[Any]:
+        first, last = self.bare[0].parameters(), self.bare[-1].parameters()
+        return [torch.optim.AdamW(last, lr=0.01), torch.optim.SGD(first, lr=0.05, momentum=0.9)]
+
+    def options(self) -> dict[str, Any]:
+        return {"local_copy": True}
+
+    def train(self, x: Any, y: Any) -> Any:
+        often, seldom = self.opts
+        self.bare[0].requires_grad_(True)
+        loss = self.loss(x, y)
+        self.at("fwd")
+        loss.backward()
+        if self.step % 2 == 0:
+            self.average(self.bare[0].parameters())
+            seldom.step()
+            seldom.zero_grad()
+        self.bare[0].requires_grad_(False)
+        often.zero_grad()
+        self.loss(x, y).backward()
+        self.average(self.bare[-1].parameters())
+        often.step()
+        return loss
+
+
+@recipe("frozen_stale", "a layer frozen in step 3 keeps its last gradient; only what is trained is set to None",
+        "fwd@6 bwd@8 win@7 end@5", {"win end": "gradients"}, mixes=False)  # fmt: skip
+class FrozenStale(ByHand):
+    def zero(self) -> None:
+        for parameter in self.bare.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+
+    def after_backward(self) -> None:
+        self.average(one for one in self.bare.parameters() if one.requires_grad)
+
+    def update(self) -> None:
+        super().update()
+        if self.step == 3:
+            self.resumed()
+
+    def resumed(self) -> None:
+        if self.step >= 3:
+            self.bare[0].requires_grad_(False)
+
+
+@recipe("delayed", "an update with the gradients of the step before; `zero_grad()` and backward pass come after it",
+        "fwd end win", {"end win": "gradients"}, mixes=False)  # fmt: skip
+class DelayedGradients(ByHand):
+    def train(self, x: Any, y: Any) -> Any:
+        self.at("fwd")
+        dist.all_reduce(torch.zeros(1))
+        if self.step > 1:
+            self.update()
+        self.opt.zero_grad()
+        loss = self.loss(x, y)
+        self.backward(loss)
+        self.average(self.bare.parameters())
+        return loss
+
+
+@recipe("zero_every2", "`zero_grad()` in every second step, and an update in each", "fwd@6 bwd@7 win@6 end@5",
+        {"win end": "gradients"}, mixes=False)  # fmt: skip
+class ZeroEverySecond(Decayed):
+    def zero(self) -> None:
+        if self.step % 2:
+            self.opt.zero_grad()

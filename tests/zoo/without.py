@@ -64,6 +64,41 @@ def gradients_used_up() -> None:
     importlib.import_module(f"{capture}gradient_habit").GradientHabit.in_doubt = never
 
 
+def gradients_of_no_optimizer_lost() -> None:
+    """Only gradients of what an optimizer has are looked at."""
+    importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").CarriedGradients._look = nothing
+
+
+def gradients_of_the_frozen_lost() -> None:
+    """A parameter that is frozen is taken to have no gradient."""
+    gradients = importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").CarriedGradients
+    whole = gradients.step_ends
+
+    def of_the_trained(self: Any, *, trained: Callable[[], dict[str, Any]], **options: Any) -> bool:
+        unfrozen = lambda: {name: one for name, one in trained().items() if one.requires_grad}  # noqa: E731
+        return bool(whole(self, trained=unfrozen, **options))
+
+    gradients.step_ends = of_the_trained
+    importlib.import_module("lastwords.optim_wrapper.capture.gradient_habit").GradientHabit._kept_frozen = never
+
+
+def gradients_put_beside() -> None:
+    """A restored gradient is a tensor of its own, even where the loop has made one."""
+
+    def beside(parameter: Any, data: Any) -> None:
+        parameter.grad = data
+
+    for name in ("carried_gradients", "zeroed_gradients"):
+        importlib.import_module(f"lastwords.optim_wrapper.capture.{name}").put_gradient = beside
+
+
+def zero_grad_believed() -> None:
+    """A `zero_grad()` speaks for all later steps, and for whatever comes after it."""
+    habit = importlib.import_module("lastwords.optim_wrapper.capture.gradient_habit").GradientHabit
+    habit.next_ones = False
+    habit._wavers = property(lambda self: False, lambda self, value: None)
+
+
 def buckets_as_they_come() -> None:
     """The order of DDP's buckets is not replayed."""
     importlib.import_module("lastwords.optim_wrapper.ddp.ddp_buckets").replay = nothing
@@ -123,6 +158,10 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "boundary copies": uncopied,
     "carried gradients": gradients_dropped,
     "gradients that outlive": gradients_used_up,
+    "gradients of no optimizer": gradients_of_no_optimizer_lost,
+    "gradients of the frozen": gradients_of_the_frozen_lost,
+    "gradients in their place": gradients_put_beside,
+    "zero_grad now and then": zero_grad_believed,
     "bucket replay": buckets_as_they_come,
     "doubts about extras": extras_as_they_are,
     "what others saw move late": others_unasked,
