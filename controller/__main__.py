@@ -1,7 +1,7 @@
 """`python -m lastwords.controller`: the controller's process. Started by `controller.launch`, not by hand.
 
-Arguments are those of `ControllerSpec`, as --name=value, and --ready-fd: a pipe that is told, in one line of JSON,
-that the controller serves or why it does not. The job's token comes in LASTWORDS_TOKEN, never as an argument.
+Arguments: a `ControllerSpec` as JSON, and the number of a pipe that is told, in one line of JSON, that the controller
+serves or why it does not (none: nobody is told). The job's token comes in LASTWORDS_TOKEN, never as an argument.
 """
 
 from __future__ import annotations
@@ -86,12 +86,10 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # meant for the trainers; SIGTERM is taken by the loop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     arguments = list(sys.argv[1:] if argv is None else argv)
-    ready_fd = -1
-    if arguments and arguments[0].startswith("--ready-fd="):
-        ready_fd = int(arguments.pop(0).partition("=")[2])
+    ready_fd = int(arguments[1]) if len(arguments) > 1 else -1
     listener = _set_up_logging()
     try:
-        spec = ControllerSpec.from_argv(arguments)
+        spec = ControllerSpec.from_json(arguments[0] if arguments else "")
         token = os.environ.pop(TOKEN_VARIABLE, "")
         call_metadata(token)
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -34,6 +34,7 @@ without the rank-local state of a host. A short disturbance must not cost that; 
 class ControllerOptions:
     """Deadlines of the controller; each bounds one wait. The defaults of a job are these: nobody else has any.
 
+    keepalive_time_s: silence on a connection until a ping; keepalive_timeout_s: from the ping to a lost session.
     settle_timeout_s: from Freeze (or Proceed) to Settled; half of the 30 s that torchrun leaves, so that there is time
     to write. From a lost session to a death: silence_timeout_s, where nothing else has happened (a host that was moved
     or stopped for 6 s, or a switch that was, has its ranks back within 10.1 s: a rank's own keepalive takes 10);
@@ -48,6 +49,8 @@ class ControllerOptions:
     register, and for all to begin the loop. has_fallback_target: there is a second directory (target 1).
     """
 
+    keepalive_time_s: float = 0.8
+    keepalive_timeout_s: float = 1.0
     settle_timeout_s: float = 15.0
     silence_timeout_s: float = 10.0
     lost_confirm_s: float = 2.0

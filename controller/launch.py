@@ -76,7 +76,7 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
     ready, told = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lastwords.controller", f"--ready-fd={told}", *spec.to_argv()],
+            [sys.executable, "-P", "-m", "lastwords.controller", spec.to_json(), str(told)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

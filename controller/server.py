@@ -105,7 +105,7 @@ class ControllerShell:
         """
         server = grpc.aio.server(
             options=server_options(
-                Keepalive(self._spec.keepalive_time_s, self._spec.keepalive_timeout_s),
+                Keepalive(self._spec.options.keepalive_time_s, self._spec.options.keepalive_timeout_s),
                 connections_max(self._spec.world_size),
             )
         )

@@ -1,4 +1,4 @@
-"""What a controller is started with: one frozen value, and its way through a command line.
+"""What a controller is started with: one frozen value, which its command line carries as JSON.
 
 The token is not part of it: command lines can be read by every user of a host. It travels in LASTWORDS_TOKEN.
 """
@@ -6,12 +6,11 @@ The token is not part of it: command lines can be read by every user of a host. 
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
@@ -27,8 +26,7 @@ class ControllerSpec:
     """Everything that a controller needs to know, except for the job's token.
 
     ip: the one address to listen on (literal or host name). root, fallback_root: checkpoint directories, absolute.
-    starter_pid: process on this host without which nobody will ever connect. keepalive_*: when a session counts as
-    broken because nothing is heard, not even an answer to a ping. nonce: of this start, see `paths`.
+    starter_pid: process on this host without which nobody will ever connect. nonce: of this start, see `paths`.
     """
 
     ip: str
@@ -40,8 +38,6 @@ class ControllerSpec:
     fallback_root: Path | None = None
     starter_pid: int = 0
     options: ControllerOptions = field(default_factory=ControllerOptions)
-    keepalive_time_s: float = 0.8
-    keepalive_timeout_s: float = 1.0
     nonce: str = ""
 
     def check(self) -> ControllerSpec:
@@ -59,47 +55,27 @@ class ControllerSpec:
                 raise ConfigError(
                     f"{path} must be an absolute path, since the controller has another working directory"
                 )
-        for name, value in self._flat().items():
+        for name, value in dataclasses.asdict(self.options).items():
             if name.endswith("_s") and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} must be a positive number of seconds")
         return self
 
-    def _flat(self) -> dict[str, Any]:
-        """Every field by its name, those of `options` beside the others."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "options"}
-        return own | dataclasses.asdict(self.options)
-
-    def to_argv(self) -> list[str]:
-        """Arguments from which `from_argv` builds this value again.
+    def to_json(self) -> str:
+        """A line of JSON from which `from_json` builds this value again.
 
         >>> spec = ControllerSpec("127.0.0.1", 30051, "digits", 1, 4, Path("/ckpt"))
-        >>> ControllerSpec.from_argv(spec.to_argv()) == spec
+        >>> ControllerSpec.from_json(spec.to_json()) == spec
         True
         """
-        values = {name: value for name, value in self._flat().items() if value is not None}
-        return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+        return msgspec.json.encode(self, enc_hook=str).decode()
 
     @classmethod
-    def from_argv(cls, argv: Sequence[str]) -> ControllerSpec:
-        """Raises ConfigError for an argument that is unknown, missing or malformed."""
-        optional = typing.get_type_hints(ControllerOptions)
-        hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name != "options"} | optional
-        values: dict[str, Any] = {}
-        for argument in argv:
-            name, equals, text = argument.partition("=")
-            key = name.removeprefix("--").replace("-", "_")
-            if not name.startswith("--") or not equals or key not in hints:
-                raise ConfigError(f"unknown argument {argument!r}")
-            values[key] = _parse(key, hints[key], text)
-        missing = [
-            each.name
-            for each in dataclasses.fields(cls)
-            if each.name not in values and each.default is each.default_factory is dataclasses.MISSING
-        ]
-        if missing:
-            raise ConfigError(f"missing arguments: {', '.join(missing)}")
-        options = ControllerOptions(**{name: values.pop(name) for name in optional.keys() & values.keys()})
-        return cls(**values, options=options).check()
+    def from_json(cls, text: str) -> ControllerSpec:
+        """Raises ConfigError that names what is missing, malformed or impossible."""
+        try:
+            return msgspec.json.decode(text, type=cls, dec_hook=_path).check()
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"the controller's settings cannot be read: {error}") from error
 
     @property
     def log_path(self) -> Path:
@@ -112,11 +88,6 @@ class ControllerSpec:
         return self.root / LOG_DIRECTORY / INCIDENTS_FILE
 
 
-def _parse(field: str, hint: Any, text: str) -> Any:
-    if hint is bool and text in ("True", "False"):
-        return text == "True"
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    try:
-        return kinds[0](text)
-    except ValueError as error:
-        raise ConfigError(f"--{field.replace('_', '-')}={text!r} is not a valid {kinds[0].__name__}") from error
+def _path(kind: type[Path], text: Any) -> Path:
+    """What JSON has no type for: only the directories."""
+    return kind(text)

@@ -48,8 +48,6 @@ class Config:
     connect_timeout_s: float = 30.0
     gate_timeout_s: float = 1800.0
     gate_notice_s: float = 60.0
-    keepalive_time_s: float = 0.8
-    keepalive_timeout_s: float = 1.0
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     processor: ProcessorOptions = field(default_factory=ProcessorOptions)
 

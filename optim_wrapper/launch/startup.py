@@ -150,8 +150,6 @@ def start_controller(world: World, config: Config, agreement: Agreement) -> int:
         fallback_root=config.fallback_path,
         starter_pid=os.getpid(),
         options=config.controller,
-        keepalive_time_s=config.keepalive_time_s,
-        keepalive_timeout_s=config.keepalive_timeout_s,
         nonce=agreement.nonce,
     )
     try:

@@ -35,8 +35,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 class Keepalive:
     """When silence means that the other host is lost: after at most time_s + timeout_s."""
 
-    time_s: float = 0.8
-    timeout_s: float = 1.0
+    time_s: float
+    timeout_s: float
 
 
 STRANGER_S = 3.0

@@ -68,10 +68,10 @@ def is_gone(pid: int) -> bool:
 
 def controller_pid(port: int) -> int:
     """The process that serves a job's controller at this port."""
-    words = {"lastwords.controller", f"--port={port}"}
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if words <= set(entry.read_bytes().decode(errors="replace").split("\0")):
+            line = entry.read_bytes().decode(errors="replace")
+            if "\0lastwords.controller\0" in line and f'"port":{port},' in line:
                 return int(entry.parent.name)
     raise AssertionError(f"no controller serves port {port}")
 

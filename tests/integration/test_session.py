@@ -53,7 +53,7 @@ class Controller:
         self.port = port
         self._token = token
         self._job = job
-        self._keepalive = keepalive or Keepalive()
+        self._keepalive = keepalive or Keepalive(0.8, 1.0)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._ready = threading.Event()
@@ -269,7 +269,7 @@ def test_another_job_on_the_port_is_a_lost_controller_and_no_refusal(
 
 def test_something_that_is_no_controller_ends_the_session_with_a_reason() -> None:
     async def serve(port: int, up: threading.Event, end: threading.Event) -> None:
-        server = grpc.aio.server(options=server_options(Keepalive()))
+        server = grpc.aio.server(options=server_options(Keepalive(0.8, 1.0)))
         server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
         up.set()

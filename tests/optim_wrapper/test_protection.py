@@ -138,7 +138,7 @@ def test_two_jobs_of_one_name_on_one_host_never_share_a_black_box(
         protection._agreement = startup.agree(World(), config, {})
         boxes.append(protection.box_path(0))
     assert boxes[0].parent != boxes[1].parent
-    specs = [ControllerSpec.from_argv(spec.to_argv()) for spec in started]
+    specs = [ControllerSpec.from_json(spec.to_json()) for spec in started]
     for box, spec in zip(boxes, specs, strict=True):
         assert paths.make_job_dir(spec.job, spec.generation, spec.nonce) == box.parent
         box.touch()
