@@ -19,6 +19,7 @@ from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.optim_wrapper.state.state_view import unwrap
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, overwrite
 from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, local_of, placements_to_json
+from lastwords.torch_private import non_persistent
 
 _COMPILED = "_orig_mod."
 _SHOWN_MAX = 8
@@ -111,7 +112,7 @@ def _match(model: torch.nn.Module, places: list[_Place], found: Catalogue, path:
     volatile = {
         f"{prefix}.{key}".lstrip(".").replace(_COMPILED, "")
         for prefix, module in model.named_modules()
-        for key in module._non_persistent_buffers_set
+        for key in non_persistent(module)
     }
     missing: list[str] = []
     different: dict[str, str] = {}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
+
+from lastwords.torch_private import global_step_hooks
 
 
 def writer_of(inner: Optimizer) -> Optimizer:
@@ -23,8 +22,7 @@ def has_step_hooks(inner: Optimizer) -> bool:
     before, after = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
     if before is None:
         return bool(after)
-    return bool(len(before) > 1 or after or _global_pre_hooks or _global_post_hooks)
+    return bool(len(before) > 1 or after or _before_all or _after_all)
 
 
-_global_pre_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
-_global_post_hooks: dict[int, Any] = getattr(torch_optimizer, "_global_optimizer_post_hooks", {})
+_before_all, _after_all = global_step_hooks

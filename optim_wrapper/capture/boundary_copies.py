@@ -20,6 +20,7 @@ from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
 from lastwords.optim_wrapper.capture.witness import StateName
 from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, problem_of, writing
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
+from lastwords.torch_private import foreach_copy
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class BoundaryCopies:
             if name not in self._host:
                 self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         with torch.inference_mode():
-            torch._foreach_copy_([self._host[name] for name in tensors], [*tensors.values()])
+            foreach_copy([self._host[name] for name in tensors], [*tensors.values()])
         self._step = step
         if self._untold:
             self._tell(clock.mono_s() - began_s)
@@ -206,7 +207,7 @@ class BoundaryCopies:
         names = [name for name in self._boxed if name in targets and (self._frozen[name] or not early)]
         if names := [name for name in names if not problem_of(self._tensors[name])]:
             with torch.inference_mode():
-                torch._foreach_copy_([targets[name] for name in names], [self._tensors[name] for name in names])
+                foreach_copy([targets[name] for name in names], [self._tensors[name] for name in names])
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Put this rank's own back into tensors that were `add`ed; other regions are ignored.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.capture.captured_buffer import (
@@ -24,6 +23,7 @@ from lastwords.optim_wrapper.state.buffer_forms import put
 from lastwords.optim_wrapper.tensors.tensor_bytes import writing
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
 from lastwords.sharding.dtensor import local_of
+from lastwords.torch_private import NormBase, foreach_copy, non_persistent
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class BufferCapture:
     model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, or as `called` makes them of
     those, a tied buffer under its first name; of a DTensor the part on this rank. A larger buffer counts as changed
     when it is another tensor or its `_version` has moved; what changes the memory of a larger buffer without either is
-    not seen (kernels that do so belong to `_NormBase`). A buffer that gets another form is taken again from the next
+    not seen (kernels that do so belong to `NormBase`). A buffer that gets another form is taken again from the next
     `look` on.
     """
 
@@ -54,7 +54,6 @@ class BufferCapture:
         self._lazy: dict[str, CapturedBuffer] = {}
         self._reasons: list[str] = []
         self._box: BlackBox | None = None
-        self._foreach_copy = getattr(torch, "_foreach_copy_", _copy_one_by_one)
         self._active: list[CapturedBuffer] = []
         self._known: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []  # the same, but of a DTensor the part that lies here
@@ -87,7 +86,7 @@ class BufferCapture:
                 self._reasons.append(f"the buffer {name!r} {problem}")
                 continue
             seen.add(id(tensor))
-            always = isinstance(module, _NormBase) or local_of(tensor).nbytes <= self._small_bytes_max
+            always = isinstance(module, NormBase) or local_of(tensor).nbytes <= self._small_bytes_max
             always = (always and not late) or tensor.is_inference()  # nobody counts its versions
             (self._eager if always else self._lazy)[name] = CapturedBuffer(name, module, key, tensor, lazy=not always)
         return len(seen) != before
@@ -213,10 +212,10 @@ class BufferCapture:
         """Take the buffers into an open step slot."""
         if self._sources:
             try:
-                self._foreach_copy(self._targets[slot], self._sources)
+                foreach_copy(self._targets[slot], self._sources)
             except RuntimeError:
                 self._adopt_replaced()  # what does not fit is named now, so its older bytes count for nothing
-                self._foreach_copy(self._targets[slot], self._sources)
+                foreach_copy(self._targets[slot], self._sources)
         self._held[slot] = self._names
 
     def restore(self, regions: Mapping[str, RegionCopy], forms: SavedForms = NO_FORMS) -> tuple[str, ...]:
@@ -278,7 +277,7 @@ class BufferCapture:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         for name, (module, key, copy) in new.items():
             if key not in module._buffers and name in forms.volatile:
-                module._non_persistent_buffers_set.add(key)
+                non_persistent(module).add(key)
             put(module._buffers, key, empty_of(copy.dtype, tuple(copy.shape), device))
         if new:
             self._admit(late=True)
@@ -354,8 +353,3 @@ class BufferCapture:
 
 def _ignore(reason: str) -> None:
     """Nobody listens."""
-
-
-def _copy_one_by_one(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)

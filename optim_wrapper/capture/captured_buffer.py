@@ -7,11 +7,11 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
 from lastwords.processor.black_box import RegionSpec
 from lastwords.sharding.dtensor import is_dtensor, local_of
+from lastwords.torch_private import NormBase
 
 REFORMS_MAX = 16
 """A cache that grows in each step would have the black box made anew in each."""
@@ -56,7 +56,7 @@ class CapturedBuffer:
         self.key = key
         self.first = tensor
         self.first_version = version_of(tensor)
-        self.of_norm = isinstance(module, _NormBase)
+        self.of_norm = isinstance(module, NormBase)
         self.dtype = tensor.dtype
         self.given_up = False
         self.reforms = 0

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import AveragedModel
 
 from lastwords.optim_wrapper.capture.rank_local import SMALL_BUFFER_BYTES_MAX
@@ -19,6 +18,7 @@ from lastwords.optim_wrapper.capture.source import EXTRA_BUFFER_PREFIX
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.tensor_bytes import spec_of
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
+from lastwords.torch_private import NormBase
 
 
 class _Buffer(NamedTuple):
@@ -123,7 +123,7 @@ def _buffers_of(extra: str, module: torch.nn.Module) -> list[_Buffer]:
                 or not tensor.numel()
             ):
                 continue
-            if isinstance(inside, _NormBase) or tensor.nbytes <= SMALL_BUFFER_BYTES_MAX:
+            if isinstance(inside, NormBase) or tensor.nbytes <= SMALL_BUFFER_BYTES_MAX:
                 region = RegionSpec(
                     f"{EXTRA_BUFFER_PREFIX}{extra}/{key}", spec_of(key, tensor).dtype, tuple(tensor.shape)
                 )

@@ -11,7 +11,8 @@ import logging
 import threading
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+
+from lastwords.torch_private import Store
 
 _log = logging.getLogger(__name__)
 

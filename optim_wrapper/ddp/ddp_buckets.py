@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.optim_wrapper.ddp.ddp_board import Board
@@ -40,6 +39,7 @@ from lastwords.optim_wrapper.ddp.ddp_private import (
     replicate_states,
 )
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
+from lastwords.torch_private import Store
 
 SEVERAL = 2
 """The version of a record that holds one for each DDP; a single one is of `ddp_order.VERSION`."""

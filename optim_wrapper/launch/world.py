@@ -12,12 +12,12 @@ from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from lastwords.checkpoint.starts import Launch
 from lastwords.clock import mono_s
 from lastwords.errors import ConfigError, LastWordsError, UnavailableError
 from lastwords.liveness.process_id import host_id, start_ticks
+from lastwords.torch_private import Store, default_store
 
 _Constructor = TypeVar("_Constructor", bound=Callable[..., Any])
 
@@ -177,12 +177,10 @@ def restart_count(environ: Mapping[str, str] | None = None) -> int:
 
 
 def _default_store() -> Store:
-    # torch has no public name for the store that init_process_group made; this one has been stable since 1.10.
-    getter = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if getter is None:
+    if default_store is None:
         raise ConfigError(
             "this torch has no torch.distributed.distributed_c10d._get_default_store; "
             "use a torch release that lastwords was tested with (2.7 to 2.13)"
         )
-    store: Store = getter()
+    store: Store = default_store()
     return store

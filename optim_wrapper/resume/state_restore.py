@@ -28,6 +28,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
 )
 from lastwords.optim_wrapper.tensors.tensor_tree import Tree, put_together, tensor_nodes
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
+from lastwords.torch_private import non_persistent
 
 _SHOWN_MAX = 8
 
@@ -84,7 +85,7 @@ class RestorePlan(Reading):
         for name, buffer in self._new_buffers.items():
             module, key = self._names.owners[name]
             if key not in module._buffers and name in self._meta.volatile_buffers:
-                module._non_persistent_buffers_set.add(key)
+                non_persistent(module).add(key)
             put(module._buffers, key, buffer)
         for name in self._meta.absent_buffers:
             if name in self._names.owners:

@@ -21,6 +21,7 @@ from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.optim_wrapper.tensors.value_copies import advance
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
+from lastwords.torch_private import has_state_dict_hooks
 
 GROUPS_OF = "param_groups of "
 """Stands before the name of a nested optimizer that does not share its param_groups with the one around it."""
@@ -186,10 +187,9 @@ def _speaks_for_itself(wrapper: OptTFTWrapper) -> bool:
     inner = wrapper.inner
     if zero.stateful(inner) is not inner:
         return False  # its state_dict() asks for a collective first
-    tables = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-    hooks = [getattr(one, table, None) for one in (wrapper, inner) for table in tables]
+    hooks = has_state_dict_hooks(wrapper) or has_state_dict_hooks(inner)
     own_groups = any(not _share_groups(inner, one) for one in nested_in(inner).values())
-    return type(inner).state_dict is not Optimizer.state_dict or "state_dict" in vars(inner) or own_groups or any(hooks)
+    return type(inner).state_dict is not Optimizer.state_dict or "state_dict" in vars(inner) or own_groups or hooks
 
 
 class _Restored:

@@ -49,6 +49,7 @@ from lastwords.sharding.dtensor import (
     taken_out_by_ddp,
 )
 from lastwords.sharding.pieces import Members
+from lastwords.torch_private import non_persistent
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _COMPILED = "_orig_mod."
@@ -227,7 +228,7 @@ class UnitView:
         for prefix, module in self.model.named_modules(remove_duplicate=True):
             for key, buffer in module._buffers.items():
                 name = self.called(f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key)
-                if key in module._non_persistent_buffers_set:
+                if key in non_persistent(module):
                     volatile.append(name)
                 if name in self.exclude_buffers:
                     continue
