@@ -3,16 +3,16 @@
 They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
 in which their optimizer has not updated. After its update most loops set them to zero or to None before they count
 again; those of a loop that goes on with them (`GradientHabit`) are carried as well, also those of parameters that no
-optimizer has: clipping counts them, and a later group may bring them in. Those that a GradScaler among the
-extras has skipped, which shows in its scale, are used up like those of an update; where there are several optimizers
-it does not show whose, so they are saved nevertheless.
+optimizer has: clipping counts them, and a later group may bring them in. Those of modules among the extras always are.
+Those that a GradScaler among the extras has skipped, which shows in its scale, are used up like those of an update;
+where there are several optimizers it does not show whose, so they are saved nevertheless.
 Those that FSDP2 keeps whole, or has reduced within a shard group only, while its sync is off, are named.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,9 @@ import torch
 from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
-from lastwords.optim_wrapper.capture.zeroed_gradients import ZeroedGradients, put_gradient
+from lastwords.optim_wrapper.capture.zeroed_gradients import ZeroedGradients
+from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.tensors.value_copies import put_gradient
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.sharding.dtensor import empty_shard, has_unreduced, is_dtensor, local_of, placements_to_json
 
@@ -35,11 +37,22 @@ BYTES_MAX = 256 << 20
 class _Strays:
     """In the place of an optimizer: the parameters that none has, and that have a gradient."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.param_groups = [{"params": [*parameters]}]
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, list[torch.Tensor]]] = [{"params": []}]
 
     def zero_grad(self) -> None:
         """Nobody calls it."""
+
+
+class _AlwaysKept(GradientHabit):
+    """Of modules among the extras, of whose updates nothing is known."""
+
+    def carries(self) -> None:
+        """As always."""
+
+    def update_ended(self) -> bool:
+        """Nothing is looked at."""
+        return False
 
 
 class CarriedGradients:
@@ -51,14 +64,18 @@ class CarriedGradients:
         scalers: Sequence[Any] = (),
         model: torch.nn.Module | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        extras: Sequence[Extras] = (),
     ) -> None:
-        self._all = parameters
+        self._parameters_of_model = parameters
+        self._extras = extras
         self.backward = Pass()
         self.looks_in_backward = False
         self.habits = [GradientHabit(one, self.backward, always=len(optimizers) > 1) for one in optimizers]
         self._alone = self.habits[0] if len(self.habits) == 1 and not scalers else None
         self.zeroed = ZeroedGradients(self._trained)
-        self._strays: GradientHabit | None = None
+        self._strays = GradientHabit(cast(Any, _Strays()), self.backward)
+        self._of_extras = _AlwaysKept(cast(Any, _Strays()), self.backward)
+        self._of_extras.habit = Habit.KEPT
         self._strays_by_name: dict[str, torch.Tensor] = {}
         self._count = 0  # of what the optimizers have
         self._model = model
@@ -116,9 +133,9 @@ class CarriedGradients:
         """
         self._carried, self._updated = [], updated
         self.backward.under_way = False
-        if look or (self._strays is not None and self._count != self._counted()):
+        if look or (self._strays_by_name and self._count != self._counted()):
             self._look()
-        plain = updated and self._strays is None and self._alone is not None
+        plain = updated and not self._strays_by_name and self._alone is not None
         if plain and self._alone is not None and self._alone.dropped_as_before():
             return False
         skipped = bool(self._scalers) and self._scaler_has_skipped()
@@ -160,7 +177,7 @@ class CarriedGradients:
         return sum([len(group["params"]) for habit in self.habits for group in habit.optimizer.param_groups])
 
     def _every(self) -> list[GradientHabit]:
-        return self.habits if self._strays is None else [*self.habits, self._strays]
+        return [*self.habits, self._strays, self._of_extras] if self._strays_by_name else self.habits
 
     def _look(self) -> None:
         for habit in self.habits:
@@ -175,13 +192,18 @@ class CarriedGradients:
 
     def _know_strays(self, strays: dict[str, torch.Tensor]) -> None:
         self._strays_by_name, self._count = strays, self._counted()
-        if not strays:
-            self._strays = None
-        elif self._strays is None:
-            self._strays = GradientHabit(cast(Any, _Strays(strays.values())), self.backward)
-        else:
-            self._strays.optimizer.param_groups[0]["params"] = [*strays.values()]
-            self._strays.look()
+        of_model = self._parameters_of_model() if strays else {}
+        for habit, mine in ((self._strays, True), (self._of_extras, False)):
+            habit.optimizer.param_groups[0]["params"] = [
+                one for name, one in strays.items() if (name in of_model) is mine
+            ]
+            habit.look()
+
+    def _all(self) -> dict[str, torch.Tensor]:
+        known = dict(self._parameters_of_model())
+        ids = {id(one) for one in known.values()}
+        others = {name: one for extras in self._extras for name, one in extras.parameters().items()}
+        return known | {name: one for name, one in others.items() if id(one) not in ids}
 
     def _trained(self) -> dict[str, torch.Tensor]:
         ids = {id(one) for habit in self.habits for one in habit.parameters()}

@@ -29,6 +29,7 @@ from lastwords.optim_wrapper.state import extra_digests, rank_units
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.state.group_copies import GroupCopies
+from lastwords.optim_wrapper.state.leaf_gradients import LeafGradients
 from lastwords.optim_wrapper.state.own_state import OwnStates
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
@@ -65,9 +66,11 @@ class StepRecorder:
         self.extras = Extras(extras)
         self.local_extras = Extras(local_extras, "local_extras")
         whole = lambda: self._units is None or self._units.pure  # noqa: E731
-        self.own = OwnStates(self.view.model, self.view.called, optimizers, whole)
+        leaves = LeafGradients(extras, local_extras)
+        self.own = OwnStates(self.view.model, self.view.called, optimizers, whole, [leaves])
         self.extras.add(self.own.of_optimizers)
         self.local_extras.add(self.own.of_modules)
+        self.local_extras.add_later(leaves)
         self.buffers = BufferCapture(self.view.model, called=self.view.called)
         plain = [one for part in (extras, local_extras) for one in (part or {}).values() if isinstance(one, dict)]
         hooks = [(one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks) for one in optimizers]
@@ -83,7 +86,9 @@ class StepRecorder:
         self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
         self.watch.has_scheduler = any(hasattr(one, "get_last_lr") for one in (extras or {}).values())
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
-        self.gradients = CarriedGradients(lambda: self.view.all_names().parameters, scalers, model, inner)
+        self.gradients = CarriedGradients(
+            lambda: self.view.all_names().parameters, scalers, model, inner, [self.extras, self.local_extras]
+        )
         self.gradients.backward.follows_update = lambda: self.watch.update_is_over
         for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
             wrapper.watch_zero_grad(habit.zeroed)
@@ -98,7 +103,6 @@ class StepRecorder:
         self._named: Position | None = None
         self.names_steps = True
         self._step = 0
-        self._has_local_extras = bool(self.local_extras)
         self._hook: BeforeCollective | None = None
         self._paused = self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
@@ -194,6 +198,7 @@ class StepRecorder:
         self._needs_epoch_start = steps_per_epoch is not None
         self._steps_per_epoch = steps_per_epoch or 0
         self._extras_now = self.extras.first(self._extras_now)
+        self.local_extras.admit()
         self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
         self.buffers.look()
         self.watch.look()
@@ -292,16 +297,17 @@ class StepRecorder:
         """The end of `step`: everything that may move on from here. position: None if the loop has not named it."""
         self._extras_now = self.extras.ended(self._extras_now, self.updated, self.ends_epoch(position))
         self.not_exact(self.extras.reasons)
-        if self._has_local_extras:
-            self._local_now = self.local_extras.again(self._local_now)[0]
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
+        if self.local_extras:
+            self._local_now = self.local_extras.again(self._local_now)[0]
         self._see_what_moves(look=look, ends_epoch=self.ends_epoch(position))
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
         same_streams = not self.rng.own.step_ended(look=look)
         self._keep(step, position, comparable=self.watch.same_copies() and same_streams)
         if look:
+            self.local_extras.admit()
             self.watch.announce_left_out()
             self.not_exact(self.own.look())
         if self._units is not None and not self._units.pure:
@@ -324,7 +330,7 @@ class StepRecorder:
             moved += self.source.look_again(self._groups.take(), self._extras_now)
         self.rng.own.follow()
         if self._box is not None:
-            local = self._local(self._local_now) if self._has_local_extras else b""
+            local = self._local(self._local_now) if self.local_extras else b""
             said = self._document_of(self._named) + local + self._of_all()
             region = self._box.committed_again(self._step, said + b"}")
             moved += [] if region is None else [region]
@@ -364,7 +370,7 @@ class StepRecorder:
         self._document = b"" if self._needs_epoch_start else self._document_of(None)
         self.watch.ended(step)
         if self._box is not None:
-            local = self._local(self._local_now) if self._has_local_extras else b""
+            local = self._local(self._local_now) if self.local_extras else b""
             early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
             said, ends = ended + local + early + self._of_all() + b"}", self.ends_epoch(position)
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends):
@@ -384,7 +390,7 @@ class StepRecorder:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
             local = b""
-            if self._has_local_extras:
+            if self.local_extras:
                 extras = self.local_extras.again(self._local_now)[0]
                 local = self._local(extras)
                 self._tentative_local = extras, local

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
+from lastwords.optim_wrapper.tensors.value_copies import put_gradient
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
 
 NAME = "zeroed/gradients"
@@ -86,16 +87,3 @@ class ZeroedGradients:
             else:
                 parameter.grad = None
         return ()
-
-
-def put_gradient(parameter: torch.Tensor, data: torch.Tensor) -> None:
-    """Make `data` the gradient of `parameter`; into the one that is there, if it fits: it may be a view."""
-    gradient = parameter.grad
-    if gradient is not None and _form(gradient) == _form(data):
-        gradient.detach().copy_(data)
-    else:
-        parameter.grad = data
-
-
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout

@@ -101,6 +101,7 @@ class Extras:
                     "load_state_dict(), or a dict of plain values"
                 )
             self._refuse_unstorable(name, value)
+        self._later: dict[str, OwnState] = {}
         self._told: set[str] = set()
         self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
         self.reasons: list[str] = []
@@ -109,6 +110,15 @@ class Extras:
     def add(self, own: Mapping[str, OwnState]) -> None:
         """Take these too. What of them cannot be stored is left out with a reason, from the start on."""
         self._objects |= own
+
+    def add_later(self, own: OwnState) -> None:
+        """Take it as soon as there is something in it: see `admit`; or once a checkpoint has it."""
+        self._later[own.name] = own
+
+    def admit(self) -> None:
+        """Take what there is by now of what was to come later."""
+        for name in [name for name, own in self._later.items() if own]:
+            self._objects[name] = self._later.pop(name)
 
     def __bool__(self) -> bool:
         return bool(self._objects)
@@ -127,6 +137,12 @@ class Extras:
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Those that are modules, such as averaged models."""
         return ((name, one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module))
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Those of all modules among them, by what they are called."""
+        return {
+            f"{self._label}[{name!r}].{key}": one for name, m in self.modules() for key, one in m.named_parameters()
+        }
 
     # ------------------------------------------------------------------ training thread
 
@@ -239,6 +255,8 @@ class Extras:
         trees, left_out = meta.states, frozenset(meta.left_out)
         moves = moves_of(meta, lambda name: is_whole(self._objects.get(name)))
         history = ExtrasSnapshot({}, meta.steps, moves, tuple(meta.step_on_resume))
+        for name in self._later.keys() & trees.keys():
+            self._objects[name] = self._later.pop(name)
         own = {name: value for name, value in self._objects.items() if isinstance(value, OwnState)}
         for name in own.keys() - trees.keys() - left_out:
             own[name].not_saved()
@@ -291,7 +309,10 @@ class Extras:
 
     def _all_taken(self, before: ExtrasSnapshot) -> list[Taken]:
         known = before.states
-        return [Taken(name, one, known[name], *self._taken(name, known[name])) for name, one in self._objects.items()]
+        return [
+            Taken(name, one, known.get(name), *self._taken(name, known.get(name)))
+            for name, one in self._objects.items()
+        ]
 
     def _judge_stepped(self, taken: list[Taken]) -> None:
         self.reasons += [

@@ -160,7 +160,9 @@ class OwnStates:
         called: Callable[[str], str],
         wrappers: Sequence[OptTFTWrapper],
         whole: Callable[[], bool],
+        others: Sequence[OwnState] = (),
     ) -> None:
+        self._others = others
         self.of_optimizers: dict[str, OwnState] = {}
         self._hidden: list[HiddenState] = []
         for number, wrapper in enumerate(wrappers):
@@ -180,7 +182,8 @@ class OwnStates:
     @property
     def reasons(self) -> list[str]:
         """What has been said so far of what is saved."""
-        return [reason for own in (*self.of_optimizers.values(), *self.of_modules.values()) for reason in own.reasons]
+        every = (*self.of_optimizers.values(), *self.of_modules.values(), *self._others)
+        return [reason for own in every for reason in own.reasons]
 
 
 def _speaks_for_itself(wrapper: OptTFTWrapper) -> bool:

@@ -154,3 +154,16 @@ def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     views = bytes_of(one.cpu().contiguous()), bytes_of(other.cpu().contiguous())
     return views[0] is not None and views[1] is not None and views[0] == views[1]
+
+
+def put_gradient(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Make `data` the gradient of `parameter`; into the one that is there, if it fits: it may be a view."""
+    gradient = parameter.grad
+    if gradient is not None and _form(gradient) == _form(data):
+        gradient.detach().copy_(data)
+    else:
+        parameter.grad = data
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout

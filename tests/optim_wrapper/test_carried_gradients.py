@@ -7,6 +7,7 @@ from torch import nn
 
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, CarriedGradients
 from lastwords.optim_wrapper.capture.zeroed_gradients import NAME
+from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.processor.black_box import RegionCopy
 
 
@@ -140,6 +141,29 @@ def test_a_restored_gradient_is_written_into_the_one_that_is_there() -> None:
     head.carried.zeroed.restore({NAME: region((2,), torch.tensor([1, 0], dtype=torch.uint8))})
     assert not flat.any()
     assert head.net[1].weight.grad is not None
+
+
+def test_those_of_a_module_among_the_extras_are_always_carried() -> None:
+    head = Head()
+    judge = nn.Linear(2, 1)
+    extras = Extras({"judge": judge, "same": head.net})
+    head.carried = CarriedGradients(lambda: dict(head.net.named_parameters()), (), None, [head.optimizer], [extras])
+    assert [head.step(head.net) for _ in range(2)] == [[], []], "there are none"
+    names = ["extras['judge'].weight", "extras['judge'].bias"]
+    for _ in range(6):
+        judge.zero_grad()
+        judge(torch.ones(1, 2)).sum().backward()
+        carried = head.step(head.net)
+    assert carried == names
+    judge.zero_grad()
+    assert head.step(head.net) == []
+    head.carried.restore({PREFIX + names[1]: region((1,), torch.ones(1))})
+    assert judge.bias.grad == 1
+    for _ in range(3):
+        judge.zero_grad()
+        judge(torch.ones(1, 2)).sum().backward()
+        carried = head.step(head.net)
+    assert names[1] in carried, "still"
 
 
 def region(shape: tuple[int, ...], values: torch.Tensor) -> RegionCopy:

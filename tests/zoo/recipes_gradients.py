@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.zoo.loop import WIDTH, WIDTH_IN, WIDTH_OUT, Loop, recipe
+from tests.zoo.loop import BATCH, WIDTH, WIDTH_IN, WIDTH_OUT, Loop, recipe
 
 
 class Decayed(Loop):
@@ -219,3 +219,42 @@ class ZeroEverySecond(Decayed):
     def zero(self) -> None:
         if self.step % 2:
             self.opt.zero_grad()
+
+
+@recipe("free_adversarial", "a perturbation in `local_extras` that the gradient of the step before moves",
+        "fwd bwd end win", {"end win bwd": "local_extras"}, mixes=False)  # fmt: skip
+class FreeAdversarial(Loop):
+    def setup(self) -> None:
+        self.delta = torch.zeros(BATCH, WIDTH_IN, requires_grad=True)
+        self.local_extras["adversary"] = {"delta": self.delta}
+
+    def before_forward(self, batch: Any) -> Any:
+        if self.delta.grad is not None:
+            with torch.no_grad():
+                self.delta.add_(self.delta.grad.sign(), alpha=0.1).clamp_(-0.3, 0.3)
+            self.delta.grad = None
+        return batch[0] + self.delta, batch[1]
+
+
+@recipe("module_in_extras", "a discriminator among the extras, with an update of its own in every second step",
+        "fwd@4 bwd@6 end", {"end bwd": "gradients"}, mixes=False)  # fmt: skip
+class ModuleInExtras(ByHand):
+    def setup(self) -> None:
+        self.extras["judge"] = self.judge = nn.Linear(WIDTH_OUT, 1)
+        self.extras["optimizer"] = self.second = torch.optim.SGD(self.judge.parameters(), lr=0.1)
+
+    def after_backward(self) -> None:
+        self.average(self.bare.parameters())
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return super().loss(x, y) + self.judge(self.model(x)).mean()
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"": self.bare, "judge": self.judge}
+
+    def before_forward(self, batch: Any) -> Any:
+        if self.step % 2:
+            self.average(one for one in self.judge.parameters() if one.grad is not None)
+            self.second.step()
+            self.second.zero_grad()
+        return batch

@@ -387,3 +387,50 @@ class NoDdp(Loop):
             if p.grad is not None:
                 torch.distributed.all_reduce(p.grad)
                 p.grad /= self.ranks
+
+
+class Averaging(torch.optim.Optimizer):
+    """As schedule-free optimizers do, it trains one point and shows another one between `eval()` and `train()`."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0, "shown": False})
+
+    @torch.no_grad()
+    def swing(self, shown: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["shown"] is not shown:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight)
+                group["shown"] = shown
+
+    def eval(self) -> None:
+        self.swing(True, 1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self.swing(False, 1 - 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("z", p.clone())
+                p.lerp_(state["z"], 1 / group["k"]).add_(p.grad, alpha=-0.1 * group["lr"])
+                state["z"].sub_(p.grad, alpha=group["lr"])
+
+
+@recipe("schedule_free", "an optimizer whose `eval()` moves the weights at an epoch's end, and `train()` back",
+        "fwd@7 bwd@6 win@4 end@4", {"win": "eval()", "end": "outside of optimizer.step()"})  # fmt: skip
+class ScheduleFree(Loop):
+    def optimizers(self) -> list[Any]:
+        return [Averaging(self.bare.parameters())]
+
+    def before_forward(self, batch: Any) -> Any:
+        self.opt.train()
+        return super().before_forward(batch)
+
+    def epoch_end(self) -> None:
+        super().epoch_end()
+        self.opt.eval()

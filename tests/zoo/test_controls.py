@@ -29,6 +29,8 @@ SILENT = [
     more("gradients of no optimizer", "head_clipped", "fwd"),
     more("gradients of the frozen", "frozen_waits", "fwd"),
     more("gradients in their place", "flat_gradients", "fwd"),
+    more("gradients of extras", "free_adversarial", "fwd"),
+    more("gradients of extras", "module_in_extras", "fwd"),
     more("zero_grad now and then", "delayed", "fwd"),
     ("bucket replay", "tiny_buckets", "fwd"),
     more("bucket replay", "model_is_inner", "fwd"),

@@ -92,6 +92,13 @@ def gradients_put_beside() -> None:
         importlib.import_module(f"lastwords.optim_wrapper.capture.{name}").put_gradient = beside
 
 
+def gradients_of_extras_lost() -> None:
+    """Of tensors and modules among the extras the values are saved, and no gradients."""
+    state = "lastwords.optim_wrapper.state."
+    importlib.import_module(f"{state}leaf_gradients").LeafGradients.__bool__ = never
+    importlib.import_module(f"{state}extras").Extras.parameters = lambda self: {}
+
+
 def zero_grad_believed() -> None:
     """A `zero_grad()` speaks for all later steps, and for whatever comes after it."""
     habit = importlib.import_module("lastwords.optim_wrapper.capture.gradient_habit").GradientHabit
@@ -161,6 +168,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "gradients of no optimizer": gradients_of_no_optimizer_lost,
     "gradients of the frozen": gradients_of_the_frozen_lost,
     "gradients in their place": gradients_put_beside,
+    "gradients of extras": gradients_of_extras_lost,
     "zero_grad now and then": zero_grad_believed,
     "bucket replay": buckets_as_they_come,
     "doubts about extras": extras_as_they_are,
