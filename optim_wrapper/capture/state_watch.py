@@ -302,6 +302,8 @@ class StateWatch:
             reasons.append(f"the {some(partly)} changed after optimizer.step(), perhaps not for the last time")
         if is_due(self._groups_late) and not self.has_scheduler:
             reasons.append("the loop changes hyperparameters after optimizer.step(), perhaps not yet in this step")
+        if not self._late and ends_epoch is not False and any(map(_swings, self._optimizers)):
+            reasons.append("eval() of the optimizer may have been about to move the weights for the first time")
         return [*reasons, *self._counts.cut_off()]
 
     # ------------------------------------------------------------------ inside
@@ -348,6 +350,11 @@ class StateWatch:
         trained = self.trained()
         self.needs_room |= self.copies.add(rest, lambda name: name.kind == "model" and name.name not in trained)
         self._share()
+
+
+def _swings(optimizer: Optimizer) -> bool:
+    """Whether it has weights for training and others to be looked at, as schedule-free ones have."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -6,7 +6,7 @@ bf16 parameters to bf16. Moments that do not exist yet are made in the type and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,7 +172,8 @@ class RestorePlan(Reading):
             return
         saved_groups = [tuple(group) for group in self._meta.group_parameters]
         if len(saved_groups) != len(names.groups):
-            different["optimizer.param_groups"] = f"saved {len(saved_groups)} groups, here {len(names.groups)}"
+            advice = _removed(saved_groups, names.groups)
+            different["optimizer.param_groups"] = f"saved {len(saved_groups)} groups, here {len(names.groups)}{advice}"
             return
         for g, (saved, here) in enumerate(zip(saved_groups, names.groups, strict=True)):
             if saved != here:
@@ -356,3 +357,19 @@ def mismatch_text(model: str, missing: list[str], extra: list[str], different: d
         + "; ".join(parts)
         + ". Build the model and optimizer as the saved run did, or choose another checkpoint"
     )
+
+
+def _removed(saved: Sequence[tuple[str, ...]], here: Sequence[tuple[str, ...]]) -> str:
+    """What to do about groups that are here only, if the others are those of the checkpoint.
+
+    >>> _removed([("b",)], [("a",), ("b",)])
+    "; if the saved run had removed that of 'a', do so before resume(): del optimizer.param_groups[0]"
+    >>> _removed([("c",)], [("a",), ("b",)])
+    ''
+    """
+    more = [number for number, group in enumerate(here) if group not in saved]
+    if not more or [group for group in here if group in saved] != list(saved):
+        return ""
+    which = " and ".join(f"that of {here[number][0]!r}" if here[number] else "an empty one" for number in more)
+    remedy = "; ".join(f"del optimizer.param_groups[{number}]" for number in reversed(more))
+    return f"; if the saved run had removed {which}, do so before resume(): {remedy}"

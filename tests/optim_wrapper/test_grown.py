@@ -117,6 +117,25 @@ def test_groups_that_do_not_fit_are_refused_and_none_is_added() -> None:
     assert len(fewer.param_groups) == 1
 
 
+def test_a_group_that_the_saved_run_has_removed_is_removed_before_resume() -> None:
+    models = net(), net()
+    optimizers = made(models[0], 2, torch.optim.AdamW), made(models[1], 2, torch.optim.AdamW)
+    stepped(models[0], optimizers[0])
+    optimizers[0].param_groups.pop(0)
+    stepped(models[0], optimizers[0])
+    stored, view = store(UnitView(models[0], optimizers[0]).state()), UnitView(models[1], optimizers[1])
+    with pytest.raises(MismatchError, match=r"removed that of '2.weight'.*del optimizer.param_groups\[0\]"):
+        resume(view, stored)
+    assert len(optimizers[1].param_groups) == 2
+    del optimizers[1].param_groups[0]
+    resume(view, stored)
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            stepped(model, optimizer)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_layers_are_frozen_as_they_were_when_the_step_was_saved() -> None:
     model, other = net(), net()
     model[0].requires_grad_(False)

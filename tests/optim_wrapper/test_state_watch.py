@@ -268,6 +268,28 @@ def test_a_step_that_was_cut_off_before_what_the_loop_writes_after_its_update_sa
     assert "perhaps not for the last time" in reason
 
 
+@pytest.mark.parametrize("swings", [True, False])
+def test_what_an_optimizers_eval_may_write_is_missed_until_it_has_been_seen(tmp_path: Path, swings: bool) -> None:
+    job = Job(tmp_path)
+    inner: Any = job.recorder.watch._optimizers[0]
+    if swings:
+        inner.eval = inner.train = lambda: None
+    job.run(2)
+    job.compute()
+    job.recorder.watch.before_update()
+    job.optimizer.step()
+    job.recorder.watch.updated()
+    watch = job.recorder.watch
+    missed = "eval() of the optimizer may have been about to move the weights for the first time"
+    assert [watch.cut_off(ends) for ends in (True, None, False)] == ([[missed]] * 2 if swings else [[]] * 2) + [[]]
+    count(job.net.frozen)
+    watch.step_ends(look=False, ends_epoch=True)
+    job.compute()
+    watch.before_update()
+    watch.updated()
+    assert missed not in watch.cut_off(True)
+
+
 @pytest.mark.parametrize("what", ["parameter 'frozen'", "hyperparameters"])
 def test_what_the_loop_writes_after_its_update_in_every_third_step_is_missed_in_these_steps_alone(
     tmp_path: Path, what: str
