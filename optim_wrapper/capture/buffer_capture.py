@@ -19,6 +19,7 @@ from lastwords.optim_wrapper.capture.captured_buffer import (
     has_memory,
     unstorable,
 )
+from lastwords.optim_wrapper.capture.gathered_buffers import FEWEST, GatheredBuffers, can_be_gathered
 from lastwords.optim_wrapper.state.buffer_forms import put
 from lastwords.optim_wrapper.tensors.tensor_bytes import writing
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
@@ -58,6 +59,8 @@ class BufferCapture:
         self._known: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []  # the same, but of a DTensor the part that lies here
         self._targets: dict[int, list[torch.Tensor]] = {}
+        self._gathered: GatheredBuffers | None = None
+        self._others: list[int] = []  # places in `_sources` of those that are copied one by one
         self._checked: list[int] = []  # places in `_sources` whose form may change under the same object
         self._forms: list[Form] = []
         self._names: frozenset[str] = frozenset()
@@ -136,6 +139,8 @@ class BufferCapture:
 
     def look(self, *, late: bool = True) -> bool:
         """See which buffers have another form, or (late) have come; returns whether the box needs room for them."""
+        if not late and not self._reshaped:
+            return False
         names, self._reshaped = sorted(self._reshaped), set()
         reshaped = [self._reform(name) for name in names]
         return (late and self._admit(late=True)) or any(reshaped)
@@ -210,9 +215,14 @@ class BufferCapture:
 
     def capture(self, slot: int) -> None:
         """Take the buffers into an open step slot."""
-        if self._sources:
+        gathered, sources, targets = self._gathered, self._sources, self._targets[slot]
+        if gathered is not None and gathered.copy(slot):
+            sources, targets = [sources[at] for at in self._others], [targets[at] for at in self._others]
+        elif gathered is not None:
+            self._note_forms()
+        if sources:
             try:
-                foreach_copy(self._targets[slot], self._sources)
+                foreach_copy(targets, sources)
             except RuntimeError:
                 self._adopt_replaced()  # what does not fit is named now, so its older bytes count for nothing
                 foreach_copy(self._targets[slot], self._sources)
@@ -344,6 +354,21 @@ class BufferCapture:
         # Nobody gives the buffers of a BatchNorm another form under the same object, and there may be hundreds.
         self._checked = [place for place, buffer in enumerate(self._active) if not buffer.of_norm]
         self._forms = [form_of(self._sources[place]) for place in self._checked]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Which of them are copied together: those whose form nobody changes."""
+        targets = next(iter(self._targets.values()), [])
+        together = [
+            place
+            for place, (buffer, source, target) in enumerate(zip(self._active, self._sources, targets, strict=True))
+            if buffer.of_norm and can_be_gathered(source, target)
+        ]
+        self._gathered = None
+        self._others = sorted({*range(len(self._active))} - {*together})
+        if len(together) >= FEWEST:
+            into = {slot: [every[place] for place in together] for slot, every in self._targets.items()}
+            self._gathered = GatheredBuffers([self._sources[place] for place in together], into)
 
     def _say(self, reason: str) -> None:
         self._reasons.append(reason)

@@ -28,7 +28,6 @@ from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.state import extra_digests, rank_units
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
-from lastwords.optim_wrapper.state.group_copies import GroupCopies
 from lastwords.optim_wrapper.state.leaf_gradients import LeafGradients
 from lastwords.optim_wrapper.state.own_state import OwnStates
 from lastwords.optim_wrapper.state.rank_units import RankUnits
@@ -62,7 +61,6 @@ class StepRecorder:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
         self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner), names=names)
-        self._groups = GroupCopies(self.view.optimizer)
         self.extras = Extras(extras)
         self.local_extras = Extras(local_extras, "local_extras")
         whole = lambda: self._units is None or self._units.pure  # noqa: E731
@@ -100,6 +98,7 @@ class StepRecorder:
         self._local_now: ExtrasSnapshot = self.local_extras.first()
         self._position: Position | None = None
         self._document = b""  # of the step under way
+        self._of_all = b"}"  # a document's end: what has to be alike on all ranks, as of the last step's end
         self._named: Position | None = None
         self.names_steps = True
         self._step = 0
@@ -211,7 +210,7 @@ class StepRecorder:
             self._box.epoch_start(position.epoch)
         if step_regions:
             self.rng.restore(step_regions)
-        self._keep(step, position)
+        self._keep(step, position, self.ends_epoch(position))
 
     def put_back(self, streams: Mapping[str, RegionCopy], *, last: bool) -> None:
         """Restore the random streams; last: the loop goes on from there, so what is missing now stays so."""
@@ -295,17 +294,19 @@ class StepRecorder:
 
     def committed(self, step: int, position: Position | None) -> None:
         """The end of `step`: everything that may move on from here. position: None if the loop has not named it."""
-        self._extras_now = self.extras.ended(self._extras_now, self.updated, self.ends_epoch(position))
-        self.not_exact(self.extras.reasons)
+        ends_epoch = self.ends_epoch(position)
+        self._extras_now = self.extras.ended(self._extras_now, self.updated, ends_epoch)
+        if self.extras.reasons:
+            self.not_exact(self.extras.reasons)
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
         if self.local_extras:
             self._local_now = self.local_extras.again(self._local_now)[0]
-        self._see_what_moves(look=look, ends_epoch=self.ends_epoch(position))
+        self._see_what_moves(look=look, ends_epoch=ends_epoch)
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
         same_streams = not self.rng.own.step_ended(look=look)
-        self._keep(step, position, comparable=self.watch.same_copies() and same_streams)
+        self._keep(step, position, ends_epoch, comparable=self.watch.same_copies() and same_streams)
         if look:
             self.local_extras.admit()
             self.watch.announce_left_out()
@@ -327,12 +328,12 @@ class StepRecorder:
         self._local_now, of_rank = self.local_extras.again(self._local_now)
         moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
         if self.source is not None:
-            moved += self.source.look_again(self._groups.take(), self._extras_now)
+            moved += self.source.look_again(self.watch.groups.take(), self._extras_now)
         self.rng.own.follow()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
-            said = self._document_of(self._named) + local + self._of_all()
-            region = self._box.committed_again(self._step, said + b"}")
+            self._of_all = self._said_of_all()
+            region = self._box.committed_again(self._step, self._document_of(self._named) + local + self._of_all)
             moved += [] if region is None else [region]
         if moved and not self._early_reasons:
             self._early_reasons = [step_document.changed_after_the_end(moved, self._step)]
@@ -360,7 +361,7 @@ class StepRecorder:
         self._tentative_reasons = [step_document.changed_before_the_end(which, self._step)]
         self._say_reasons()
 
-    def _keep(self, step: int, position: Position | None, *, comparable: bool = True) -> None:
+    def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
         named_before = position is not None and position == self._position
         ended = self._document if named_before else self._document_of(position)
         self._step = step
@@ -369,17 +370,18 @@ class StepRecorder:
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
         self._document = b"" if self._needs_epoch_start else self._document_of(None)
         self.watch.ended(step)
+        self._of_all = self._said_of_all()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
-            said, ends = ended + local + early + self._of_all() + b"}", self.ends_epoch(position)
-            if self._box.committed(step, said, comparable=comparable, ends_epoch=ends):
+            said = ended + local + early + self._of_all
+            if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()
             if self._tentative_local is not None and self._tentative_local[1] != local and not self._tentative_reasons:
                 self._announce_late_change(self._tentative_local[0])
             self._tentative_local = None
         if self.source is not None:
-            self.source.committed(Snapshot(step, position, self._groups.take(), self._extras_now))
+            self.source.committed(Snapshot(step, position, self.watch.groups_ended, self._extras_now))
 
     def epoch_start(self, epoch: int) -> None:
         """The random number streams before the first batch of `epoch` is asked for."""
@@ -398,7 +400,7 @@ class StepRecorder:
             if self.gradients.looks_in_backward:
                 self.gradients.in_backward()
             said = self._document or self._document_of(self._position)
-            self._box.tentative(self._step + 1, said + local + self._of_all() + b"}")
+            self._box.tentative(self._step + 1, said + local + self._of_all)
 
     def _say_reasons(self) -> None:
         if self._box is None:
@@ -411,8 +413,8 @@ class StepRecorder:
             position, self._named, self.names_steps, ahead=self._needs_epoch_start, ends_epoch=self.ends_epoch(position)
         )
 
-    def _of_all(self) -> bytes:
-        return self._digests + step_document.alike(self.watch)
+    def _said_of_all(self) -> bytes:
+        return self._digests + step_document.alike(self.watch) + b"}"
 
     def _local(self, local: ExtrasSnapshot) -> bytes:
         return step_document.of_rank(self.local_extras, local)

@@ -68,11 +68,15 @@ class StateWatch:
         self._ended: Mark | None = None
         self._updated: Mark | None = None
         self._newest: tuple[Mark, int | None] | None = None
+        self._looks_closely = True
+        """Whether this is one of the steps in which it is looked at before the update."""
         self._updating = False
         self._digests: dict[StateName, bytes] = {}
         self._late: dict[StateName, tuple[int, Recurrence]] = {}
         """Of what the loop writes after its update: how often in the newest such step, and in which steps."""
-        self._groups = GroupCopies(view.optimizer)
+        self.groups = GroupCopies(view.optimizer)
+        self.groups_ended: list[dict[str, Any]] = []
+        """Hyperparameters as of the last step's end."""
         self._groups_updated: list[dict[str, Any]] = []
         self._groups_late = Recurrence()
         self._named: set[StateName] = set()
@@ -117,10 +121,11 @@ class StateWatch:
 
     def updated(self) -> None:
         """The optimizer has written everything."""
-        self._counts.updated(self._counts.now() if self._looks_closely else None)
+        if self._looks_closely:
+            self._counts.updated(self._counts.now())
         self._updated = self._witness.mark(step=self._ended_step + 1)
         if not self.has_scheduler:
-            self._groups_updated = self._groups.take()
+            self._groups_updated = self.groups.take()
 
     @property
     def was_updated(self) -> bool:
@@ -144,7 +149,7 @@ class StateWatch:
             for name in self._witness.moved(self._updated, until):
                 when = self._late.get(name, (0, Recurrence()))[1].happened(step, ends_epoch)
                 self._late[name] = self._witness.writes(name, self._updated, until), when
-            if not self.has_scheduler and copies_differ(self._groups_updated, self._groups.take()):
+            if not self.has_scheduler and copies_differ(self._groups_updated, self.groups.take()):
                 self._groups_late = self._groups_late.happened(step, ends_epoch)
         else:
             self.see()
@@ -191,8 +196,10 @@ class StateWatch:
         if self.copies:
             self.copies.follow(self._witness.live)
             self.copies.take(step)
-        self.numbers.take(step)
+        self.groups_ended = self.groups.take()
+        self.numbers.take(step, self.groups_ended)
         self._steps += 1
+        self._looks_closely = self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
         self._digests = {}
         digests = digests or bool(self.verify_every and step % self.verify_every == 0)
         if digests or self._steps <= FULL_LOOKS:
@@ -307,10 +314,6 @@ class StateWatch:
         return [*reasons, *self._counts.cut_off()]
 
     # ------------------------------------------------------------------ inside
-
-    @property
-    def _looks_closely(self) -> bool:
-        return self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
 
     def _share(self) -> None:
         """What is copied is looked at as a whole, and may be this rank's own."""

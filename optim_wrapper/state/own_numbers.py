@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords.checkpoint.storable import DEPTH_MAX, NUMPY_KINDS, pack, unpack
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.nested_optimizers import nested_in
-from lastwords.optim_wrapper.state.group_copies import GroupCopies, copied
+from lastwords.optim_wrapper.state.group_copies import copied
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
 from lastwords.sharding import zero
@@ -72,7 +72,6 @@ class OwnNumbers:
 
     def __init__(self, view: UnitView) -> None:
         self._view = view
-        self._copies = GroupCopies(view.optimizer)
         self._groups: list[dict[str, Any]] | None = None
         self._places: list[_Place] = []
         self._lists: list[_Place] = []
@@ -97,11 +96,10 @@ class OwnNumbers:
         self._said = None, b""
         self._called = {"groups": "optimizer's param_groups", "numbers": _some(self._places), "lists": _some(mixed)}
 
-    def take(self, step: int) -> None:
-        """The end of `step`, which may come twice."""
+    def take(self, step: int, groups: list[dict[str, Any]]) -> None:
+        """The end of `step`, which may come twice. groups: its hyperparameters, another list where they are others."""
         if step != self._step:
             self._before, self._step = dict(self._now), step
-        groups = self._copies.take()
         if groups is not self._groups:
             self._groups = groups
             self._now["groups"] = _sum(b"", [[_plain(one) for one in group.values()] for group in groups])
@@ -121,7 +119,7 @@ class OwnNumbers:
         values = [place.get() for place in places]
         if not all(type(value) in _NUMBERS or _count(value) for value in values):
             self.look()  # another key has come for it; or it is a tensor now, as in LBFGS after its first iteration
-            self.take(step)
+            self.take(step, groups)
             return
         self._taken, self._values = places, [*map(copied, values)]
         self._now["numbers"] = _sum(seen, [*map(_form, self._values)])

@@ -157,6 +157,8 @@ class OwnStreams:
 
     def step_ended(self, *, look: bool) -> bool:
         """Follow the places to what lies there now; look: search for new ones. Whether other regions are in use now."""
+        if not (look or self._own or self._passing):
+            return False
         before = [own.region for own in self._own.values()]
         if self._own or self._passing:
             self.follow(ends=1)

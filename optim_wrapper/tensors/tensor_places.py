@@ -133,6 +133,10 @@ class Settled:
         found: bytes = self._take(words).tobytes()
         return found + _memory_bytes().take(single).tobytes() if len(single) else found
 
+    def copy(self, words: Words, target: Words) -> None:
+        """Copy the words at these places; likewise."""
+        self._take(words, out=target, mode="clip")  # the usual mode would go through a buffer
+
     def writes(self) -> Words:
         """How often each tensor was written to."""
         return writes_in(self.read(self.counters), len(self._tensors))

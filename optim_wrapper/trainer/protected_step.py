@@ -87,7 +87,8 @@ class ProtectedStep:
 
         def commit(step: int) -> None:
             self._recorder.committed(step, position)
-            self._recorder.not_exact(self._buckets.step_ended(step))
+            if reasons := self._buckets.step_ended(step):
+                self._recorder.not_exact(reasons)
 
         return self._agent.end_step(commit)
 

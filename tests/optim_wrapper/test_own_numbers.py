@@ -16,6 +16,7 @@ from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.reason import Reason
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume import resume
+from lastwords.optim_wrapper.state.group_copies import GroupCopies
 from lastwords.optim_wrapper.state.own_numbers import KEPT_MAX, OwnNumbers
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.pieces import Members, UnitTable
@@ -37,6 +38,7 @@ class Rank:
         self.net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
         self.optimizer = Polyak(self.net.parameters(), lr=0.1)
         self.numbers = OwnNumbers(UnitView(self.net, self.optimizer))
+        self.groups = GroupCopies(self.optimizer)
         self.step = 0
 
     def end(self, loss: float, **more: Any) -> dict[str, Any]:
@@ -46,7 +48,7 @@ class Rank:
         return self.again()
 
     def again(self) -> dict[str, Any]:
-        self.numbers.take(self.step)
+        self.numbers.take(self.step, self.groups.take())
         said: dict[str, Any] = json.loads(b"{" + self.numbers.members({})[1:] + b"}")
         return said
 
@@ -148,10 +150,10 @@ def test_nothing_is_written_anew_where_nothing_has_moved() -> None:
     net = nn.Linear(2, 2)
     numbers = OwnNumbers(UnitView(net, torch.optim.AdamW(net.parameters())))
     numbers.look()
-    numbers.take(1)
-    numbers.take(2)
+    numbers.take(1, [])
+    numbers.take(2, [])
     said = numbers.members({})
-    numbers.take(3)
+    numbers.take(3, [])
     assert numbers.members({}) is said
     assert b"own" in numbers.members({"own": ["x", 1, 1]})
 
@@ -163,7 +165,7 @@ def test_numbers_of_several_optimizers_are_told_apart() -> None:
         part.keep(float(value))
     numbers = OwnNumbers(UnitView(net, JoinedOptimizer(parts)))
     numbers.look()
-    numbers.take(1)
+    numbers.take(1, [])
     saved = numbers.values()
     for part in parts:
         part.keep(9.0)
