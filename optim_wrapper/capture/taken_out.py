@@ -33,7 +33,7 @@ class StateCounts:
         self._optimizers = optimizers
         self._updated: int | None = None
         self._out = False
-        """There was less at the last step's end than after its update."""
+        """There was less at the last step's end than after its update, or than at the end before it."""
         self._ended = 0
         self._comes_back = False
 
@@ -53,7 +53,7 @@ class StateCounts:
 
     def ended(self, entries: int) -> None:
         """The step is over."""
-        self._out = self._updated is not None and entries < self._updated
+        self._out = entries < (self._ended if self._updated is None else self._updated)
         self._ended, self._updated = entries, None
 
     def reasons(self) -> list[str]:

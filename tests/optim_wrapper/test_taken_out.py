@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lastwords.optim_wrapper.capture.taken_out import StateCounts
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
@@ -137,3 +138,21 @@ def test_a_key_that_comes_in_a_later_step_is_watched_from_then_on(tmp_path: Path
     assert kept["optim/trained.bias/extra"] != before["optim/trained.bias/extra"]
     job.compute()
     assert job.save() == (kept, [])
+
+
+def test_state_that_is_out_at_a_step_s_end_for_the_first_time_is_missed_without_a_look_after_the_update() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    parameter = optimizer.param_groups[0]["params"][0]
+    optimizer.state[parameter] = {"momentum_buffer": torch.ones(1)}
+    counts = StateCounts(lambda: [optimizer])
+    counts.updated(None)
+    counts.ended(counts.now())
+    assert counts.reasons() == []
+    counts.before_update()
+    counts.updated(None)
+    out = optimizer.state.pop(parameter)
+    counts.ended(counts.now())
+    assert counts.reasons() == ["optimizer state was taken out between optimizer.step() and the end of the step"]
+    optimizer.state[parameter] = out
+    counts.before_update()
+    assert len(counts.cut_off()) == 1
