@@ -94,6 +94,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--controller", metavar="HOST:PORT", help="its address; default: the only one of this user on this host"
     )
     status.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    what = "run a training script on all ranks of this host; torchrun's flags, and --spares: docs/healing.md"
+    subcommands.add_parser("run", help=what, add_help=False)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)
     return parser
@@ -101,6 +103,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its `ExitCode`; SystemExit(2) for wrong usage."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"]:
+        from lastwords.launcher.command import run  # brings torch, which the other commands do without
+
+        try:
+            run(argv[1:])
+        except LastWordsError as error:
+            print(f"lastwords: {error}", file=sys.stderr)
+            return exit_code_of(error)
+        return ExitCode.OK
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(format="lastwords: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     try:

@@ -331,7 +331,7 @@ class Agent:
         if isinstance(order, Refused):
             self._departure.refuse(order.reason)
         else:
-            self._departure.decide(ways_out.verdict_of(self._core.rank, order))
+            self._departure.decide(ways_out.verdict_of(self._core.rank, order, stays=self._departure.process_stays))
         self._condition.notify_all()
         if not self._in_our_hands and not isinstance(order, Refused):
             threading.Thread(target=self._end_from_here, name="lastwords-end", daemon=True).start()
@@ -341,9 +341,11 @@ class Agent:
         with self._condition:
             saved = (verdict := self._departure.verdict) is not None and verdict.code == ways_out.EXIT_SAVED
             come_by_s = ways_out.COME_BY_S if saved else ways_out.COME_BY_UNSAVED_S
+            come_by_s = 0.0 if self._departure.process_stays else come_by_s
             if ways_out.wait_out(lambda s: self._condition.wait_for(lambda: self._in_our_hands > 0, s), come_by_s):
                 return
-        if self._core.steps_done:  # it may be writing the user's last files, or hang: that is for its user to end
+        if self._core.steps_done and not self._departure.process_stays:
+            # It may be writing the user's last files, or hang: that is for its user to end.
             self._hand_back()
             return self._departure.announce(ends=False)
         self.close(timeout_s=1.0)

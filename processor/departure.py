@@ -67,6 +67,8 @@ class Verdict:
     code: int
     line: str
     is_cause: bool
+    step: int = 0
+    """That is saved; 0: none that this rank knows of."""
 
     @staticmethod
     def controller_lost(rank: int, reason: str) -> Verdict:
@@ -78,8 +80,8 @@ class Verdict:
         return Verdict(EXIT_NOT_SAVED, line, is_cause=True)
 
 
-def verdict_of(rank: int, order: Exit) -> Verdict:
-    """Exit code and the one line for people, from the controller's last order.
+def verdict_of(rank: int, order: Exit, *, stays: bool = False) -> Verdict:
+    """Exit code and the one line for people, from the controller's last order. stays: this process trains on.
 
     >>> o = Exit(1, 1, ExitKind.SAVED, 37, "/c/tft_saved_checkpoints-step_37", "rank 1 died", (1,))
     >>> verdict_of(2, o).code
@@ -89,21 +91,31 @@ def verdict_of(rank: int, order: Exit) -> Verdict:
     if order.kind is ExitKind.SAVED:
         line = (
             f"lastwords: rank {rank}: {order.reason}; a checkpoint of step {order.step} was saved in {order.path}; "
-            f"start the job again: resume() loads this checkpoint, and "
+            f"{'' if stays else 'start the job again: '}resume() loads this checkpoint, and "
             f"training continues with step {order.step + 1}"
         )
-        return Verdict(EXIT_SAVED, line, is_cause)
+        return Verdict(EXIT_SAVED, line, is_cause, order.step)
     what = "nothing to save yet" if order.kind is ExitKind.NOTHING_TO_SAVE else "NOTHING WAS SAVED"
     line = f"lastwords: rank {rank}: {order.reason}; {what}"
     return Verdict(EXIT_NOT_SAVED, line, is_cause)
 
 
 class Departure:
-    """The decision to leave, made once, and the ways to carry it out. Methods may be called by any thread."""
+    """The decision to leave, made once, and the ways to carry it out. Methods may be called by any thread.
 
-    def __init__(self, rank: int, recorded: Callable[[], Exit | None] = lambda: None) -> None:
+    leave_main: where the process goes on after an incident (`lastwords run`), brings the training thread out of the
+    user's code; it is called, perhaps several times, in place of ending the process.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        recorded: Callable[[], Exit | None] = lambda: None,
+        leave_main: Callable[[], None] | None = None,
+    ) -> None:
         self.rank = rank
         self._recorded = recorded
+        self._leave_main = leave_main
         self._verdict: Verdict | None = None
         self._refused: str | None = None
         self._lock = threading.Lock()
@@ -114,6 +126,11 @@ class Departure:
     def decided(self) -> bool:
         """True once this process has to end."""
         return self._verdict is not None or self._refused is not None
+
+    @property
+    def process_stays(self) -> bool:
+        """Whether the incident ends only what runs in this process."""
+        return self._leave_main is not None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -184,7 +201,7 @@ class Departure:
         """Training thread: the exception to raise; arms the bound on how long unwinding may take."""
         assert self._verdict is not None
         self.end_within(UNWIND_S, self._verdict.code)
-        self.announce()
+        self.announce(ends=not self.process_stays)
         return SystemExit(self._verdict.code if self._exit_code is None else self._exit_code)
 
     def end_within(self, seconds: float, code: int) -> None:
@@ -192,6 +209,8 @@ class Departure:
 
         The first code that this or `end_now` is called with is the one.
         """
+        if self._leave_main is not None:
+            return self._leave_main()
         with self._lock:
             if self._exit_code is not None:
                 return
@@ -228,7 +247,10 @@ class Departure:
             atexit.register(at_exit)
 
     def end_now(self) -> None:
-        """Any thread: announce and end the process at once. Does not return."""
+        """Any thread: announce and end the process at once. Does not return, unless the process stays."""
+        if self._leave_main is not None:
+            self.announce(ends=False)
+            return self._leave_main()
         with self._lock:
             if self._exit_code is None:
                 self._exit_code = EXIT_NOT_SAVED if self._verdict is None else self._verdict.code

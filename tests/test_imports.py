@@ -18,6 +18,7 @@ FOLDERS = (
     "optim_wrapper",
     "sharding",
     "checkpoint",
+    "launcher",
     "liveness",
     "integrations",
     "cli",

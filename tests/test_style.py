@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED_FOLDERS = (
     "src/lastwords", "controller", "processor", "optim_wrapper", "sharding", "checkpoint", "liveness", "integrations",
-    "cli",
+    "launcher", "cli",
 )  # fmt: skip
 TEST_FOLDERS = ("tests",)
 LINES_MAX = 400
@@ -35,7 +35,7 @@ CORE_IMPORTS = frozenset(
 MAY_PRINT = ("cli/",)
 MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py")
 MAY_READ_A_CLOCK = ("src/lastwords/clock.py",)
-MAY_IMPORT_TORCH = ("optim_wrapper/", "sharding/", "integrations/", "src/lastwords/torch_private.py")
+MAY_IMPORT_TORCH = ("launcher/", "optim_wrapper/", "sharding/", "integrations/", "src/lastwords/torch_private.py")
 MAY_PICKLE = ("integrations/dcp.py", "integrations/dcp_in.py")
 """torch.distributed.checkpoint takes what is no tensor only as torch.save's bytes; ours never leave memory."""
 BANNED_NAMES = {

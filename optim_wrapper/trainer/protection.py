@@ -27,6 +27,7 @@ from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.launch import startup
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import exit_code_of
 from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
@@ -57,7 +58,8 @@ class Protection:
         self._make_source = make_source
         self._units = units
         self._agreement: startup.Agreement | None = None
-        self._departure = Departure(world.rank, self._recorded_exit)
+        self._leaver = reentry.leaver()
+        self._departure = Departure(world.rank, self._recorded_exit, None if self._leaver is None else self._leave_main)
         self._agent: Agent | None = None
         self._session: Session | None = None
         self._life: LifeLine | None = None
@@ -139,13 +141,13 @@ class Protection:
     def close(self) -> None:
         """End the threads and give everything back. The job's files in shared memory belong to the controller.
 
-        Not the signals, once an incident has ended this process: launchers send SIGTERM to the survivors while they
+        Not the signals, once an incident ends this process: launchers send SIGTERM to the survivors while they
         leave, and with its default handler that would cut off the one line, the exit code and `finally` blocks.
         """
         if self.closed:
             return
         self._closed = True
-        if self._signals is not None and self._departure.verdict is None:
+        if self._signals is not None and (self._departure.verdict is None or self._departure.process_stays):
             self._signals.uninstall()
         if self._ring is not None:
             self._ring.stop()
@@ -240,6 +242,11 @@ class Protection:
                 self._signals.end_incident()
 
     # ------------------------------------------------------------------ the end
+
+    def _leave_main(self) -> None:
+        assert self._leaver is not None
+        verdict = self._departure.verdict
+        self._leaver.leave(0 if verdict is None else verdict.step, (self.agreement.port,))
 
     def _recorded_exit(self) -> Exit | None:
         """How the job has ended by the controller's record, which is where the checkpoints are. May block."""

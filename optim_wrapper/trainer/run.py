@@ -17,6 +17,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_cou
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
+from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, one_line
 from lastwords.optim_wrapper.trainer.job_shape import Options, settings_of
@@ -209,6 +210,8 @@ class ProtectedRun(Run):
     def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
         self._layout.compare_at_start(self.protection.agent.corrupt)
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step)
+        if (leaver := reentry.leaver()) is not None:
+            leaver.begun()
 
     def under_way(self, epoch: int, step: int) -> None:
         """This step has begun."""

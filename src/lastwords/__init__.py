@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.integrations.transform_files import transform_checkpoints
+    from lastwords.launcher.worker import keep, run
     from lastwords.optim_wrapper.resume.resume_point import ResumePoint, peek
     from lastwords.optim_wrapper.trainer.live_strategy import save_strategy
     from lastwords.optim_wrapper.trainer.protect import protect
@@ -76,12 +77,14 @@ __all__ = [
     "UnstorableError",
     "__version__",
     "get_ckpt_path_with_strategy",
+    "keep",
     "load_for_inference",
     "merge_pipeline_strategys",
     "peek",
     "protect",
     "rank_list_for_transform",
     "restore_group_info_list",
+    "run",
     "save_strategy",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
@@ -100,6 +103,8 @@ _WHERE = {
     "Part": "lastwords.sharding.parts",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
+    "keep": "lastwords.launcher.worker",
+    "run": "lastwords.launcher.worker",
     "merge_pipeline_strategys": "lastwords.checkpoint.reshard.strategy",
     "rank_list_for_transform": "lastwords.checkpoint.reshard.strategy_needs",
     "restore_group_info_list": "lastwords.sharding.group_info",

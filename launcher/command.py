@@ -1,0 +1,90 @@
+"""`lastwords run`: torchrun's command line, and `--spares`."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Sequence
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from lastwords.errors import ConfigError
+from lastwords.launcher.agent import HealingAgent
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's own, with our arguments beside."""
+    made = get_args_parser()
+    made.prog = "lastwords run"
+    made.description = "torchrun, except that a worker that dies is replaced while the others keep their processes."
+    made.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        help="processes on this host that have imported the script already, each ready to take a dead worker's place",
+    )
+    return made
+
+
+@record
+def run(argv: Sequence[str]) -> None:
+    """Runs this host's ranks of a job. ChildFailedError as from torchrun; ConfigError for impossible flags."""
+    arguments = parser().parse_args(argv)
+    if arguments.spares < 0:
+        raise ConfigError(f"--spares is {arguments.spares}; it is a number of processes, from 0")
+    config_nodes = parse_min_max_nnodes(arguments.nnodes)
+    if config_nodes != (1, 1):
+        raise ConfigError(
+            f"--nnodes={arguments.nnodes}: lastwords run looks after the processes of one host only; start a job of "
+            "several hosts with torchrun (nothing is lost there either: all processes end and start again)"
+        )
+    if arguments.standalone:
+        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    if arguments.master_port is None:
+        arguments.master_port = 29500
+    config, command, command_arguments = config_from_args(arguments)
+    if not isinstance(command, str):
+        raise ConfigError("--run-path runs the script in the launcher's own process, which cannot be replaced")
+    _launch(config, command, command_arguments, arguments.spares)
+
+
+def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares: int) -> None:
+    handler = rendezvous.get_rendezvous_handler(
+        RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+    )
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=command,
+        args=tuple(arguments),
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+    )
+    agent = HealingAgent(
+        spec=spec,
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        spares=spares,
+    )
+    try:
+        result = agent.run()
+    finally:
+        handler.shutdown()
+    if result.is_failed():
+        raise ChildFailedError(name=command, failures=result.failures)

@@ -1,0 +1,83 @@
+"""Ends the collectives in which a survivor's training thread is stuck: gloo has no abort, but its sockets can be shut.
+
+Once is not enough: a thread between two collectives enters the next one, and waits there. So it is repeated until the
+thread has left its groups; it ends before the next ones are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+from collections.abc import Collection
+
+AGAIN_S = 0.02
+
+_ESTABLISHED = "01"
+
+
+class Unblocker:
+    """Shuts the sockets between ranks from a thread of its own, from `begin` to `end`.
+
+    before: inodes of sockets that stay, since they were there before `main`. spare_ports: of the store and the
+    controller, whose connections stay. So do sockets of Python's: gloo's are opened from C++.
+    """
+
+    def __init__(self, before: Collection[str], spare_ports: Collection[int]) -> None:
+        self._before = frozenset(before)
+        self._spare_ports = frozenset(spare_ports)
+        self._pythons: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lastwords-unblock", daemon=True)
+
+    def begin(self) -> None:
+        """From now on."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """No more; returns when the last one is through."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
+        while True:
+            self._shut()
+            if self._over.wait(AGAIN_S):
+                return
+
+    def _shut(self) -> None:
+        connected = _connections()
+        for fd, inode in open_sockets():
+            ports = connected.get(inode)
+            if ports is None or inode in self._before or self._spare_ports & set(ports) or fd in self._pythons:
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> list[tuple[int, str]]:
+    """Descriptor and inode of each socket of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found.append((int(name), target[8:-1]))
+    return found
+
+
+def _connections() -> dict[str, tuple[int, int]]:
+    """inode -> local and remote port, of every established TCP connection of this network namespace."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/net/{table}", encoding="ascii") as file:
+            next(file)
+            for line in file:
+                fields = line.split()
+                if fields[3] == _ESTABLISHED:
+                    found[fields[9]] = (int(fields[1].rpartition(":")[2], 16), int(fields[2].rpartition(":")[2], 16))
+    return found

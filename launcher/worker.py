@@ -1,0 +1,239 @@
+"""`lastwords.run(main)`: a worker under `lastwords run` enters `main` again after a failure, and keeps its process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lastwords.errors import ConfigError, UnavailableError
+from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
+from lastwords.launcher.unblock import Unblocker, open_sockets
+from lastwords.optim_wrapper.launch import world
+from lastwords.optim_wrapper.trainer import reentry
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+LEAVE_S = 20.0
+"""How long a survivor may take from the end of an incident until it has left `main` and its groups."""
+
+_kept: dict[str, Any] = {}
+
+
+def run(main: Callable[[], object]) -> None:
+    """Run a training script's `main`, and enter it again after a failure if `lastwords run` has started this process.
+
+    `main` takes no arguments; what it returns is dropped. It makes its process groups, model and loaders itself, and
+    calls `resume()` before its loop; after a failure of any rank it is entered once more on all ranks, those that
+    survived in the same process. Started otherwise (plain python, torchrun), `main` is called once. Training thread
+    only. Raises ConfigError for a `main` that cannot be called so.
+    """
+    _refuse(main)
+    path = os.environ.pop(VARIABLE, None)  # not for what this process starts
+    if path is None:
+        if os.environ.get("RANK", "0") == "0":
+            _log.warning(
+                "not started by `lastwords run`, so a failure ends all processes, as without lastwords.run(main)"
+            )
+        main()
+        return
+    Worker(path).run(main)
+
+
+def keep(name: str, make: Callable[[], _T]) -> _T:
+    """`make()` at the first call in this process, the same object at every later one, also after a failure.
+
+    For what is costly and holds no process group: a data set, a tokenizer, a compiled kernel. It must not hold state
+    that training changes.
+    """
+    if name not in _kept:
+        _kept[name] = make()
+    value: _T = _kept[name]
+    return value
+
+
+def _refuse(main: Callable[[], object]) -> None:
+    if not callable(main) or inspect.iscoroutinefunction(main):
+        raise ConfigError(f"lastwords.run(main) takes a function without arguments, not {main!r}")
+    with contextlib.suppress(ValueError):
+        needed = [
+            one.name
+            for one in inspect.signature(main).parameters.values()
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ConfigError(
+                f"main() takes {', '.join(needed)}, and lastwords.run(main) has nothing to give: wrap it in a function "
+                "without arguments, such as lambda: main(arguments)"
+            )
+
+
+class Stay:
+    """One stay in `main`, and the `reentry.Leaver` of what runs in it: whoever is late finds that it is over."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.leaving = False
+        self.saved_step = 0
+        self._link = link
+        self._lock = threading.Lock()
+        self._over = False
+        self._unblocker: Unblocker | None = None
+        self._before = frozenset(inode for _, inode in open_sockets())
+
+    def leave(self, step: int, ports: tuple[int, ...]) -> None:
+        """The training thread comes out of `main`, wherever it is; after `LEAVE_S` this process ends instead."""
+        with self._lock:
+            if self.leaving or self._over:
+                return
+            self.leaving, self.saved_step = True, step
+            self._unblocker = Unblocker(self._before, {*ports, int(os.environ.get("MASTER_PORT", "0"))})
+            self._unblocker.begin()
+        late = threading.Timer(LEAVE_S, self._end_if_here)
+        late.daemon = True
+        late.start()
+
+    def begun(self) -> None:
+        """The training loop begins; a controller looks after this rank."""
+        with contextlib.suppress(OSError):
+            send(self._link, {"begun": True})
+
+    def end(self) -> None:
+        """Training thread: out of all groups; nothing of this stay runs after that."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+        with self._lock:
+            self._over = True
+        if self._unblocker is not None:
+            self._unblocker.end()
+
+    def _end_if_here(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+        sys.stderr.write(f"lastwords: has not left main() for {LEAVE_S:g} s; this process ends and is replaced\n")
+        os._exit(75)
+
+
+class Worker:
+    """This process, as the launcher's agent knows it."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            raise UnavailableError(f"the launcher does not answer at {path}: {error}") from error
+        self._condition = threading.Condition()
+        self._become: dict[str, Any] | None = None
+        self._entered: tuple[int, int] | None = None
+        self._gone = False
+        self._stay: Stay | None = None
+        self._saved_step = 0
+
+    def run(self, main: Callable[[], object]) -> None:
+        """Until `main` has returned by itself, or raised what is its own."""
+        spare = os.environ.pop(SPARE, "") == "1"
+        send(self._socket, {"rank": None if spare else int(os.environ["RANK"]), "pid": os.getpid()})
+        threading.Thread(target=self._listen, name="lastwords-launcher", daemon=True).start()
+        if spare:
+            warm_up()
+            send(self._socket, {"ready": True})
+            self._take_place()
+        while not self._enter(main):
+            pass
+
+    def _enter(self, main: Callable[[], object]) -> bool:
+        """Once: True if `main` has come to its end."""
+        send(self._socket, {"waiting": self._saved_step})
+        with self._condition:
+            self._condition.wait_for(lambda: self._entered is not None or self._gone)
+            if self._entered is None:
+                raise UnavailableError("the launcher has ended")
+            os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = map(str, self._entered)
+            self._entered = None
+            self._stay = stay = Stay(self._socket)
+        world.begin_again()
+        reentry.use(stay)
+        try:
+            main()
+        except BaseException as error:  # handed to the caller, unless it is only the news of a failure elsewhere
+            if not stay.leaving:
+                raise
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+        else:
+            if not stay.leaving:
+                return True
+        stay.end()
+        self._saved_step = max(self._saved_step, stay.saved_step)
+        return False
+
+    # ------------------------------------------------------------------ inside
+
+    def _listen(self) -> None:
+        lines = Lines()
+        while True:
+            try:
+                data = self._socket.recv(65536)
+            except OSError:
+                data = b""
+            if not data:
+                with self._condition:
+                    self._gone = True
+                    self._condition.notify_all()
+                return
+            for message in lines.feed(data):
+                self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        with self._condition:
+            if "abandon" in message and self._stay is not None:
+                self._stay.leave(0, ())
+            if "become" in message:
+                self._become = message
+            if "enter" in message:
+                self._entered = message["enter"], message["port"]
+            self._condition.notify_all()
+
+    def _take_place(self) -> None:
+        """A spare takes the place of a rank; the launcher may as well end without ever needing it."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._become is not None or self._gone)
+            if self._become is None:
+                os._exit(0)
+            become = self._become
+        os.environ.update(become["become"])
+        for path, stream in ((become.get("stdout"), sys.stdout), (become.get("stderr"), sys.stderr)):
+            if path:
+                stream.flush()
+                with open(path, "ab") as file:
+                    os.dup2(file.fileno(), stream.fileno())
+
+
+def warm_up() -> None:
+    """What torch imports and starts at the first DDP model, backward pass and optimizer, done beforehand."""
+    import torch
+    import torch._dynamo  # DDP and the optimizers import it at first use: seconds
+    import torch.nn.parallel
+    import torch.utils.data
+
+    import lastwords.optim_wrapper.trainer.register  # noqa: F401
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.manual_seed(torch.initial_seed())

@@ -1,0 +1,32 @@
+"""How an incident ends in a process that goes on: by leaving `main`, which `lastwords.run` enters again."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Leaver(Protocol):
+    """Whoever entered `main`."""
+
+    def leave(self, step: int, ports: tuple[int, ...]) -> None:
+        """Bring the training thread out of `main`: it is in our hands, in the user's code, or stuck in a collective.
+
+        step: the newest one that is saved. ports: whose connections stay. Any thread, returns at once.
+        """
+
+    def begun(self) -> None:
+        """The training loop begins."""
+
+
+_leaver: Leaver | None = None
+
+
+def use(leaver: Leaver) -> None:
+    """From now on incidents end so in this process."""
+    global _leaver
+    _leaver = leaver
+
+
+def leaver() -> Leaver | None:
+    """Who enters `main` again; None where an incident ends the process."""
+    return _leaver

@@ -1,0 +1,76 @@
+"""A training script for `lastwords run`: some ranks kill themselves once, at a step and a phase that the plan names.
+
+Arguments: a directory, steps, and deaths as rank:step:phase (phase: fwd, bwd, win or import). Each rank appends a line
+per step to {directory}/trace-{rank}: step, loss, pid and time, and writes a digest of all state at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import lastwords
+
+DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+DEATHS = {(int(rank), int(step), phase) for rank, step, phase in (one.split(":") for one in sys.argv[3:])}
+WORKERS = 2 if "LOADER_WORKERS" in os.environ else 0
+
+
+def die(step: int, phase: str) -> None:
+    """Here, if the plan says so, and not yet done."""
+    rank = int(os.environ.get("RANK", "-1"))
+    mark = DIRECTORY / f"died-{rank}-{step}-{phase}"
+    if (rank, step, phase) in DEATHS and not mark.exists():
+        mark.write_text(str(time.monotonic()), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """The script as it would be without healing."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    die(0, "main")
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(32, 128), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(128, 32)
+    )
+    model = DistributedDataParallel(net)
+    samples = torch.randn(STEPS * 4 * dist.get_world_size(), 32, generator=torch.Generator().manual_seed(3))
+    data = torch.utils.data.TensorDataset(samples)
+    sampler: torch.utils.data.DistributedSampler[object] = torch.utils.data.DistributedSampler(data, shuffle=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler, num_workers=WORKERS)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer) as tft:
+        optimizer = tft.optimizer
+        point = tft.resume(missing_ok=True)
+        if point is not None and not point.exact:
+            raise SystemExit(f"the resume is not exact: {point.reasons}")
+        for _, step, (batch,) in tft.steps(loader, epochs=1):
+            optimizer.zero_grad()
+            loss = model(batch).pow(2).mean()
+            die(step, "fwd")
+            loss.backward()
+            die(step, "bwd")
+            optimizer.step()
+            die(step, "win")
+            with (DIRECTORY / f"trace-{rank}").open("a", encoding="utf-8") as file:
+                file.write(f"{step} {loss.item()!r} {os.getpid()} {time.monotonic()}\n")
+    digest = hashlib.sha256()
+    state = [*net.parameters(), *(one for each in optimizer.state.values() for one in each.values())]
+    for tensor in state:
+        digest.update(tensor.detach().numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    (DIRECTORY / f"final-{rank}").write_text(digest.hexdigest(), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    lastwords.run(main)

@@ -1,0 +1,91 @@
+"""`lastwords run`: only a killed worker is replaced, and the run is bitwise that of a job in which nobody died."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "tests.launcher.healed_training"
+RANKS, STEPS = 3, 16
+
+
+def environment() -> dict[str, str]:
+    kept = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LASTWORDS_JOB", "LASTWORDS_LAUNCHER"):
+        kept.pop(name, None)
+    return kept
+
+
+def run(directory: Path, *deaths: str, launcher: tuple[str, ...] = ("lastwords.cli", "run"), **more: object) -> str:
+    """A whole job; returns what it wrote to stderr."""
+    directory.mkdir(exist_ok=True)
+    flags = [flag for name, value in more.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", *launcher, "--standalone", "--nproc-per-node", str(RANKS), *flags]
+    command += ["-m", SCRIPT, str(directory), str(STEPS), *deaths]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+def trace(directory: Path, rank: int) -> dict[int, str]:
+    """Loss of each step; a step that was trained twice has to have given the same one."""
+    found: dict[int, str] = {}
+    for line in (directory / f"trace-{rank}").read_text(encoding="utf-8").splitlines():
+        step, loss, *_ = line.split()
+        assert found.setdefault(int(step), loss) == loss
+    return found
+
+
+def pids(directory: Path, rank: int) -> list[int]:
+    """The processes that were this rank, in turn."""
+    lines = (directory / f"trace-{rank}").read_text(encoding="utf-8").splitlines()
+    return list(dict.fromkeys(int(line.split()[2]) for line in lines))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same script under torchrun, where nobody dies."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    said = run(directory, launcher=("torch.distributed.run",))
+    assert said.count("not started by `lastwords run`") == 1
+    return directory
+
+
+def check_equal(directory: Path, undisturbed: Path, died: dict[int, int]) -> None:
+    """died: rank -> how often; where it died in the window of a step, nobody wrote that step's line for it."""
+    for rank in range(RANKS):
+        assert (directory / f"final-{rank}").read_text() == (undisturbed / f"final-{rank}").read_text(), rank
+        found = trace(directory, rank)
+        whole = trace(undisturbed, rank)
+        assert found == {step: whole[step] for step in found}
+        assert len(pids(directory, rank)) == 1 + died.get(rank, 0), rank
+
+
+@pytest.mark.parametrize(
+    ("deaths", "spares"),
+    [
+        (("1:5:bwd", "0:11:fwd"), 1),
+        (("2:5:win", "0:5:win"), 0),
+        pytest.param(("1:5:fwd", "2:9:bwd", "0:13:win"), 0, marks=pytest.mark.thorough),
+        pytest.param(("1:0:main", "0:7:bwd"), 1, marks=pytest.mark.thorough),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else f"{value} spares",
+)
+def test_only_the_dead_are_replaced_and_nothing_differs(
+    tmp_path: Path, undisturbed: Path, deaths: tuple[str, ...], spares: int
+) -> None:
+    run(tmp_path, *deaths, spares=spares)
+    died: dict[int, int] = {}
+    for death in deaths:
+        rank, step, _ = death.split(":")
+        died[int(rank)] = died.get(int(rank), 0) + (step != "0")
+    check_equal(tmp_path, undisturbed, died)

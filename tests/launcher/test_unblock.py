@@ -1,0 +1,72 @@
+"""Only the sockets of collectives are shut: not the user's, nor the store's, nor what was there before."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from lastwords.launcher.unblock import Unblocker, open_sockets
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+        return near, far
+
+
+@pytest.fixture
+def of_c() -> Iterator[tuple[int, int]]:
+    """Descriptors of a connection that Python knows nothing of, as gloo's are."""
+    near, far = (end.detach() for end in pair())
+    yield near, far
+    os.close(near)
+    os.close(far)
+
+
+def is_open(one: socket.socket) -> bool:
+    one.settimeout(0.2)
+    try:
+        return one.recv(1) != b""
+    except TimeoutError:
+        return True
+
+
+def shut(before: set[str], ports: set[int]) -> None:
+    unblocker = Unblocker(before, ports)
+    unblocker.begin()
+    unblocker.end()
+
+
+def test_a_connection_that_python_does_not_know_is_shut(of_c: tuple[int, int]) -> None:
+    others = {inode for fd, inode in open_sockets() if fd not in of_c}
+    shut(others, set())
+    assert os.read(of_c[0], 1) == b""
+
+
+def test_the_users_own_sockets_stay() -> None:
+    others = {inode for _, inode in open_sockets()}
+    near, far = pair()
+    with near, far:
+        shut(others, set())
+        assert is_open(near)
+        assert is_open(far)
+
+
+def test_what_was_there_before_stays(of_c: tuple[int, int]) -> None:
+    shut({inode for _, inode in open_sockets()}, set())
+    with socket.socket(fileno=os.dup(of_c[0])) as one:
+        assert is_open(one)
+
+
+def test_connections_of_a_port_that_is_named_stay(of_c: tuple[int, int]) -> None:
+    others = {inode for fd, inode in open_sockets() if fd not in of_c}
+    with socket.socket(fileno=os.dup(of_c[0])) as one:
+        shut(others, {one.getpeername()[1]})
+        assert is_open(one)
