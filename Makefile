@@ -4,7 +4,8 @@
 #   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp, pp-tp
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
 #   make test      the tests that fit into ten minutes
-#   make test-all  those and all cases of their long tables
+#   make test-rest the other cases of their long tables; a quarter of an hour and more
+#   make test-all  both
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
@@ -27,7 +28,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-elastic test test-all test-torch check matrix chaos zoo bench proto clean
+.PHONY: install venv demo demo-parallel demo-elastic test test-rest test-all test-torch check matrix chaos zoo bench proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -48,11 +49,13 @@ demo-parallel: $(READY)
 demo-elastic: $(READY)
 	$(BIN)/python -m demo.transformer.elastic $(ARGS)
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not thorough' --durations=20 $(ARGS)
-
-test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' --durations=20 $(ARGS)
+# Bytecode is written even where the environment says not to: each test process would compile the same modules again.
+test test-rest test-all: export PYTHONDONTWRITEBYTECODE =
+test: SELECTED = not slow and not thorough
+test-rest: SELECTED = thorough and not slow
+test-all: SELECTED = not slow
+test test-rest test-all: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(SELECTED)' --durations=20 $(ARGS)
 
 # Builds of torch with CUDA are what the registry has beside the pinned one: some 5 GB for each release.
 test-torch: $(TORCH:%=.venv-torch-%/.ready)

@@ -1,4 +1,4 @@
-"""Which cases of a long table the usual run takes; `make test-all` takes them all."""
+"""Which cases of a long table `make test` takes; `make test-rest` takes the others."""
 
 from __future__ import annotations
 

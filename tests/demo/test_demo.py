@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from demo.launch import free_port
+from tests.selection import more
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--hidden", "64", "--epochs", "2")
@@ -18,16 +19,19 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 @pytest.mark.process
-def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "demo.run", *SMALL, "--ranks", "3", "--out", str(tmp_path / "out")]
+@pytest.mark.parametrize("ranks", [2, more(3)])
+def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path, ranks: int) -> None:
+    command = [sys.executable, "-m", "demo.run", *SMALL, "--ranks", str(ranks), "--out", str(tmp_path / "out")]
     demo = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=ENVIRONMENT, cwd=ROOT)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert demo.stdout.strip().splitlines()[-1] == "resumed run is bitwise identical to the uninterrupted run"
     for row in ("known after", "decided after", "published after", "bytes", "steps lost"):
         assert row in demo.stdout
     killed = (tmp_path / "out" / "killed" / "output.txt").read_text(encoding="utf-8")
-    assert len(re.findall(r"^lastwords: rank \d: rank \d died", killed, flags=re.MULTILINE)) == 2, killed
-    assert len(re.findall(r"exitcode +: 75 ", killed)) == 2, "torchrun's SIGTERM may not change a survivor's exit code"
+    assert len(re.findall(r"^lastwords: rank \d: rank \d died", killed, flags=re.MULTILINE)) == ranks - 1, killed
+    assert len(re.findall(r"exitcode +: 75 ", killed)) == ranks - 1, (
+        "torchrun's SIGTERM may not change a survivor's exit code"
+    )
     assert (tmp_path / "out" / "last-words.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -45,6 +49,7 @@ def test_the_demo_in_a_parallel_layout_ends_with_the_bits_of_torch_alone(tmp_pat
 
 
 @pytest.mark.process
+@pytest.mark.thorough
 def test_the_training_script_runs_in_processes_that_were_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--hidden", "32", "--epochs", "1", "--ckpt-path", str(tmp_path), "--ctrl-port", str(free_port())]
     command = [sys.executable, "-m", "demo.train", *arguments]

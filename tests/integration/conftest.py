@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,11 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where uninterrupted runs are kept for all tests of the session."""
-    return tmp_path_factory.mktemp("references")
+    """Where uninterrupted runs are kept for all tests of the session, those of its other workers included."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # torch.optim imports it at the first step: once here, and not in each rank
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.optim
 
 LIMIT_S = 240
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lastwords
 
 
-def main() -> None:
-    folder, log, dies_at = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+def main(arguments: list[str]) -> None:
+    folder, log, dies_at = arguments[0], Path(arguments[1]), int(arguments[2])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(1)
@@ -53,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -123,6 +127,9 @@ class Launch:
         return AssertionError(f"{message}\n{self.job.report()}")
 
 
+_DEATHS: dict[Path, tuple[Launch, int]] = {}
+
+
 class Rig:
     """Runs jobs in a directory of the test's own. References are shared by all tests of a session."""
 
@@ -178,16 +185,15 @@ class Rig:
 
     def reference(self, layout: Layout) -> Track:
         """What the ranks compute when nothing happens, with torch alone; run once per layout and session."""
-        directory = self.references / layout.key
-        if not (directory / "complete").exists():
-            elsewhere = Rig(self.cluster, directory, self.references)
-            launch = elsewhere.launch(layout, mode="plain")
+
+        def run(directory: Path) -> None:
+            launch = Rig(self.cluster, directory, self.references).launch(layout, mode="plain")
             self.launches.append(launch)
             launch.finish()
             if set(launch.codes.values()) != {0}:
                 raise launch.fail(f"the uninterrupted run ended with {launch.codes}")
-            (directory / "complete").write_text(str(launch.directory))
-        track = Track(Path((directory / "complete").read_text()), layout.world_size)
+
+        track = Track(once(self.references / layout.key, run) / "launch_1", layout.world_size)
         assert all(track.last_step(rank) == layout.steps for rank in range(layout.world_size))
         return track
 
@@ -204,6 +210,16 @@ class Rig:
         launch.finish()
         exact = kill.is_exact(layout, launch.saved_step)
         return launch, self.check_last_words(launch, kill.victims, kill.steps_expected(layout), exact=exact)
+
+    def died(self, layout: Layout, kill: Kill | ShardedKill) -> tuple[Launch, int]:
+        """The same, once for all tests of this process that need its checkpoint: each gets a copy of its own."""
+        place = self.references / f"killed-{os.getpid()}" / f"{layout.key}-{kill}"
+        if place not in _DEATHS:
+            _DEATHS[place] = Rig(self.cluster, place, self.references).die(layout, kill)
+        launch, step = _DEATHS[place]
+        copy = self.directory / "checkpoints"
+        shutil.copytree(launch.plan.checkpoints, copy)
+        return dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, checkpoints=str(copy))), step
 
     def check_last_words(
         self, launch: Launch, victims: Collection[int], expected: Collection[int], *, exact: bool = True
@@ -323,6 +339,19 @@ class Rig:
         elif step:
             self.check_inexact_resume(killed, step)
         return step
+
+
+def once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """A folder that `make` has filled: in the first worker of the session that asks for it, while the others wait."""
+    directory.mkdir(parents=True, exist_ok=True)
+    made = directory / "made"
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            room = Path(tempfile.mkdtemp(dir=directory))
+            make(room)
+            room.rename(made)
+    return made
 
 
 def check_sound(checkpoint: Path) -> None:

@@ -103,6 +103,7 @@ def test_extras_that_cannot_be_stored_are_refused_with_their_path(rig: Rig) -> N
 IMPATIENT = {"LASTWORDS_STORAGE_RETRY_S": "1"}
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_for_one_rank_makes_another_save(rig: Rig) -> None:
     launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("disk_full:0",))
     launch.finish()
@@ -119,6 +120,7 @@ def test_a_failed_fsync_makes_another_rank_save(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_a_failed_fsync_of_every_rank_is_tried_again(rig: Rig) -> None:
     launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("fsync_fails_once",))
     launch.finish()
@@ -140,7 +142,7 @@ def test_a_full_disk_falls_back_to_the_other_directory(rig: Rig, tmp_path: Path)
 
 
 def test_a_full_disk_costs_the_last_words_but_not_the_older_checkpoint(rig: Rig) -> None:
-    older, step = rig.die(LAYOUT, BEHIND)
+    older, step = rig.died(LAYOUT, BEHIND)
     launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("disk_full",), recover=True, env=IMPATIENT)
     launch.finish()
     assert launch.codes == dict.fromkeys(range(4), EXIT_NOT_SAVED) | {3: KILLED}, launch.job.report()
@@ -207,13 +209,13 @@ def test_without_a_checkpoint_a_resume_that_may_miss_it_trains_from_the_start(ri
 def test_a_checkpoint_of_something_else_is_refused_and_told_apart(
     rig: Rig, change: dict[str, Any], pattern: str
 ) -> None:
-    killed, _ = rig.die(LAYOUT, BEHIND)
+    killed, _ = rig.died(LAYOUT, BEHIND)
     other = Layout(**change)
     refused(rig.launch(other, checkpoints=Path(killed.plan.checkpoints), recover=True), pattern)
 
 
 def test_another_number_of_ranks_goes_on_from_the_saved_step_and_says_why_that_is_not_exact(rig: Rig) -> None:
-    killed, step = rig.die(LAYOUT, BEHIND)
+    killed, step = rig.died(LAYOUT, BEHIND)
     fewer = rig.launch(Layout(world_size=3), checkpoints=Path(killed.plan.checkpoints), recover=True)
     fewer.finish()
     assert set(fewer.codes.values()) == {0}, fewer.job.report()
@@ -224,21 +226,22 @@ def test_another_number_of_ranks_goes_on_from_the_saved_step_and_says_why_that_i
 
 
 def test_a_flipped_byte_is_found_by_every_rank_before_it_trains(rig: Rig) -> None:
-    killed, _ = rig.die(LAYOUT, BEHIND)
+    killed, _ = rig.died(LAYOUT, BEHIND)
     file = ckpt_file(killed)
     flip(file, file.stat().st_size // 2)
     refused(rig.launch(LAYOUT, recover=True), rf"FormatError: .*{re.escape(file.name)}")
 
 
 def test_a_truncated_checkpoint_is_passed_over_for_the_older_one(rig: Rig) -> None:
-    older, step = rig.die(LAYOUT, BEHIND)
+    older, step = rig.died(LAYOUT, BEHIND)
     newer, _ = rig.die(LAYOUT, KILL, recover=True)
     os.truncate(ckpt_file(newer), ckpt_file(newer).stat().st_size - 4096)
     rig.check_resume(older, step)
 
 
+@pytest.mark.thorough
 def test_a_directory_without_a_manifest_is_passed_over(rig: Rig) -> None:
-    older, step = rig.die(LAYOUT, BEHIND)
+    older, step = rig.died(LAYOUT, BEHIND)
     newer, _ = rig.die(LAYOUT, KILL, recover=True)
     assert newer.new_checkpoint is not None
     (newer.new_checkpoint / "manifest.json").unlink()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,12 @@ import pytest
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionSpec, SlotKind
 from lastwords.processor.box_reader import BoxReader
 from lastwords.vocabulary import Phase
-from tests.integration.living import ROOT
 
 pytestmark = pytest.mark.process
 
 LAYOUT = BoxLayout((RegionSpec("rng/torch", "U8", (5056,)), RegionSpec("buffer/bn", "F32", (64, 1024), lazy=True)))
 KILLS = 40
+WAIT_S = 60.0
 LATE_STEP = 200
 """From here on the large region is in use."""
 
@@ -31,7 +30,7 @@ def pattern(step: int, nbytes: int) -> bytes:
     return step.to_bytes(8, "little") * (nbytes // 8)
 
 
-def write_for_ever(path: Path) -> None:
+def write_for_ever(path: Path, begins: Connection) -> None:
     """The child: one step after the other, as fast as it goes. COMPUTING(M): M is committed; READY(M + 1): so is its
     tentative copy."""
     box = BlackBox.create(path, LAYOUT)
@@ -49,7 +48,7 @@ def write_for_ever(path: Path) -> None:
 
     copy(SlotKind.COMMITTED)
     box.set_stand(Phase.COMPUTING, 0)
-    os.write(1, b"go\n")
+    begins.send("go")
     while True:
         step += 1
         if step == LATE_STEP:
@@ -66,12 +65,17 @@ def test_a_killed_writer_leaves_the_copies_that_can_be_needed(tmp_path: Path) ->
     path = tmp_path / "rank_0.box"
     met: Counter[str] = Counter()
     for _ in range(KILLS):
-        command = [sys.executable, "-m", "tests.integration.test_black_box_kill", str(path)]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"go\n"
+        context = multiprocessing.get_context("fork")
+        begun, begins = context.Pipe(duplex=False)
+        writer = context.Process(target=write_for_ever, args=(path, begins), daemon=True)
+        writer.start()
+        try:
+            assert begun.poll(WAIT_S)
             time.sleep(instants.choice([0.0, 0.001, 0.02, 0.2]) * instants.random())
-            writer.send_signal(signal.SIGKILL)
+        finally:
+            writer.kill()
+            writer.join(WAIT_S)
+        assert writer.exitcode == -signal.SIGKILL
         with BoxReader(path) as reader:
             stand = reader.stand()
             assert stand is not None
@@ -93,7 +97,3 @@ def test_a_killed_writer_leaves_the_copies_that_can_be_needed(tmp_path: Path) ->
     assert all(met[name] > 0 for name in ("READY", "COMPUTING", "in the middle of a write", "with the late region")), (
         met
     )
-
-
-if __name__ == "__main__":
-    write_for_ever(Path(sys.argv[1]))

@@ -41,9 +41,12 @@ WIDTH = {8: 16, 6: 18, 4: 12}
 
 MOVES = ((8, 4), (6, 4), (8, 3), (4, 1))
 KINDS = ("fsdp", "hsdp", "tp", "fsdp x tp")
-USUAL = {("fsdp", "fsdp", 6, 4), ("hsdp", "hsdp", 8, 4), ("tp", "tp", 8, 3), ("fsdp x tp", "fsdp x tp", 4, 1),
-         ("fsdp x tp", "hsdp", 8, 3), ("tp", "fsdp x tp", 6, 4)}  # fmt: skip
-"""What runs each time: every layout and every move at least once. The other pairs of layouts are slow."""
+USUAL = {("hsdp", "hsdp", 8, 4), ("fsdp x tp", "fsdp x tp", 4, 1), ("fsdp x tp", "hsdp", 8, 3),
+         ("tp", "fsdp x tp", 6, 4)}  # fmt: skip
+"""What runs each time: every move, and every layout; FSDP over six ranks, read by four, is the negative control."""
+
+MORE = {("fsdp", "fsdp", 6, 4), ("tp", "tp", 8, 3)}
+"""The thorough run has these too. The other pairs of layouts are slow."""
 
 
 def trial(kind: str, width: int) -> Trial:
@@ -148,7 +151,8 @@ def verdicts(root: Path, kind: str, width: int, ranks: int, room: Path) -> list[
 def cases() -> list[Any]:
     pairs = [(kind, here) for kind in KINDS for here in KINDS]
     every = [(kind, here, m, n) for kind, here in pairs for m, n in MOVES]
-    return [pytest.param(*one, marks=[] if one in USUAL else pytest.mark.slow) for one in every]
+    marks = {**dict.fromkeys(USUAL, ()), **dict.fromkeys(MORE, (pytest.mark.thorough,))}
+    return [pytest.param(*one, marks=marks.get(one, (pytest.mark.slow,))) for one in every]
 
 
 @pytest.mark.parametrize(("kind", "here", "ranks", "there"), cases())

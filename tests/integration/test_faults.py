@@ -63,7 +63,7 @@ def test_an_exception_in_a_job_of_one_costs_nothing(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
-@pytest.mark.parametrize(("value", "code"), [("3", 3), ("no such file", 1)])
+@pytest.mark.parametrize(("value", "code"), [("3", 3), more("no such file", 1)])
 def test_a_rank_that_calls_sys_exit_keeps_its_exit_code_and_costs_nothing(rig: Rig, value: str, code: int) -> None:
     launch = rig.launch(LAYOUT, faults=[Fault(1, 6, "forward", (f"exit:{value}",))])
     step = died(rig, launch, OTHERS | {1: code}, {4, 5})
@@ -314,10 +314,10 @@ def test_a_rank_that_dies_after_its_loop_while_others_still_train(rig: Rig) -> N
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(1, 0, "before_loop", ("kill",)),
+        more(Fault(1, 0, "before_loop", ("kill",))),
         Fault(0, 0, "before_loop", ("kill",)),
-        Fault(2, 1, "epoch_start", ("kill",)),
-        Fault(3, 1, "forward", ("kill",)),
+        more(Fault(2, 1, "epoch_start", ("kill",))),
+        more(Fault(3, 1, "forward", ("kill",))),
         Fault(0, 1, "backward", ("kill",)),
     ],
     ids=lambda fault: f"{fault.phase}-rank{fault.rank}",

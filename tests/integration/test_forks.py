@@ -93,6 +93,9 @@ def test_a_forked_child_leaves_at_once_and_does_not_touch_the_black_box(tmp_path
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environ = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
+    environ["OMP_NUM_THREADS"] = (
+        "1"  # OpenMP's threads do not survive a fork: a child that computes would wait for them
+    )
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path), str(port)],
         env=environ,

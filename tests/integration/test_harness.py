@@ -15,6 +15,7 @@ from tests.integration.pairwise import pairs_of, pairwise
 from tests.integration.plan import Fault, Layout, Plan
 from tests.integration.rig import Rig
 from tests.integration.zygote import descendants
+from tests.selection import more
 
 pytestmark = pytest.mark.process
 
@@ -35,7 +36,7 @@ def test_ranks_are_forked_from_one_thread_and_before_grpc(cluster: Cluster) -> N
     assert not cluster.ready["grpc"]
 
 
-@pytest.mark.parametrize("launcher", ["fork", "torchrun", "hand"])
+@pytest.mark.parametrize("launcher", ["fork", more("torchrun"), more("hand")])
 def test_every_launcher_computes_the_same_bits(rig: Rig, launcher: str) -> None:
     assert first_difference(rig.reference(EVERYTHING), plain(rig, EVERYTHING, launcher)) is None
 
@@ -45,9 +46,9 @@ def test_every_launcher_computes_the_same_bits(rig: Rig, launcher: str) -> None:
     [
         ({"seed": 2}, 1, "batch0"),
         ({"inf_steps": (3,)}, 2, "loss0"),
-        ({"scheduler": False}, 1, "optim/group0/lr"),
-        ({"accumulate": 1}, 1, "batch1"),
-        ({"frozen": False}, 1, "model/inlet.weight"),
+        more({"scheduler": False}, 1, "optim/group0/lr"),
+        more({"accumulate": 1}, 1, "batch1"),
+        more({"frozen": False}, 1, "model/inlet.weight"),
     ],
 )
 def test_the_comparison_names_the_first_step_and_value_that_differ(
@@ -75,15 +76,15 @@ def test_a_step_that_was_never_recorded_is_a_difference(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("phase", "survivors", "reached"),
     [
-        ("epoch_start", "free", 4),
-        ("body", "free", 4),
+        more("epoch_start", "free", 4),
+        more("body", "free", 4),
         ("forward", "free", 4),
-        ("backward", "free", 4),
+        more("backward", "free", 4),
         ("backward_last", "ahead", 4),
-        ("before_step", "ahead", 4),
+        more("before_step", "ahead", 4),
         ("update", "ahead", 4),
-        ("update_end", "ahead", 4),
-        ("after_update", "ahead", 4),
+        more("update_end", "ahead", 4),
+        more("after_update", "ahead", 4),
         ("end", "ahead", 5),
     ],
 )

@@ -117,7 +117,9 @@ def test_the_selection_covers_every_pair_that_can_be() -> None:
     ids=str,
 )
 def test_a_killed_run_of_a_real_launcher_resumes_with_the_same_bits(rig: Rig, launcher: str, kill: Kill) -> None:
-    layout = Layout(model="medium", augment=True, workers=2 if kill.step % 2 else 0, log_reduce="after")
+    ranks = 4 if 3 in kill.victims else 3
+    workers = 2 if kill.step % 2 else 0
+    layout = Layout(world_size=ranks, model="medium", augment=True, workers=workers, log_reduce="after")
     killed, step = rig.die(layout, kill, launcher=launcher)
     assert step
     rig.check_resume(killed, step)

@@ -12,16 +12,17 @@ from tests.integration.compare import resumed_difference
 from tests.integration.kills import Kill
 from tests.integration.plan import Layout
 from tests.integration.rig import Rig
+from tests.selection import more
 
 pytestmark = pytest.mark.process
 
 AHEAD = Kill("before_step", 6, (2,), "ahead")
 
 
-@pytest.mark.parametrize("model", ["small", "medium"])
+@pytest.mark.parametrize("model", ["small", more("medium")])
 def test_without_the_bucket_replay_the_first_resumed_step_differs(rig: Rig, model: str) -> None:
     layout = Layout(model=model)
-    killed, step = rig.die(layout, AHEAD)
+    killed, step = rig.died(layout, AHEAD)
     resumed = rig.resume(killed, sabotage=("no_bucket_replay",))
     difference = rig.difference(resumed, step)
     assert difference is not None
@@ -31,7 +32,7 @@ def test_without_the_bucket_replay_the_first_resumed_step_differs(rig: Rig, mode
 
 def test_without_the_random_numbers_of_the_dead_rank_its_next_step_differs(rig: Rig) -> None:
     layout = Layout()
-    killed, step = rig.die(layout, AHEAD)
+    killed, step = rig.died(layout, AHEAD)
     resumed = rig.resume(killed, sabotage=("no_random_numbers:2",))
     difference = rig.difference(resumed, step)
     assert difference is not None
@@ -100,7 +101,7 @@ def test_what_cannot_be_exact_is_said(rig: Rig, layout: Layout, settings: dict[s
 
 def test_without_the_buffers_of_each_rank_the_resumed_state_differs(rig: Rig) -> None:
     layout = Layout(broadcast_buffers=False)
-    killed, step = rig.die(layout, AHEAD)
+    killed, step = rig.died(layout, AHEAD)
     resumed = rig.resume(killed, sabotage=("no_local_buffers",))
     difference = rig.difference(resumed, step)
     assert difference is not None
@@ -109,7 +110,7 @@ def test_without_the_buffers_of_each_rank_the_resumed_state_differs(rig: Rig) ->
 
 def test_without_the_epochs_start_a_shuffling_loader_goes_on_with_other_samples(rig: Rig) -> None:
     layout = Layout(loader="plain")
-    killed, step = rig.die(layout, AHEAD)
+    killed, step = rig.died(layout, AHEAD)
     resumed = rig.resume(killed, sabotage=("no_epoch_start",))
     difference = rig.difference(resumed, step)
     assert difference is not None

@@ -12,6 +12,7 @@ import pytest
 from tests.integration.harness import Cluster
 from tests.integration.odd_training import AVERAGED, STEPS
 from tests.integration.toy import Toy
+from tests.selection import more, usually
 
 pytestmark = pytest.mark.process
 
@@ -79,7 +80,7 @@ def test_what_becomes_unstorable_is_named_and_costs_neither_the_run_nor_the_weig
     runs.check_same("spoiled")
 
 
-@pytest.mark.parametrize("case", AVERAGED)
+@pytest.mark.parametrize("case", usually(AVERAGED, ["swapped", "copied within"]))
 def test_averaged_weights_that_are_swapped_in_are_not_taken_for_those_of_the_step(runs: Runs, case: str) -> None:
     manifest = runs.die(case, [1, 3, "validation"])
     assert manifest["global_step"] == 3
@@ -118,7 +119,7 @@ def test_a_step_of_the_inner_optimizer_is_refused_before_it_writes(runs: Runs) -
     assert (manifest["global_step"], manifest["exact"]) == (2, True)
 
 
-@pytest.mark.parametrize("place", ["closure1", "closure2"])
+@pytest.mark.parametrize("place", [more("closure1"), "closure2"])
 def test_a_kill_inside_the_closure_of_lbfgs_saves_the_state_before_the_step(runs: Runs, place: str) -> None:
     """From its second call on the closure runs on weights that are written already: a copy has those before."""
     manifest = runs.die("lbfgs", [1, 4, place])

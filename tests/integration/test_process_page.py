@@ -43,9 +43,13 @@ def run(directory: Path, **environment: str) -> list[dict[str, Any]]:
     return [json.loads((directory / f"footprint_{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+JOB = f"footprint-{os.getpid()}"
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("footprint"))
+    """What each rank of one job has seen."""
+    return run(tmp_path_factory.mktemp("footprint"), LASTWORDS_JOB=JOB)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -85,9 +89,9 @@ def test_at_the_end_everything_is_given_back(seen: list[dict[str, Any]], rank: i
     assert not [name for name in after["threads"] if name.startswith("lastwords-")]
 
 
-def test_shared_memory_is_left_clean(tmp_path: Path) -> None:
-    run(tmp_path, LASTWORDS_JOB=f"footprint-{os.getpid()}")
-    assert not list(Path("/dev/shm").glob(f"lastwords-{os.getuid()}-footprint-{os.getpid()}-*"))
+def test_shared_memory_is_left_clean(seen: list[dict[str, Any]]) -> None:
+    assert len(seen) == RANKS
+    assert not list(Path("/dev/shm").glob(f"lastwords-{os.getuid()}-{JOB}-*"))
 
 
 def test_switched_off_nothing_runs_and_nothing_is_written(tmp_path: Path) -> None:

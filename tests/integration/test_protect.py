@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import load
+from tests.integration.harness import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(330)]  # three runs of torchrun, one after the other
+pytestmark = [pytest.mark.process, pytest.mark.timeout(330)]  # two runs of torchrun, one after the other
 
 ROOT = Path(__file__).parents[2]
+MODULE = "tests.integration.protected_training"
 STEPS, DIES_AT = 20, 8
+WAIT_S = 110.0
 
 
 def run(ckpt: Path, log: Path, dies_at: int = 0) -> subprocess.CompletedProcess[str]:
@@ -23,8 +26,10 @@ def run(ckpt: Path, log: Path, dies_at: int = 0) -> subprocess.CompletedProcess[
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LASTWORDS_JOB"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.integration.protected_training", str(ckpt), str(log), str(dies_at)]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
+    command += ["-m", MODULE, str(ckpt), str(log), str(dies_at)]
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S
+    )
 
 
 def lines(log: Path, rank: int) -> dict[int, str]:
@@ -32,9 +37,11 @@ def lines(log: Path, rank: int) -> dict[int, str]:
     return {int(line.split()[0]): line for line in (log / str(rank)).read_text(encoding="utf-8").splitlines()}
 
 
-def test_a_job_of_two_under_torchrun_is_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    whole = run(tmp_path / "undisturbed", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
+def test_a_job_of_two_under_torchrun_is_killed_and_resumed_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    arguments = [str(tmp_path / "undisturbed"), str(tmp_path / "whole"), "0"]
+    whole = cluster.start(tmp_path / "forked", module=MODULE, arguments=arguments, world_size=2)
+    assert {end.code for end in whole.wait(WAIT_S).values()} == {0}, whole.report()
     ckpt, log = tmp_path / "ckpt", tmp_path / "log"
     killed = run(ckpt, log, DIES_AT)
     assert killed.returncode != 0

@@ -60,6 +60,8 @@ PRELOAD_UNLESS_GRPC = (
     "lastwords.optim_wrapper.wrapper",
     "tests.integration.training",
     "tests.integration.parallel_training",
+    "tests.integration.toy_training",
+    "tests.zoo.rank",
 )
 """Imported too as long as they bring no gRPC: gRPC and fork do not mix."""
 

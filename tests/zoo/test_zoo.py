@@ -27,15 +27,15 @@ def keeper(cluster: Cluster, references: Path, tmp_path: Path) -> Iterator[Keepe
     keeper.close()
 
 
-USUAL_EACH = 2
-
-
 def usual_cases() -> set[tuple[str, str]]:
-    """Of each kind of recipe (a module of this folder) some in each phase, other ones for other phases if possible."""
+    """Of each kind of recipe (a module of this folder) one in every other phase, if possible another one for each."""
+    found = by_kind_and_phase()
+    kinds, phases = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
     chosen: set[tuple[str, str]] = set()
-    for (_, phase), names in by_kind_and_phase().items():
-        fresh = [name for name in names if not any(name == one for one, _ in chosen)]
-        chosen |= {(name, phase) for name in [*fresh, *names][:USUAL_EACH]}
+    for (kind, phase), names in found.items():
+        if (kinds.index(kind) + phases.index(phase)) % 2 == 0:
+            fresh = [name for name in names if not any(name == one for one, _ in chosen)]
+            chosen.add(([*fresh, *names][0], phase))
     return chosen
 
 
@@ -48,7 +48,7 @@ def by_kind_and_phase() -> dict[tuple[str, str], list[str]]:
 
 
 def cases() -> list[Any]:
-    """Every recipe in every phase of its own; the usual run has some of each."""
+    """Every recipe in every phase of its own; the usual run has some of each kind."""
     found: list[Any] = []
     usual = usual_cases()
     for card in CARDS.values():

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.integration.compare import Track, differing, first_difference
 from tests.integration.harness import Cluster
+from tests.integration.rig import once
 from tests.integration.toy import Toy
 from tests.zoo import mixtures
 from tests.zoo.loop import Card
@@ -72,15 +73,16 @@ class Keeper:
 
     def reference(self, card: Card) -> Track:
         """What torch alone computes."""
-        place, ranks = self.references / card.name.partition(":")[0], card.loop.ranks
-        if not (place / "complete").exists():
-            toy = self.toy(place, ranks)
+        ranks = card.loop.ranks
+
+        def run(directory: Path) -> None:
+            toy = self.toy(directory, ranks)
             plan: dict[str, Any] = {"recipe": card.name, "plain": True, "recover": False, "kill": None, "without": []}
             codes = toy.run("plain", **plan)
             if set(codes.values()) != {0}:
                 raise NoLoopError(f"torch alone ended with {codes}\n{toy.report()}")
-            (place / "complete").touch()
-        track = Track(place / "plain", ranks)
+
+        track = Track(once(self.references / card.name.partition(":")[0], run) / "plain", ranks)
         steps = card.loop.epochs * card.loop.per_epoch
         assert all(track.last_step(rank) == steps for rank in range(ranks)), "the uninterrupted run is not whole"
         return track
