@@ -164,6 +164,8 @@ class _Round:
             self._handle(Tick())
         for spare in self._spares:
             spare.end()
+        for link in self._links.values():
+            link.close()
         self._selector.close()
         self._server.close()
         shutil.rmtree(self._directory, ignore_errors=True)

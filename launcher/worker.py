@@ -21,6 +21,7 @@ from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -123,7 +124,7 @@ class Stay:
             if self._over:
                 return
         sys.stderr.write(f"lastwords: has not left main() for {LEAVE_S:g} s; this process ends and is replaced\n")
-        os._exit(75)
+        os._exit(EXIT_SAVED)
 
 
 class Worker:
@@ -159,8 +160,8 @@ class Worker:
         send(self._socket, {"waiting": self._saved_step})
         with self._condition:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
-            if self._entered is None:
-                raise UnavailableError("the launcher has ended")
+            if self._entered is None:  # the launcher has ended: as after any incident
+                raise SystemExit(EXIT_SAVED if self._saved_step else EXIT_NOT_SAVED)
             os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = map(str, self._entered)
             self._entered = None
             self._stay = stay = Stay(self._socket)
