@@ -158,20 +158,20 @@ def _room(tmp_path: Path, name: str) -> Path:
 
 MOVES = [
     ("ddp x tp", 4, "tp of two", 2),
-    ("ddp x tp", 4, "plain", 1),
+    more("ddp x tp", 4, "plain", 1),
     more("fsdp", 4, "fsdp", 2),
     ("fsdp", 4, "fsdp", 3),
     ("fsdp", 2, "fsdp x tp", 4),
-    ("fsdp x tp", 4, "fsdp", 3),
-    ("ddp", 4, "ddp", 3),
+    more("fsdp x tp", 4, "fsdp", 3),
+    more("ddp", 4, "ddp", 3),
     ("ddp over tp", 4, "fsdp", 2),
     ("plain", 1, "ddp over tp", 4),
     more("zero1", 4, "zero1", 2),
     ("zero1", 4, "zero1", 3),
-    ("zero1", 4, "one group", 1),
+    more("zero1", 4, "one group", 1),
     ("one group", 1, "zero1", 3),
-    ("fsdp", 1, "ddp", 2),
-    ("ddp", 2, "fsdp", 1),
+    more("fsdp", 1, "ddp", 2),
+    more("ddp", 2, "fsdp", 1),
     ("stages", 2, "stages the other way round", 2),
 ]
 
