@@ -2,6 +2,9 @@
 
 Arguments: a `ControllerSpec` as JSON, and the number of a pipe that is told, in one line of JSON, that the controller
 serves or why it does not (none: nobody is told). The job's token comes in LASTWORDS_TOKEN, never as an argument.
+
+With --wait instead: a process that has imported everything, and is told by one line of JSON on its standard input what
+to serve (`spec`, `token`); it answers on its standard output. If nothing comes, it ends.
 """
 
 from __future__ import annotations
@@ -64,6 +67,21 @@ def _tell(fd: int, answer: dict[str, object]) -> None:
             os.close(fd)
 
 
+def _await_work() -> list[str]:
+    """The arguments of a process that is told only now; then its output goes to the log. Empty: nothing came."""
+    line = sys.stdin.readline()
+    if not line:
+        return []
+    work = json.loads(line)
+    ready_fd = os.dup(1)
+    log = os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
+    os.environ[TOKEN_VARIABLE] = work["token"]
+    return [work["spec"], str(ready_fd)]
+
+
 async def _serve(spec: ControllerSpec, token: str, ready: Callable[[], None]) -> None:
     record = handover.RunRecord(
         address=host_port(spec.ip, spec.port),
@@ -86,6 +104,10 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # meant for the trainers; SIGTERM is taken by the loop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--wait"]:
+        arguments = _await_work()
+        if not arguments:
+            return 0
     ready_fd = int(arguments[1]) if len(arguments) > 1 else -1
     listener = _set_up_logging()
     try:

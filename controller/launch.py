@@ -14,6 +14,7 @@ import select
 import site
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,22 @@ PORTS_TRIED = 5
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, since a Popen that is collected while its process runs complains."""
 
+Waiting = Callable[[dict[str, str]], tuple[int, dict[str, object]] | None]
+"""Hands a line of `--wait` to a process that waits for one: its pid and its answer; None where none waits."""
+
+_waiting: Waiting | None = None
+
+
+def use_waiting(waiting: Waiting) -> None:
+    """From now on a controller is a process that waits already, where there is one: it has imported everything."""
+    global _waiting
+    _waiting = waiting
+
+
+def waiting_command() -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of a process that waits to be a controller."""
+    return [sys.executable, "-P", "-m", "lastwords.controller", "--wait"], _environment("")
+
 
 @dataclass(frozen=True, slots=True)
 class ControllerHandle:
@@ -45,10 +62,12 @@ class ControllerHandle:
 
     pid: int
     log_path: Path
-    _process: subprocess.Popen[bytes] = field(repr=False)
+    _process: subprocess.Popen[bytes] | None = field(repr=False)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit status of the controller once it has ended; None if it has not after `timeout_s`."""
+        """Exit status of the controller once it has ended; None if it has not after `timeout_s`, or is no child."""
+        if self._process is None:
+            return None
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -73,6 +92,11 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise StorageError(f"cannot open the controller's log {log_path}: {error}", errno=error.errno or 0) from error
+    if _waiting is not None:
+        found = _waiting({"spec": spec.to_json(), "token": token, "log": str(log_path)})
+        if found is not None:
+            os.close(log)
+            return _serving(spec, found[0], found[1], None, ready_timeout_s)
     ready, told = os.pipe()
     try:
         process = subprocess.Popen(
@@ -96,11 +120,23 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
         os.close(ready)
     if answer.get("ready") is True:
         _started[:] = [other for other in _started if other.poll() is None] + [process]
-        _log.info("controller of job %s is process %d, its log is %s", spec.job, process.pid, log_path)
-        return ControllerHandle(process.pid, log_path, process)
-    process.kill()
-    process.wait()
-    raise _failure(answer, log_path, ready_timeout_s)
+    else:
+        process.kill()
+        process.wait()
+    return _serving(spec, process.pid, answer, process, ready_timeout_s)
+
+
+def _serving(
+    spec: ControllerSpec,
+    pid: int,
+    answer: dict[str, object],
+    process: subprocess.Popen[bytes] | None,
+    ready_timeout_s: float,
+) -> ControllerHandle:
+    if answer.get("ready") is not True:
+        raise _failure(answer, spec.log_path, ready_timeout_s)
+    _log.info("controller of job %s is process %d, its log is %s", spec.job, pid, spec.log_path)
+    return ControllerHandle(pid, spec.log_path, process)
 
 
 def start_on_free_port(spec: ControllerSpec, token: str) -> int:

@@ -8,6 +8,7 @@ torch's loop, in the main thread, asks ten times a second how it stands.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import selectors
@@ -27,6 +28,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lastwords.clock import mono_s
+from lastwords.controller import launch as controller_launch
 from lastwords.launcher.core import Abandon, Begun, Effect, Ended, Enter, Event, Kill, LauncherCore, Start, Stop, Tick
 from lastwords.launcher.core import Waiting as AtTheDoor
 from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
@@ -107,6 +109,7 @@ class _Round:
         self._codes: dict[int, int] = {}
         self._context: Any = None
         self._store: TCPStore | None = None
+        self._controllers = _Controllers()
         self._over = False
         self._selector = selectors.DefaultSelector()
         self._server = socket.socket(socket.AF_UNIX)
@@ -157,18 +160,27 @@ class _Round:
             self._watch(rank)
         for _ in range(self._spares_wanted):
             self._start_spare()
-        while not self._over and self.result is None:
-            due_s = self._core.deadline_s
-            for key, _ in self._selector.select(None if due_s is None else max(0.0, due_s - mono_s())):
-                key.data()
-            self._handle(Tick())
+        self._controllers.prepare()
+        try:
+            while not self._over and self.result is None:
+                self._turn()
+        except Exception as error:  # outermost: torch's loop has to hear that nobody looks after the workers
+            _log.exception("the launcher failed")
+            self.result = Stop(repr(error))
         for spare in self._spares:
             spare.end()
         for link in self._links.values():
             link.close()
+        self._controllers.end()
         self._selector.close()
         self._server.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _turn(self) -> None:
+        due_s = self._core.deadline_s
+        for key, _ in self._selector.select(None if due_s is None else max(0.0, due_s - mono_s())):
+            key.data()
+        self._handle(Tick())
 
     def _handle(self, event: Event) -> None:
         for effect in self._core.handle(event, mono_s()):
@@ -219,9 +231,13 @@ class _Round:
     def _drop(self, rank: int) -> None:
         link = self._links.pop(rank, None)
         if link is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(link)
+            self._forget(link)
             link.close()
+
+    def _forget(self, link: socket.socket) -> None:
+        """A process and its link end at the same time, and either may be seen first."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link)
 
     # ------------------------------------------------------------------ what workers say
 
@@ -236,7 +252,7 @@ class _Round:
             except (OSError, ValueError):
                 data = b""
             if not data:
-                self._selector.unregister(link)
+                self._forget(link)
                 return
             for message in messages:
                 self._hear(who, link, message)
@@ -260,6 +276,24 @@ class _Round:
             self._handle(AtTheDoor(who.rank, int(message["waiting"])))
         elif who.rank is not None and "begun" in message:
             self._handle(Begun(who.rank))
+        elif who.rank is not None and "controller" in message:
+            self._hand_out(who.rank, message["controller"])
+
+    def _hand_out(self, rank: int, work: dict[str, str]) -> None:
+        process = self._controllers.hand_out(work)
+        if process is None:
+            return self._tell(rank, {"controller": None})
+        assert process.stdout is not None
+        answers = process.stdout
+
+        def answered() -> None:
+            line = answers.readline()
+            self._selector.unregister(answers)
+            answers.close()
+            self._tell(rank, {"controller": [process.pid, json.loads(line) if line else {}]})
+            self._controllers.prepare()
+
+        self._selector.register(answers, selectors.EVENT_READ, answered)
 
     # ------------------------------------------------------------------ processes
 
@@ -293,6 +327,38 @@ class _Round:
             env.pop(name, None)
         handler = _Process(context.entrypoint, context.args[0], env, None, None, 0, context._numa_options)
         self._spares.append(_Spare(handler))
+
+
+class _Controllers:
+    """One process that has imported what a controller needs, and those that were handed out."""
+
+    def __init__(self) -> None:
+        self._ready: subprocess.Popen[bytes] | None = None
+        self._out: list[subprocess.Popen[bytes]] = []
+
+    def prepare(self) -> None:
+        self._out = [one for one in self._out if one.poll() is None]
+        command, environment = controller_launch.waiting_command()
+        pipe = subprocess.PIPE
+        self._ready = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True)
+
+    def hand_out(self, work: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """It is a controller from now on; None if there is none."""
+        process, self._ready = self._ready, None
+        if process is None or process.poll() is not None:
+            return None
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died: the other end of its answers says so
+            process.stdin.write(json.dumps(work).encode() + b"\n")
+            process.stdin.close()
+        self._out.append(process)
+        return process
+
+    def end(self) -> None:
+        """The one that nobody needs any more; a controller ends with its job."""
+        if self._ready is not None:
+            self._ready.kill()
+            self._ready.wait()
 
 
 class _Who:

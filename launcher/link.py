@@ -1,8 +1,8 @@
 """What the agent and a worker say to each other: one JSON object per line over a Unix socket.
 
-From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step}, {"begun": true}.
-From the agent: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation},
-{"abandon": true}.
+From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step}, {"begun": true}, {"controller": work}.
+From the agent: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p},
+{"abandon": true}, and {"controller": [pid, answer] or null}.
 """
 
 from __future__ import annotations

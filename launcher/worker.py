@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
 from lastwords.launcher.unblock import Unblocker, open_sockets
@@ -25,6 +26,9 @@ from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+CONTROLLER_S = 60.0
+"""How long the launcher may take to hand out a controller."""
 
 LEAVE_S = 20.0
 """How long a survivor may take from the end of an incident until it has left `main` and its groups."""
@@ -140,6 +144,7 @@ class Worker:
         self._become: dict[str, Any] | None = None
         self._entered: tuple[int, int] | None = None
         self._gone = False
+        self._controller: list[tuple[int, dict[str, object]] | None] = []
         self._stay: Stay | None = None
         self._saved_step = 0
 
@@ -152,6 +157,7 @@ class Worker:
             warm_up()
             send(self._socket, {"ready": True})
             self._take_place()
+        controller_launch.use_waiting(self._become_controller)
         while not self._enter(main):
             pass
 
@@ -183,6 +189,15 @@ class Worker:
 
     # ------------------------------------------------------------------ inside
 
+    def _become_controller(self, work: dict[str, str]) -> tuple[int, dict[str, object]] | None:
+        """The launcher has a process that has imported what a controller needs."""
+        with self._condition:
+            self._controller.clear()
+            send(self._socket, {"controller": work})
+            if not self._condition.wait_for(lambda: self._controller or self._gone, CONTROLLER_S) or self._gone:
+                return None
+            return self._controller[0]
+
     def _listen(self) -> None:
         lines = Lines()
         while True:
@@ -204,6 +219,9 @@ class Worker:
                 self._stay.leave(0, ())
             if "become" in message:
                 self._become = message
+            if "controller" in message:
+                found = message["controller"]
+                self._controller.append(None if found is None else (int(found[0]), found[1]))
             if "enter" in message:
                 self._entered = message["enter"], message["port"]
             self._condition.notify_all()
