@@ -82,7 +82,8 @@ class StepRecorder:
         self._unchecked = False
         self._ended_here = 0
         self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
-        self.watch.has_scheduler = any(hasattr(one, "get_last_lr") for one in (extras or {}).values())
+        self.watch.know(self.own.of_optimizers.values())
+        self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
         self.gradients = CarriedGradients(
             lambda: self.view.all_names().parameters, scalers, model, inner, [self.extras, self.local_extras]

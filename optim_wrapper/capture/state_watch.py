@@ -22,11 +22,14 @@ import xxhash
 from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.capture.late_changes import LateChange
 from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.nested_optimizers import optimizers_in
-from lastwords.optim_wrapper.state.group_copies import GroupCopies, copies_differ
-from lastwords.optim_wrapper.state.own_numbers import OwnNumbers
+from lastwords.optim_wrapper.state.group_copies import GroupCopies
+from lastwords.optim_wrapper.state.hyperparameters import moved_by_hand
+from lastwords.optim_wrapper.state.own_numbers import OwnNumbers, seen
+from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
 from lastwords.processor.recurrence import Forecast, Recurrence
@@ -77,8 +80,12 @@ class StateWatch:
         self.groups = GroupCopies(view.optimizer)
         self.groups_ended: list[dict[str, Any]] = []
         """Hyperparameters as of the last step's end."""
-        self._groups_updated: list[dict[str, Any]] = []
-        self._groups_late = Recurrence()
+        self._parameters: list[torch.Tensor] = []
+        self._changes = [
+            LateChange("hyperparameters", self.groups.take, self._by_hand, always=True),
+            LateChange("the optimizer's numbers", lambda: self.numbers.now(self._ended_step + 1)),
+            LateChange("requires_grad", lambda: [one.requires_grad for one in self._parameters]),
+        ]
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
         self._counts = StateCounts(lambda: self._optimizers)
@@ -91,8 +98,8 @@ class StateWatch:
         self._keeps_more = False
         self._announced: set[str] = set()
         self.needs_room = False
-        self.has_scheduler = False
-        """Among the extras, which know by themselves whether it is due."""
+        self.schedulers: list[Any] = []
+        """Those among the extras, which know by themselves whether they are due."""
         self.verify_every = 0
         """All bytes are looked at in every so many steps."""
 
@@ -124,8 +131,8 @@ class StateWatch:
         if self._looks_closely:
             self._counts.updated(self._counts.now())
         self._updated = self._witness.mark(step=self._ended_step + 1)
-        if not self.has_scheduler:
-            self._groups_updated = self.groups.take()
+        for one in self._changes:
+            one.updated(look=self._looks_closely)
 
     @property
     def was_updated(self) -> bool:
@@ -149,13 +156,13 @@ class StateWatch:
             for name in self._witness.moved(self._updated, until):
                 when = self._late.get(name, (0, Recurrence()))[1].happened(step, ends_epoch)
                 self._late[name] = self._witness.writes(name, self._updated, until), when
-            if not self.has_scheduler and copies_differ(self._groups_updated, self.groups.take()):
-                self._groups_late = self._groups_late.happened(step, ends_epoch)
+            for one in self._changes:
+                one.ended(step, ends_epoch)
         else:
             self.see()
         self._updated, self._updating = None, False
         entries = self._counts.now()
-        self._counts.ended(entries)
+        self._counts.ended(entries, self._ended_step + 1, ends_epoch)
         if look or entries != self._entries or self._witness.modules_change:
             self.look()
 
@@ -173,6 +180,7 @@ class StateWatch:
         """See which tensors there are now."""
         self._optimizers = optimizers_in(self._view.optimizer)
         self._entries = self._counts.now()
+        self._parameters = [*self._view.all_names().parameters.values()]
         self._witness.look()
         self._share()
         self.numbers.look()
@@ -216,6 +224,10 @@ class StateWatch:
         if moved:
             self.ended(step)
         return [f"the {some(moved)}"] if moved else []
+
+    def know(self, own: Iterable[OwnState]) -> None:
+        """These optimizers' state_dict() has more than what is looked at here."""
+        self._changes += [LateChange(f"what {one.name} has", lambda one=one: seen(one)) for one in own]  # type: ignore[misc]
 
     def keep(self, names: Iterable[StateName]) -> None:
         """Copy these from now on: a run that is resumed has found that they move."""
@@ -307,13 +319,15 @@ class StateWatch:
             reasons.append(f"in the steps before, the {some(missing)} changed after optimizer.step(), not in this one")
         if partly:
             reasons.append(f"the {some(partly)} changed after optimizer.step(), perhaps not for the last time")
-        if is_due(self._groups_late) and not self.has_scheduler:
-            reasons.append("the loop changes hyperparameters after optimizer.step(), perhaps not yet in this step")
+        reasons += [reason for one in self._changes for reason in one.reasons(is_due)]
         if not self._late and ends_epoch is not False and any(map(_swings, self._optimizers)):
             reasons.append("eval() of the optimizer may have been about to move the weights for the first time")
-        return [*reasons, *self._counts.cut_off()]
+        return [*reasons, *self._counts.cut_off(is_due)]
 
     # ------------------------------------------------------------------ inside
+
+    def _by_hand(self, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+        return moved_by_hand(before, now, self._view.optimizer.param_groups, self.schedulers)
 
     def _share(self) -> None:
         """What is copied is looked at as a whole, and may be this rank's own."""

@@ -62,7 +62,7 @@ def what_differs(extras: Extras, one: ExtrasSnapshot, other: ExtrasSnapshot) -> 
         return of_rank(extras, dataclasses.replace(snapshot, states={name: snapshot.states[name]}))
 
     names = [name for name in one.states if alone(one, name) != alone(other, name)]
-    return ", ".join(f"local_extras[{name!r}]" for name in names) or "local_extras"
+    return ", ".join(extras.called(names)) or "local_extras"
 
 
 def alike(watch: StateWatch) -> bytes:

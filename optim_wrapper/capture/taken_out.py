@@ -3,7 +3,7 @@
 If a rank dies in between, the optimizer's state is not all there. What was taken out after the end of a step is known
 to the witness, and is saved as if it were in its place, as long as nobody has written to it. What is out when a step
 ends cannot be told from what the loop has thrown away; it is named until the next update, and from then on if it has
-come back by then.
+come back by then. If it has not, the loop throws state away, and what is saved of such a step's end is as it was.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.capture.witness import StateName, Witness
+from lastwords.processor.recurrence import Recurrence
 from lastwords.sharding.dtensor import local_of
 
 Lent = dict[Any, dict[Any, Any] | None]
 """Parameter -> what its state lacks; None: it is not worth saving."""
 
 _OUT = "the loop takes optimizer state out after optimizer.step() and puts it back for the next one"
+_GONE = "the loop takes optimizer state out after optimizer.step()"
 
 
 class StateCounts:
@@ -35,7 +37,8 @@ class StateCounts:
         self._out = False
         """There was less at the last step's end than after its update, or than at the end before it."""
         self._ended = 0
-        self._comes_back = False
+        self._went = Recurrence()
+        self._comes_back = self._stays_away = False
 
     def now(self) -> int:
         """Number of entries of all parameters together."""
@@ -44,34 +47,39 @@ class StateCounts:
     def before_update(self) -> None:
         """The optimizer is about to read its state."""
         if self._out:
-            self._comes_back |= self.now() > self._ended
+            back = self.now() > self._ended
+            self._comes_back, self._stays_away = self._comes_back or back, not back
             self._out = False
 
     def updated(self, entries: int | None) -> None:
         """The optimizer has written it. None: not looked at in this step."""
         self._updated = entries
 
-    def ended(self, entries: int) -> None:
-        """The step is over."""
+    def ended(self, entries: int, step: int = 0, ends_epoch: bool | None = None) -> None:
+        """The step is over. ends_epoch: whether it is the last one of its epoch; None: not known."""
         self._out = entries < (self._ended if self._updated is None else self._updated)
         self._ended, self._updated = entries, None
+        if self._out:
+            self._went = self._went.happened(step, ends_epoch)
 
     def reasons(self) -> list[str]:
         """Why what is saved of the last step's end may lack state, or have some that was not there then."""
         if self._comes_back:
             return [f"{_OUT}, so it is not in what is saved of a step's end"]
-        if self._out:
+        if self._out and not self._stays_away:
             return ["optimizer state was taken out between optimizer.step() and the end of the step"]
         if self.now() > self._ended:
             return ["optimizer state was put in after the end of the step"]
         return []
 
-    def cut_off(self) -> list[str]:
+    def cut_off(self, is_due: Callable[[Recurrence], bool] = lambda when: False) -> list[str]:
         """Why what is saved of a step that has come to its update, and not to its end, may lack state."""
         known = self._updated if self._updated is not None else self._ended
         if self.now() < known:
             return ["optimizer state was taken out after optimizer.step()"]
-        return [f"{_OUT}, perhaps not yet in this step"] if self._comes_back else []
+        if self._comes_back:
+            return [f"{_OUT}, perhaps not yet in this step"]
+        return [f"{_GONE}, perhaps not yet in this step"] if is_due(self._went) else []
 
 
 def gone_for_good(witness: Witness, lent: Lent, parameters: Mapping[str, torch.Tensor]) -> list[StateName]:

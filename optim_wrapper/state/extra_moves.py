@@ -98,11 +98,11 @@ class CutOff:
         """Names of schedulers that would have been stepped for certain: they are in each step, without an argument."""
         return [one.name for one in self._taken if not one.differs and self._is_due(one)]
 
-    def reasons(self, label: str) -> list[str]:
-        """Why what is saved of the extras may lack something."""
+    def reasons(self, called: Callable[[str], str]) -> list[str]:
+        """Why what is saved of the extras may lack something. called: what messages call one of a name."""
         due = self.due()
         return [
-            f"{label}[{one.name!r}]{why} {REMEDY}"
+            f"{called(one.name)}{why} {REMEDY}"
             for one in self._taken
             if one.name not in due and (why := self._why(one))
         ]

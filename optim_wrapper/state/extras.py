@@ -132,7 +132,10 @@ class Extras:
 
     def called(self, names: Iterable[str]) -> list[str]:
         """What these are called in messages."""
-        return [f"{self._label}[{name!r}]" for name in names]
+        return [*map(self._called, names)]
+
+    def _called(self, name: str) -> str:
+        return f"{self._label}[{name!r}]" if self.are_users(name) else name
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Those that are modules, such as averaged models."""
@@ -203,7 +206,7 @@ class Extras:
         moved = [replace(one, differs=True) if one.name in due else one for one in taken]
         moves = noted(before.moves, moved, step, ends_epoch)
         states = {one.name: one.now for one in taken}
-        return ExtrasSnapshot(states, step, moves, tuple(due)), cut_off.reasons(self._label)
+        return ExtrasSnapshot(states, step, moves, tuple(due)), cut_off.reasons(self._called)
 
     def store(
         self,
@@ -225,7 +228,7 @@ class Extras:
                 nbytes = len(json.dumps(pack(tree)))
                 if nbytes > json_bytes_max:
                     tree, what = None, f"{nbytes} bytes of values that are no tensors"
-                    reasons.append(f"{self._label}[{name!r}] ({what}) cannot be stored")
+                    reasons.append(f"{self._called(name)} ({what}) cannot be stored")
             if reasons:
                 left_out[name] = reasons
             if tree is not None:
@@ -271,9 +274,7 @@ class Extras:
                 missing=missing,
                 extra=extra,
             )
-        values = {
-            name: put_together(trees[name], read, f"{self._label}[{name!r}]") for name in self._objects if name in trees
-        }
+        values = {name: put_together(trees[name], read, self._called(name)) for name in self._objects if name in trees}
         for name, value in values.items():
             target = self._objects[name]
             if isinstance(target, dict):
@@ -285,10 +286,10 @@ class Extras:
                 target.load_state_dict(value)
             except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError) as error:
                 raise MismatchError(
-                    f"{self._label}[{name!r}] ({type(target).__name__}) refused the state in the checkpoint "
+                    f"{self._called(name)} ({type(target).__name__}) refused the state in the checkpoint "
                     f"({error!r}); "
                     "register the same kind of object as the saved run did",
-                    different={f"{self._label}[{name!r}]": repr(error)},
+                    different={self._called(name): repr(error)},
                 ) from error
         for name in history.step_on_resume:
             if not steps_without_argument(self._objects[name]):
@@ -327,7 +328,7 @@ class Extras:
 
     def _taken(self, name: str, before: Any) -> tuple[Any, bool]:
         """`advance` to the state as it is now, with what cannot be stored left out."""
-        value, path = self._objects[name], f"{self._label}[{name!r}]"
+        value, path = self._objects[name], self._called(name)
         try:
             now = _state_of(value)
         except Exception as error:  # of the user's own code: handed to the log and to the checkpoint
@@ -356,7 +357,7 @@ class Extras:
 
     def _stored(self, name: str, state: Any, stored: str) -> tuple[Tree | None, list[NamedTensor], list[str]]:
         """Tree and tensors of one extra, and why something, or all of it (then there is no tree), is left out."""
-        path = f"{self._label}[{name!r}]"
+        path = self._called(name)
         try:
             return *take_apart(state, stored, path), []
         except UnstorableError:

@@ -7,7 +7,7 @@ unit's writer stood elsewhere in the step, the hyperparameters have to come from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS
 from lastwords.errors import UnstorableError
+from lastwords.optim_wrapper.state.group_copies import copies_differ
 from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -46,6 +47,46 @@ def align(groups: list[dict[str, Any]], entries: Mapping[str, UnitEntry], restor
     for group, values in zip(groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key in MOVED_BY_SCHEDULERS})
     return []
+
+
+def moved_by_hand(
+    before: list[dict[str, Any]], now: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]], schedulers: list[Any]
+) -> bool:
+    """Whether two copies of `groups` differ in what no step of these schedulers has made so.
+
+    A scheduler explains the `lr` of its own optimizer's groups that it left there, and one that cycles momentum that.
+    """
+    if before is now or not schedulers or len(before) != len(now):
+        return copies_differ(before, now)
+    return any(
+        was is not one and (was.keys() != one.keys() or any(
+            value is not was[key] and _differ(was[key], value) and not _explained(key, value, group, schedulers)
+            for key, value in one.items()
+        ))
+        for was, one, group in zip(before, now, groups, strict=True)
+    )  # fmt: skip
+
+
+def _explained(key: str, value: Any, group: Mapping[str, Any], schedulers: list[Any]) -> bool:
+    for scheduler in schedulers if key in MOVED_BY_SCHEDULERS else ():
+        own = getattr(scheduler, "optimizer", None)
+        place = next((at for at, one in enumerate(getattr(own, "param_groups", ())) if one is group), None)
+        if own is not None and place is None:
+            continue
+        if key != "lr":
+            parts = (scheduler, *getattr(scheduler, "_schedulers", ()))
+            if any(getattr(one, "cycle_momentum", False) for one in parts):
+                return True
+            continue
+        left = getattr(scheduler, "_last_lr", None)
+        # Another kind than torch's, which does not show it.
+        if left is None or place is None or (place < len(left) and not _differ(left[place], value)):
+            return True
+    return False
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return copies_differ([{"": one}], [{"": other}])
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

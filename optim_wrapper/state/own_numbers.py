@@ -112,10 +112,8 @@ class OwnNumbers:
         if not self._places:
             self._taken = []
             return
-        places, seen = self._places, b""
-        if not self._keeps:  # whatever has differed once is remembered
-            turns = -(-len(places) // KEPT_MAX)
-            places, seen = places[step % turns :: turns], self._before.get("numbers", 0).to_bytes(8, "little")
+        places = self._of_turn(step)  # whatever has differed once is remembered
+        seen = b"" if self._keeps else self._before.get("numbers", 0).to_bytes(8, "little")
         values = [place.get() for place in places]
         if not all(type(value) in _NUMBERS or _count(value) for value in values):
             self.look()  # another key has come for it; or it is a tensor now, as in LBFGS after its first iteration
@@ -123,6 +121,10 @@ class OwnNumbers:
             return
         self._taken, self._values = places, [*map(copied, values)]
         self._now["numbers"] = _sum(seen, [*map(_form, self._values)])
+
+    def now(self, step: int) -> str:
+        """What shows whether numbers have changed since an earlier call for `step`."""
+        return repr([_form(place.get()) for place in self._of_turn(step)])
 
     def moved(self) -> tuple[list[tuple[Any, Any, Any]], str]:
         """What is not as it was at the last step's end: keys and values of states; and what else, or nothing.
@@ -145,6 +147,11 @@ class OwnNumbers:
             if id(place) not in taken and not _same(was, _leaves(place.get()))
         ]
         return known, _some([*unknown, *lists]) if unknown or lists else ""
+
+    def _of_turn(self, step: int) -> list[_Place]:
+        """All, or of too many those that are looked at in `step`."""
+        turns = 1 if self._keeps else -(-len(self._places) // KEPT_MAX)
+        return self._places if turns == 1 else self._places[step % turns :: turns]
 
     @property
     def _keeps(self) -> bool:
@@ -279,6 +286,21 @@ def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
         one is other or (type(one) is type(other) and type(one) in _EQUAL and one == other)
         for one, other in zip(before, now, strict=True)
     )
+
+
+def seen(own: Any) -> str:
+    """What shows that its state_dict() has changed: values, small tensors' bytes, torch's count of writes to others."""
+    try:
+        leaves = _leaves(own.state_dict())
+    except Exception:  # of the user's own code: handed to the log by `Extras`, which asks again at the step's end
+        return ""
+    return repr([leaf.__name__ if isinstance(leaf, type) else _word(leaf) for leaf in leaves])
+
+
+def _word(leaf: Any) -> Any:
+    word = _plain(leaf)
+    large = isinstance(leaf, torch.Tensor) and isinstance(word, str) and not leaf.is_inference()
+    return leaf._version if large else word
 
 
 def _sum(seen: bytes, values: Any) -> int:

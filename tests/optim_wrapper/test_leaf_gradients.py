@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lastwords.optim_wrapper.capture import step_document
 from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
 from lastwords.optim_wrapper.state.leaf_gradients import LeafGradients
 
@@ -68,3 +69,13 @@ def test_a_checkpoint_that_has_some_finds_their_place() -> None:
     assert not gradients.reasons
     gradients.load_state_dict({"local_extras['0']['nowhere']": torch.ones(2)})
     assert gradients.reasons == ["the saved gradient of local_extras['0']['nowhere'] fits no tensor here"]
+
+
+def test_messages_do_not_call_it_one_of_the_user_s() -> None:
+    tensor = leaf(1.0)
+    extras = local({"a": tensor})
+    before = extras.first()
+    tensor.grad = torch.zeros(2)
+    after = extras.again(before)[0]
+    assert step_document.what_differs(extras, before, after) == "gradients of extras"
+    assert extras.called(["0", NAME]) == ["local_extras['0']", "gradients of extras"]

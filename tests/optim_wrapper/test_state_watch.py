@@ -315,23 +315,6 @@ def test_what_the_loop_writes_after_its_update_in_every_third_step_is_missed_in_
         job.recorder.committed(step, None)
 
 
-@pytest.mark.parametrize("scheduler", [False, True])
-def test_hyperparameters_that_the_loop_changes_after_its_update_are_told(tmp_path: Path, scheduler: bool) -> None:
-    job = Job(tmp_path)
-
-    def lower(net: Net) -> None:
-        job.optimizer.param_groups[0]["lr"] *= 0.5
-
-    job.run(2, after=lower)
-    job.recorder.watch.has_scheduler = scheduler  # it knows by itself whether it is due
-    job.compute()
-    job.recorder.watch.before_update()
-    job.optimizer.step()
-    job.recorder.watch.updated()
-    reasons = job.save(Phase.UPDATED, 3)[1]
-    assert any("hyperparameters" in reason for reason in reasons) == (not scheduler)
-
-
 @pytest.mark.parametrize("value", [torch.tensor(0.01), 0.01])
 def test_hyperparameters_that_change_before_the_update_alone_are_not_doubted(tmp_path: Path, value: Any) -> None:
     job = Job(tmp_path)

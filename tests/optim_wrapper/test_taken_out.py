@@ -12,6 +12,7 @@ import torch
 from lastwords.optim_wrapper.capture.taken_out import StateCounts
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 from tests.optim_wrapper.test_state_watch import Job
 
@@ -84,10 +85,33 @@ def test_moments_without_memory_are_named_and_a_resume_begins_with_none(tmp_path
 def test_state_that_is_out_when_the_step_ends_is_named_until_it_is_known_not_to_come_back(tmp_path: Path) -> None:
     job = Job(tmp_path)
     out: list[Any] = []
-    job.run(2, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
+    job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
     assert any("taken out between optimizer.step() and the end" in reason for reason in job.save()[1])
     job.run(1)
     assert job.save()[1] == [], "it was thrown away, as when a loop begins its moments anew"
+    job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
+    assert job.save()[1] == [], "and is so again"
+
+
+def test_state_that_is_thrown_away_at_the_ends_of_epochs_is_due_there_alone() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    parameter = optimizer.param_groups[0]["params"][0]
+    recorded = StateCounts(lambda: [optimizer])
+    told = []
+    for step in range(1, 9):
+        recorded.before_update()
+        optimizer.state[parameter] = {"momentum_buffer": torch.ones(1)}
+        recorded.updated(recorded.now())
+
+        def is_due(when: Recurrence, step: int = step) -> bool:
+            return bool(when.times) and when.forecast(step, step % 4 == 0, 1) is not Forecast.NOT_DUE
+
+        told.append(recorded.cut_off(is_due))
+        if step % 4 == 0:
+            del optimizer.state[parameter]
+        recorded.ended(recorded.now(), step, step % 4 == 0)
+    assert told[:-1] == [[]] * 7
+    assert "takes optimizer state out after optimizer.step(), perhaps not yet" in told[-1][0]
 
 
 def test_state_that_comes_back_for_each_update_is_named_from_then_on(tmp_path: Path) -> None:

@@ -326,3 +326,53 @@ class LrAfterLog(Loop):
         super().after_log()
         for group in self.opt.param_groups:
             group["lr"] *= 0.9
+
+
+LATE: dict[str, Any] = {"win": "hyperparameters"}
+
+
+@recipe("decay_beside_cosine", "weight decay multiplied after the log, beside a scheduler", "win", LATE)
+class DecayBesideCosine(Scheduled):
+    def after_log(self) -> None:
+        super().after_log()
+        for group in self.opt.param_groups:
+            group["weight_decay"] *= 1.5
+
+
+@recipe("betas_beside_steps", "betas lowered after the log, beside a scheduler of epochs", "win", LATE)
+class BetasBesideSteps(Loop):
+    def setup(self) -> None:
+        super().setup()
+        self.extras["scheduler"] = self.scheduler = schedulers.StepLR(self.opt, 1)
+
+    def after_log(self) -> None:
+        super().after_log()
+        for group in self.opt.param_groups:
+            group["betas"] = group["betas"][0] * 0.95, 0.99
+
+    def epoch_end(self) -> None:
+        super().epoch_end()
+        self.scheduler.step()
+
+
+@recipe("lr_floor", "a floor under the scheduler's lr, after the log", "win", LATE)
+class LrFloor(Scheduled):
+    def make(self) -> Any:
+        return schedulers.ExponentialLR(self.opt, 0.5)
+
+    def after_log(self) -> None:
+        super().after_log()
+        for group in self.opt.param_groups:
+            group["lr"] = max(group["lr"], 0.003)
+
+
+@recipe("lr_of_the_other", "a scheduler for one optimizer, the other's lr multiplied after the log", "win", LATE)
+class LrOfTheOther(Scheduled):
+    def optimizers(self) -> list[Any]:
+        every = [*self.bare.parameters()]
+        return [torch.optim.AdamW(every[:3], lr=0.01), torch.optim.SGD(every[3:], lr=0.05)]
+
+    def after_log(self) -> None:
+        super().after_log()
+        for group in self.opts[1].param_groups:
+            group["lr"] *= 0.8

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.zoo.loop import Loop, recipe
+from tests.zoo.recipes_optimizing import OwnState
 
 
 @recipe("offload_state", "optimizer state taken out for the forward and backward pass, to save memory", "fwd bwd win")
@@ -228,3 +229,55 @@ class StateGenerator(Loop):
     def before_forward(self, batch: Any) -> Any:
         x, y = super().before_forward(batch)
         return (x + 0.1 * torch.randn(x.shape, generator=self.generator()) if self.opt.state else x), y
+
+
+@recipe(
+    "own_state_late", "the loop adds to a counter of the optimizer's own after the log", "win", {"win": "optimizer"}
+)
+class OwnStateLate(OwnState):
+    def after_log(self) -> None:
+        super().after_log()
+        self.inner[0].count += 2
+
+
+class Scaled(torch.optim.SGD):
+    """Has a number for each parameter, which scales its gradient."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(self.state[p].setdefault("scale", 1.0))
+        return super().step(closure)
+
+
+@recipe("number_late", "numbers in the optimizer's state scaled after the log", "win", {"win": "numbers"})
+class NumberLate(Loop):
+    def optimizers(self) -> list[Any]:
+        return [Scaled(self.bare.parameters(), lr=0.05)]
+
+    def after_log(self) -> None:
+        super().after_log()
+        for state in self.opt.state.values():
+            state["scale"] *= 0.9
+
+
+@recipe("frozen_in_turns", "layers frozen and thawed in turns after the log", "win", {"win": "requires_grad"})
+class FrozenInTurns(Loop):
+    def ddp(self) -> dict[str, Any]:
+        return super().ddp() | {"find_unused_parameters": True}
+
+    def after_log(self) -> None:
+        super().after_log()
+        self.bare[0].requires_grad_(self.step % 2 == 0)
+        self.bare[4].requires_grad_(self.step % 2 == 1)
+
+
+@recipe("reset_by_epoch", "moments deleted at each epoch's end", "end@4 win@8 fwd@9",
+        {"end": "taken out", "win": "takes"})  # fmt: skip
+class ResetByEpoch(Loop):
+    epochs = 3
+
+    def epoch_end(self) -> None:
+        super().epoch_end()
+        for p in [*self.opt.state]:
+            del self.opt.state[p]

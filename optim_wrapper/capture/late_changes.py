@@ -1,0 +1,46 @@
+"""What the loop changes between its update and the end of the step, beside tensors: hyperparameters, and the like.
+
+Looked at directly after the update and again at the step's end. What is saved of a step that was cut off in between
+lacks what was still to come, so that is named in the steps in which it is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import ne
+from typing import Any
+
+from lastwords.processor.recurrence import Recurrence
+
+
+class LateChange:
+    """One such thing, of which messages say `what`. Training thread, except `reasons`.
+
+    take: its value at one moment, which nothing changes later. differ: whether two of them do. always: whether it is
+    looked at in each step; else only in some, until it has been seen to change.
+    """
+
+    def __init__(
+        self, what: str, take: Callable[[], Any], differ: Callable[[Any, Any], bool] = ne, *, always: bool = False
+    ) -> None:
+        self._what, self._take, self._differ, self._always = what, take, differ, always
+        self._when = Recurrence()
+        self._looked = False
+        self._was: Any = None
+
+    def updated(self, *, look: bool) -> None:
+        """The optimizer has written everything. look: this is one of the steps in which everything is looked at."""
+        self._looked = look or self._always or self._when.times > 0
+        self._was = self._take() if self._looked else None
+
+    def ended(self, step: int, ends_epoch: bool | None) -> None:
+        """The step is over, which had an update."""
+        if self._looked and self._differ(self._was, self._take()):
+            self._when = self._when.happened(step, ends_epoch)
+        self._looked, self._was = False, None
+
+    def reasons(self, is_due: Callable[[Recurrence], bool]) -> list[str]:
+        """Why what is saved of a step that was cut off after its update may lack it."""
+        if not is_due(self._when):
+            return []
+        return [f"the loop changes {self._what} after optimizer.step(), perhaps not yet in this step"]
