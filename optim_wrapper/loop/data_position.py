@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,15 +162,88 @@ def open_epoch(loader: Any, facts: LoaderFacts, *, late: bool) -> Iterator[Any]:
 
 
 def pass_over(
-    loader: Any, facts: LoaderFacts, iterator: Iterator[Any], batches: int, *, show_progress: bool
+    loader: Any,
+    facts: LoaderFacts,
+    iterator: Iterator[Any],
+    batches: int,
+    restore_step: Callable[[], None],
+    *,
+    show_progress: bool,
 ) -> list[str]:
-    """Move a fresh iterator past the first `batches` batches; returns why that is not exact, if it is not."""
-    if batches == 0:
-        return []
-    if facts.kind is Kind.INDEXED and not facts.workers and hasattr(iterator, _SAMPLER_ITERATOR):
-        return _draw_indices(iterator, batches)
+    """Move a fresh iterator past the first `batches` batches, then put the streams back to those of the step's end.
+
+    Returns why that is not exact, if it is not.
+    """
+    if batches and facts.kind is Kind.INDEXED and not facts.workers and hasattr(iterator, _SAMPLER_ITERATOR):
+        reasons = _draw_indices(iterator, batches)
+        restore_step()
+        return reasons
+    first = _fetch(iterator, batches, show_progress=show_progress)
+    drawn, last = first.moved(), _Streams({})
+    restore_step()
+    if facts.kind is Kind.ITERABLE:
+        # Where the training draws none of them, they are now where they were then; and an epoch's end has no order.
+        drawn = drawn & last.moved() if batches < facts.batches else set()
+    return [_drawing(loader, facts)] if drawn and draws_here(facts) else []
+
+
+def draws_here(facts: LoaderFacts) -> bool:
+    """Whether what the loader draws while it iterates comes from the training's own streams, and may be its order."""
+    return not facts.workers and facts.kind in (Kind.ITERABLE, Kind.FOREIGN)
+
+
+def _drawing(loader: Any, facts: LoaderFacts) -> str:
+    if facts.kind is Kind.ITERABLE:
+        return (
+            f"the loader's data set ({type(loader.dataset).__name__}) draws random numbers in the training process "
+            "while it is iterated over, and so does the training in between, so its order may be another one; give it "
+            "a random generator of its own, or num_workers=1"
+        )
+    return (
+        f"the loader ({type(loader).__name__}) draws random numbers in the training process while it iterates, "
+        "and it is not known how far ahead of the training it does so"
+    )
+
+
+class Draws:
+    """Whether a loader that draws in the training process is seen to do so, in the second fetch of each epoch.
+
+    facts: {"reason": "", or why a resume in the middle of an epoch is not exact}, for the checkpoint.
+    """
+
+    def __init__(self, loader: Any, facts: LoaderFacts, saved: Mapping[str, Any]) -> None:
+        self._here, self._shared = draws_here(facts), facts.kind is Kind.ITERABLE
+        self._text = _drawing(loader, facts) if self._here else ""
+        self.facts: dict[str, str] = {"reason": saved.get("reason", "")}
+        self.looks = False
+        self._given: _Streams | None = None
+        self._asked: _Streams | None = None
+        self._trained: set[str] = set()
+
+    def epoch_starts(self) -> None:
+        """None of its batches has been fetched in this process."""
+        self.looks, self._given, self._asked = self._here and not self.facts["reason"], None, None
+
+    def asked(self) -> None:
+        """The next batch is about to be fetched."""
+        if self._given is not None:
+            self._trained, self._asked = self._given.moved(), _Streams({})
+
+    def given(self) -> None:
+        """It has been."""
+        if self._asked is None:
+            self._given = _Streams({})
+            return
+        drawn = self._asked.moved()
+        if drawn & self._trained if self._shared else drawn:
+            self.facts["reason"] = self._text
+        self.looks = False
+
+
+def _fetch(iterator: Iterator[Any], batches: int, *, show_progress: bool) -> _Streams:
+    """Fetch and drop so many batches; returns the streams after the first, whose draws no training had come before."""
+    streams = _Streams({})
     progress = Progress("fetching the data that was done once more", batches) if show_progress else None
-    streams: _Streams | None = None
     for count in range(1, batches + 1):
         try:
             next(iterator)
@@ -185,12 +258,7 @@ def pass_over(
             progress.at(count)
     if progress is not None:
         progress.close()
-    if facts.kind is Kind.FOREIGN and streams is not None and streams.moved():
-        return [
-            f"the loader ({type(loader).__name__}) draws random numbers in the training process while it iterates, "
-            "and it is not known how far ahead of the training it does so"
-        ]
-    return []
+    return streams
 
 
 def skipping_iterator(loader: Any, facts: LoaderFacts, batches: int) -> Iterator[Any] | None:
@@ -251,14 +319,16 @@ class _Streams:
         self._torch = torch.get_rng_state()
         self._states = {name: generator.get_state() for name, generator in own.items()}
 
-    def moved(self) -> bool:
+    def moved(self) -> set[str]:
+        """Which of them are elsewhere now."""
         numpy_now: Any = np.random.get_state()
-        return (
-            random.getstate() != self._python
-            or numpy_now[2] != self._numpy[2]
-            or not np.array_equal(numpy_now[1], self._numpy[1])
-            or not torch.equal(torch.get_rng_state(), self._torch)
-        )
+        numpy_moved = numpy_now[2] != self._numpy[2] or not np.array_equal(numpy_now[1], self._numpy[1])
+        moved = {
+            "python": random.getstate() != self._python,
+            "numpy": numpy_moved,
+            "torch": not torch.equal(torch.get_rng_state(), self._torch),
+        }
+        return {name for name, has in moved.items() if has}
 
     def put_back(self) -> None:
         random.setstate(self._python)

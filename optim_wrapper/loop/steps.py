@@ -30,6 +30,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
+    Draws,
     Kind,
     generators,
     loader_facts,
@@ -41,7 +42,8 @@ from lastwords.optim_wrapper.loop.data_position import (
     told_epochs,
 )
 from lastwords.optim_wrapper.loop.global_samples import dealing
-from lastwords.optim_wrapper.loop.loader_changes import Counters, Onward, about
+from lastwords.optim_wrapper.loop.loader_changes import Onward, about
+from lastwords.optim_wrapper.loop.loader_counters import Counters
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +121,8 @@ class Steps:
         self._onward = onward = onward or Onward()
         carried = onward.carried
         self._carried = None if placed else carried
-        self._counters = Counters(loader)
+        self._counters = Counters(loader, self.steps_per_epoch)
+        self._draws = Draws(loader, self._facts, onward.draws)
         self._inputs = {"dealing": dealing(loader), "inputs": about(loader, self._facts.batches, accumulate)}
         self._placed = placed
         self._data: DataMode = data
@@ -159,6 +162,7 @@ class Steps:
             "mode": self._data,
             **self._inputs,
             "counters": self._counters.facts,
+            "draws": self._draws.facts,
             **({} if self._carried is None else {"carried": self._carried.facts()}),
         }
 
@@ -189,6 +193,7 @@ class Steps:
         if named not in (None, (self.epoch, self.step)):
             raise ConfigError(f"step_end{named} was called in step {(self.epoch, self.step)}; here it needs no name")
         self.under_way = False
+        self._counters.ended(self.epoch, self.step)
         self._events.step_end(self.epoch, self.step)
 
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:
@@ -211,7 +216,7 @@ class Steps:
         for epoch in range(1 if resume is None else resume.epoch, self._epochs + 1):
             here = resume if resume is not None and epoch == resume.epoch else None
             if here is not None and not self._has_to_replay(here):
-                self._set_counters_back(epoch, replayed=False)
+                self._set_counters_on(here, opened=False)
                 if here.restore_step is not None:
                     here.restore_step()
                 continue
@@ -220,12 +225,15 @@ class Steps:
             if here is None:
                 self._counters.epoch_starts(epoch)
             else:
-                self._set_counters_back(epoch, replayed=True)
+                self._set_counters_back(here, replayed=True)
                 self._restore_epoch_start(here)
             self.epoch, self.step = epoch, 0 if here is None else here.step
             self._events.epoch_start(epoch)
             iterator, batches_done = self._open(epoch, here, late=not opened and epoch > 1)
             opened = True
+            if here is not None:
+                self._set_counters_on(here, opened=True)
+            self._draws.epoch_starts()
             total = self._facts.batches
             if here is not None and self._carried is not None:
                 total = batches_done + self._carried.batches
@@ -236,7 +244,7 @@ class Steps:
     def _one(
         self, epoch: int, iterator: Iterator[Any], batches_done: int, total: int, told: list[Any]
     ) -> Generator[tuple[int, int, Any]]:
-        accumulate, events = self._accumulate, self._events
+        accumulate, events, draws, counters = self._accumulate, self._events, self._draws, self._counters
         last = -(-total // accumulate)
         count = batches_done
         step = -(-batches_done // accumulate)
@@ -249,17 +257,22 @@ class Steps:
                 if self._facts.persistent_workers and (epoch > 1 or (step == last and epoch < self._epochs)):
                     self._not_exact(PERSISTENT)
                 events.under_way(epoch, step)
+            if draws.looks:
+                draws.asked()
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
+            if draws.looks:
+                draws.given()
             if count == batches_done and told_epochs(self._loader) != told:
                 self._not_exact(
                     f"the loader ({type(self._loader).__name__}) counts its epochs itself and told its sampler another "
                     f"one than {epoch}, so the order of its data differs; give steps() the DataLoader inside it"
                 )
             count += 1
-            self._counters.has_batches(epoch, count)
+            counters.has_batches(epoch, count)
+            counters.fetched(epoch, step)
             if count > total:
                 raise ConfigError(
                     f"the loader has more batches than its length, {total}, says; all numbers of steps would be "
@@ -269,6 +282,7 @@ class Steps:
             yield epoch, step, batch
             del batch  # not kept alive while the next one is fetched
             if self.ends_step:
+                counters.ended(epoch, step)
                 if self.under_way:
                     self.under_way = False
                     events.step_end(epoch, step)
@@ -294,10 +308,20 @@ class Steps:
             return False
         return self._facts.kind is Kind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
 
-    def _set_counters_back(self, epoch: int, *, replayed: bool) -> None:
+    def _set_counters_back(self, here: ResumeAt, *, replayed: bool) -> None:
         if not self._placed:
-            for reason in self._counters.set_back(self._onward.counted, epoch, replayed=replayed):
+            for reason in self._counters.set_back(self._onward.counted, here.epoch, replayed=replayed):
                 self._not_exact(reason)
+
+    def _set_counters_on(self, here: ResumeAt, *, opened: bool) -> None:
+        """To where they stood at the step's end. opened: its epoch has been, and its batches been passed over."""
+        if self._placed:
+            self._counters.look()
+        elif self._counters.knows(self._onward.counted, here.epoch, here.step):
+            for reason in self._counters.set_on(self._onward.counted, here.epoch, here.step):
+                self._not_exact(reason)
+        elif not opened:
+            self._set_counters_back(here, replayed=False)
 
     def _restore_epoch_start(self, here: ResumeAt) -> None:
         if self._carried is not None and not self._carried.drawn:
@@ -324,13 +348,18 @@ class Steps:
             iterator = skipping_iterator(loader, facts, batches)
         if iterator is None:
             iterator = open_epoch(loader, facts, late=late)
-            for reason in pass_over(loader, facts, iterator, batches, show_progress=self._show_progress):
+            put_back = partial(self._restore_step, here)
+            for reason in pass_over(loader, facts, iterator, batches, put_back, show_progress=self._show_progress):
                 self._not_exact(reason)
+        else:
+            self._restore_step(here)
+        return iterator, batches
+
+    def _restore_step(self, here: ResumeAt) -> None:
         if here.restore_step is not None:
             here.restore_step()
         else:
             self._not_exact(f"this rank's random streams at the end of step {here.step} are not known")
-        return iterator, batches
 
     def _counted_out(self, here: ResumeAt) -> ResumeAt:
         per_epoch = self.steps_per_epoch

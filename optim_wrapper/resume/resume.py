@@ -26,6 +26,7 @@ from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.ddp import ddp_buckets
 from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
+from lastwords.optim_wrapper.loop.loader_counters import known_at_resume
 from lastwords.optim_wrapper.loop.own_loop import without_the_loaders
 from lastwords.optim_wrapper.resume.facts import differences
 from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
@@ -150,6 +151,7 @@ def _restore(
             extras_of = owner
         order, amiss = _buckets(manifest, recorder) if surveyed is None else ({}, [])
     reasons += _reasons_of(manifest)
+    reasons += known_at_resume(manifest.run.data or {}, manifest.epoch, manifest.step)
     reasons += extra_digests.differing({rank: one.document for rank, one in manifest.locals.items()})
     reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
 

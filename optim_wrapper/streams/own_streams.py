@@ -318,8 +318,13 @@ class OwnStreams:
         return reasons
 
     def unsaved(self) -> list[str]:
-        """Why what the newest `restore` found here alone makes a resume not exact."""
-        return [f"the random generator {name} is not in the checkpoint, and starts anew" for name in self._unsaved]
+        """Why what the newest `restore` found here alone, and is here still, makes a resume not exact.
+
+        What lay in a function that is not being run any more is out of reach, as it was in the saved run.
+        """
+        frames = user_frames()
+        there = [name for name in self._unsaved if name in self._own and self._own[name].place.now(frames) is not None]
+        return [f"the random generator {name} is not in the checkpoint, and starts anew" for name in there]
 
     def left_over(self) -> list[str]:
         """The same of all that was here or in the checkpoint alone."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from lastwords.optim_wrapper.loop import loader_changes
+from lastwords.optim_wrapper.loop import loader_changes, loader_counters
 from lastwords.optim_wrapper.loop.loader_changes import Onward, onward
 from lastwords.optim_wrapper.loop.steps import Steps
 from tests.optim_wrapper.test_steps import (
@@ -103,7 +103,8 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 def test_what_has_changed_of_the_loader_is_named_with_what_it_was_and_is(what: str) -> None:
     before, then, expected = CHANGED[what]
     whole = whole_run(before, epochs=1)
-    assert going_on(whole, before(), 1, 2) == Onward(None, (), whole.steps.facts()["counters"])  # type: ignore[union-attr]
+    facts = data_of(whole.steps)
+    assert going_on(whole, before(), 1, 2) == Onward(None, (), facts["counters"], facts["draws"])
     assert any(expected in reason for reason in going_on(whole, then(), 1, 2).reasons)
 
 
@@ -183,36 +184,36 @@ class Counted(Sampler[int]):
 def test_a_sampler_that_counts_is_set_back_also_where_its_epoch_is_not_opened_again() -> None:
     """With workers, the last batches of an epoch had been drawn long before its end."""
     steps = Steps([torch.ones(1)] * 3, 2, events=Run())
-    assert steps.facts()["counters"] == {"of": {}}
+    assert steps.facts()["counters"] == {"of": {}, "at": {}}
     sampler = Counted()
-    counters = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=sampler))
+    counters = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=sampler))
     for epoch in (1, 2):
         counters.epoch_starts(epoch)
         list(sampler)
         counters.has_batches(epoch, 1)
         counters.has_batches(epoch, 2)
     fresh = Counted()
-    again = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=fresh))
+    again = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=fresh))
     assert again.set_back(counters.facts, 2, replayed=False) == []
     assert fresh.begun == sampler.begun == 2
 
 
 def test_a_counter_of_batches_cannot_be_set_back_by_its_epoch_and_one_that_is_gone_is_named() -> None:
     sampler = Counted()
-    counters = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=sampler))
+    counters = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=sampler))
     counters.epoch_starts(1)
     for count in (1, 2):
         sampler.begun += 1
         counters.has_batches(1, count)
-    again = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=Counted()))
+    again = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=Counted()))
     assert any("cannot be set back" in reason for reason in again.set_back(counters.facts, 1, replayed=False))
-    gone = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=SequentialSampler(Items())))
+    gone = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=SequentialSampler(Items())))
     assert any("is not there" in reason for reason in gone.set_back(counters.facts, 1, replayed=True))
 
 
 def test_what_set_epoch_sets_is_nobodys_counter() -> None:
     sampler = DistributedSampler(Items(), 1, 0)
-    counters = loader_changes.Counters(DataLoader(Items(), BATCH, sampler=sampler))
+    counters = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=sampler))
     for epoch in (1, 2, 3):
         counters.tell(lambda epoch=epoch: sampler.set_epoch(epoch - 1))  # type: ignore[misc]
         counters.epoch_starts(epoch)

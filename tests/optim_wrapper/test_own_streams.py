@@ -389,6 +389,20 @@ def test_what_is_here_or_in_the_checkpoint_alone_is_named(job: Job) -> None:
     assert unsaved == "the random generator program.rng is not in the checkpoint, and starts anew"
 
 
+def test_one_in_a_function_that_is_not_being_run_any_more_is_not_missed() -> None:
+    """Where the loop fetches its data in such a function, no look at the end of a step has ever found it."""
+    own = OwnStreams({})
+
+    def sets_the_data_back() -> list[str]:
+        order = random.Random(3)
+        own.restore({})
+        assert order.random()
+        return own.left_over()
+
+    assert any(".order is not in the checkpoint" in reason for reason in sets_the_data_back())
+    assert own.left_over() == []
+
+
 def test_another_kind_at_the_same_place_is_named(job: Job) -> None:
     again = Program()
     again.rng = random.Random(1)

@@ -308,7 +308,9 @@ def test_resume_without_workers_is_exact_wherever_it_was_cut(kind: str, draw: st
         again = resumed(whole, make, epoch, step, epochs=3)
         assert again.record == after(whole.record, epoch, step), (epoch, step)
         assert again.steps is not None
-        assert again.steps.reasons == []
+        in_the_middle = 1 < step < whole.steps.steps_per_epoch
+        told = kind == "iterable" and draw != "none" and in_the_middle  # whether its order depends on it is not seen
+        assert bool(again.steps.reasons) is told, again.steps.reasons
 
 
 @pytest.mark.process
