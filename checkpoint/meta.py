@@ -30,6 +30,10 @@ StoredMove = tuple[str, str, Number, Number, Number, Number, Number, Number]
 """Name of an extra, what of it moves, and the six numbers of a `Recurrence`."""
 
 
+StoredRecurrence = tuple[Number, Number, Number, Number, Number, Number]
+"""Numbers of a `Recurrence`."""
+
+
 def json_of(value: Any) -> dict[str, Any]:
     """Fields of a frozen type that say something."""
     said = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
@@ -205,6 +209,34 @@ class StepDocument:
         return None if self.local_extras is None else InlineExtras.read(self.local_extras, path)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What a rank has learned of its loop, by which a resumed run judges a step that is cut off.
+
+    late: in which steps something in the black box moved between the tentative copy and the step's end, None if nobody
+    could say; moved: the first such region of the newest of these steps. tentative_reasons, early_reasons: what else
+    moves so, and what moves between an early end of a step and the next one, in words. writes: what the loop writes
+    after its update, as kind, name and key of the tensor, how often in the newest such step, and in which steps.
+    changes: in which steps what else changed so, by what it is called (hyperparameters, ...).
+    """
+
+    late: StoredRecurrence | None = None
+    moved: str = ""
+    tentative_reasons: Sequence[str] = ()
+    early_reasons: Sequence[str] = ()
+    writes: Sequence[tuple[str, str, str | None, Number, StoredRecurrence]] = ()
+    changes: Mapping[str, StoredRecurrence] = field(default_factory=dict)
+
+    @staticmethod
+    def read(said: Any, path: str) -> Habits:
+        """Out of a black box's facts, which say more. FormatError for what is not as it should be."""
+        return typed(said, Habits, path)
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands in the file, or in the black box."""
+        return {**json_of(self), "writes": [[*names, list(when)] for *names, when in self.writes]}
+
+
 COMMITTED = "committed"
 TENTATIVE = "tentative"
 
@@ -214,11 +246,13 @@ class LocalMeta:
     """What a rank's local state says beside its tensors. kind: COMMITTED, TENTATIVE (of before the update), or "none".
 
     slot: JSON of the black box, kept as it is. epoch_start: likewise, of the start of the epoch; None if not needed.
+    habits: the rank's own, where its black box is lost those of the writer; None in older files.
     """
 
     kind: str = ""
     slot: Mapping[str, Any] = field(default_factory=dict)
     epoch_start: Mapping[str, Any] | None = None
+    habits: Habits | None = None
 
     @staticmethod
     def read(said: Mapping[str, Any], where: str = "") -> LocalMeta:
@@ -232,7 +266,8 @@ class LocalMeta:
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""
-        return json_of(self)
+        found = json_of(self)
+        return found if self.habits is None else {**found, "habits": self.habits.to_json()}
 
 
 @dataclass(frozen=True, slots=True)

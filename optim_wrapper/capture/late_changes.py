@@ -23,24 +23,24 @@ class LateChange:
     def __init__(
         self, what: str, take: Callable[[], Any], differ: Callable[[Any, Any], bool] = ne, *, always: bool = False
     ) -> None:
-        self._what, self._take, self._differ, self._always = what, take, differ, always
-        self._when = Recurrence()
+        self.what, self._take, self._differ, self._always = what, take, differ, always
+        self.when = Recurrence()
         self._looked = False
         self._was: Any = None
 
     def updated(self, *, look: bool) -> None:
         """The optimizer has written everything. look: this is one of the steps in which everything is looked at."""
-        self._looked = look or self._always or self._when.times > 0
+        self._looked = look or self._always or self.when.times > 0
         self._was = self._take() if self._looked else None
 
     def ended(self, step: int, ends_epoch: bool | None) -> None:
         """The step is over, which had an update."""
         if self._looked and self._differ(self._was, self._take()):
-            self._when = self._when.happened(step, ends_epoch)
+            self.when = self.when.happened(step, ends_epoch)
         self._looked, self._was = False, None
 
     def reasons(self, is_due: Callable[[Recurrence], bool]) -> list[str]:
         """Why what is saved of a step that was cut off after its update may lack it."""
-        if not is_due(self._when):
+        if not is_due(self.when):
             return []
-        return [f"the loop changes {self._what} after optimizer.step(), perhaps not yet in this step"]
+        return [f"the loop changes {self.what} after optimizer.step(), perhaps not yet in this step"]

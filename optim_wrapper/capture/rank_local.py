@@ -7,10 +7,11 @@ lets a peer update, `committed` at the step's end, `epoch_start` when an epoch b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from lastwords.checkpoint.meta import Habits
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.capture.buffer_capture import SMALL_BUFFER_BYTES_MAX, BufferCapture
 from lastwords.optim_wrapper.streams.own_streams import PREFIX as OWN
@@ -147,9 +148,17 @@ class BoxRecorder:
     """
 
     def __init__(
-        self, box: BlackBox, captures: Sequence[Capture], *, on_reason: Callable[[str], None] | None = None
+        self,
+        box: BlackBox,
+        captures: Sequence[Capture],
+        *,
+        on_reason: Callable[[str], None] | None = None,
+        habits: Habits | None = None,
     ) -> None:
-        """`box` was made with `regions(captures)` in its layout; `on_reason` hears of each reason that arises later."""
+        """`box` was made with `regions(captures)` in its layout; `on_reason` hears of each reason that arises later.
+
+        habits: what the box before this one, or the run that is resumed, has learned.
+        """
         self.box = box
         self._captures = tuple(capture for capture in captures if capture.regions)
         self._slots: dict[int, tuple[SlotKind, int]] = {}
@@ -157,6 +166,7 @@ class BoxRecorder:
         """In which steps the state has moved between its tentative and its committed copy."""
         self.moved = ""
         """The first region that had moved so, the last time."""
+        self.learn(habits or Habits())
         for capture in self._captures:
             capture.bind(box)
             capture.listen(on_reason or _ignore)
@@ -195,9 +205,14 @@ class BoxRecorder:
             self.late = self.late.happened(step, None)
         return moved
 
-    def late_moves(self) -> dict[str, Any]:
-        """What a reader has to know of these, as JSON."""
-        return {"late": list(self.late.numbers), "moved": self.moved}
+    def learn(self, habits: Habits) -> None:
+        """Go on from what was learned before."""
+        self.late, self.moved = Recurrence(*habits.late or ()), habits.moved
+
+    @property
+    def habits(self) -> Habits:
+        """What a reader has to know of these."""
+        return Habits(late=self.late.numbers, moved=self.moved)
 
     def slot_of(self, step: int) -> int | None:
         """Where the copy of `step` is that a reader gets: the committed one if there is one."""

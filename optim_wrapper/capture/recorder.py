@@ -6,11 +6,13 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lastwords.checkpoint.meta import Habits
 from lastwords.checkpoint.reason import Reason, as_reason
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper.capture import step_document
@@ -111,6 +113,7 @@ class StepRecorder:
         self.updated = True  # in the step that ends
         self.ends_early = False
         self._early_reasons: list[str] = []
+        self._habits = Habits()  # of the run that is resumed
 
     # ------------------------------------------------------------------ life
 
@@ -174,7 +177,8 @@ class StepRecorder:
         )
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
-        self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)))
+        habits = self._habits if carried is None else carried.habits
+        self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)), habits=habits)
         self.not_exact(self._box.reasons)
         self._say_reasons()
         if self._hook is None and not at_gate:
@@ -257,11 +261,17 @@ class StepRecorder:
         self.watch.keep(names_in({*regions, *any_rank}))
         return [*reasons, *self.watch.copies.restore(regions), *self.gradients.restore(regions)]
 
-    def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None) -> None:
-        """How the extras of the run that is resumed have moved so far."""
+    def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None, habits: Habits) -> None:
+        """How the extras of the run that is resumed have moved so far, and what else it has learned of the loop."""
         self._extras_now = extras
         if local_extras is not None:
             self._local_now = local_extras
+        self._habits = habits
+        self._tentative_reasons, self._early_reasons = [*habits.tentative_reasons], [*habits.early_reasons]
+        self.watch.learn(habits)
+        if self._box is not None:
+            self._box.learn(habits)
+            self._say_reasons()
 
     def not_exact(self, reasons: Iterable[str | Reason]) -> None:
         """Why a resume of this run cannot be exact, as it becomes known."""
@@ -338,6 +348,7 @@ class StepRecorder:
             moved += [] if region is None else [region]
         if moved and not self._early_reasons:
             self._early_reasons = [step_document.changed_after_the_end(moved, self._step)]
+            self._say_reasons()
         return True
 
     def extras_by_rank(self) -> dict[str, int]:
@@ -406,8 +417,9 @@ class StepRecorder:
     def _say_reasons(self) -> None:
         if self._box is None:
             return
-        facts = {"reasons": [one.to_json() for one in self.reasons], "tentative_reasons": self._tentative_reasons}
-        self._box.box.set_facts(json.dumps(facts | self._box.late_moves()).encode())
+        habits = replace(self._box.habits, tentative_reasons=self._tentative_reasons, early_reasons=self._early_reasons)
+        facts = {"reasons": [one.to_json() for one in self.reasons], **habits.to_json()}
+        self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
         return step_document.begin(

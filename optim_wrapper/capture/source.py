@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
-from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, LocalMeta
+from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, Habits, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reason import Reason
 from lastwords.errors import IncompleteError, LastWordsError, StorageError
@@ -215,7 +215,10 @@ class TrainerSource:
             for rank, state in states.items():
                 if state.exact and state.meta.kind == TENTATIVE:
                     states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
-        return states
+        if self._watch is None:
+            return states
+        seen = self._watch.habits(step, self._ends_epoch(self.position(step)))
+        return {rank: _with_habits(state, seen) for rank, state in states.items()}
 
     def facts(self, step: int) -> dict[str, Any]:
         """Facts of the run up to `step`, for the manifest."""
@@ -261,15 +264,19 @@ class TrainerSource:
                 if copy is None:
                     there = ", ".join(f"{kind.name.lower()} {at}" for kind, at in box.contents()) or "nothing"
                     return _nothing(f"its black box has no state of step {step} (it has: {there})")
-                told = [Reason.from_json(one) for one in box.facts().get("reasons", [])]
+                facts = box.facts()
+                habits = Habits.read(facts, "facts")
+                told = [Reason.from_json(one) for one in facts.get("reasons", [])]
                 reasons = [str(reason) for key in ("reasons", "early") for reason in copy.json.get(key, [])]
                 if copy.problem:
                     reasons.append(copy.problem)
                 if copy.kind is SlotKind.TENTATIVE:
                     trusted, why = box.tentative_trust()
-                    if not trusted and not _spared(box.facts().get("late"), copy):
+                    if trusted and any(habits.late or ()):
+                        trusted, why = False, f"{habits.moved} moved after such a copy before the last resume"
+                    if not trusted and not _spared(habits.late, copy):
                         reasons.append(f"it had not ended step {step}, and {why}")
-                    late = [*box.facts().get("tentative_reasons", []), *self._of_averages(copy, step)]
+                    late = [*habits.tentative_reasons, *self._of_averages(copy, step)]
                     reasons += [f"it had not ended step {step}, and {why}" for why in late]
                 epoch = copy.json.get("epoch")
                 start = box.read_epoch(epoch) if isinstance(epoch, int) else None
@@ -283,7 +290,7 @@ class TrainerSource:
         if start is not None:
             tensors += _tensors(rank, EPOCH_PREFIX, start)
         kind = TENTATIVE if copy.kind is SlotKind.TENTATIVE else COMMITTED
-        meta = LocalMeta(kind=kind, slot=copy.json, epoch_start=None if start is None else start.json)
+        meta = LocalMeta(kind=kind, slot=copy.json, epoch_start=None if start is None else start.json, habits=habits)
         told += map(Reason, reasons)
         return LocalState(tensors, meta, exact=not told, reasons=tuple(told))
 
@@ -295,6 +302,12 @@ class TrainerSource:
             return []
         moved = snapshot.extras.moved_last if snapshot.step == step else self._extras.again(snapshot.extras)[1]
         return [f"its buffers of extras[{name!r}] are from before" for name in sorted(names & {*moved})]
+
+
+def _with_habits(state: LocalState, seen: Habits) -> LocalState:
+    """With what this rank's watch has seen, which speaks for those that are dead, too."""
+    habits = replace(state.meta.habits or Habits(), writes=seen.writes, changes=seen.changes)
+    return replace(state, meta=replace(state.meta, habits=habits))
 
 
 def _spared(late: Any, copy: SlotCopy) -> bool:

@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch.optim.optimizer import Optimizer
 
+from lastwords.checkpoint.meta import Habits
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.capture.late_changes import LateChange
 from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
@@ -235,6 +236,14 @@ class StateWatch:
         self.needs_room = True
         self._promote([name for name in names if self._witness.get(name) is not None])
 
+    def learn(self, habits: Habits) -> None:
+        """Go on from what a run that is resumed has learned of tensors that are here too."""
+        self._witness.look()
+        found = {StateName(kind, of, key): (count, Recurrence(*when)) for kind, of, key, count, when in habits.writes}
+        self._late = {name: one for name, one in found.items() if self._witness.get(name) is not None}
+        for one in self._changes:
+            one.when = Recurrence(*habits.changes.get(one.what, ()))
+
     def alike(self) -> dict[str, Any]:
         """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks. JSON values.
 
@@ -300,6 +309,16 @@ class StateWatch:
         if empty:
             reasons.append(f"the {some(empty)} was emptied after the end of step {step}; a resume begins it anew")
         return [name for name in found if name not in empty and not is_copied(name)], lent, reasons
+
+    def habits(self, step: int, ends_epoch: bool | None) -> Habits:
+        """What the loop does after its updates, up to `step`: the last one to end, or the one that was cut off."""
+        late = dict(self._late)
+        if self._updated is not None and step == self._ended_step + 1:
+            for name in self._witness.moved(self._updated):
+                count, when = late.get(name, (0, Recurrence()))
+                late[name] = count, when.happened(step, ends_epoch)
+        writes = [(*name, count, when.numbers) for name, (count, when) in late.items()]
+        return Habits(writes=writes, changes={one.what: one.when.numbers for one in self._changes if one.when.times})
 
     def cut_off(self, ends_epoch: bool | None = None) -> list[str]:
         """Why a step that was cut off between its update and its end may lack something."""

@@ -14,7 +14,7 @@ from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, ExtrasMeta, StepDocument, groups_of
+from lastwords.checkpoint.meta import COMMITTED, ExtrasMeta, Habits, StepDocument, groups_of
 from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.errors import FormatError
@@ -196,7 +196,7 @@ def _restore(
             local_history = restore_inline(recorder.local_extras, inline)
     else:
         step_regions, epoch_start, local_history = {}, {}, None
-    recorder.history(history, local_history)
+    recorder.history(history, local_history, _habits_for(None if moved else world.rank, manifest))
     reasons += recorder.own.reasons
     return Resumed(
         path=path,
@@ -332,6 +332,31 @@ def _alike(document: StepDocument, whole: bool) -> dict[str, tuple[str, Any, Any
     kind, now, before = document.state
     state = {f"{_STATE}{kind}": ("optimizer state or the trained parameters", now, before)} if whole else {}
     return {**document.alike, **state}
+
+
+def _habits_for(rank: int | None, manifest: Manifest) -> Habits:
+    """What the saved run had learned: that of this rank, or of all together where its own is lost, or for None."""
+    every = {one: local.meta.habits for one, local in manifest.locals.items() if local.meta.habits is not None}
+    own = every.get(-1 if rank is None else rank)
+    if own is not None and own.late is not None:
+        return own
+    newest = max(every.values(), key=lambda one: one.late[2] if one.late else -1, default=Habits())
+    writes = {one[:3]: one for one in sorted((one for habits in every.values() for one in habits.writes), key=_last)}
+    return Habits(
+        late=newest.late,
+        moved=newest.moved,
+        tentative_reasons=[*dict.fromkeys(why for one in every.values() for why in one.tentative_reasons)],
+        early_reasons=[*dict.fromkeys(why for one in every.values() for why in one.early_reasons)],
+        writes=[*writes.values()],
+        changes={
+            what: max((one.changes[what] for one in every.values() if what in one.changes), key=lambda when: when[2])
+            for what in {what for one in every.values() for what in one.changes}
+        },
+    )
+
+
+def _last(writes: tuple[Any, ...]) -> int:
+    return int(writes[-1][2])
 
 
 def _numbers_of(manifest: Manifest, rank: int) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from lastwords.checkpoint.meta import (
     EMPTY_UNIT,
     ExtrasMeta,
     FileContent,
+    Habits,
     InlineExtras,
     LocalMeta,
     StepDocument,
@@ -136,6 +138,17 @@ def test_a_local_state_keeps_the_words_of_the_black_box_and_says_what_they_mean(
     for wrong, path in (({"epoch": "2"}, "epoch"), ({"alike": {"all": [1, 2, 3]}}, r"alike\.all\[0\]")):
         with pytest.raises(FormatError, match=rf"meta\.slot\.{path}: expected"):
             assert replace(meta, slot={**slot, **wrong}).document
+
+
+def test_habits_come_back_and_those_of_an_older_file_are_not_known() -> None:
+    when = (3, 1, 3, 1, 2, 0)
+    writes = [("optim", "w", "step", 1, when)]
+    habits = Habits(late=when, moved="rng/torch", tentative_reasons=["t"], early_reasons=["e"], writes=writes)
+    said = json.loads(json.dumps(LocalMeta(habits=habits).to_json()))
+    assert LocalMeta.read(said).habits == habits
+    assert LocalMeta.read({"kind": "committed", "slot": {}}).habits is None
+    with pytest.raises(FormatError, match=r"meta\.habits\.writes\[0\]"):
+        LocalMeta.read({**said, "habits": {"writes": [["optim", "w", "step", 1, [1, 2]]]}})
 
 
 def test_extras_of_one_rank_are_packed_twice_and_come_back() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from lastwords.checkpoint.meta import InlineExtras
+from lastwords.checkpoint.meta import Habits, InlineExtras
 from lastwords.checkpoint.part import UnitState
 from lastwords.optim_wrapper import hidden_state, nested_optimizers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -219,7 +219,7 @@ class Job:
             copy = reader.read(done)
             assert copy is not None
             local = restore_inline(self.recorder.local_extras, InlineExtras.read(copy.json["local_extras"], "box"))
-        self.recorder.history(history, local)
+        self.recorder.history(history, local, Habits())
         self.done = done
         self.recorder.begin(done, None)
 

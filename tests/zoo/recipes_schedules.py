@@ -376,3 +376,14 @@ class LrOfTheOther(Scheduled):
         super().after_log()
         for group in self.opts[1].param_groups:
             group["lr"] *= 0.8
+
+
+@recipe("lr_drop_epoch", "the loop multiplies lr at the end of an epoch", "fwd@5 win@7 bwd@4 end@4",
+        {"bwd": ("lr", "group", "hyperparameters", "optimizer.step()")})  # fmt: skip
+class LrDropEpoch(Loop):
+    epochs = 3
+
+    def epoch_end(self) -> None:
+        super().epoch_end()
+        for group in self.opt.param_groups:
+            group["lr"] *= 0.1

@@ -87,21 +87,27 @@ class Keeper:
         assert all(track.last_step(rank) == steps for rank in range(ranks)), "the uninterrupted run is not whole"
         return track
 
-    def judge(self, name: str, phase: str, without: Sequence[str] = ()) -> Verdict:
-        """Kill a rank of a recipe or mixture in that phase, resume, and compare."""
+    def judge(self, name: str, phase: str, without: Sequence[str] = (), *, before: str = "") -> Verdict:
+        """Kill a rank of a recipe or mixture in that phase, resume, and compare.
+
+        before: phase of an earlier death of the same job, which is resumed in between. Each may have `@step`.
+        """
         card = mixtures.card_of(name)
         reference = self.reference(card)
         toy = self.toy(self.directory, card.loop.ranks)
         plan: dict[str, Any] = {"recipe": name, "plain": False, "without": list(without)}
-        kill = kill_of(card, phase)
-        codes = toy.run("killed", env=SETTINGS, recover=False, kill=kill, **plan)
-        before = first_difference(reference, Track(self.directory / "killed", card.loop.ranks))
-        if before is not None:
-            return Verdict("broken", f"already before the kill {before}\n{toy.report()}")
-        if codes[kill[0]] != KILLED or {code for rank, code in codes.items() if rank != kill[0]} - {SAVED, NOT_SAVED}:
-            return Verdict("broken", f"the ranks ended with {codes}\n{toy.report()}")
-        if not toy.manifests():
-            return Verdict("nothing", toy.report())
+        for number, death in enumerate([before, phase] if before else [phase]):
+            kill = kill_of(card, death)
+            label = f"killed{number or ''}"
+            codes = toy.run(label, env=SETTINGS, recover=number > 0, kill=kill, **plan)
+            difference = first_difference(reference, Track(self.directory / label, card.loop.ranks))
+            if difference is not None:
+                return Verdict("broken", f"already before the kill {difference}\n{toy.report()}")
+            others = {code for rank, code in codes.items() if rank != kill[0]}
+            if codes[kill[0]] != KILLED or others - {SAVED, NOT_SAVED}:
+                return Verdict("broken", f"the ranks ended with {codes}\n{toy.report()}")
+            if not toy.manifests():
+                return Verdict("nothing", toy.report())
         codes = toy.run("resumed", env=SETTINGS, recover=True, kill=None, **plan)
         resumed = Track(self.directory / "resumed", card.loop.ranks)
         if any(codes.values()) or resumed.one(0, "resumed") is None:
@@ -126,7 +132,8 @@ def kill_of(card: Card, phase: str) -> list[Any]:
     """Rank, step, phase and delay; drawn from the names, so that each run of the tests has the same."""
     draw = random.Random(zlib.crc32(f"{card.name}:{phase}".encode()))
     victim = draw.randrange(card.loop.ranks) if card.victim < 0 else card.victim
-    return [victim, card.phases[phase], phase, draw.uniform(0, DELAY_MS_MAX)]
+    phase, _, step = phase.partition("@")
+    return [victim, int(step or card.phases[phase]), phase, draw.uniform(0, DELAY_MS_MAX)]
 
 
 def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:

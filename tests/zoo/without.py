@@ -153,6 +153,12 @@ def ranks_uncompared() -> None:
     importlib.import_module("lastwords.optim_wrapper.resume.resume")._not_alike = nothing
 
 
+def habits_forgotten() -> None:
+    """A resumed run begins without what the saved one had learned of its loop."""
+    resume = importlib.import_module("lastwords.optim_wrapper.resume.resume")
+    resume._habits_for = lambda rank, manifest: resume.Habits()
+
+
 def lists_unseen() -> None:
     """Nobody asks what has moved among an optimizer's lists and numbers."""
     numbers = importlib.import_module("lastwords.optim_wrapper.state.own_numbers").OwnNumbers
@@ -178,6 +184,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "state that is taken out": state_out_unseen,
     "what has to be alike": ranks_uncompared,
     "lists in the state": lists_unseen,
+    "habits": habits_forgotten,
 }
 
 
