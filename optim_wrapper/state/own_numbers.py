@@ -299,7 +299,12 @@ def seen(own: Any) -> str:
 
 def _word(leaf: Any) -> Any:
     word = _plain(leaf)
-    large = isinstance(leaf, torch.Tensor) and isinstance(word, str) and not leaf.is_inference()
+    large = (
+        isinstance(leaf, torch.Tensor)
+        and not torch.nn.parameter.is_lazy(leaf)
+        and isinstance(word, str)
+        and not leaf.is_inference()
+    )
     return leaf._version if large else word
 
 

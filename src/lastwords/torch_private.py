@@ -64,6 +64,7 @@ NAMES = {
     "torch.optim.Optimizer._warned_capturable_if_run_uncaptured": "the same",
     "torch.optim.LBFGS._numel_cache": "the same",
     "torch.optim.lr_scheduler.LRScheduler._step_count": "stepped once? without: last_epoch alone",
+    "torch.optim.lr_scheduler.LRScheduler._last_lr": "the lr that it left; without: any lr is taken for its own",
     "torch.optim.lr_scheduler.SequentialLR._schedulers": "the same of the schedulers in it",
     # the rest
     "torch.distributed.distributed_c10d._get_default_store": "the job's store; without: ConfigError",
