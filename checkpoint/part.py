@@ -261,6 +261,13 @@ def write_part(
     return part
 
 
+def remove_part(directory: Path, part: Part, os: Os = REAL_OS) -> None:
+    """Removes what `write_part` has written below `directory`; StorageError if that is impossible."""
+    for path in (directory / layout.rank_dir_name(part.rank) / layout.PART_NAME, directory / part.file.path):
+        with storage_errors("removing", path):
+            os.unlink(path)
+
+
 def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
     """Writes a small new file; `durable`: its content is on the disk on return (its name is the caller's).
 

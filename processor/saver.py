@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from lastwords import clock
 from lastwords.checkpoint import layout, part
 from lastwords.checkpoint.system import SyncWatch
-from lastwords.errors import StorageError
+from lastwords.errors import IncompleteError, StorageError
 from lastwords.vocabulary import Save, Stand
 
 _log = logging.getLogger(__name__)
@@ -22,6 +22,10 @@ PROGRESS_INTERVAL_S = 0.25
 
 SYNC_INTERVAL_S = 1.0
 """So often a writer inside fsync or close is reported to be there, by another thread: its own cannot."""
+
+
+READS_MAX = 5
+"""So often a part is written because the loop has changed what was read. It is soon stuck: a rank has died."""
 
 
 class Position(NamedTuple):
@@ -155,18 +159,36 @@ class SaveJob:
             self._on_progress(self.order, written, False)
 
     def _write(self) -> int:
-        order, source = self.order, self._spec.source
+        order = self.order
         if not 0 <= order.target < len(self._spec.roots):
             raise StorageError(f"rank {self._spec.rank} has no directory number {order.target}: set fallback_path")
-        units = {unit: source.unit_state(unit, order.step, self._stand) for unit in order.units}
+        for _ in range(READS_MAX):
+            units = self._units()
+            written = self._write_part(units)
+            # The loop may compute on while its state is read, and write what it has never written before.
+            if _reasons(self._units()) == _reasons(units):
+                return written.file.bytes
+            part.remove_part(self._directory, written, self._watch)
+            _log.info("rank %s reads its state of step %s again: it has changed meanwhile", self._spec.rank, order.step)
+        raise IncompleteError("what the loop changes could not be read unchanged", missing=order.units)
+
+    @property
+    def _directory(self) -> Path:
+        order = self.order
+        name = layout.tmp_dir_name(order.step, self._spec.job, order.generation, order.incident, order.attempt)
+        return self._spec.roots[order.target] / name
+
+    def _units(self) -> dict[str, part.UnitState]:
+        source = self._spec.source
+        return {unit: source.unit_state(unit, self.order.step, self._stand) for unit in self.order.units}
+
+    def _write_part(self, units: dict[str, part.UnitState]) -> part.Part:
+        order, source = self.order, self._spec.source
         locals_ = source.local_states(order.local_ranks, order.step)
         position = source.position(order.step) or _named_by(locals_.values())
         epoch, step_of_epoch = position or (layout.EPOCH_UNKNOWN, order.step)
-        directory = self._spec.roots[order.target] / layout.tmp_dir_name(
-            order.step, self._spec.job, order.generation, order.incident, order.attempt
-        )
-        written = part.write_part(
-            directory,
+        return part.write_part(
+            self._directory,
             rank=self._spec.rank,
             epoch=epoch,
             step=step_of_epoch,
@@ -178,7 +200,10 @@ class SaveJob:
             job=self._spec.job,
             os=self._watch,
         )
-        return written.file.bytes
+
+
+def _reasons(units: Mapping[str, part.UnitState]) -> list[tuple[str, ...]]:
+    return [tuple(state.meta.reasons) for state in units.values()]
 
 
 def _named_by(locals_: Iterable[part.LocalState]) -> Position | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import queue
 import threading
@@ -128,3 +129,41 @@ def test_what_may_work_later_is_told_from_what_will_not(tmp_path: Path, error: E
     what, reason, later = said.get(timeout=WAIT_S)
     assert (what, later) == ("failed", storage)
     assert type(error).__name__ in reason
+
+
+class Moving(Source):
+    """The loop writes the tensor for the first time while it is read, `times` times; each time it is named."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.moved = 0
+
+    def unit_state(self, unit: str, step: int, stand: Stand) -> part.UnitState:
+        def read() -> bytes:
+            self.moved += self.moved < self.times
+            return bytes([self.moved]) * 64
+
+        state = part.UnitState([(TensorSpec("unit/u/model/w", "U8", (64,)), read)])
+        reasons = [f"moved {self.moved}"] if self.moved else []
+        return dataclasses.replace(state, meta=dataclasses.replace(state.meta, reasons=reasons))
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_what_changes_while_it_is_read_is_read_again_and_named(tmp_path: Path, times: int) -> None:
+    said: queue.Queue[Said] = queue.Queue()
+    job(tmp_path, said, Moving(times)).start()
+    while (last := said.get(timeout=WAIT_S))[0] == "progress":
+        pass
+    assert last[0] == "done", last
+    directory = layout.tmp_dir(tmp_path, 7, "digits", 1, 1, 1)
+    said_of_unit = part.read_part(directory / "rank_0").units["u"].meta
+    assert list(said_of_unit.reasons) == ([f"moved {times}"] if times else [])
+
+
+def test_what_never_stays_as_it_was_is_not_saved(tmp_path: Path) -> None:
+    said: queue.Queue[Said] = queue.Queue()
+    job(tmp_path, said, Moving(1000)).start()
+    while (last := said.get(timeout=WAIT_S))[0] == "progress":
+        pass
+    assert last[0] == "failed"
