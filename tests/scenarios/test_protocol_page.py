@@ -32,6 +32,8 @@ WAITS = {
     "silence_timeout_s": ("for a lost session to come back, where nothing else has happened", "the rank is dead"),
     "lost_confirm_s": ("for a lost session to come back, once the job ends anyway", "the rank is dead"),
     "stall_timeout_s": ("for one whose process the controller sees to live (stopped, frozen)", "the rank is given up"),
+    "keepalive_time_s": ("of silence on a connection", "the controller sends a ping"),
+    "keepalive_timeout_s": ("for the answer to that ping", "the session is lost"),
     "settle_timeout_s": ("for `Settled` after `Freeze` or `Proceed`", "the rank is excluded"),
     "progress_timeout_s": ("for a writer's next byte", "the rank is excluded, another one writes"),
     "sync_timeout_s": ("for a writer inside fsync or close", "the rank is excluded, another one writes"),
