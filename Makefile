@@ -3,8 +3,8 @@
 #   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
 #   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp, pp-tp
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
-#   make test      the tests that fit into ten minutes
-#   make test-rest the other cases of their long tables; a quarter of an hour and more
+#   make test      the usual tests, some cases of each long table: a quarter of an hour and more
+#   make test-rest the other cases of their long tables; half an hour and more
 #   make test-all  both
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
