@@ -2,14 +2,15 @@
 #
 #   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
 #   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp, pp-tp
+#   make demo-heal      kill -9 two workers in turn; only they are replaced, and training goes on in seconds
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
-#   make test      the usual tests, some cases of each long table: a quarter of an hour and more
-#   make test-rest the other cases of their long tables; half an hour and more
+#   make test      the usual tests, some cases of each long table: a quarter of an hour
+#   make test-rest the other cases of their long tables; half an hour
 #   make test-all  both
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
-#   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble
+#   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble, MODE=heal runs under lastwords run
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
 #   make bench     measures the budgets, beside the machine's own limits
 #   make proto     writes src/lastwords/_pb from proto/*.proto
@@ -20,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 N ?= 20
-WORKERS ?= 3
+WORKERS ?= 5
 SEED ?= 1
 MODE ?= kill
 LAYOUT ?= tp
@@ -28,7 +29,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-elastic test test-rest test-all test-torch check matrix chaos zoo bench proto clean
+.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch check matrix chaos zoo bench proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -45,6 +46,9 @@ demo: $(READY)
 
 demo-parallel: $(READY)
 	$(BIN)/python -m demo.transformer.run --layout $(LAYOUT) $(ARGS)
+
+demo-heal: $(READY)
+	$(BIN)/python -m demo.heal $(ARGS)
 
 demo-elastic: $(READY)
 	$(BIN)/python -m demo.transformer.elastic $(ARGS)

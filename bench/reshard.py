@@ -210,7 +210,7 @@ def save_both(root: Path, sizes: Shapes, axis: int) -> Callable[[int], None]:
         dcp.save(layer.state(), storage_writer=FileSystemWriter(root / "torch"))
         recorder = layer.recorder()
         assert recorder.source is not None
-        recorder.committed(1, Position(1, 1))
+        recorder.end_step(1, Position(1, 1))
         source, table = recorder.source, recorder.units.table
         mine = [unit for unit, holders in table.units.items() if holders[0] == rank]
         directory = root / layout.tmp_dir_name(1, "bench", 1, 1, 1)

@@ -33,7 +33,7 @@ BOOKKEEPING_BUDGET_US = 10.0
 """Two slots of 5 us."""
 STAND_BUDGET_US = 0.3
 GUARD_BUDGET_US = 2.0
-"""refresh 1 us, enter_update and leave_update 0.5 us each."""
+"""refresh 1 us, begin_update and end_update 0.5 us each."""
 JUDGED_WARM = ("100 phase marks", "100 guarded updates", "black box bookkeeping")
 """Budgets of single calls; whole captures are judged as a real step meets them, cold."""
 Row = dict[str, float | str]
@@ -54,7 +54,7 @@ def stepping(made: BoxRecorder, own: OwnStreams | None = None) -> Callable[[], N
         step += 1
         made.tentative(step)
         if own is not None:
-            own.step_ended(look=False)
+            own.end_step(look=False)
         made.committed(step, b"{}")
 
     return once
@@ -75,8 +75,8 @@ def guarded_updates(guard: SignalGuard, count: int = 100) -> Callable[[], None]:
 
     def once() -> None:
         for _ in range(count):
-            guard.enter_update()
-            guard.leave_update()
+            guard.begin_update()
+            guard.end_update()
 
     return once
 

@@ -50,7 +50,7 @@ class Loop:
         """Watch it from now on."""
         self.watch = StateWatch(UnitView(self.model, self.optimizer), frozenset, lambda name: False)
         self.watch.look()
-        self.watch.ended(0)
+        self.watch.take(0)
         return self
 
     def one_us(self) -> tuple[float, float]:
@@ -63,14 +63,14 @@ class Loop:
         self.count += 1
         watch, spent_ns, began_ns = self.watch, 0, time.perf_counter_ns()
         if watch is not None:
-            watch.before_update()
+            watch.begin_update()
             spent_ns = time.perf_counter_ns() - began_ns
         self.optimizer.step()
         ended_ns = time.perf_counter_ns()
         if watch is not None:
-            watch.updated()
-            watch.step_ends(look=False)
-            watch.ended(self.count)
+            watch.end_update()
+            watch.end_step(look=False)
+            watch.take(self.count)
             spent_ns += time.perf_counter_ns() - ended_ns
         return (time.perf_counter_ns() - began_ns) / 1000, spent_ns / 1000
 

@@ -245,7 +245,7 @@ class _Reading:
                 state.update(view)
             digest = state.hexdigest()
         if digest != self._entry.chunks[index]:
-            raise FormatError(damage(self._path, f"its bytes {start} to {end} do not fit their checksum"))
+            raise FormatError(damage(self._path, f"its bytes {start} to {end} do not match their checksum"))
 
     def _fill(self, views: list[memoryview], offset: int) -> None:
         rest = list(views)

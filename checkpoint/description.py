@@ -129,11 +129,11 @@ def _unnamed(global_step: int, locals_: Mapping[int, LocalSummary]) -> list[Reas
     said = [after for rank in sorted(locals_) if (after := locals_[rank].after) is not None]
     if any(after == () for after in said):
         return []
-    last = next((f" (the last one that it named: epoch {a[0]}, step {a[1]})" for a in said if a), "")
+    last = next((f" (last reported: epoch {a[0]}, step {a[1]})" for a in said if a), "")
     return [
         Reason(
-            f"global step {global_step} was saved before the training loop had named its epoch and step{last}; "
-            "continue by the number of global steps"
+            f"global step {global_step} was saved before the training loop had reported its epoch and "
+            f"step{last}; continue by global step"
         )
     ]
 

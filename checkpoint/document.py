@@ -47,7 +47,7 @@ _STEP_ITEMS = 256
 def _listed(value: Any) -> list[Any]:
     """An iterator is a list of which the items are made when they are written."""
     if not isinstance(value, Iterator):
-        raise TypeError(f"{type(value).__name__} has no form in JSON")
+        raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return list(value)
 
 
@@ -135,7 +135,7 @@ def decode_document(
     for piece in (view[:begin], _NO_SUM.encode("ascii"), view[end:]):
         sum_.update(piece)
     if sum_.hexdigest().encode("ascii") != raw[begin:end]:
-        raise FormatError(damage(where, "its bytes do not fit its checksum", remedy))
+        raise FormatError(damage(where, "its bytes do not match its checksum", remedy))
     try:
         content: Any = json.loads((lines_of(raw, ("format_version", *only)) if only else raw).decode("ascii"))
     except (ValueError, RecursionError) as error:
@@ -171,7 +171,7 @@ def items_of(raw: bytes, key: str, where: Path, remedy: str) -> Iterator[tuple[s
     except (ValueError, IndexError, RecursionError) as error:
         raise FormatError(damage(where, f"{key} cannot be read ({error})", remedy)) from error
     if not at:
-        raise FormatError(damage(where, f"{key} is missing, or is no object", remedy))
+        raise FormatError(damage(where, f"{key} is missing or is not an object", remedy))
 
 
 def read_document(path: Path, os: Os) -> bytes:
@@ -191,7 +191,7 @@ def read_document(path: Path, os: Os) -> bytes:
     for block in blocks:
         sum_.update(block)
     if sum_.hexdigest().encode("ascii") != first[begin:end]:
-        raise FormatError(damage(path, "its bytes do not fit its checksum"))
+        raise FormatError(damage(path, "its bytes do not match its checksum"))
     return read_whole(path, os, bytes_max=DOCUMENT_BYTES_MAX)
 
 

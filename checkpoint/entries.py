@@ -231,5 +231,5 @@ def _specs_from_json(fields: Fields) -> tuple[TensorSpec, ...]:
     said = fields.value("tensors", list[dict[str, Any]])
     vague = next((index for index, one in enumerate(said) if "offsets" not in one or "global_shape" not in one), None)
     if vague is not None:
-        fields.refuse(f"tensors[{vague}] does not say which part of the whole it is")
+        fields.refuse(f"tensors[{vague}] does not record which region of the whole tensor it is")
     return fields.value("tensors", tuple[TensorSpec, ...])

@@ -215,7 +215,7 @@ def contradiction(manifest: Manifest) -> str | None:
     unnamed = (layout.EPOCH_UNKNOWN, manifest.global_step)
     names_of_step = (unnamed, (manifest.epoch, manifest.step))
     if not manifest.named and manifest.step != manifest.global_step:
-        return f"it says step {manifest.step} of no epoch, and global step {manifest.global_step}"
+        return f"it has step {manifest.step} without an epoch, and global step {manifest.global_step}"
     for entry in manifest.files:
         chunks = -(-entry.bytes // CHUNK_BYTES) if manifest.tables is None else 0
         if len(entry.chunks) != chunks or entry.header_bytes > entry.bytes:
@@ -235,7 +235,7 @@ def contradiction(manifest: Manifest) -> str | None:
         except ConfigError as error:
             return str(error)
     if any(rank >= manifest.world_size for rank in (*manifest.locals, *manifest.cause_ranks)):
-        return f"it speaks of a rank outside its world of {manifest.world_size}"
+        return f"it names a rank outside its world size of {manifest.world_size}"
     return None
 
 
@@ -244,7 +244,7 @@ def _heads_contradiction(heads: Heads) -> str | None:
     writers |= {f"the local state of rank {rank}": head.writer for rank, head in heads.locals.items()}
     for owner, writer in writers.items():
         if writer not in heads.files:
-            return f"{owner} was written by rank {writer}, of which it lists no file"
+            return f"{owner} was written by rank {writer}, but it lists no file of that rank"
     return None
 
 
@@ -322,9 +322,9 @@ def read_manifest(directory: Path, os: Os = REAL_OS) -> Manifest:
     except FileNotFoundError as error:
         what = "there is no directory"
         if os.leads_to_directory(directory):
-            what = "it is no checkpoint or was left unfinished"
+            what = "it is not a checkpoint, or it is an unfinished one"
         elif os.exists(directory):
-            what = "it is no directory, or a link that leads nowhere (is the disk mounted that it is on?)"
+            what = "it is not a directory, or it is a dangling link; check that its disk is mounted"
         raise IncompleteError(
             f"{directory} has no {layout.MANIFEST_NAME}: {what}; use another checkpoint",
             missing=(layout.MANIFEST_NAME,),

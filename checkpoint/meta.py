@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.storable import unpack
-from lastwords.checkpoint.versions import META_VERSION
+from lastwords.checkpoint.versions import BUCKETS_VERSION, META_VERSION, SEVERAL_BUCKETS_VERSION
 from lastwords.errors import FormatError
 
 Tree = dict[str, Any]
@@ -112,7 +112,7 @@ class UnitMeta:
     left_out: (parameter, key or None) of state that could not be stored. reasons: why the unit is not exact. holders:
     the ranks that hold it; None for what all hold. extras: of the job, in `replicated`.
     step_ended: whether its writer had ended the step; hyperparameters: the plain ones of all groups, at that moment.
-    buckets: the order of DDP's buckets in its writer's group (`ddp_buckets`).
+    buckets: the order of DDP's buckets in its writer's group, which `BucketRecord` reads.
     """
 
     optimizer: str
@@ -270,6 +270,65 @@ class LocalMeta:
         return found if self.habits is None else {**found, "habits": self.habits.to_json()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketRecord:
+    """The order of one DDP's gradient buckets after global step `step`, as `ddp_buckets` records it; None: of no step.
+
+    version: as the file says it; of another one nothing else is read. passes: places in `parameters`, in the order in
+    which the gradients came, of each pass that orders the buckets. buckets: as DDP's logging data show them; None if
+    they had not yet. reasons: why they cannot be made again; hooks: states of hooks that are not saved; unconfirmed:
+    why the order may not be that of rank 0. synced: what the next passes would hand round (`ddp_order.Synced`).
+    options: those of the DDP that change the sums.
+    """
+
+    version: Any = BUCKETS_VERSION
+    step: Number | None
+    static_graph: bool
+    find_unused_parameters: bool
+    parameters: Sequence[str]
+    passes: Sequence[Sequence[Number]]
+    buckets: Sequence[Sequence[Number]] | None
+    reasons: Sequence[str]
+    hooks: Sequence[str] = ()
+    unconfirmed: str = ""
+    synced: Mapping[str, bool] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def read(said: Mapping[str, Any], path: str = "buckets") -> list[BucketRecord]:
+        """Those in a record of one DDP or of several; empty without DDP. FormatError if they are damaged."""
+        version = said.get("version")
+        if version == SEVERAL_BUCKETS_VERSION:
+            several = typed(said, _SeveralBuckets, path).ddps
+            return [one for at, each in enumerate(several) for one in BucketRecord.read(each, f"{path}.ddps[{at}]")]
+        if version == BUCKETS_VERSION:
+            return [typed(said, BucketRecord, path)]
+        return [dataclasses.replace(_NO_BUCKETS, version=version)] if said else []
+
+    @staticmethod
+    def stored(records: Sequence[BucketRecord]) -> dict[str, Any]:
+        """What stands in the file, which `read` takes apart."""
+        every = [{one.name: getattr(record, one.name) for one in dataclasses.fields(record)} for record in records]
+        return {"version": SEVERAL_BUCKETS_VERSION, "ddps": every} if len(every) > 1 else every[0] if every else {}
+
+
+_NO_BUCKETS = BucketRecord(
+    step=None,
+    static_graph=False,
+    find_unused_parameters=False,
+    parameters=(),
+    passes=(),
+    buckets=None,
+    reasons=(),
+)
+"""In the place of a record of a version that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SeveralBuckets:
+    ddps: Sequence[Mapping[str, Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
     """What a transformation was of, and to: ranks of its destination, and sums of source's manifest and of strategy."""
@@ -283,8 +342,8 @@ class Moved:
 class RunFacts:
     """Those of a run's facts that code acts on, one by one; all others are shown to people, or compared as they are.
 
-    buckets: the order of DDP's buckets (`ddp_buckets`). data: where the loader stood, and what it is like; None without
-    `steps()`. moved: of a checkpoint whose units were transformed into another layout.
+    buckets: the order of DDP's buckets, which `BucketRecord` reads. data: where the loader stood, and what it is like;
+    None without `steps()`. moved: of a checkpoint whose units were transformed into another layout.
     """
 
     buckets: Mapping[str, Any] = field(default_factory=dict)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.format import DTYPE_BITS, TYPE_NAMES, TensorSpec
-from lastwords.checkpoint.meta import InlineExtras, LocalMeta, MetaHead, RunFacts, UnitMeta
+from lastwords.checkpoint.meta import BucketRecord, InlineExtras, LocalMeta, MetaHead, RunFacts, UnitMeta
 from lastwords.checkpoint.versions import META_VERSION
 from lastwords.errors import FormatError
 
@@ -52,7 +52,7 @@ def local_problem(said: Mapping[str, Any]) -> str | None:
 def facts_problem(facts: Mapping[str, Any]) -> str | None:
     """As `unit_problem`, of a manifest's or a part's facts."""
     try:
-        _check_buckets(RunFacts.read(facts).buckets, "facts.buckets")
+        BucketRecord.read(RunFacts.read(facts).buckets, "facts.buckets")
     except FormatError as error:
         return str(error)
     return None
@@ -82,7 +82,7 @@ def _check_unit(meta: UnitMeta, names: Names, prefix: str) -> None:
             raise _wrong(path, "is of a parameter that the unit does not have")
     for alias, name in meta.aliases.items():
         if name not in meta.parameters and name not in meta.buffers:
-            raise _wrong(f"meta.aliases[{alias!r}]", "is tied to something that the unit does not have")
+            raise _wrong(f"meta.aliases[{alias!r}]", "is tied to a name that the unit does not have")
     for field_, found in (("group_parameters", meta.group_parameters), ("group_numbers", meta.numbers)):
         if len(found) != len(meta.groups):
             raise _wrong(f"meta.{field_}", f"has {len(found)} items for {len(meta.groups)} param groups")
@@ -90,39 +90,8 @@ def _check_unit(meta: UnitMeta, names: Names, prefix: str) -> None:
         for name, state in meta.extras.states.items():
             check_tree(state, names, f"meta.extras.states[{name!r}]")
         if not {*meta.extras.step_on_resume} <= meta.extras.states.keys():
-            raise _wrong("meta.extras.step_on_resume", "names something that is not there")
-    _check_buckets(meta.buckets or {}, "meta.buckets")
-
-
-@dataclass(frozen=True, slots=True)
-class _Buckets:
-    """The order of one DDP's buckets, as `ddp_buckets` records it."""
-
-    static_graph: bool
-    find_unused_parameters: bool
-    parameters: Sequence[str]
-    passes: Sequence[Sequence[Number]]
-    buckets: Sequence[Sequence[Number]] | None
-    reasons: Sequence[str]
-    step: Number | None
-    hooks: Sequence[str] = ()
-    unconfirmed: str = ""
-    synced: Mapping[str, bool] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _SeveralBuckets:
-    ddps: Sequence[Mapping[str, Any]]
-
-
-def _check_buckets(record: Mapping[str, Any], path: str) -> None:
-    """Of one DDP or of several; empty without DDP. Other versions are told where they are used."""
-    if record.get("version") == 1:
-        typed(record, _Buckets, path)
-    elif record.get("version") == 2:
-        for index, one in enumerate(typed(record, _SeveralBuckets, path).ddps):
-            _check_buckets(one, f"{path}.ddps[{index}]")
+            raise _wrong("meta.extras.step_on_resume", "names an extra that does not exist")
+    BucketRecord.read(meta.buckets or {}, "meta.buckets")
 
 
 # ---------------------------------------------------------------------- trees of values (see `state_trees`)
@@ -198,18 +167,18 @@ def _check_leaf(node: dict[str, Any], names: Names | None, path: str) -> None:
     if leaf.global_shape is not None and tuple(leaf.global_shape) != sizes:
         raise _wrong(f"{path}.global_shape", f"is not that of {leaf.tensor!r}, {sizes}")
     if any(not -len(sizes) <= one[1] < len(sizes) for one in leaf.placements or () if one[0] in ("S", "SS")):
-        raise _wrong(f"{path}.placements", "divides a dimension that is not there")
+        raise _wrong(f"{path}.placements", "shards a dimension that does not exist")
 
 
 def _check_placement(value: Any, path: str) -> None:
     """See `sharding.dtensor.placements_to_json`."""
     numbers = {"R": 0, "S": 1, "SS": 2}
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
-        raise _wrong(path, "is no placement")
+        raise _wrong(path, "is not a placement")
     if len(value) - 1 != numbers.get(value[0], len(value) - 1):
-        raise _wrong(path, f"is no placement of kind {value[0]!r}")
+        raise _wrong(path, f"is not a placement of kind {value[0]!r}")
     if not all(type(number) is int for number in value[1:]):
-        raise _wrong(path, "has something else than numbers")
+        raise _wrong(path, "contains values that are not numbers")
 
 
 def _stored_as(names: Names, name: str, dtype: str, shape: Sequence[int] | None, path: str) -> TensorSpec:
@@ -239,7 +208,7 @@ def _check_inline(inline: InlineExtras, path: str) -> None:
             stored = inline.tensors.get(leaf["tensor"])
             size = _DTYPE_BYTES.get(leaf["dtype"])
             if stored is None or (size is not None and len(stored[1]) != size * math.prod(leaf["shape"])):
-                raise _wrong(f"{path}[{name!r}]", f"names the tensor {leaf['tensor']!r}, whose bytes are not there")
+                raise _wrong(f"{path}[{name!r}]", f"names the tensor {leaf['tensor']!r}, whose bytes are missing")
 
 
 def _leaves(tree: Any, path: str) -> Iterator[dict[str, Any]]:

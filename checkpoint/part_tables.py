@@ -101,7 +101,7 @@ class PartTables:
         finally:
             close(fd, path, self._os)
         if xxhash.xxh3_64_hexdigest(raw) != entry.part_sum:
-            raise FormatError(damage(path, "its bytes do not fit the checksum in the manifest"))
+            raise FormatError(damage(path, "its bytes do not match the checksum in the manifest"))
         part = Part.decode(raw, path)
         said = replace(part.file, chunks=(), part_bytes=entry.part_bytes, part_sum=entry.part_sum)
         if part.rank != rank or said != entry or part.global_step != self._global_step:
@@ -109,7 +109,7 @@ class PartTables:
         units = {unit for unit, head in heads.units.items() if head.writer == rank}
         locals_ = {owner for owner, head in heads.locals.items() if head.writer == rank}
         if part.units.keys() != units or part.locals.keys() != locals_:
-            raise FormatError(damage(path, "it has other units or local states than the manifest says"))
+            raise FormatError(damage(path, "its units or local states differ from the manifest"))
         problem = part.contradiction() or meta_problem(part.units, part.locals) or facts_problem(part.facts)
         if problem is not None:
             raise FormatError(damage(path, problem))

@@ -103,7 +103,7 @@ def read_header(
     # The step comes before the checksum: "of another step" says more than "damaged".
     _check_metadata(header, where, rank=rank, global_step=global_step)
     if length != entry.header_bytes or xxhash.xxh3_64_hexdigest(raw) != entry.header_sum:
-        raise FormatError(damage(where, "its header does not fit its checksum"))
+        raise FormatError(damage(where, "its header does not match its checksum"))
     found = {name: (spec.dtype, spec.shape) for name, (spec, _, _) in header.tensors.items()}
     listed = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
     if found != listed:
@@ -153,7 +153,7 @@ def check_unchanged(directory: Path, entry: FileEntry, os: Os = REAL_OS) -> None
     finally:
         close(fd, path, os)
     if xxhash.xxh3_64_hexdigest(raw) != entry.header_sum:
-        raise FormatError(damage(path, "its header does not fit its checksum"))
+        raise FormatError(damage(path, "its header does not match its checksum"))
 
 
 def _check_metadata(header: Header, where: str, *, rank: int, global_step: int) -> None:
@@ -172,7 +172,7 @@ def _check_metadata(header: Header, where: str, *, rank: int, global_step: int) 
     if found_step != global_step:
         raise FormatError(
             f"{where} is of global step {found_step}, the manifest is of step {global_step}; a file of another "
-            "checkpoint was put here: restore the right one or use another checkpoint"
+            "checkpoint was put here: restore the right file or use another checkpoint"
         )
     if found_rank != rank:
         raise FormatError(

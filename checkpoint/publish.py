@@ -98,14 +98,19 @@ def verify_parts(
         if part.epoch != layout.EPOCH_UNKNOWN:  # one that was not told the step's name contradicts nobody
             place = place or (part.epoch, part.step)
             if place != (part.epoch, part.step):
-                problems.append((rank, f"says epoch {part.epoch}, step {part.step}, others say {place[0]}, {place[1]}"))
+                problems.append(
+                    (
+                        rank,
+                        f"says epoch {part.epoch}, step {part.step}, but other ranks' files say {place[0]}, {place[1]}",
+                    )
+                )
         for unit in part.units:
             if unit in units:
-                problems.append((rank, f"unit {unit} was written by rank {units[unit]} as well"))
+                problems.append((rank, f"unit {unit} was also written by rank {units[unit]}"))
             units[unit] = rank
         for owner in part.locals:
             if owner in locals_:
-                problems.append((rank, f"the local state of rank {owner} was written by rank {locals_[owner]} as well"))
+                problems.append((rank, f"the local state of rank {owner} was also written by rank {locals_[owner]}"))
             locals_[owner] = rank
     if blocked is not None and not problems:
         raise blocked

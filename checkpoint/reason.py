@@ -66,12 +66,12 @@ class Reason:
         if isinstance(item, str):
             return _of_text(item)
         if not isinstance(item, Mapping):
-            raise ValueError("a reason is neither an object nor a text")
+            raise ValueError("a reason is neither an object nor a string")
         detail, cause, ranks, unit = (item.get(key, default) for key, default in _DEFAULTS.items())
         if not isinstance(detail, str) or not isinstance(unit, str) or not isinstance(cause, str):
-            raise ValueError("a reason's detail, cause or unit is no text")
+            raise ValueError("a reason's detail, cause or unit is not a string")
         if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
-            raise ValueError("a reason's ranks are no list of ranks")
+            raise ValueError("a reason's ranks are not a list of ranks")
         return Reason(detail, Cause(cause) if cause in [*Cause] else Cause.OTHER, tuple(sorted({*ranks})), unit)
 
 

@@ -57,9 +57,9 @@ def check_shards(tensor: Divided) -> None:
     if pair is not None:
         one, other = (tensor.shards[index] for index in pair)
         raise FormatError(
-            f"{tensor.name}: {_called(one)} and {_called(other)} both have {overlap(one.box, other.box)}, so these are "
-            "two tensors of one name (stages of a pipeline, parts that were cut by hand); only the layout of the saved "
-            "run can tell them apart: resume with that, or choose some of the units where that can be done"
+            f"{tensor.name}: {_called(one)} and {_called(other)} both have {overlap(one.box, other.box)}, so "
+            f"these are two different tensors with one name (pipeline stages, hand-cut shards); resume with "
+            f"the layout of the saved run, or select units where the command allows it"
         )
 
 
@@ -75,7 +75,8 @@ def slices_for(tensor: Divided, wanted: Box, holes: Mapping[str, str] | None = N
     """
     if not wanted.inside(tensor.shape):
         raise MismatchError(
-            f"{tensor.name} was saved with the shape {tensor.shape}; {wanted} of it is wanted here: another model?",
+            f"{tensor.name} was saved with the shape {tensor.shape}; {wanted} of it is needed here; use the "
+            f"model of the saved run",
             different={tensor.name: f"saved {tensor.shape}, here {wanted}"},
         )
     lost = holes or {}

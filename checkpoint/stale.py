@@ -186,7 +186,7 @@ def under_way(roots: Sequence[Path], own: tuple[str, int], os: Os = REAL_OS) -> 
                 if whose in held and whose[1] < own[1]:
                     found[str(root / name)] = _changed(root / name, os)
     except OSError as error:
-        logger.info("cannot tell what is being published in %s: %s", roots[0], error)
+        logger.info("cannot determine what is being published in %s: %s", roots[0], error)
     return found
 
 

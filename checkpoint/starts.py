@@ -173,8 +173,9 @@ def predecessor(starts: Iterable[Start], launch: Launch) -> Start | None:
     if here is None and len(jobs) > 1:
         raise ConfigError(
             f"torchrun has restarted this job, but {len(jobs)} jobs with the run id {launch.run!r} were started in "
-            f"this directory ({', '.join(jobs[:4])}) and none met at {launch.endpoint or 'the same address'}: give "
-            "torchrun an --rdzv-id that no other job has, or set LASTWORDS_JOB to the name of the one to go on with"
+            f"this directory ({', '.join(jobs[:4])}) and none met at "
+            f"{launch.endpoint or 'the same address'}: give torchrun a unique --rdzv-id, or set "
+            f"LASTWORDS_JOB to the name of the job to continue"
         )
     return here or next(iter(same), None)
 

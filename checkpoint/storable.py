@@ -247,7 +247,7 @@ def _unpack(value: Any, where: str, depth: int) -> Any:
         try:
             return _unpack_tagged(tag, body, where, depth)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, struct.error, IndexError) as error:
-            raise FormatError(f"{where}: {tag} holds something that it cannot: damaged or forged") from error
+            raise FormatError(f"{where}: {tag} holds a value that it cannot hold: damaged or forged") from error
     raise FormatError(f"{where} holds an unknown kind of value {sorted(value)}: written by a newer lastwords? Upgrade")
 
 

@@ -258,7 +258,7 @@ _REMEDIES = {
     errno.EPERM: "check the permissions of the directory and its parents",
     errno.EIO: "the device reports an error: see the kernel log; do not trust this disk",
     errno.ENOENT: "check that the directory exists and is mounted",
-    errno.ENOTDIR: "a file stands where a directory is needed: choose another path",
+    errno.ENOTDIR: "there is a file where a directory is needed: choose another path",
     errno.EEXIST: "something else uses this name: remove it or choose another directory",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ESTALE: "the network file system lost the file: check the mount",

@@ -17,6 +17,12 @@ FILE_FORMAT: Final = 1
 META_VERSION: Final = 1
 """What a unit's `meta` says (`meta.UnitMeta`)."""
 
+BUCKETS_VERSION: Final = 1
+"""The order of one DDP's buckets (`meta.BucketRecord`)."""
+
+SEVERAL_BUCKETS_VERSION: Final = 2
+"""In the place of such a record one that holds a record for each DDP."""
+
 STRATEGY_FORMAT: Final = 1
 """A strategy's file: newest version that this code reads, and the one that it writes."""
 

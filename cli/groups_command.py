@@ -118,7 +118,7 @@ def _read_all(path: Path) -> tuple[dict[Path, GroupInfo], list[str]]:
 
 def _contradictions(found: Mapping[Path, GroupInfo]) -> Iterator[str]:
     """Why these files cannot be of one job."""
-    remedy = "they are of different jobs: remove those of the older one"
+    remedy = "the files are of different jobs: remove the files of the older job"
     first, *others = found
     of_rank: dict[int, Path] = {}
     holders: dict[str, tuple[tuple[int, ...], Path]] = {}

@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--controller", metavar="HOST:PORT", help="its address; default: the only one of this user on this host"
     )
     status.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    what = "run a training script on all ranks of this host; torchrun's flags, and --spares: docs/healing.md"
+    what = "run this host's ranks of a training script; torchrun's flags, and --spares: docs/healing.md"
     subcommands.add_parser("run", help=what, add_help=False)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)

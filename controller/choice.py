@@ -27,7 +27,7 @@ def choose(
     """
     targets = [target for target in saving.targets(forgiven=forgiven) if target not in without]
     if not targets:
-        return NoDecision(NoDecisionKind.STORAGE, "no directory is left that could take it")
+        return NoDecision(NoDecisionKind.STORAGE, "no directory is left that can be written")
     if forgiven:
         barred = {rank: frozenset(targets) for rank, targets in saving.barred.items()}
         views = {r: replace(view, refused_targets=barred.get(r, NO_TARGETS)) for r, view in views.items()}

@@ -166,7 +166,7 @@ class ControllerCore:
             missing = ranks_text(self._members.missing_ranks)
             text = f"{missing} did not register within {self._context.options.start_timeout_s:g} s"
             self._closing.refuse_all(
-                f"{text}; check that every rank was started, and read the output of those that are missing"
+                f"{text}; check that every rank was started, and read the output of the missing ranks"
             )
 
     # ------------------------------------------------------------------ reports

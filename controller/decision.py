@@ -118,13 +118,13 @@ def decision_text(decision: Decision, held: Collection[int]) -> str:
     for part in decision.kept[:NAMED_RANKS_MAX]:
         words.append(f"the files that rank {part.rank} wrote in attempt {part.attempt} are used")
     if len(decision.kept) > NAMED_RANKS_MAX:
-        words.append(f"so are those of {len(decision.kept) - NAMED_RANKS_MAX} more ranks")
+        words.append(f"so are the files of {len(decision.kept) - NAMED_RANKS_MAX} more ranks")
     if decision.proceed:
         words.append(f"{ranks_text(decision.proceed)} must apply the gradients of step {step} first")
     if decision.lost_local_ranks:
         words.append(f"no rank can write the rank-local state of {ranks_text(decision.lost_local_ranks)}")
     if decision.given_up:
-        words.append(f"{ranks_text(decision.given_up)} can write to no directory")
+        words.append(f"{ranks_text(decision.given_up)} cannot write to any directory")
     if decision.target != PRIMARY_TARGET:
         words.append("the fallback directory is used")
     return "; ".join(words)

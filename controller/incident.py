@@ -232,7 +232,7 @@ class Incident:
         self._selected = True
         context.timers.clear("again")
         for rank in decision.given_up:
-            self._exclude(rank, "can write to no directory")
+            self._exclude(rank, "cannot write to any directory")
         if decision.reason != self._told:
             self._told = decision.reason
             context.log(INFO, f"incident {self.number}: {decision.reason}")

@@ -132,9 +132,9 @@ class LoopWatch:
             return None
         if members.finishing and not self._waits_on:
             context, self._waits_on = self._context, True
-            words = "has reached the step at which all others have left; waiting for it"
+            words = "has reached the step at which all other ranks left the loop; waiting for it to leave"
             if len(members.not_left) > 1:
-                words = "have reached the step at which the others have left; waiting for them"
+                words = "have reached the step at which the other ranks left the loop; waiting for them to leave"
             context.log(INFO, f"{ranks_text(members.not_left)} {words}")
             if members.left_early:  # they may also wait in a collective for one that has left too early
                 context.timers.set("leave", context.now_s + options.finish_timeout_s - options.leave_timeout_s)

@@ -189,7 +189,7 @@ class ControllerShell:
             self._run_file.update(stage=self._core.state.value, live=self._live(), progress=self._progress)
         except LastWordsError as error:
             if self._run_file_problem != str(error):  # it is tried again; the same words are said once
-                _log.warning("a later controller on this address will not find this one: %s", error)
+                _log.warning("a later controller on this address will not detect this controller: %s", error)
             self._run_file_problem = str(error)
 
     def _starter_lives(self) -> bool:

@@ -153,7 +153,7 @@ class StorageJobs:
             path = load.newest(self._roots)
             step = 0 if path is None else Claimed.read(path).global_step  # true of what was just found to be sound
         except LastWordsError as error:
-            _log.info("cannot tell which checkpoint is the newest: %s", error)
+            _log.info("cannot determine the newest checkpoint: %s", error)
             return
         self._on_event(events.NewestKnown(step, "" if path is None else str(path)))
 

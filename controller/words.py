@@ -58,4 +58,5 @@ def newest_text(newest: NewestKnown | None) -> str:
     """
     if newest is None:
         return ""
-    return f"the newest checkpoint is of step {newest.step}: {newest.path}" if newest.path else "no older one is there"
+    known = f"the newest checkpoint is of step {newest.step}: {newest.path}"
+    return known if newest.path else "there is no older checkpoint"

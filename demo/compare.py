@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,21 @@ def first_difference(
     found = _first_loss("the killed run", uninterrupted, killed, range(1, last + 1), all_of_them=False)
     found = found or _first_loss("the resumed run", uninterrupted, resumed, range(step + 1, last + 1), all_of_them=True)
     return found or _first_tensor(uninterrupted, resumed)
+
+
+def healed_difference(
+    uninterrupted: Mapping[int, RankLog], healed: Mapping[int, RankLog], saved: Collection[int]
+) -> str | None:
+    """None if a run whose dead ranks were replaced is the uninterrupted one; else the first thing that differs.
+
+    A rank that was stopped in a step that was `saved` has not logged it, and does not take it again.
+    """
+    found = first_difference_before(uninterrupted, healed)
+    for rank, log in sorted(uninterrupted.items()):
+        missing = set(log.losses) - set(healed[rank].losses) - {*saved}
+        if missing and found is None:
+            found = f"rank {rank} has not taken step {min(missing)}"
+    return found or _first_tensor(uninterrupted, healed)
 
 
 def first_difference_before(uninterrupted: Mapping[int, RankLog], killed: Mapping[int, RankLog]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-What = Literal["trains", "parked", "saves", "dead"]
+What = Literal["trains", "parked", "saves", "waits", "starts", "dead"]
 INCIDENTS = Path("logs") / "incidents.jsonl"
 
 

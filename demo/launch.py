@@ -70,15 +70,26 @@ def free_port() -> int:
 
 
 class Training:
-    """One run of a training script under plain torchrun, logging to `folder`; `module` is its name, demo.train say."""
+    """One run of a training script, logging to `folder`; `module` is its name, demo.train say.
 
-    def __init__(self, module: str, folder: Path, ranks: int, ckpt_path: Path, arguments: Sequence[str]) -> None:
+    launcher: what follows `python -m`; plain torchrun unless something else is asked for.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        folder: Path,
+        ranks: int,
+        ckpt_path: Path,
+        arguments: Sequence[str],
+        launcher: Sequence[str] = ("torch.distributed.run",),
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.ckpt_path = ckpt_path
         self.ranks = ranks
         self.output = folder / "output.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, "-m", *launcher, "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", module, "--step-log", str(folder), "--ckpt-path", str(ckpt_path), *arguments]
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
@@ -133,7 +144,9 @@ class Training:
         shown = 0
         while (done := self.steps_done(rank)) < step:
             if (code := self.exit_code()) is not None:
-                raise RuntimeError(f"torchrun ended with exit code {code} before step {step}:\n{self.first_error()}")
+                raise RuntimeError(
+                    f"the launcher ended with exit code {code} before step {step}:\n{self.first_error()}"
+                )
             if done != shown:
                 on_progress(shown := done)
             time.sleep(POLL_S)

@@ -21,6 +21,15 @@ from demo.incident import Incident
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 UNINTERRUPTED, KILLED, RESUMED = "#b9d3ee", "#1f4e8c", "#e8590c"
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+}
 BARS = {
     "trains": ("#cfe8d5", "trains"),
     "parked": ("#9fb3c8", "settled: its weights do not change any more"),
@@ -41,14 +50,7 @@ def draw(
     resumed_as: str = "resumed",
 ) -> None:
     """Writes a PNG to `path`; `title` says how the runs compare, `resumed_as` what the last one is called."""
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-    }
-    with mpl.rc_context({**style, "axes.edgecolor": GRID, "font.family": "DejaVu Sans"}):
+    with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(h_pad=0.14, w_pad=0.12, hspace=0.06)
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 8.6), height_ratios=(1.15, 1), layout=layout)
         _curves(top, uninterrupted, killed, resumed, incident, resumed_as)
@@ -90,7 +92,7 @@ def _curves(
     )
     axes.set(xlabel="global step", ylabel="loss, mean of all ranks", ylim=(0, top))
     axes.legend(loc="best", frameon=False)
-    _plain(axes, "y")
+    plain(axes, "y")
 
 
 def _timeline(axes: Axes, incident: Incident) -> None:
@@ -134,10 +136,11 @@ def _timeline(axes: Axes, incident: Incident) -> None:
         Patch(color=colour, label=text) for what, (colour, text) in BARS.items() if what in shown
     ]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False, fontsize=9)
-    _plain(axes, "x")
+    plain(axes, "x")
 
 
-def _plain(axes: Axes, grid_axis: Literal["x", "y"]) -> None:
+def plain(axes: Axes, grid_axis: Literal["x", "y"]) -> None:
+    """No frame, and grid lines of one direction."""
     axes.grid(axis=grid_axis, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):

@@ -7,7 +7,7 @@ import itertools
 import random
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,12 +116,19 @@ class Stage:
         self._from_step = 0
         self._total: int | None = None
 
-    def start(self, *extra: str, ckpt_path: Path | None = None, from_step: int = 0) -> Training:
+    def start(
+        self,
+        *extra: str,
+        ckpt_path: Path | None = None,
+        from_step: int = 0,
+        launcher: Sequence[str] = ("torch.distributed.run",),
+    ) -> Training:
         demo = self._demo
         self._from_step = from_step
         self._progress.start_task(self._task)
         arguments = [*demo.arguments, "--ctrl-port", str(free_port()), *extra]
-        return Training(demo.module, self._folder, demo.ranks, ckpt_path or self._folder / "checkpoints", arguments)
+        saved = ckpt_path or self._folder / "checkpoints"
+        return Training(demo.module, self._folder, demo.ranks, saved, arguments, launcher)
 
     def run(self, *extra: str, ckpt_path: Path | None = None, from_step: int = 0) -> Mapping[int, RankLog]:
         """The whole run; raises RuntimeError with what it printed if it fails."""

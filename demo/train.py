@@ -2,6 +2,7 @@
 
 torchrun --standalone --nproc-per-node 4 -m demo.train                   # kill -9 a worker while it runs: exit code 75
 torchrun --standalone --nproc-per-node 4 -m demo.train --is_recover 1    # goes on at the next step
+lastwords run --standalone --nproc-per-node 4 -m demo.train              # goes on by itself, in seconds
 for rank in 0 1 2 3; do RANK=$rank WORLD_SIZE=4 python -m demo.train & done; wait
 """
 
@@ -54,7 +55,7 @@ def main() -> None:
     net = five_layers(args.hidden)
     model = DDP(net)
     torch.manual_seed(args.seed + 1 + rank)  # dropout differs from rank to rank
-    digits = load_training_set()
+    digits = lastwords.keep("digits", load_training_set)  # once per process, also under `lastwords run`
     sampler: DistributedSampler[Any] = DistributedSampler(digits, seed=args.seed, drop_last=True)
     loader = DataLoader(digits, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
@@ -87,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    lastwords.run(main)

@@ -200,7 +200,6 @@ class _Making:
         self._found: dict[str, list[tuple[str, str, TensorSpec]]] = {}
         self._clashes: dict[str, list[str]] = {}
         self._wholes: dict[str, Whole] = {}
-        self._model: dict[str, str] = {}
 
     def catalogue(self) -> Catalogue:
         for unit, entry in self._units.items():
@@ -212,8 +211,8 @@ class _Making:
             text = "; ".join(f"{name} in {' and '.join(units)}" for name, units in some)
             more = f" and {len(self._clashes) - _SHOWN_MAX} more" if len(self._clashes) > _SHOWN_MAX else ""
             raise ConfigError(
-                f"in {self._path} one name stands for different tensors: {text}{more}. Pipeline stages or shards cut "
-                "by hand do that; choose one with units= (on the command line --unit)"
+                f"in {self._path} one name refers to different tensors: {text}{more}. This is usual for "
+                f"pipeline stages and hand-cut shards; select units with units= (on the command line --unit)"
             )
         parameters = self._of_kind("model/")
         buffers = self._of_kind("buffer/") | self._rank_local_buffers()

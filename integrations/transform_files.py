@@ -115,7 +115,8 @@ def newest_files(source: Path, os: Os = REAL_OS) -> dict[int, Path]:
         if step != steps[first]:
             raise MismatchError(
                 f"the newest file of rank {first} is of global step {steps[first]} ({newest[first]}), that of rank "
-                f"{rank} of step {step} ({newest[rank]}); a state is of one step: remove the files of the other one"
+                f"{rank} of step {step} ({newest[rank]}); all files must be of the same step; remove the "
+                f"files of the other step"
             )
     return dict(sorted(newest.items()))
 

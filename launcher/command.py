@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import uuid
 from collections.abc import Sequence
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
@@ -37,11 +40,11 @@ def run(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     if arguments.spares < 0:
         raise ConfigError(f"--spares is {arguments.spares}; it is a number of processes, from 0")
-    config_nodes = parse_min_max_nnodes(arguments.nnodes)
-    if config_nodes != (1, 1):
+    fewest, most = parse_min_max_nnodes(arguments.nnodes)
+    if fewest != most:
         raise ConfigError(
-            f"--nnodes={arguments.nnodes}: lastwords run looks after the processes of one host only; start a job of "
-            "several hosts with torchrun (nothing is lost there either: all processes end and start again)"
+            f"--nnodes={arguments.nnodes}: lastwords run replaces processes, and keeps the number of hosts; name one "
+            "number, or start an elastic job with torchrun"
         )
     if arguments.standalone:
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
@@ -65,6 +68,11 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
             **config.rdzv_configs,
         )
     )
+    # What this release of torch has; the rest of its settings is in the environment, the log specs and the handler.
+    optional = ("event_log_handler", "numa_options", "virtual_local_rank", "duplicate_stdout_filters")
+    known = {one.name for one in dataclasses.fields(WorkerSpec)}
+    more = {name: getattr(config, name) for name in (*optional, "duplicate_stderr_filters") if name in known}
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -74,17 +82,24 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         local_addr=config.local_addr,
+        **more,
     )
+    patience = {} if config.shutdown_timeout is None else {"shutdown_timeout": config.shutdown_timeout}
     agent = HealingAgent(
         spec=spec,
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         spares=spares,
+        **patience,
     )
     try:
         result = agent.run()
-    finally:
+    except SignalException:
+        raise  # only this host ends: the rendezvous would be closed for the others, too
+    except BaseException:  # handed to the caller
         handler.shutdown()
+        raise
+    handler.shutdown()
     if result.is_failed():
         raise ChildFailedError(name=command, failures=result.failures)

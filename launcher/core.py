@@ -5,19 +5,24 @@ g is over: the dead one is started anew, each survivor leaves `main` (told by th
 `Abandon` where no controller protects it yet) and waits. Only when *every* rank waits does g+1 begin, by one `Enter`.
 So no rank of g runs any more when g+1 begins, and whoever resumes finds the checkpoint of g complete.
 
-A rank whose process misses the deadline is killed and replaced as well. What goes wrong again and again ends in `Stop`.
+A rank whose process misses its deadline is killed and replaced as well. What goes wrong again and again ends in `Stop`,
+and so does a failure after a training loop has come to its end: to begin again would be to train again.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LEAVE_S = 30.0
+LEAVE_S = 120.0
 """From the first rank that has left `main` until one that has not is killed: `finally` blocks may write files."""
 
-END_S = 900.0
-"""The same where no rank has left yet: the controller bounds every wait of an incident by less."""
+END_S = 3600.0
+"""The same where no rank has left yet, since a checkpoint is being written, which takes as long as the disk needs."""
+
+START_S = 900.0
+"""How long a process that replaces another one may take for its imports."""
 
 FAILURES_MAX = 2
 """Generations in a row that may fail before their loop has begun."""
@@ -28,10 +33,16 @@ DEATHS_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """`rank` is not in `main`, holds no group, and waits. step: the newest one that it knows to be saved; 0: none."""
+    """`rank` is not in `main`, holds no group, and waits.
+
+    step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl, where it
+    knows that. sources: a digest of each file of the user's code that it has imported, by path.
+    """
 
     rank: int
     step: int = 0
+    record: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,27 @@ class Begun:
     """The training loop of `rank` has begun, so a controller looks after it."""
 
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """`rank` has ended its first step in this generation; nothing follows from that."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The training loop of `rank` has come to its end, and nobody looks after it any more."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The launcher of another host cannot be reached any more."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +86,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Waiting | Begun | Ended | Tick
+Event = Waiting | Begun | Updated | Over | Ended | Lost | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +98,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """All ranks wait: they enter `main` in this generation."""
+    """All ranks wait: they enter `main` in this generation. port: of its store, which the shell makes."""
 
     generation: int
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +145,17 @@ class _Rank:
     """It has called `lastwords.run`."""
     begun: bool = False
     """Its loop has begun in this generation."""
+    over: bool = False
+    """And has come to its end."""
+    due_s: float | None = None
+    """When it has to have arrived."""
+    killed: bool = False
+    """Since it had not."""
 
 
 @dataclass(slots=True)
 class LauncherCore:
-    """One agent's ranks. `handle` takes events in any order; a stopped core does nothing."""
+    """The ranks of a job, on all hosts. `handle` takes events in any order; a stopped core does nothing."""
 
     world: tuple[int, ...]
     generation: int = 0
@@ -124,11 +163,10 @@ class LauncherCore:
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _healing: bool = True
     """Between the first sign that a generation is over and the `Enter` of the next one; also at the start."""
-    _deadline_s: float | None = None
     _step: int = 0
     _failures: int = 0
     _deaths: int = 0
-    _first_dead: int = -1
+    _sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ranks = {rank: _Rank() for rank in self.world}
@@ -136,7 +174,7 @@ class LauncherCore:
     @property
     def deadline_s(self) -> float | None:
         """When a Tick is due."""
-        return self._deadline_s
+        return min((one.due_s for one in self._ranks.values() if one.due_s is not None), default=None)
 
     def place(self, rank: int) -> Place:
         """Where this rank's process is."""
@@ -147,13 +185,26 @@ class LauncherCore:
         if self.stopped:
             return []
         match event:
-            case Waiting(rank, step):
+            case Waiting(rank, step, _, sources):
+                changed = [path for path, digest in sources.items() if self._sources.setdefault(path, digest) != digest]
+                if changed:
+                    return self._stop(
+                        f"rank {rank} was started with another version of {changed[0]} than the other ranks have: the "
+                        "file has been changed since they began"
+                    )
                 return self._waiting(rank, step, now_s)
+            case Over(rank):
+                self._ranks[rank].begun, self._ranks[rank].over = False, True
+                return []
             case Begun(rank):
-                self._ranks[rank].begun = True
+                self._ranks[rank].begun, self._ranks[rank].over = True, False
                 if all(one.begun for one in self._ranks.values()):
                     self._failures = 0
                 return []
+            case Updated():
+                return []
+            case Lost(why):
+                return self._stop(why)
             case Ended(rank, code):
                 return self._ended(rank, code, now_s)
             case Tick():
@@ -166,17 +217,19 @@ class LauncherCore:
         if not self._healing:
             effects += self._over(rank, now_s)
         one = self._ranks[rank]
-        one.place, one.known, one.begun = Place.WAITING, True, False
+        has_left = one.place is Place.IN_MAIN
+        one.place, one.known, one.begun, one.over = Place.WAITING, True, False, False
+        one.due_s, one.killed = None, False
         if not self.stopped and all(each.place is Place.WAITING for each in self._ranks.values()):
             return [*effects, *self._enter()]
-        if any(each.place is Place.IN_MAIN for each in self._ranks.values()):
-            self._by(now_s + LEAVE_S)
+        if has_left:
+            self._others_leave_by(now_s + LEAVE_S)
         return effects
 
     def _enter(self) -> list[Effect]:
-        self._healing, self._deadline_s = False, None
+        self._healing = False
         for one in self._ranks.values():
-            one.place = Place.IN_MAIN
+            one.place, one.due_s, one.killed = Place.IN_MAIN, None, False
         return [Enter(self.generation)]
 
     def _ended(self, rank: int, code: int, now_s: float) -> list[Effect]:
@@ -189,20 +242,28 @@ class LauncherCore:
                 one.place = Place.DONE
                 return self._stop(None) if all(each.place is Place.DONE for each in self._ranks.values()) else []
             return self._stop(f"rank {rank} ended with {code} before it called lastwords.run(main)")
+        if one.over:
+            return self._stop(f"rank {rank} ended with {code} after its training loop was over")
         effects = [] if self._healing else self._over(rank, now_s)
         if one.place is Place.STARTING:
             self._failures += 1
             if self._failures > FAILURES_MAX:
                 return self._stop(f"the process that replaces rank {rank} ended with {code} before it entered main()")
-        one.place, one.begun = Place.STARTING, False
-        return effects if self.stopped else [*effects, Start(rank)]
+        if self.stopped:
+            return effects
+        one.begun = False
+        return [*effects, self._start(rank, now_s)]
+
+    def _start(self, rank: int, now_s: float) -> Effect:
+        one = self._ranks[rank]
+        one.place, one.due_s, one.killed = Place.STARTING, now_s + START_S, False
+        return Start(rank)
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
         """This generation is over, and `rank` was the first to show it."""
         begun = all(one.begun for one in self._ranks.values())
         self._failures += not begun
         self._deaths += 1
-        self._first_dead = rank
         if self._failures > FAILURES_MAX:
             return self._stop(f"{self._failures} generations in a row have failed before their training loop began")
         if self._deaths > DEATHS_MAX:
@@ -211,25 +272,32 @@ class LauncherCore:
             )
         self._healing = True
         self.generation += 1
-        self._deadline_s = now_s + (END_S if begun else LEAVE_S)
         effects: list[Effect] = []
         for other, one in self._ranks.items():
             if one.place is Place.DONE:
-                one.place = Place.STARTING
-                effects.append(Start(other))
-            elif one.place is Place.IN_MAIN and not begun and other != rank:
-                effects.append(Abandon(other))
+                effects.append(self._start(other, now_s))
+            elif one.place is Place.IN_MAIN and other != rank:
+                one.due_s = now_s + (END_S if begun else LEAVE_S)
+                if not begun:
+                    effects.append(Abandon(other))
         return effects
 
     def _tick(self, now_s: float) -> list[Effect]:
-        if self._deadline_s is None or now_s < self._deadline_s:
-            return []
-        self._deadline_s = None
-        late = [rank for rank, one in self._ranks.items() if one.place is Place.IN_MAIN]
-        return [Kill(rank, "it has not left main()") for rank in late]
+        effects: list[Effect] = []
+        for rank, one in self._ranks.items():
+            if one.due_s is None or now_s < one.due_s:
+                continue
+            if one.killed:
+                return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
+            one.due_s, one.killed = now_s + LEAVE_S, True
+            what = "has not left main()" if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"
+            effects.append(Kill(rank, f"it {what} in time"))
+        return effects
 
-    def _by(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s if self._deadline_s is None else min(self._deadline_s, deadline_s)
+    def _others_leave_by(self, deadline_s: float) -> None:
+        for one in self._ranks.values():
+            if one.place is Place.IN_MAIN and not one.killed:
+                one.due_s = deadline_s if one.due_s is None else min(one.due_s, deadline_s)
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

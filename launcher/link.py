@@ -1,23 +1,62 @@
-"""What the agent and a worker say to each other: one JSON object per line over a Unix socket.
+"""JSON lines: between a host's launcher and its workers (a Unix socket), and between the launchers of hosts (TCP).
 
-From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step}, {"begun": true}, {"controller": work}.
-From the agent: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p},
+From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "record": path of incidents.jsonl or "",
+"sources": digests by path}, {"begun": true}, {"updated": true} after its first step, {"over": true} after the loop,
+{"controller": work}.
+To a worker: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p},
 {"abandon": true}, and {"controller": [pid, answer] or null}.
+Between hosts: {"token": t} once, then events to the head of the job and effects from there, as of core.py, with "kind".
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from typing import Any
 
+import msgspec
+
+from lastwords.errors import FormatError
+from lastwords.launcher import core
+
 VARIABLE = "LASTWORDS_LAUNCHER"
-"""Environment variable: path of the agent's socket."""
+"""Environment variable: path of the socket of this host's launcher."""
 
 SPARE = "LASTWORDS_SPARE"
 """Environment variable: 1 in a process that has no rank yet."""
 
 LINE_BYTES_MAX = 1 << 20
+
+_EVENTS = (core.Waiting, core.Begun, core.Updated, core.Over, core.Ended, core.Lost)
+_EFFECTS = (core.Start, core.Enter, core.Abandon, core.Kill, core.Stop)
+
+
+def to_message(what: core.Event | core.Effect) -> dict[str, Any]:
+    """What another host's launcher understands."""
+    return {"kind": type(what).__name__, **dataclasses.asdict(what)}
+
+
+def event_of(message: dict[str, Any]) -> core.Event:
+    """FormatError for what is none."""
+    found: core.Event = _of(message, _EVENTS)
+    return found
+
+
+def effect_of(message: dict[str, Any]) -> core.Effect:
+    """FormatError for what is none."""
+    found: core.Effect = _of(message, _EFFECTS)
+    return found
+
+
+def _of(message: dict[str, Any], kinds: tuple[Any, ...]) -> Any:
+    kind = next((one for one in kinds if one.__name__ == message.get("kind")), None)
+    if kind is None:
+        raise FormatError(f"{message.get('kind')!r} is neither an event nor an effect")
+    try:
+        return msgspec.convert({key: value for key, value in message.items() if key != "kind"}, kind)
+    except msgspec.ValidationError as error:
+        raise FormatError(str(error)) from error
 
 
 class Lines:
@@ -27,17 +66,20 @@ class Lines:
         self._bytes = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that are whole now. ValueError for what is none."""
+        """The messages that are whole now. FormatError for what is none."""
         *lines, self._bytes = (self._bytes + data).split(b"\n")
         if len(self._bytes) > LINE_BYTES_MAX:
-            raise ValueError("a line without an end")
+            raise FormatError("a line without an end")
         return [_message(line) for line in lines]
 
 
 def _message(line: bytes) -> dict[str, Any]:
-    value = json.loads(line)
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(f"{line[:80]!r} is no message: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{line[:80]!r} is no message")
+        raise FormatError(f"{line[:80]!r} is no message")
     return value
 
 

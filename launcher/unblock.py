@@ -1,4 +1,4 @@
-"""Ends the collectives in which a survivor's training thread is stuck: gloo has no abort, but its sockets can be shut.
+"""Ends what a survivor's training thread is stuck in: gloo and the store have no abort, but their sockets can be shut.
 
 Once is not enough: a thread between two collectives enters the next one, and waits there. So it is repeated until the
 thread has left its groups; it ends before the next ones are made.
@@ -19,10 +19,10 @@ _ESTABLISHED = "01"
 
 
 class Unblocker:
-    """Shuts the sockets between ranks from a thread of its own, from `begin` to `end`.
+    """Shuts the sockets between ranks, and those to the store, from a thread of its own, from `begin` to `end`.
 
-    before: inodes of sockets that stay, since they were there before `main`. spare_ports: of the store and the
-    controller, whose connections stay. So do sockets of Python's: gloo's are opened from C++.
+    before: inodes of sockets that stay, since they were there before `main`. spare_ports: of the controller, whose
+    connections stay. So do sockets of Python's: torch's are opened from C++.
     """
 
     def __init__(self, before: Collection[str], spare_ports: Collection[int]) -> None:
@@ -43,8 +43,8 @@ class Unblocker:
             self._thread.join()
 
     def _run(self) -> None:
-        self._pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
         while True:
+            self._pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
             self._shut()
             if self._over.wait(AGAIN_S):
                 return

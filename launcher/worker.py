@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import inspect
 import logging
 import os
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, wait_out
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -32,6 +35,9 @@ CONTROLLER_S = 60.0
 
 LEAVE_S = 20.0
 """How long a survivor may take from the end of an incident until it has left `main` and its groups."""
+
+SOURCES_MAX = 4000
+"""Files of the user's code that are compared between a replacement and the other ranks."""
 
 _kept: dict[str, Any] = {}
 
@@ -90,28 +96,38 @@ class Stay:
     def __init__(self, link: socket.socket) -> None:
         self.leaving = False
         self.saved_step = 0
+        self.record = ""
         self._link = link
         self._lock = threading.Lock()
         self._over = False
+        self._left = threading.Event()
         self._unblocker: Unblocker | None = None
         self._before = frozenset(inode for _, inode in open_sockets())
 
-    def leave(self, step: int, ports: tuple[int, ...]) -> None:
+    def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
         """The training thread comes out of `main`, wherever it is; after `LEAVE_S` this process ends instead."""
         with self._lock:
             if self.leaving or self._over:
                 return
-            self.leaving, self.saved_step = True, step
-            self._unblocker = Unblocker(self._before, {*ports, int(os.environ.get("MASTER_PORT", "0"))})
+            self.leaving, self.saved_step, self.record = True, step, str(record or "")
+            self._unblocker = Unblocker(self._before, ports)
             self._unblocker.begin()
-        late = threading.Timer(LEAVE_S, self._end_if_here)
-        late.daemon = True
-        late.start()
+        threading.Thread(target=self._end_if_here, name="lastwords-leave", daemon=True).start()
 
     def begun(self) -> None:
         """The training loop begins; a controller looks after this rank."""
         with contextlib.suppress(OSError):
             send(self._link, {"begun": True})
+
+    def updated(self) -> None:
+        """The first step of this stay is over."""
+        with contextlib.suppress(OSError):
+            send(self._link, {"updated": True})
+
+    def over(self) -> None:
+        """The training loop has come to its end."""
+        with contextlib.suppress(OSError):
+            send(self._link, {"over": True})
 
     def end(self) -> None:
         """Training thread: out of all groups; nothing of this stay runs after that."""
@@ -120,10 +136,14 @@ class Stay:
         gc.collect()
         with self._lock:
             self._over = True
+        self._left.set()
         if self._unblocker is not None:
             self._unblocker.end()
 
     def _end_if_here(self) -> None:
+        """In a thread of its own; files that are being written are waited for."""
+        if wait_out(lambda seconds: self._left.wait(seconds), LEAVE_S):
+            return
         with self._lock:
             if self._over:
                 return
@@ -147,14 +167,18 @@ class Worker:
         self._controller: list[tuple[int, dict[str, object]] | None] = []
         self._stay: Stay | None = None
         self._saved_step = 0
+        self._record = ""
+        self._abandoned = False
+        self._sources: dict[str, str] = {}
 
     def run(self, main: Callable[[], object]) -> None:
         """Until `main` has returned by itself, or raised what is its own."""
         spare = os.environ.pop(SPARE, "") == "1"
         send(self._socket, {"rank": None if spare else int(os.environ["RANK"]), "pid": os.getpid()})
         threading.Thread(target=self._listen, name="lastwords-launcher", daemon=True).start()
+        self._sources = source_digests()
+        warm_up()
         if spare:
-            warm_up()
             send(self._socket, {"ready": True})
             self._take_place()
         controller_launch.use_waiting(self._become_controller)
@@ -163,14 +187,18 @@ class Worker:
 
     def _enter(self, main: Callable[[], object]) -> bool:
         """Once: True if `main` has come to its end."""
-        send(self._socket, {"waiting": self._saved_step})
+        with contextlib.suppress(OSError):  # the launcher has ended, which the listening thread sees
+            send(self._socket, {"waiting": self._saved_step, "record": self._record, "sources": self._sources})
         with self._condition:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
             if self._entered is None:  # the launcher has ended: as after any incident
                 raise SystemExit(EXIT_SAVED if self._saved_step else EXIT_NOT_SAVED)
             os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = map(str, self._entered)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             self._entered = None
             self._stay = stay = Stay(self._socket)
+            if self._abandoned:
+                stay.leave(0, (), None)
         world.begin_again()
         reentry.use(stay)
         try:
@@ -185,6 +213,7 @@ class Worker:
                 return True
         stay.end()
         self._saved_step = max(self._saved_step, stay.saved_step)
+        self._record = stay.record or self._record
         return False
 
     # ------------------------------------------------------------------ inside
@@ -193,7 +222,10 @@ class Worker:
         """The launcher has a process that has imported what a controller needs."""
         with self._condition:
             self._controller.clear()
-            send(self._socket, {"controller": work})
+            try:
+                send(self._socket, {"controller": work})
+            except OSError:  # the launcher has gone: this process starts the controller itself
+                return None
             if not self._condition.wait_for(lambda: self._controller or self._gone, CONTROLLER_S) or self._gone:
                 return None
             return self._controller[0]
@@ -215,15 +247,17 @@ class Worker:
 
     def _take(self, message: dict[str, Any]) -> None:
         with self._condition:
-            if "abandon" in message and self._stay is not None:
-                self._stay.leave(0, ())
+            if "abandon" in message and self._entered is not None:
+                self._abandoned = True  # the training thread is about to enter
+            elif "abandon" in message and self._stay is not None:
+                self._stay.leave(0, (), None)
             if "become" in message:
                 self._become = message
             if "controller" in message:
                 found = message["controller"]
                 self._controller.append(None if found is None else (int(found[0]), found[1]))
             if "enter" in message:
-                self._entered = message["enter"], message["port"]
+                self._entered, self._abandoned = (message["enter"], message["port"]), False
             self._condition.notify_all()
 
     def _take_place(self) -> None:
@@ -241,8 +275,24 @@ class Worker:
                     os.dup2(file.fileno(), stream.fileno())
 
 
+def source_digests() -> dict[str, str]:
+    """Of the files of the user's own code that are imported by now, by path; installed packages are left out."""
+    installed = {os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()}
+    found = {}
+    for module in [*sys.modules.values()]:
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py") and not os.path.realpath(path).startswith((*installed,)):
+            with contextlib.suppress(OSError):
+                found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    return dict([*found.items()][:SOURCES_MAX])
+
+
 def warm_up() -> None:
-    """What torch imports and starts at the first DDP model, backward pass and optimizer, done beforehand."""
+    """What torch imports and starts at the first DDP model, backward pass and optimizer, done beforehand.
+
+    What is there then stays for ever: with `gc.freeze`, the collection between two stays in `main` only has to look at
+    what the stay has made, where it would take some tenths of a second else.
+    """
     import torch
     import torch._dynamo  # DDP and the optimizers import it at first use: seconds
     import torch.nn.parallel
@@ -250,9 +300,11 @@ def warm_up() -> None:
 
     import lastwords.optim_wrapper.trainer.register  # noqa: F401
 
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    torch.manual_seed(torch.initial_seed())
+    with torch.random.fork_rng(devices=[]):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    gc.freeze()

@@ -65,7 +65,7 @@ def came_back(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if ids not in waiting:
         return False
     waiting.remove(ids)
-    _log.info("add_param_group() of a group that resume() has added already, with the values that were saved")
+    _log.info("add_param_group(): resume() has already added this group, with the saved values")
     return True
 
 

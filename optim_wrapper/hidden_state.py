@@ -64,8 +64,8 @@ class HiddenState:
         self._first = {**now, **self._first}
         moved = [place for place, mark in now.items() if self._first[place] != mark]
         return [
-            f"{place} moves and is in no state_dict(), so a resumed run begins with another one; keep it in `state`, "
-            "or give it out in state_dict() and take it back in load_state_dict()"
+            f"{place} changes but is in no state_dict(), so a resumed run starts with a different value; "
+            f"keep it in `state`, or save it in state_dict() and restore it in load_state_dict()"
             for place in moved
         ]
 

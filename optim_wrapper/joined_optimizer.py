@@ -43,7 +43,7 @@ class JoinedOptimizer(Optimizer):
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """Not to be called."""
-        raise NotImplementedError("a JoinedOptimizer is for reading state; step its parts")
+        raise NotImplementedError("a JoinedOptimizer only reads state; call step() of its optimizers")
 
     def __repr__(self) -> str:
         return "+".join(type(part).__name__ for part in self.parts)

@@ -23,34 +23,34 @@ class SeveralOptimizers:
         """What the optimizer with this number is attached to."""
         return _OneOfThem(self, number)
 
-    def begin(self) -> None:
-        """An optimizer is about to write; only the first one of a step enters the update."""
+    def begin_update(self) -> None:
+        """An optimizer is about to write; only the first one of a step begins the update."""
         if not self._inside:
             self._around.begin_update()
             self._inside = True
 
-    def leave(self, number: int) -> None:
+    def end_update(self, number: int) -> None:
         """An optimizer has written; the update is over when all of them have."""
         self._stepped.add(number)
         if len(self._stepped) == self._count:
-            self._leave()
+            self._end()
 
-    def torn(self, error: BaseException) -> None:
+    def tear_update(self) -> None:
         """An optimizer raised while it wrote."""
         self._inside = False
-        self._around.torn(error)
+        self._around.tear_update()
 
     def end_step(self) -> frozenset[int]:
         """The step is over, so the update is. Returns the numbers of the optimizers that have stepped in it."""
         if self._inside:
-            self._leave()
+            self._end()
         stepped = frozenset(self._stepped)
         self._stepped.clear()
         return stepped
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         self._inside = False
-        self._around.leave_update()
+        self._around.end_update()
 
 
 class _OneOfThem:
@@ -59,9 +59,9 @@ class _OneOfThem:
     def __init__(self, several: SeveralOptimizers, number: int) -> None:
         self._several = several
         self._number = number
-        self.begin_update = several.begin
-        self.torn = several.torn
+        self.begin_update = several.begin_update
+        self.tear_update = several.tear_update
 
-    def leave_update(self) -> None:
+    def end_update(self) -> None:
         """This optimizer has written everything."""
-        self._several.leave(self._number)
+        self._several.end_update(self._number)

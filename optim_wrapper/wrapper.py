@@ -10,7 +10,7 @@ The order inside an attached step:
    they do to the gradients is done;
 2. `begin_update()`: the gradients are final; may pass a gate, may block, which parks the rank;
 3. the inner optimizer writes;
-4. `leave_update()`, or `torn(error)` if it raised while it wrote;
+4. `end_update()`, or `tear_update()` if it raised while it wrote;
 5. the inner optimizer's step post-hooks, then the wrapper's own.
 
 A ZeroRedundancyOptimizer writes its shard with an optimizer of its own and then broadcasts: 2 to 4 lie around the
@@ -49,11 +49,11 @@ class StepHooks(Protocol):
     def begin_update(self) -> None:
         """The gradients are final and the optimizer is about to write. May block (the rank is parked), may raise."""
 
-    def leave_update(self) -> None:
+    def end_update(self) -> None:
         """The optimizer has written everything."""
 
-    def torn(self, error: BaseException) -> None:
-        """The optimizer raised while it wrote; `error` goes on to the caller afterwards."""
+    def tear_update(self) -> None:
+        """The optimizer raised while it wrote; the error goes on to the caller afterwards."""
 
 
 class OptTFTWrapper(Optimizer):
@@ -85,8 +85,8 @@ class OptTFTWrapper(Optimizer):
         self._hooks: StepHooks | None = None
         self._admit: Callable[[dict[str, Any]], None] | None = None
         self._zeroed: Callable[..., None] | None = None
-        self._entered = False
-        self._left = False
+        self._begun = False
+        self._ended = False
         self._stepping = False
         self._guard: Any = None
         self._hook_tables_work = True
@@ -108,7 +108,7 @@ class OptTFTWrapper(Optimizer):
     def attach(self, hooks: StepHooks) -> None:
         """Report every later step to `hooks`."""
         if self._hooks is not None:
-            raise ConfigError("this optimizer is attached to a TFTRegister already; leave that one first")
+            raise ConfigError("this optimizer is already attached to a TFTRegister; exit that TFTRegister first")
         self._hooks = hooks
         if "_optimizer_step_pre_hooks" in self._inner.__dict__:
             self._guard = self._inner.register_step_pre_hook(self._refuse_foreign_step)
@@ -146,12 +146,12 @@ class OptTFTWrapper(Optimizer):
         self._stepping = True
         try:
             value = inner.step(**kwargs)
-        except BaseException as error:
-            hooks.torn(error)
+        except BaseException:  # handed to the caller
+            hooks.tear_update()
             raise
         finally:
             self._stepping = False
-        hooks.leave_update()
+        hooks.end_update()
         return value
 
     # torch would wrap `step` once more, to run hooks and to open a profiler range. The inner step does both
@@ -180,7 +180,7 @@ class OptTFTWrapper(Optimizer):
         hooks = self._hooks
         assert hooks is not None
         inner: Any = self._inner
-        self._entered = self._left = False
+        self._begun = self._ended = False
         in_tables = self._hook_tables_work and (self._writer is not inner or has_step_hooks(inner))
         if in_tables:
             self._put_into_tables(before=closure is None)
@@ -190,33 +190,33 @@ class OptTFTWrapper(Optimizer):
                 value = inner.step(self._wrap_closure(closure), *args, **kwargs)
             else:
                 if not in_tables:
-                    self._enter(hooks)
+                    self._begin_update(hooks)
                 # No None in the call without a closure: some optimizers' steps take no argument at all.
                 value = inner.step(None, *args, **kwargs) if args else inner.step(**kwargs)
-        except BaseException as error:
-            if self._entered and not self._left:
-                hooks.torn(error)
+        except BaseException:  # handed to the caller
+            if self._begun and not self._ended:
+                hooks.tear_update()
             raise
         finally:
             self._stepping = False
             if in_tables:
                 self._take_from_tables()
-        if not self._entered:
+        if not self._begun:
             # The step ran neither our pre-hook nor the closure: it has been replaced by something that knows no
             # hooks. Report this step afterwards and, from the next one on, do not count on the tables.
             self._hook_tables_work = False
-            self._enter(hooks)
-        if not self._left:
-            self._leave(hooks)
+            self._begin_update(hooks)
+        if not self._ended:
+            self._end_update(hooks)
         return value
 
-    def _enter(self, hooks: StepHooks) -> None:
+    def _begin_update(self, hooks: StepHooks) -> None:
         hooks.begin_update()
-        self._entered = True
+        self._begun = True
 
-    def _leave(self, hooks: StepHooks) -> None:
-        self._left = True
-        hooks.leave_update()
+    def _end_update(self, hooks: StepHooks) -> None:
+        self._ended = True
+        hooks.end_update()
 
     def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         hooks = self._hooks
@@ -225,7 +225,7 @@ class OptTFTWrapper(Optimizer):
         if self._writes_before_closure is None:
             fingerprint = fingerprint_of(self._inner)
         if self._writes_before_closure is not False:
-            self._enter(hooks)
+            self._begin_update(hooks)
 
         def reported_closure() -> Any:
             nonlocal fingerprint
@@ -233,8 +233,8 @@ class OptTFTWrapper(Optimizer):
                 self._writes_before_closure = not same_fingerprint(fingerprint, fingerprint_of(self._inner))
                 fingerprint = None
             value = closure()
-            if not self._entered:
-                self._enter(hooks)
+            if not self._begun:
+                self._begin_update(hooks)
             return value
 
         return reported_closure
@@ -243,9 +243,10 @@ class OptTFTWrapper(Optimizer):
         """Before the inner optimizer writes, whoever stepped it."""
         if not self._stepping and self._hooks is not None:
             raise ConfigError(
-                f"the {type(self._inner).__name__} inside OptTFTWrapper was stepped by itself, and nobody would "
-                "know which step its weights are of; call step() of the wrapper (`tft.optimizer` after protect()), "
-                "and hand the wrapper to gradient scalers and frameworks. Nothing was written"
+                f"the {type(self._inner).__name__} inside OptTFTWrapper was stepped directly, so lastwords "
+                f"would not know which step its weights belong to; call step() of the wrapper "
+                f"(`tft.optimizer` after protect()), "
+                "and pass the wrapper to gradient scalers and frameworks. Nothing was written"
             )
 
     # -------- our place between the inner optimizer's hooks and its writing
@@ -264,12 +265,12 @@ class OptTFTWrapper(Optimizer):
             table.pop(_HOOK_KEY, None)
 
     def _on_inner_pre_hook(self, *_: object) -> None:
-        if self._hooks is not None and not self._entered:
-            self._enter(self._hooks)
+        if self._hooks is not None and not self._begun:
+            self._begin_update(self._hooks)
 
     def _on_inner_post_hook(self, *_: object) -> None:
-        if self._hooks is not None and self._entered and not self._left:
-            self._leave(self._hooks)
+        if self._hooks is not None and self._begun and not self._ended:
+            self._end_update(self._hooks)
 
     # ------------------------------------------------------------------ the Optimizer side, all the inner one's
 
@@ -395,10 +396,11 @@ def _refuse_second_wrapper(optimizer: Optimizer) -> None:
     seen: Any = optimizer
     for _ in range(8):  # wrappers of other libraries (Accelerate's, for one) keep theirs under this name
         if isinstance(seen, OptTFTWrapper):
-            raise ConfigError("this optimizer is an OptTFTWrapper already, or holds one; wrap it once")
+            raise ConfigError("this optimizer is already an OptTFTWrapper, or contains one; wrap it once")
         seen = getattr(seen, "__dict__", {}).get("optimizer")
     earlier = _wrappers.get(optimizer)
     if earlier is not None and earlier() is not None:
         raise ConfigError(
-            f"this {type(optimizer).__name__} is wrapped by another OptTFTWrapper already; wrap it once and use that"
+            f"this {type(optimizer).__name__} is already wrapped by another OptTFTWrapper; wrap it once and "
+            f"use that wrapper"
         )

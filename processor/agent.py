@@ -1,9 +1,10 @@
 """The processor of one rank: threads, time and I/O around the pure `ProcessorCore`.
 
-Threads. The training thread marks its phases here (`ready`, `enter_update`, ...) and is parked here in an incident.
-The session's threads hand in orders, a pulse thread streams the status and feeds ticks, and a writer thread exists
-while a part of a checkpoint is written. One lock is held around every call of the core: it makes "check the freeze, set
-UPDATING" and "set the freeze, read the phase" atomic. No torch here: tensors arrive as memoryviews (`StateSource`).
+Threads. The training thread says here where its step is (`ready`, `begin_update`, `end_update`, `end_step`, ...), which
+moves the core's phase, and is parked here in an incident. The session's threads hand in orders, a pulse thread streams
+the status and feeds ticks, and a writer thread exists while a part of a checkpoint is written. One lock is held around
+every call of the core: it makes "check the freeze, set UPDATING" and "set the freeze, read the phase" atomic. No torch
+here: tensors arrive as memoryviews (`StateSource`).
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Agent:
             self._condition.notify_all()
         if self._session is not None:
             self._session.close(timeout_s)
+        if self._pulse.is_alive() and threading.current_thread() is not self._pulse:
+            self._pulse.join(timeout_s)
 
     def write_stands_to(self, phase_word: PhaseWord) -> None:
         """From now on keep the newest stand in the black box, where it survives this process."""
@@ -87,6 +90,11 @@ class Agent:
     def stand(self) -> Stand:
         """The exact stand of this rank."""
         return self._core.stand
+
+    @property
+    def phase(self) -> Phase:
+        """That of the stand."""
+        return self._core.phase
 
     @property
     def incident_open(self) -> bool:
@@ -112,16 +120,16 @@ class Agent:
         """The gradients of the step under way are final."""
         with self._lock:
             self._core.mark_ready()
-            self._after_mark()
+            self._settle_calls()
 
     def begin_update(self) -> None:
-        """`ready` and `enter_update` at once, where no gate lies between them. Parks during an incident."""
+        """The gradients are final, and the optimizer is about to write. Parks during an incident."""
         core = self._core
         with self._lock:
             core.mark_ready()
-            entered = core.try_update()
-            self._after_mark()
-        if not entered:
+            may_write = core.try_update()
+            self._settle_calls()
+        if not may_write:
             self._park(core.try_update)
 
     def skip_update(self) -> None:
@@ -153,17 +161,13 @@ class Agent:
             if core.may_proceed:
                 return
 
-    def enter_update(self) -> None:
-        """The optimizer is about to write. Parks during an incident."""
-        self._park(self._core.try_update)
-
-    def leave_update(self) -> None:
+    def end_update(self) -> None:
         """The optimizer has written everything."""
         with self._lock:
             self._core.mark_updated()
-            self._after_mark()
+            self._settle_calls()
 
-    def torn(self) -> None:
+    def tear_update(self) -> None:
         """The update raised; this rank's weights are of no step."""
         with self._condition:
             self._core.mark_torn()
@@ -184,7 +188,7 @@ class Agent:
             with self._condition:
                 if core.may_end_step:
                     core.mark_skipped()  # a freeze from here on finds this: copies of the step before are replaced
-                    self._after_mark()
+                    self._settle_calls()
                     break
                 core.try_end_step()  # says SKIPPED where there was no update, and parks
                 self._settle_calls()
@@ -192,7 +196,7 @@ class Agent:
         commit(step := core.ended_step + 1)
         with self._lock:
             ended = core.try_end_step()
-            self._after_mark()
+            self._settle_calls()
         if not ended:  # frozen between the two: the copy is there, and the step ends if training goes on
             self._park(core.try_end_step)
         elif core.frozen:
@@ -278,20 +282,12 @@ class Agent:
 
     def _settle_calls(self) -> None:
         """With the lock: write the stand where it survives, and carry out what the core wants."""
+        core = self._core
         if self._phase_word is not None:
-            stand = self._core.stand
-            self._phase_word.set_stand(stand.phase, stand.step)
-        if self._core.has_effects:
-            for effect in self._core.take_effects():
+            self._phase_word.set_stand(core.phase, core.step)
+        if core.has_effects:
+            for effect in core.take_effects():
                 self._carry_out(effect)
-
-    def _after_mark(self) -> None:
-        """With the lock: the same as `_settle_calls`, for the calls of every step."""
-        phase, step, effects = self._core.after_mark()
-        if self._phase_word is not None:
-            self._phase_word.set_stand(phase, step)
-        if effects:
-            self._settle_calls()
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:

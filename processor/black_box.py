@@ -30,7 +30,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ from lastwords.processor.box_layout import (
     map_layout,
 )
 from lastwords.processor.box_reader import BoxReader, RegionCopy, SlotCopy
-from lastwords.processor.hooked_view import HookedView
 
 __all__ = ["BlackBox", "BoxLayout", "BoxReader", "RegionCopy", "RegionSpec", "SlotCopy", "SlotKind"]
 
@@ -84,7 +82,6 @@ class BlackBox:
         "_eager",
         "_fd",
         "_head_words",
-        "_json",
         "_json_at",
         "_json_reserved",
         "_map",
@@ -104,7 +101,7 @@ class BlackBox:
         "path",
     )
 
-    def __init__(self, path: Path, places: BoxMap, fd: int, after_store: Callable[[], None] | None) -> None:
+    def __init__(self, path: Path, places: BoxMap, fd: int) -> None:
         self.path = path
         self.layout = places.layout
         self._map = places
@@ -112,10 +109,6 @@ class BlackBox:
         self._mapping = mmap.mmap(fd, places.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._bytes = memoryview(self._mapping)
         self._words: Any = self._bytes.cast("Q")
-        self._json: Any = self._bytes
-        if after_store is not None:
-            self._words = HookedView(self._words, after_store)
-            self._json = HookedView(self._bytes, after_store)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._head_words = tuple(slot.head_at // 8 for slot in places.slots)
         self._json_at = tuple(slot.json_at for slot in places.slots)
@@ -147,14 +140,12 @@ class BlackBox:
         layout: BoxLayout,
         *,
         carried: BlackBox | None = None,
-        after_store: Callable[[], None] | None = None,
     ) -> BlackBox:
         """Make the file, with its memory reserved, and open it for writing; an older file of that name is replaced.
 
         carried: a box of this process whose copies the new one begins with, in the regions that both have; a process
         that dies here leaves one of the two whole. Raises StorageError if there is no room (the default /dev/shm of a
         container has 64 MB): without the reservation the process would be killed by SIGBUS at some later store instead.
-        `after_store` is for tests: it is called after each store into the file.
         """
         places = map_layout(layout)
         try:
@@ -164,7 +155,7 @@ class BlackBox:
                     os.posix_fallocate(fd, at, nbytes)
                 os.pwrite(fd, places.preamble(), 0)
                 os.pwrite(fd, places.header_json, PAGE_BYTES)
-                box = cls(path, places, fd, after_store)
+                box = cls(path, places, fd)
                 if carried is not None:
                     carry_over(carried, box)
             return box
@@ -239,7 +230,7 @@ class BlackBox:
         words[head + SLOT_KIND_AND_STEP] = step << 8 | kind
         if self._slot_activations[slot] != self._activations or self._of_committed:
             at = self._map.slots[slot].present_at
-            self._json[at : at + len(self._present)] = self._present if kind != SlotKind.TENTATIVE else self._early()
+            self._bytes[at : at + len(self._present)] = self._present if kind != SlotKind.TENTATIVE else self._early()
             self._slot_activations[slot] = self._activations
         if kind <= SlotKind.COMMITTED:  # facts may be written while a step's slot is open
             self._open_kind = kind
@@ -256,7 +247,7 @@ class BlackBox:
         nbytes = len(json_bytes)
         if nbytes <= self._json_reserved or self._reserve_json(nbytes):
             at = self._json_at[slot]
-            self._json[at : at + nbytes] = json_bytes
+            self._bytes[at : at + nbytes] = json_bytes
             words[head + SLOT_JSON_BYTES] = nbytes << 1
         else:
             words[head + SLOT_JSON_BYTES] = nbytes << 1 | 1  # lost
@@ -299,7 +290,7 @@ class BlackBox:
         if words[WORD_DIFFERS] == 0:
             text = different.encode()[:FIRST_DIFFERENCE_BYTES_MAX]
             at = FIRST_DIFFERENCE_AT
-            self._json[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
+            self._bytes[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
             words[WORD_FIRST_DIFFERENT_STEP] = self._committed_step
         words[WORD_DIFFERS] += 1
         return different

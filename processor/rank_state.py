@@ -40,24 +40,23 @@ class RankState:
 
     @property
     def phase(self) -> Phase:
-        """The phase alone."""
+        """That of the stand."""
         return self._phase
+
+    @property
+    def step(self) -> int:
+        """That of the stand: the one that was ended last, or the one under way."""
+        return self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1
 
     @property
     def stand(self) -> Stand:
         """Exactly where this rank stands."""
-        return Stand(self._phase, self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1)
+        return Stand(self._phase, self.step)
 
     @property
     def settled_stand(self) -> Stand:
         """What the controller is told: the stand, or that of the copy which this rank has gone back to."""
         return Stand(_COMPUTING, self._ended_step) if self._retreated else self.stand
-
-    def after_mark(self) -> tuple[Phase, int, bool]:
-        """Phase and step of `stand`, and whether there are effects: in one, for the calls of every step."""
-        phase = self._phase
-        step = self._ended_step if phase in ENDED_PHASES else self._ended_step + 1
-        return phase, step, bool(self._outbox.effects)
 
     @property
     def ended_step(self) -> int:

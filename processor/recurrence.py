@@ -16,15 +16,15 @@ REPEATS_MIN = 2
 
 
 class Forecast(Enum):
-    """Whether something happens in a certain step. The value says why not to trust that it does not, after "it"."""
+    """Whether something happens in a certain step. The value completes a message that ends in "this"."""
 
-    DUE = "does so in every step"
-    AT_END = "does so at the end of an epoch"
-    IN_TURN = "does so every so many steps, and in this one"
-    STOPPED = "did so in every step until it stopped, and may begin again"
-    NOT_DUE = "does not do so in this step"
-    NEVER = "has never done so before, and may begin to"
-    UNKNOWN = "does so in some steps and not in others"
+    DUE = "happens in every step"
+    AT_END = "happens at the end of an epoch"
+    IN_TURN = "happens every few steps, this step included"
+    STOPPED = "happened in every step until it stopped, and may start again"
+    NOT_DUE = "does not happen in this step"
+    NEVER = "has never happened before, but may start"
+    UNKNOWN = "happens in some steps only"
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,10 @@ class SaveJob:
             if _reasons(self._units()) == _reasons(units):
                 return written.file.bytes
             part.remove_part(self._directory, written, self._watch)
-            _log.info("rank %s reads its state of step %s again: it has changed meanwhile", self._spec.rank, order.step)
-        raise IncompleteError("what the loop changes could not be read unchanged", missing=order.units)
+            _log.info(
+                "rank %s reads its state of step %s again: it changed while it was read", self._spec.rank, order.step
+            )
+        raise IncompleteError("state that the loop was changing could not be read consistently", missing=order.units)
 
     @property
     def _directory(self) -> Path:

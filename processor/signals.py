@@ -133,16 +133,16 @@ class SignalGuard:
             if _getsignal(number) is not seen:
                 self._take(number)
 
-    def enter_update(self) -> None:
+    def begin_update(self) -> None:
         """`refresh`; and from here on no handler runs that could raise."""
         if not all(map(is_, map(_getsignal, self._numbers), self._handlers)):
             self.refresh()
         self._updating = True
 
-    def leave_update(self) -> bool:
+    def end_update(self) -> bool:
         """The update is whole. True if `run_deferred` should follow, at a place where an exception does no harm."""
         self._updating = False
-        return self.pending
+        return bool(self._pending)
 
     @property
     def pending(self) -> bool:
@@ -183,10 +183,7 @@ class SignalGuard:
     def pass_on(self, number: int) -> None:
         """Let a stop signal that was reported do what it would have done without us; the next one is reported again."""
         _log.warning(
-            (
-                "signal %d has the effect that it has without lastwords: there is no controller that could "
-                "save a checkpoint"
-            ),
+            ("signal %d is handled as without lastwords: there is no controller to save a checkpoint"),
             number,
         )
         self._passing.add(number)

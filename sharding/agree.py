@@ -195,17 +195,18 @@ def _read_all(world: World, prefix: str, ranks: Sequence[int], declared: str, fa
     problem = ""
     paths: dict[str, list[int]] = {}
     for rank in ranks:
-        word = world.read(f"{prefix}/pieces/{rank}", STORE_WAIT_S, f"rank {rank} to say what it holds")
+        word = world.read(f"{prefix}/pieces/{rank}", STORE_WAIT_S, f"the state description of rank {rank}")
         if "error" in word:
             problem = problem or f"rank {rank} {fails}: {word['error']}"
             continue
         paths.setdefault(word["path"], []).append(rank)
         if word["declared"] != declared:
-            problem = problem or f"rank {rank} has other units= than rank {ranks[0]}; pass the same on every rank"
+            different = f"rank {rank} has different units= than rank {ranks[0]}; pass the same units= on every rank"
+            problem = problem or different
         elif word["list"] in lists:
             lists[word["list"]][1].append(rank)
         else:
-            packed = world.read(f"{prefix}/list/{word['list']}", STORE_WAIT_S, f"what rank {rank} holds")
+            packed = world.read(f"{prefix}/list/{word['list']}", STORE_WAIT_S, f"the state description of rank {rank}")
             text = zlib.decompress(base64.b85decode(packed["zlib"]))
             lists[word["list"]] = [Piece.from_json(item) for item in json.loads(text)], [rank]
     if len(paths) > 1:

@@ -210,8 +210,8 @@ def check_units(units: Sequence[Unit], world_size: int) -> None:
         called = f"the declared unit {unit.name!r}"
         if unit.name in by_name:
             raise ConfigError(
-                f"two declared units are called {unit.name!r}, one of the ranks {_words(by_name[unit.name].holders)} "
-                f"and one of {_words(unit.holders)}; give each a name of its own"
+                f"two declared units are called {unit.name!r}, held by the ranks "
+                f"{_words(by_name[unit.name].holders)} and by {_words(unit.holders)}; give each a different name"
             )
         by_name[unit.name] = unit
         _check_holders(called, unit, world_size)
@@ -231,7 +231,7 @@ def check_units(units: Sequence[Unit], world_size: int) -> None:
 def _check_holders(called: str, unit: Unit, world_size: int) -> None:
     holders = unit.holders
     if isinstance(holders, str) or not isinstance(holders, Sequence) or not all(type(rank) is int for rank in holders):
-        raise ConfigError(f"{called}: holders is {holders!r}; it has to be a tuple of ranks, such as (0, 4)")
+        raise ConfigError(f"{called}: holders is {holders!r}; it must be a tuple of ranks, such as (0, 4)")
     if not holders:
         raise ConfigError(f"{called} has no holder; name the ranks that hold its tensors, or leave it out")
     if len(set(holders)) != len(holders):
@@ -244,14 +244,14 @@ def _check_holders(called: str, unit: Unit, world_size: int) -> None:
         )
     if unit.name == UNIT_REPLICATED and len(holders) != world_size:
         raise ConfigError(
-            f"{called} is held by the ranks {_words(holders)} only; that name belongs to what all {world_size} ranks "
-            "hold: choose another one"
+            f"{called} is held by the ranks {_words(holders)} only; that name is reserved for state that all "
+            f"{world_size} ranks hold: choose another name"
         )
 
 
 def _check_patterns(called: str, patterns: object, *, may_be_empty: bool = False) -> None:
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
-        raise ConfigError(f'{called} is {patterns!r}; it has to be a tuple of patterns, such as ("*.norm.*",)')
+        raise ConfigError(f'{called} is {patterns!r}; it must be a tuple of patterns, such as ("*.norm.*",)')
     if not patterns and not may_be_empty:
         raise ConfigError(f'{called} has no pattern, so no tensor can belong to it; ("*",) takes all')
     for pattern in patterns:
@@ -262,7 +262,7 @@ def _check_patterns(called: str, patterns: object, *, may_be_empty: bool = False
 def _check_cuts(called: str, cuts: object) -> None:
     if not isinstance(cuts, Mapping):
         raise ConfigError(
-            f'{called}: cuts is {cuts!r}; it has to be a dict of patterns and parts, such as {{"*.up.weight": '
+            f'{called}: cuts is {cuts!r}; it must be a dict of patterns and parts, such as {{"*.up.weight": '
             "lastwords.Part(dim=0, index=1, of=4)}"
         )
     for pattern, part in cuts.items():
@@ -270,7 +270,8 @@ def _check_cuts(called: str, cuts: object) -> None:
             raise ConfigError(f"{called}: cuts has the pattern {pattern!r}, which matches no name")
         if not isinstance(part, Part):
             raise ConfigError(
-                f"{called}: cuts has {part!r} for {pattern!r}, which is no lastwords.Part; write Part(dim=0, index=1, "
+                f"{called}: cuts has {part!r} for {pattern!r}, which is not a lastwords.Part; write "
+                f"Part(dim=0, index=1, "
                 "of=4)"
             )
         part.check(f"{called}: the part {pattern!r}")

@@ -45,8 +45,8 @@ class Difference:
         text = f"{camps} hold different bytes of {what}{more}, and without a majority it is unknown which are right"
         if all(len(camp) > 1 for camp in self.camps):
             text += (
-                "; if each of these groups is one tensor-parallel part, look for something that is random for each of "
-                "them, such as dropout seeded by rank instead of by data-parallel index"
+                "; if each of these groups holds one tensor-parallel shard, look for randomness that differs "
+                "between the groups, such as dropout seeded by rank instead of by data-parallel index"
             )
         return text
 

@@ -86,7 +86,7 @@ def _box(tensor: torch.Tensor, called: str, unit: Unit | None, name: str) -> Box
         return box
     called = f"{called} of the declared unit {unit.name!r}"
     if is_shard(tensor):
-        raise ConfigError(f"{called} is a DTensor, which says by itself which part it is; leave it out of cuts=")
+        raise ConfigError(f"{called} is a DTensor, whose placement already gives its region; omit it from cuts=")
     return Box(box.shape, *unit.cuts[pattern].place(box.shape, called))
 
 

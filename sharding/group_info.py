@@ -176,7 +176,7 @@ def _contradiction(info: GroupInfo, units: int) -> str | None:
         if list(ranks) != sorted(set(ranks)) or info.rank not in ranks:
             return f"{what} is {list(ranks)}, not an ascending list with rank {info.rank} in it"
         if ranks[-1] >= info.world_size:
-            return f"{what} speaks of rank {ranks[-1]} in a world of {info.world_size}"
+            return f"{what} names rank {ranks[-1]} in a world of {info.world_size} ranks"
     if len(info.units) != units or info.group != group_of(info.rank, info.units, info.units):
         return "its group does not follow from its units"
     return None

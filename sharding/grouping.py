@@ -64,7 +64,7 @@ def divide(lists: Sequence[Alike], declared: Sequence[Unit], world_size: int) ->
     if declared_holders.get(UNIT_REPLICATED, everyone) != everyone:
         raise ConfigError(
             f"a declared unit is called {UNIT_REPLICATED!r} but has the holders {declared_holders[UNIT_REPLICATED]}; "
-            "that name belongs to what all ranks hold: choose another one"
+            "that name is reserved for state that all ranks hold: choose another name"
         )
     holders = _holders(lists)
     refuse_different_forms(lists)
@@ -93,8 +93,8 @@ def divide(lists: Sequence[Alike], declared: Sequence[Unit], world_size: int) ->
         unit_of[piece] = unit
         if units.setdefault(unit, ranks) != ranks:
             raise ConfigError(
-                f"{_called(piece)} of the unit {unit!r} is held by the ranks {ranks}, others of it by {units[unit]}; "
-                "make the optimizers alike on all ranks of a process group"
+                f"{_called(piece)} of the unit {unit!r} is held by the ranks {ranks}, other tensors of the "
+                f"unit by {units[unit]}; make the optimizers identical on all ranks of a process group"
             )
         nbytes[unit] += piece.nbytes
         tensors[unit] += 1
@@ -169,7 +169,7 @@ def _unit_at_owner(piece: Piece, rank: int, lists: Sequence[Alike], rows: Mappin
             return unit
     raise ConfigError(
         f"rank {rank} expects the optimizer's state of {piece.name!r} on rank {piece.owner}, which does not hold it; "
-        "make the model and ZeroRedundancyOptimizer alike on all ranks of its process group"
+        "make the model and ZeroRedundancyOptimizer identical on all ranks of its process group"
     )
 
 
@@ -198,15 +198,16 @@ def refuse_different_forms(lists: Sequence[Alike]) -> None:
                     + (
                         f"all holders of the declared unit {piece.unit!r} must hold the same tensors: correct units="
                         if piece.unit
-                        else "if these are different tensors (stages of a pipeline, tensor parallelism by hand), say "
-                        "who holds what: TFTRegister(..., units=lastwords.units_from_mesh(...))"
+                        else "if these are different tensors (stages of a pipeline, tensor parallelism by "
+                        "hand), declare which ranks hold which tensors: TFTRegister(..., "
+                        "units=lastwords.units_from_mesh(...))"
                     )
                 )
             if piece.unit and (first.shape != piece.shape or first.offsets != piece.offsets):
                 raise ConfigError(
-                    f"{_called(piece)} of the declared unit {piece.unit!r} is another part of the whole on rank {rank} "
-                    f"than on rank {ranks[0]}: all holders of a unit have the same part. Declare a unit for each part; "
-                    "DTensors find their units by themselves: leave them out of units="
+                    f"{_called(piece)} of the declared unit {piece.unit!r} is a different shard on rank "
+                    f"{rank} than on rank {ranks[0]}, but all holders of a unit must hold the same shard. "
+                    f"Declare a unit for each shard; omit DTensors from units=, since their placement gives their units"
                 )
 
 

@@ -51,7 +51,7 @@ class Part:
             raise ConfigError(f"{called} is {self}; write {_FORMS}")
         if self.offsets is None or self.shape is None:
             if not all(type(number) is int for number in even):
-                raise ConfigError(f"{called} is {self}; dim, index and of have to be whole numbers")
+                raise ConfigError(f"{called} is {self}; dim, index and of must be integers")
             assert self.index is not None
             assert self.of is not None
             if not 0 <= self.index < self.of:
@@ -59,7 +59,7 @@ class Part:
             return
         for name, numbers in (("offsets", self.offsets), ("shape", self.shape)):
             if not isinstance(numbers, tuple) or not all(type(one) is int and one >= 0 for one in numbers):
-                raise ConfigError(f"{called}: {name} is {numbers!r}; it has to be a tuple of whole numbers from 0 on")
+                raise ConfigError(f"{called}: {name} is {numbers!r}; it must be a tuple of integers of at least 0")
         if len(self.offsets) != len(self.shape):
             raise ConfigError(f"{called}: offsets {self.offsets} and shape {self.shape} differ in dimensions")
 
@@ -143,7 +143,7 @@ def refuse_no_whole(pieces: Collection[Piece], remedy: str) -> None:
     if left:
         holders = ", ".join(dict.fromkeys(where for _, where in parts))
         raise ConfigError(
-            f"{called}, a whole of {first.global_shape}: nobody holds {left[0]} of it, the rest is held by {holders}; "
+            f"{called}, a whole of {first.global_shape}: no rank holds {left[0]} of it, the rest is held by {holders}; "
             f"{remedy}"
         )
 
@@ -151,7 +151,7 @@ def refuse_no_whole(pieces: Collection[Piece], remedy: str) -> None:
 def pattern_dims(called: str, cut: object) -> Mapping[str, int]:
     """`cut=` of a mesh: pattern -> dimension. ConfigError for anything else."""
     if not isinstance(cut, Mapping):
-        raise ConfigError(f'{called} is {cut!r}; it has to be a dict of patterns and dimensions, {{"*.up.weight": 0}}')
+        raise ConfigError(f'{called} is {cut!r}; it must be a dict of patterns and dimensions, {{"*.up.weight": 0}}')
     for pattern, dim in cut.items():
         if not isinstance(pattern, str) or not pattern or type(dim) is not int:
             raise ConfigError(

@@ -17,8 +17,8 @@ from lastwords.sharding.parts import check_cuts, refuse_no_whole
 from lastwords.sharding.pieces import ANY_FORM, Piece
 
 _REMEDY = (
-    "if these are parts of one tensor, say which with cuts= of their units (lastwords.Part); if they are two tensors, "
-    "such as those of two stages, give them names of their own"
+    "if these are parts of one tensor, declare their regions with cuts= of their units (lastwords.Part); if "
+    "they are two tensors, such as tensors of two stages, give them different names"
 )
 
 VOLATILE = "volatile"
@@ -83,6 +83,6 @@ def _refuse_missing_holders(
                 missing = expected.get(piece.unit, those) - {rank for one in pieces for rank in pieces[one]}
                 if missing:
                     raise ConfigError(
-                        f"the unit {piece.unit!r} is declared for rank {min(missing)} too, but {kind} tensor {name!r} "
+                        f"the unit {piece.unit!r} is also declared for rank {min(missing)}, but {kind} tensor {name!r} "
                         f"of rank {min(those)} is not there; correct holders or tensors of units="
                     )

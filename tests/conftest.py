@@ -1,8 +1,29 @@
-"""Hypothesis without its clock: on a busy machine a slow example is no defect."""
+"""How all tests run: Hypothesis without its clock, a stack without xdist's worker, tests with processes first."""
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from hypothesis import settings
 
+# On a busy machine a slow example is no defect.
 settings.register_profile("no-clock", deadline=None, print_blob=True)
 settings.load_profile("no-clock")
+
+
+def pytest_sessionstart() -> None:
+    """Say of xdist's worker, which is code without a file, that it is an installed package.
+
+    The search for random generators takes each function on the stack for the user's otherwise, and goes from the worker
+    through all of pytest: 20 000 objects at each step, which made a test of four steps cost 0.6 s in place of 0.04 s.
+    """
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_globals["__name__"] == "__channelexec__":
+            frame.f_globals["__file__"] = pytest.__file__
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with processes of their own come first: they are the long ones, and wait while others compute."""
+    items.sort(key=lambda item: item.get_closest_marker("process") is None)

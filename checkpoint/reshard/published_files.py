@@ -39,8 +39,8 @@ class PublishedFiles:
             raise FormatError(
                 damage(
                     directory / layout.MANIFEST_NAME,
-                    f"it does not list {name}, so nobody knows that file's checksums (a file that is no part of the "
-                    "checkpoint has to be moved out of its directory)",
+                    f"it does not list {name}, so that file's checksums are unknown; move files that are not "
+                    f"part of the checkpoint out of its directory",
                 )
             )
         header = check_header(

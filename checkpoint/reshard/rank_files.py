@@ -229,7 +229,9 @@ class RankFiles:
                 spec = specs[name]
                 placed[name] = TensorSpec(spec.name, spec.dtype, spec.shape, tuple(shape), tuple(offsets))
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(damage(path, f"it does not say which parts of tensors it holds ({error!r})")) from error
+            raise FormatError(
+                damage(path, f"it does not record which regions of the tensors it holds ({error!r})")
+            ) from error
         if self._given is None and boxes:
             name, (offsets, shape) = next(iter(boxes.items()))
             raise StrategyError(
@@ -337,7 +339,7 @@ class RankFiles:
             if file.moment.global_step != first.moment.global_step:
                 raise MismatchError(
                     f"{first.path} is of global step {first.moment.global_step} and {file.path} of step "
-                    f"{file.moment.global_step}; a state is of one step: give files of the same step"
+                    f"{file.moment.global_step}; all files must be of the same step"
                 )
 
 

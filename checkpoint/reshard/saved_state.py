@@ -148,7 +148,8 @@ class _Joining:
             if (spec.dtype, spec.global_shape) != (first.dtype, first.global_shape):
                 raise FormatError(
                     f"{name} is {first.dtype} {first.global_shape} in {found[0][0].label} and {spec.dtype} "
-                    f"{spec.global_shape} in {unit.label}: two tensors of one name cannot be moved to another layout"
+                    f"{spec.global_shape} in {unit.label}: two different tensors with one name cannot be "
+                    f"moved to another layout"
                 )
             box = Box(spec.offsets, spec.shape)
             shards.setdefault(box if self._copies else place, Shard(spec.name, box, unit.label))
@@ -218,8 +219,8 @@ class _Joining:
         parts = {(one.offsets, one.shape) for unit in having if (one := unit.specs.get(f"model/{fqn}")) is not None}
         if "placements" in node or (len(parts) > 1 and unit_bytes(having, name) > _SCALAR_BYTES_MAX):
             raise MismatchError(
-                f"{having[0].label}: the optimizer's {key!r} of {fqn!r} has a shape of its own, {tuple(node['shape'])}"
-                ", and it is not known how that is divided; only the layout that saved it can resume it",
+                f"{having[0].label}: the optimizer's {key!r} of {fqn!r} has the shape {tuple(node['shape'])}, "
+                "unlike its parameter, so lastwords cannot reshard it; resume on the layout of the saved run",
                 different={f"{fqn}/{key}": "divided in a way of its own"},
             )
 

@@ -233,7 +233,7 @@ def strategy_of(manifest: Manifest) -> Strategy:
             if (spec.dtype, spec.global_shape) != (first.dtype, first.global_shape):
                 raise FormatError(
                     f"{name} is {first.dtype} {first.global_shape} in one unit and {spec.dtype} {spec.global_shape} in "
-                    f"unit {unit}: two tensors of one name have no common strategy"
+                    f"unit {unit}: two different tensors with one name have no common strategy"
                 )
             boxes.setdefault(Box(spec.offsets, spec.shape), set()).update(holders)
     tensors = {
@@ -309,8 +309,9 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
     for name, stage in stages:
         if stage.world_size != stages[0][1].world_size:
             raise StrategyError(
-                f"{source / name} is of a world of {stage.world_size} ranks and {source / names[0]} of one of "
-                f"{stages[0][1].world_size}: not stages of one job; remove what does not belong there"
+                f"{source / name} is of a world of {stage.world_size} ranks and {source / names[0]} of a "
+                f"world of {stages[0][1].world_size}, so these are not stages of one job; remove the files "
+                f"of the other job"
             )
         for tensor, cut in stage.tensors.items():
             known = tensors.get(tensor)
@@ -322,14 +323,14 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
     try:
         joined.check()
     except StrategyError as error:
-        raise StrategyError(f"the strategies in {source} do not fit together: {error}") from error
+        raise StrategyError(f"the strategies in {source} are inconsistent: {error}") from error
     holders = {rank for cut in tensors.values() for held in cut.held for rank in held.ranks}
     if len(holders) < joined.world_size:
         idle = [rank for rank in range(joined.world_size) if rank not in holders]
         some = ", ".join(map(str, idle[:_SHOWN_MAX])) + (", ..." if len(idle) > _SHOWN_MAX else "")
         raise StrategyError(
-            f"in the strategies in {source} these of {joined.world_size} ranks hold nothing: {some}; probably the file "
-            "of their stage is missing there"
+            f"according to the strategies in {source}, these of {joined.world_size} ranks hold no tensor: "
+            f"{some}; the file of their stage is probably missing"
         )
     save_strategy_file(joined, target, os)
 

@@ -123,7 +123,7 @@ def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
     parts += [f"only the destination has {_some(extra)}"] if extra else []
     parts += [f"{name} is {what}" for name, what in sorted(different.items())[:_SHOWN_MAX]]
     raise MismatchError(
-        f"the strategies are of two models: {'; '.join(parts)}. Use the strategy of a job with the same model",
+        f"the strategies describe different models: {'; '.join(parts)}. Use the strategy of a job with the same model",
         missing=extra,
         extra=missing,
         different=different,

@@ -217,7 +217,7 @@ def _hosts(saved: Saved, wanted: Strategy, fqn: str) -> list[Ranks]:
 
 def _like_parameter(saved: Saved, fqn: str, name: str) -> bool:
     if f"model/{fqn}" not in saved.tensors or name not in saved.tensors:
-        raise FormatError(f"the optimizer's state {name!r} is of a parameter, or of a name, that is not there")
+        raise FormatError(f"the optimizer's state {name!r} belongs to an unknown parameter or has an unknown name")
     own, shape = saved.tensors[f"model/{fqn}"].shape, saved.tensors[name].shape
     return shape in (own, (*own, *saved.more.get(name, ())))
 
@@ -250,7 +250,7 @@ def _states(saved: Saved, holding: Holding, called: Callable[[str], str]) -> Ite
 
 def _reasons(saved: Saved) -> list[str]:
     own = saved.about.optimizer_own
-    more = ["the optimizer's state that is not kept by parameter and name was not moved to this layout"] if own else []
+    more = ["optimizer state that is not stored by parameter and name was not moved to this layout"] if own else []
     return [*saved.about.reasons, *more]
 
 

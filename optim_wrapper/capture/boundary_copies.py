@@ -156,7 +156,7 @@ class BoundaryCopies:
         _log.log(
             logging.WARNING if nbytes >= MUCH_BYTES else logging.INFO,
             "%s (%.1f MB) changed outside of optimizer.step(), so from now on %s copied at each step's end (%.1f ms a "
-            "step for all such tensors); local_copy=False saves them as they are, and says that this is not exact",
+            "step for all such tensors); local_copy=False avoids the copies, but makes resumes inexact",
             which,
             nbytes / 1e6,
             "it is" if which.endswith("'") else "they are",
@@ -183,7 +183,7 @@ class BoundaryCopies:
             try:
                 box.activate(region.name)
             except StorageError as error:
-                _log.warning("the %s is taken to be the same on every rank: %s", name, error)
+                _log.warning("the %s is assumed to be the same on every rank: %s", name, error)
                 box.deactivate(region.name)
                 del self._boxed[name]
                 continue
@@ -222,7 +222,7 @@ class BoundaryCopies:
             if name in here and (copy.dtype, tuple(copy.shape)) != _stored_form(here[name])
         }
         if different:
-            raise MismatchError(f"saved parameters do not fit this model: {different}", different=different)
+            raise MismatchError(f"saved parameters do not match this model: {different}", different=different)
         for name, copy in saved.items():
             if name in here:
                 data = torch.frombuffer(bytearray(copy.data), dtype=here[name].dtype).reshape(here[name].shape)

@@ -163,7 +163,8 @@ class BufferCapture:
         moved: dict[str, str] = {}
         known = self._eager | self._lazy
         moved |= {
-            name: f"the buffer {name!r} gets another form again and again; it may have had another at the step's end"
+            name: f"the buffer {name!r} keeps changing shape or dtype; it may have had a different one at "
+            f"the step's end"
             for name, buffer in known.items()
             if buffer.reforms > 1
         }
@@ -176,8 +177,8 @@ class BufferCapture:
                 moved[name] = f"the buffer {name!r} {problem}"
             elif name not in self._lazy or self._lazy[name].changed():
                 moved[name] = (
-                    f"the buffer {name!r} is saved as it was when the incident began: it was first seen to have "
-                    "changed after the step's copy was taken, or could not be kept in it"
+                    f"the buffer {name!r} is saved as of the start of the incident: its first change was "
+                    f"seen after the step's copy was taken, or could not be copied"
                 )
         return frozenset(apart), moved
 
@@ -303,7 +304,7 @@ class BufferCapture:
             self._box.activate(buffer.region.name)
         except StorageError as error:
             buffer.given_up = True
-            self._say(f"the buffer {name!r} has changed but could not be kept: {error}")
+            self._say(f"the buffer {name!r} has changed but could not be copied: {error}")
             return
         self._activate(buffer)
         self._note_forms()

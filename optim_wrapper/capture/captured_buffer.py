@@ -92,7 +92,7 @@ class CapturedBuffer:
         shape, dtype = form_of(local_of(tensor))
         if (tuple(shape), dtype) == (self.region.shape, self.dtype):
             return ""
-        return f"was replaced by one of {dtype} {tuple(shape)}"
+        return f"was replaced by a buffer of {dtype} {tuple(shape)}"
 
 
 Form = tuple[torch.Size, torch.dtype]

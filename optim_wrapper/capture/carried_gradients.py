@@ -95,7 +95,7 @@ class CarriedGradients:
         self._used_up: dict[int, tuple[int, int]] = {}
 
     def in_turns(self, stepped: Sequence[torch.optim.Optimizer], idle: Sequence[torch.optim.Optimizer]) -> None:
-        """Of several optimizers: which have updated in the step that ends, and which not. Before `step_ends`."""
+        """Of several optimizers: which have updated in the step that ends, and which not. Before `end_step`."""
         for parameter in (one for optimizer in stepped for group in optimizer.param_groups for one in group["params"]):
             gradient = parameter.grad
             self._used_up[id(parameter)] = (0, 0) if gradient is None else (id(gradient), gradient._version)
@@ -120,13 +120,14 @@ class CarriedGradients:
         """Why what is saved may lack gradients of the last update. See `GradientHabit.in_doubt`."""
         if ended and not self._updated:
             return []  # all that there were have been carried
-        if any(habit.in_doubt(ended=ended) for habit in self._every()) or (not ended and self.zeroed.stale()):
-            return ["gradients of an update may live on into the next step, and were not saved"]
-        return []
+        reasons = []
+        if any(habit.in_doubt(ended=ended) for habit in self.habits) or (not ended and self.zeroed.stale()):
+            reasons.append("gradients may have been carried from this update into the next step, and were not saved")
+        if any(habit.in_doubt(ended=ended) for habit in self._every()[len(self.habits) :]):
+            reasons.append("gradients of parameters without an optimizer were not saved")
+        return reasons
 
-    def step_ends(
-        self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]], look: bool = False
-    ) -> bool:
+    def end_step(self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]], look: bool = False) -> bool:
         """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them.
 
         look: whether to see which parameters without an optimizer have one, and which are frozen.
@@ -140,7 +141,8 @@ class CarriedGradients:
             return False
         skipped = bool(self._scalers) and self._scaler_has_skipped()
         more = self._update_ended() if updated else self._look_at_zeroed()
-        keeping = [habit for habit in self._every() if habit.habit is Habit.KEPT or habit.next_ones]
+        new = self._next_ones() if updated else []
+        keeping = [habit for habit in self._every() if habit.habit is Habit.KEPT or habit in new]
         if self._given_up or (updated and not self._idle and not keeping):
             return more
         kept = {id(one) for habit in keeping for one in habit.parameters()}
@@ -153,16 +155,20 @@ class CarriedGradients:
         if not present or (skipped and not self._idle and not kept):
             return more
         self._carried = [*present]
-        new = self._admit(present)
-        return more or (new and not self._given_up)
+        grown = self._admit(present)
+        return more or (grown and not self._given_up)
+
+    def _next_ones(self) -> list[GradientHabit]:
+        """Of the optimizers that have updated, those whose gradients are already the next update's."""
+        return [habit for habit in self._every() if id(habit.optimizer) not in self._idle and habit.next_ones]
 
     def _update_ended(self) -> bool:
-        """What the loop does with gradients that were used, as far as it shows. As `step_ends` returns."""
+        """What the loop does with gradients that were used, as far as it shows. As `end_step` returns."""
         for habit in self._every():
             if id(habit.optimizer) not in self._idle and habit.update_ended():
                 _log.warning(
-                    "gradients outlive their update in this loop: they are copied at the end of each step. zero_grad() "
-                    "of the wrapped optimizer avoids that"
+                    "gradients are carried from step to step in this loop, so they are copied at the end of "
+                    "each step; zero_grad() of the wrapped optimizer avoids the copies"
                 )
         self.looks_in_backward = any(habit.looks for habit in self._every())
         return self._look_at_zeroed()
@@ -227,7 +233,10 @@ class CarriedGradients:
         wanted = {**self._regions, **regions}
         nbytes = sum(region.nbytes for region in wanted.values())
         if nbytes > BYTES_MAX:
-            return self._give_up(f"{nbytes / 1e6:.0f} MB of gradients are carried from step to step, more than is kept")
+            return self._give_up(
+                f"{nbytes / 1e6:.0f} MB of gradients are carried from step to step, more "
+                f"than the limit of {BYTES_MAX / 1e6:.0f} MB"
+            )
         new = wanted.keys() != self._regions.keys() or any(wanted[name] != self._regions[name] for name in regions)
         self._regions = wanted
         return new
@@ -274,7 +283,7 @@ class CarriedGradients:
                 elif not box.is_active(region.name):
                     box.activate(region.name)
         except StorageError as error:
-            self._give_up(f"the gradients that are carried from step to step could not be kept: {error}")
+            self._give_up(f"the gradients that are carried from step to step could not be copied: {error}")
 
     def capture(self, slot: int) -> None:
         """Take them into an open slot; they are complete at a step's end only."""
@@ -301,7 +310,7 @@ class CarriedGradients:
         saved = {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
         for name, copy in saved.items():
             if name not in here or tuple(local_of(here[name]).shape) != tuple(copy.shape):
-                raise MismatchError(f"the saved gradient of {name!r} fits no parameter here", extra=[name])
+                raise MismatchError(f"the saved gradient of {name!r} matches no parameter here", extra=[name])
         reasons = self.zeroed.restore(regions)
         without = self._without_optimizer() if saved else {}
         self._know_strays({name: one for name, one in without.items() if name in saved})

@@ -92,8 +92,8 @@ class ExtraBuffers:
                 tensor.copy_(data.reshape(one.region.shape))
         if not missing:
             return ()
-        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        return (f"this rank's own {missing[0]}{more} were not saved, or not in the form that they have here",)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return (f"this rank's own {missing[0]}{more} were not saved, or with a different shape or dtype than here",)
 
     # ------------------------------------------------------------------ inside
 
@@ -105,7 +105,9 @@ class ExtraBuffers:
     def _say(self, one: _Buffer) -> None:
         if one.key not in self._gone:
             self._gone.add(one.key)
-            self._on_reason(f"extras[{one.extra!r}][{one.key!r}] has another form than at the start and is not kept")
+            self._on_reason(
+                f"extras[{one.extra!r}][{one.key!r}] has changed shape or dtype since the start and is not saved"
+            )
 
 
 def _buffers_of(extra: str, module: torch.nn.Module) -> list[_Buffer]:

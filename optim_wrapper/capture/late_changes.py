@@ -20,27 +20,32 @@ class LateChange:
     looked at in each step; else only in some, until it has been seen to change.
     """
 
+    __slots__ = ("_always", "_differ", "_take", "_was", "what", "when")
+
     def __init__(
         self, what: str, take: Callable[[], Any], differ: Callable[[Any, Any], bool] = ne, *, always: bool = False
     ) -> None:
         self.what, self._take, self._differ, self._always = what, take, differ, always
         self.when = Recurrence()
-        self._looked = False
         self._was: Any = None
 
-    def updated(self, *, look: bool) -> None:
-        """The optimizer has written everything. look: this is one of the steps in which everything is looked at."""
-        self._looked = look or self._always or self.when.times > 0
-        self._was = self._take() if self._looked else None
+    @property
+    def habitual(self) -> bool:
+        """Whether it is looked at in each step."""
+        return self._always or self.when.times > 0
 
-    def ended(self, step: int, ends_epoch: bool | None) -> None:
-        """The step is over, which had an update."""
-        if self._looked and self._differ(self._was, self._take()):
+    def end_update(self) -> None:
+        """The optimizer has written everything, and this is a step in which it is looked at."""
+        self._was = self._take()
+
+    def end_step(self, step: int, ends_epoch: bool | None) -> None:
+        """The step is over, which had an update after which it was looked at."""
+        if self._differ(self._was, self._take()):
             self.when = self.when.happened(step, ends_epoch)
-        self._looked, self._was = False, None
+        self._was = None
 
     def reasons(self, is_due: Callable[[Recurrence], bool]) -> list[str]:
         """Why what is saved of a step that was cut off after its update may lack it."""
         if not is_due(self.when):
             return []
-        return [f"the loop changes {self.what} after optimizer.step(), perhaps not yet in this step"]
+        return [f"the loop changes {self.what} after optimizer.step(); in this step that may not have happened yet"]

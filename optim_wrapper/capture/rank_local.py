@@ -125,7 +125,8 @@ class RngCapture:
             if len(memoryview(saved[name].data)) != known[name].region.nbytes:
                 text = f"saved {len(saved[name].data)} bytes, here {known[name].region.nbytes}"
                 raise MismatchError(
-                    f"the random number stream {name!r} has another size: {text}; torch or numpy differ too much",
+                    f"the random number stream {name!r} has a different size: {text}; use the torch and "
+                    f"numpy versions of the saved run",
                     different={name: text},
                 )
         for name in sorted(known.keys() | saved.keys()):

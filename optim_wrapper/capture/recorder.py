@@ -110,7 +110,6 @@ class StepRecorder:
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
         self._tentative_reasons: list[str] = []
         self._steps_per_epoch = 0  # not known
-        self.updated = True  # in the step that ends
         self.ends_early = False
         self._early_reasons: list[str] = []
         self._habits = Habits()  # of the run that is resumed
@@ -240,7 +239,7 @@ class StepRecorder:
         try:
             use(lambda path: self.open(path, at_gate=self._at_gate, carried=carried))
         except StorageError as error:
-            self.not_exact((f"what changes outside of optimizer.step() could not be kept: {error}",))
+            self.not_exact((f"state that changes outside of optimizer.step() could not be copied: {error}",))
 
     def close(self) -> None:
         """Take the hook off the model again, and keep nothing of the loop's alive."""
@@ -303,10 +302,13 @@ class StepRecorder:
         if self.source is not None:
             self.source.under_way(position)
 
-    def committed(self, step: int, position: Position | None) -> None:
-        """The end of `step`: everything that may move on from here. position: None if the loop has not named it."""
+    def end_step(self, step: int, position: Position | None, *, updated: bool = True) -> None:
+        """The end of `step`: everything that may move on from here. position: None if the loop has not named it.
+
+        updated: there was an update in it.
+        """
         ends_epoch = self.ends_epoch(position)
-        self._extras_now = self.extras.ended(self._extras_now, self.updated, ends_epoch)
+        self._extras_now = self.extras.ended(self._extras_now, updated, ends_epoch)
         if self.extras.reasons:
             self.not_exact(self.extras.reasons)
         self._ended_here += 1
@@ -316,7 +318,7 @@ class StepRecorder:
         self._see_what_moves(look=look, ends_epoch=ends_epoch)
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
-        same_streams = not self.rng.own.step_ended(look=look)
+        same_streams = not self.rng.own.end_step(look=look)
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies() and same_streams)
         if look:
             self.local_extras.admit()
@@ -361,9 +363,9 @@ class StepRecorder:
     def _see_what_moves(self, *, look: bool, ends_epoch: bool | None) -> None:
         """At a step's end, before it is copied: what has to be copied of it."""
         updated = self.watch.was_updated
-        self.watch.step_ends(look=look, ends_epoch=ends_epoch)
+        self.watch.end_step(look=look, ends_epoch=ends_epoch)
         self.watch.needs_room |= self.buffers.look(late=look)
-        self.watch.needs_room |= self.gradients.step_ends(updated=updated, trained=self.watch.trained, look=look)
+        self.watch.needs_room |= self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
         if self.watch.needs_room:
             self._make_room()
 
@@ -381,7 +383,7 @@ class StepRecorder:
         self._named = position or self._named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
         self._document = b"" if self._needs_epoch_start else self._document_of(None)
-        self.watch.ended(step)
+        self.watch.take(step)
         self._of_all = self._said_of_all()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""

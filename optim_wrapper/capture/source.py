@@ -232,19 +232,22 @@ class TrainerSource:
         if TENTATIVE not in kinds.values():
             return ""
         if drawn := self._drawn_since(step):
-            return f"it had not ended step {step}, in which {drawn} moved on another rank after such a copy of it"
+            return f"it had not ended step {step}, in which {drawn} changed on another rank after its tentative copy"
         for rank in (rank for rank, kind in kinds.items() if kind == COMMITTED):
             try:
                 with BoxReader(self._box_path(rank)) as box:
                     facts = box.facts()
             except (OSError, LastWordsError) as error:
-                return f"it had not ended step {step}, and whether anything moved late in it is not known ({error})"
+                return (
+                    f"it had not ended step {step}, and whether anything changed after its update is unknown ({error})"
+                )
             if (late := facts.get("late")) and Recurrence(*late).last == step:
                 return (
-                    f"it had not ended step {step}, in which {facts.get('moved')} of rank {rank} moved after its update"
+                    f"it had not ended step {step}, in which {facts.get('moved')} of rank {rank} changed "
+                    f"after its update"
                 )
             if any(f"/{GRADIENT_PREFIX}" in spec.name for spec, _ in states[rank].tensors):
-                return f"it had not ended step {step}, and its gradients, which the next step goes on with, are lost"
+                return f"it had not ended step {step}, and the gradients that it carried into the next step are lost"
         return ""
 
     def _local_state(self, rank: int, step: int) -> LocalState:
@@ -273,7 +276,8 @@ class TrainerSource:
                 if copy.kind is SlotKind.TENTATIVE:
                     trusted, why = box.tentative_trust()
                     if trusted and any(habits.late or ()):
-                        trusted, why = False, f"{habits.moved} moved after such a copy before the last resume"
+                        trusted = False
+                        why = f"{habits.moved} changed after a tentative copy in the run before the last resume"
                     if not trusted and not _spared(habits.late, copy):
                         reasons.append(f"it had not ended step {step}, and {why}")
                     late = [*habits.tentative_reasons, *self._of_averages(copy, step)]
@@ -301,7 +305,7 @@ class TrainerSource:
         if not names or snapshot is None:
             return []
         moved = snapshot.extras.moved_last if snapshot.step == step else self._extras.again(snapshot.extras)[1]
-        return [f"its buffers of extras[{name!r}] are from before" for name in sorted(names & {*moved})]
+        return [f"its buffers of extras[{name!r}] were copied before the update" for name in sorted(names & {*moved})]
 
 
 def _with_habits(state: LocalState, seen: Habits) -> LocalState:

@@ -87,6 +87,9 @@ class StateWatch:
             LateChange("the optimizer's numbers", lambda: self.numbers.now(self._ended_step + 1)),
             LateChange("requires_grad", lambda: [one.requires_grad for one in self._parameters]),
         ]
+        self._habitual = [one for one in self._changes if one.habitual]
+        self._looked: list[LateChange] = []
+        """After the update of the step under way, or of the last one."""
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
         self._counts = StateCounts(lambda: self._optimizers)
@@ -106,12 +109,12 @@ class StateWatch:
 
     # ------------------------------------------------------------------ training thread
 
-    def before_update(self) -> None:
+    def begin_update(self) -> None:
         """The gradients are final. The first call of a step counts."""
         if self._updating or self._ended is None:
             return
         self._updating = True
-        self._counts.before_update()
+        self._counts.begin_update()
         # Most of what moves does so from the start; what begins to later is named for a few steps before it is copied.
         if self._looks_closely or self._digests:
             self._note(self._moved(self._ended))
@@ -127,13 +130,14 @@ class StateWatch:
         )
         return [*dict.fromkeys([*self._witness.moved(since), *modules])]
 
-    def updated(self) -> None:
+    def end_update(self) -> None:
         """The optimizer has written everything."""
         if self._looks_closely:
-            self._counts.updated(self._counts.now())
+            self._counts.end_update()
         self._updated = self._witness.mark(step=self._ended_step + 1)
-        for one in self._changes:
-            one.updated(look=self._looks_closely)
+        self._looked = self._changes if self._looks_closely else self._habitual
+        for one in self._looked:
+            one.end_update()
 
     @property
     def was_updated(self) -> bool:
@@ -145,7 +149,7 @@ class StateWatch:
         """Whether the update of the step under way has been written."""
         return self._updated is not None
 
-    def step_ends(self, *, look: bool, ends_epoch: bool | None = None) -> None:
+    def end_step(self, *, look: bool, ends_epoch: bool | None = None) -> None:
         """Before anything is copied of the step that has ended. look: whether to see which tensors there are now.
 
         ends_epoch: whether the step is the last one of its epoch; None: not known.
@@ -157,13 +161,15 @@ class StateWatch:
             for name in self._witness.moved(self._updated, until):
                 when = self._late.get(name, (0, Recurrence()))[1].happened(step, ends_epoch)
                 self._late[name] = self._witness.writes(name, self._updated, until), when
-            for one in self._changes:
-                one.ended(step, ends_epoch)
+            for one in self._looked:
+                one.end_step(step, ends_epoch)
+            if self._looks_closely:
+                self._habitual = [one for one in self._changes if one.habitual]
         else:
             self.see()
         self._updated, self._updating = None, False
         entries = self._counts.now()
-        self._counts.ended(entries, self._ended_step + 1, ends_epoch)
+        self._counts.end_step(entries, self._ended_step + 1, ends_epoch)
         if look or entries != self._entries or self._witness.modules_change:
             self.look()
 
@@ -193,9 +199,9 @@ class StateWatch:
         for reason in self._view.left_out():
             if reason not in self._announced:
                 self._announced.add(reason)
-                _log.warning("%s, so it is left out of what is saved, and a resume is not exact", reason)
+                _log.warning("%s: it is not saved, and a resume will not be exact", reason)
 
-    def ended(self, step: int, *, digests: bool = False) -> None:
+    def take(self, step: int, *, digests: bool = False) -> None:
         """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
         newest, self._newest = self._newest, None
         if newest is None or newest[0].look != self._witness.looks or newest[0].round != step % ROUNDS:
@@ -220,10 +226,10 @@ class StateWatch:
             }
 
     def again(self, step: int) -> list[str]:
-        """`ended` once more, where anything has moved since; what has."""
+        """`take` once more, where anything has moved since; what has."""
         moved = [] if self._ended is None else self._witness.moved(self._ended)
         if moved:
-            self.ended(step)
+            self.take(step)
         return [f"the {some(moved)}"] if moved else []
 
     def know(self, own: Iterable[OwnState]) -> None:
@@ -243,6 +249,7 @@ class StateWatch:
         self._late = {name: one for name, one in found.items() if self._witness.get(name) is not None}
         for one in self._changes:
             one.when = Recurrence(*habits.changes.get(one.what, ()))
+        self._habitual = [one for one in self._changes if one.habitual]
 
     def alike(self) -> dict[str, Any]:
         """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks. JSON values.
@@ -305,9 +312,9 @@ class StateWatch:
         if others:
             reasons.append(f"the {others} changed outside of optimizer.step() after the end of step {step}")
         if lost:
-            reasons.append(f"the {some(lost)} was taken out after the end of step {step}, and is not saved")
+            reasons.append(f"the {some(lost)} was removed after the end of step {step}, and is not saved")
         if empty:
-            reasons.append(f"the {some(empty)} was emptied after the end of step {step}; a resume begins it anew")
+            reasons.append(f"the {some(empty)} was emptied after the end of step {step}; a resume reinitialises it")
         return [name for name in found if name not in empty and not is_copied(name)], lent, reasons
 
     def habits(self, step: int, ends_epoch: bool | None) -> Habits:
@@ -335,12 +342,12 @@ class StateWatch:
         partly = [name for name, count in writes.items() if self._late.get(name, (-1,))[0] != count or not count]
         reasons = []
         if missing:
-            reasons.append(f"in the steps before, the {some(missing)} changed after optimizer.step(), not in this one")
+            reasons.append(f"the {some(missing)} changed after optimizer.step() in earlier steps, but not in this step")
         if partly:
-            reasons.append(f"the {some(partly)} changed after optimizer.step(), perhaps not for the last time")
+            reasons.append(f"the {some(partly)} changed after optimizer.step(), and was perhaps about to change again")
         reasons += [reason for one in self._changes for reason in one.reasons(is_due)]
         if not self._late and ends_epoch is not False and any(map(_swings, self._optimizers)):
-            reasons.append("eval() of the optimizer may have been about to move the weights for the first time")
+            reasons.append("eval() of the optimizer may have been about to swap the weights for the first time")
         return [*reasons, *self._counts.cut_off(is_due)]
 
     # ------------------------------------------------------------------ inside

@@ -79,8 +79,8 @@ def _number(value: int | None) -> bytes:
 def changed_before_the_end(which: str, step: int) -> str:
     """Say that these rank-local extras changed between forward pass and step end; the reason for a death in between."""
     _log.warning(
-        "%s changed between the forward pass and the end of step %s: where a rank is killed in between, the resume "
-        "is not exact; change it before the forward pass, or after the step's end",
+        "%s changed between the forward pass and the end of step %s: if a rank is killed in between, the "
+        "resume is not exact; change it before the forward pass, or after the step's end",
         which,
         step,
     )
@@ -90,9 +90,9 @@ def changed_before_the_end(which: str, step: int) -> str:
 def changed_after_the_end(moved: Sequence[str], step: int) -> str:
     """Say that this changed after an early end of a step; the reason for a death in between."""
     _log.warning(
-        "after step_end(), in what followed in step %s, %s changed: where a rank is killed there, the resume is not "
-        "exact; change what the next step reads before step_end()",
+        "after step_end() of step %s, %s changed: if a rank is killed before that change, the resume is not "
+        "exact; change state that the next step reads before step_end()",
         step,
         ", ".join(moved),
     )
-    return f"between step_end() and the next batch {', '.join(moved)} changed in an earlier step"
+    return f"{', '.join(moved)} changed between step_end() and the next batch in an earlier step"

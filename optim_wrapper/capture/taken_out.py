@@ -21,8 +21,8 @@ from lastwords.sharding.dtensor import local_of
 Lent = dict[Any, dict[Any, Any] | None]
 """Parameter -> what its state lacks; None: it is not worth saving."""
 
-_OUT = "the loop takes optimizer state out after optimizer.step() and puts it back for the next one"
-_GONE = "the loop takes optimizer state out after optimizer.step()"
+_OUT = "the loop removes optimizer state after optimizer.step() and restores it before the next update"
+_GONE = "the loop removes optimizer state after optimizer.step()"
 
 
 class StateCounts:
@@ -42,20 +42,26 @@ class StateCounts:
 
     def now(self) -> int:
         """Number of entries of all parameters together."""
-        return sum([_entries(one.state) for one in self._optimizers()])
+        entries = 0
+        for one in self._optimizers():
+            try:
+                entries += sum(map(len, one.state.values()))
+            except TypeError:  # there are values without a length
+                entries += sum(len(value) if isinstance(value, dict) else 1 for value in one.state.values())
+        return entries
 
-    def before_update(self) -> None:
+    def begin_update(self) -> None:
         """The optimizer is about to read its state."""
         if self._out:
             back = self.now() > self._ended
             self._comes_back, self._stays_away = self._comes_back or back, not back
             self._out = False
 
-    def updated(self, entries: int | None) -> None:
-        """The optimizer has written it. None: not looked at in this step."""
-        self._updated = entries
+    def end_update(self) -> None:
+        """The optimizer has written it. Not called: it is not looked at in this step."""
+        self._updated = self.now()
 
-    def ended(self, entries: int, step: int = 0, ends_epoch: bool | None = None) -> None:
+    def end_step(self, entries: int, step: int = 0, ends_epoch: bool | None = None) -> None:
         """The step is over. ends_epoch: whether it is the last one of its epoch; None: not known."""
         self._out = entries < (self._ended if self._updated is None else self._updated)
         self._ended, self._updated = entries, None
@@ -65,21 +71,21 @@ class StateCounts:
     def reasons(self) -> list[str]:
         """Why what is saved of the last step's end may lack state, or have some that was not there then."""
         if self._comes_back:
-            return [f"{_OUT}, so it is not in what is saved of a step's end"]
+            return [f"{_OUT}, so it is missing from the state saved at a step's end"]
         if self._out and not self._stays_away:
-            return ["optimizer state was taken out between optimizer.step() and the end of the step"]
+            return ["optimizer state was removed between optimizer.step() and the end of the step"]
         if self.now() > self._ended:
-            return ["optimizer state was put in after the end of the step"]
+            return ["optimizer state was added after the end of the step"]
         return []
 
     def cut_off(self, is_due: Callable[[Recurrence], bool] = lambda when: False) -> list[str]:
         """Why what is saved of a step that has come to its update, and not to its end, may lack state."""
         known = self._updated if self._updated is not None else self._ended
         if self.now() < known:
-            return ["optimizer state was taken out after optimizer.step()"]
+            return ["optimizer state was removed after optimizer.step()"]
         if self._comes_back:
-            return [f"{_OUT}, perhaps not yet in this step"]
-        return [f"{_GONE}, perhaps not yet in this step"] if is_due(self._went) else []
+            return [f"{_OUT}; in this step that may not have happened yet"]
+        return [f"{_GONE}; in this step that may not have happened yet"] if is_due(self._went) else []
 
 
 def gone_for_good(witness: Witness, lent: Lent, parameters: Mapping[str, torch.Tensor]) -> list[StateName]:
@@ -119,10 +125,3 @@ def emptied(witness: Witness, moved: Collection[StateName]) -> list[StateName]:
 
 def _is_empty(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or local_of(tensor).untyped_storage().nbytes() == 0
-
-
-def _entries(state: Mapping[Any, Any]) -> int:
-    try:
-        return sum(map(len, state.values()))
-    except TypeError:  # there are values without a length
-        return sum(len(one) if isinstance(one, dict) else 1 for one in state.values())

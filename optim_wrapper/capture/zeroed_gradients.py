@@ -80,7 +80,10 @@ class ZeroedGradients:
             return ()
         trained, flags = [*self._trained().values()], bytes(memoryview(copy.data))
         if len(flags) != len(trained):
-            return (f"which of {len(flags)} parameters had a gradient was saved, but {len(trained)} are trained here",)
+            return (
+                f"the checkpoint records which of {len(flags)} parameters had a gradient, but "
+                f"{len(trained)} are trained here",
+            )
         for parameter, flag in zip(trained, flags, strict=True):
             if flag:
                 put_gradient(parameter, torch.zeros_like(parameter.detach()))

@@ -56,7 +56,7 @@ class Board:
         try:
             self._store.set(self._key, json.dumps(passes))
         except (dist.DistError, RuntimeError) as error:
-            _log.info("the order of DDP's gradients could not be told to the other ranks: %s", error)
+            _log.info("the order of DDP's gradients could not be sent to the other ranks: %s", error)
 
     def _look(self, _: Passes) -> None:
         try:
@@ -67,7 +67,7 @@ class Board:
                 if self._over.wait(_LOOK_S):
                     break
         except (dist.DistError, RuntimeError) as error:
-            _log.info("rank 0's order of DDP's gradients could not be asked for: %s", error)
+            _log.info("rank 0's order of DDP's gradients could not be read: %s", error)
         self._there.set()
 
 

@@ -27,9 +27,11 @@ import torch.distributed as dist
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.checkpoint.meta import BucketRecord
+from lastwords.checkpoint.versions import BUCKETS_VERSION
 from lastwords.optim_wrapper.ddp.ddp_board import Board
 from lastwords.optim_wrapper.ddp.ddp_found import Listener, holding, places_of, span_of
-from lastwords.optim_wrapper.ddp.ddp_order import VERSION, GradientOrder, options_of, replay_passes, unwatched
+from lastwords.optim_wrapper.ddp.ddp_order import GradientOrder, options_of, replay_passes, unwatched
 from lastwords.optim_wrapper.ddp.ddp_private import (
     buckets_from_log,
     capability,
@@ -41,16 +43,13 @@ from lastwords.optim_wrapper.ddp.ddp_private import (
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 from lastwords.torch_private import Store
 
-SEVERAL = 2
-"""The version of a record that holds one for each DDP; a single one is of `ddp_order.VERSION`."""
-
 _observers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[GradientOrder]] = weakref.WeakKeyDictionary()
 
 
 class BucketOrder:
     """Watches the first synchronised backward passes of every DDP of a job. Made by `observe`.
 
-    `step_ended` and `close` belong to the training thread; `record` may be called from any thread at any time.
+    `end_step` and `close` belong to the training thread; `record` may be called from any thread at any time.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
@@ -84,11 +83,11 @@ class BucketOrder:
             self._store = store, key
         return self.reasons
 
-    def step_ended(self, step: int) -> list[str]:
+    def end_step(self, step: int) -> list[str]:
         """Global step `step` has ended; returns reasons that are new. Costs a few microseconds for each DDP."""
         look = step & (step - 1) == 0
         for order in self._orders:
-            order.step_ended(step, look=look)
+            order.end_step(step, look=look)
         if not look:
             return []
         new = [reason for reason in self.reasons if reason not in self._told]
@@ -110,10 +109,9 @@ class BucketOrder:
         return list(dict.fromkeys(reason for order in self._orders for reason in order.reasons))
 
     def record(self, step: int | None = None) -> dict[str, Any]:
-        """What `replay` needs after global step `step` (None: now), as JSON. Empty for a job without DDP."""
+        """A `BucketRecord` of each DDP after global step `step` (None: now), as stored. Empty for a job without DDP."""
         living = sorted((one for one in self._orders if one.ddp is not None), key=lambda one: one.span)
-        records = [one.record(step) for one in living]
-        return joined(records)
+        return BucketRecord.stored([one.record(step) for one in living])
 
     # ------------------------------------------------------------------ inside
 
@@ -147,34 +145,23 @@ def _observed_by(orders: Iterable[GradientOrder]) -> list[DistributedDataParalle
     return [ddp for ddp in (one.living for one in orders) if ddp is not None]
 
 
-def replay(model: torch.nn.Module, record: Mapping[str, Any], trained: Iterable[torch.Tensor] = ()) -> list[str]:
-    """Bring the buckets of every DDP to where `record` says they were; returns why that is not exact, empty if it is.
+def replay(model: torch.nn.Module, records: Sequence[BucketRecord], trained: Iterable[torch.Tensor] = ()) -> list[str]:
+    """Bring the buckets of every DDP to where `records` say they were; returns why that is not exact, empty if it is.
 
-    Runs collectives: call it on every rank of the model's process group, with the same record, before the state is
+    Runs collectives: call it on every rank of the model's process group, with the same records, before the state is
     restored and before the first forward pass. Gradients are None afterwards. Draws no random numbers.
     """
     begin_replicates(model)
     ddps = holding([*model.parameters(), *trained])
     if not ddps:
-        return ["the saved run used DistributedDataParallel, this one does not"] if record else []
-    if not record:
-        return ["the saved run did not use DistributedDataParallel, this one does"]
-    pairs, problems = _paired(ddps, records_of(record))
+        return ["the saved run used DistributedDataParallel, this run does not"] if records else []
+    if not records:
+        return ["the saved run did not use DistributedDataParallel, this run does"]
+    pairs, problems = _paired(ddps, records)
     with unwatched():
         for ddp, one in pairs:
             problems += _replay_one(ddp, one, whole_model=ddp is find_ddp(model))
     return list(dict.fromkeys(problems))
-
-
-def records_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A record's parts, one for each DDP."""
-    several = record.get("ddps")
-    return list(several) if isinstance(several, list) else [record] if record else []
-
-
-def joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One record of several, as `records_of` takes it apart."""
-    return {"version": SEVERAL, "ddps": list(records)} if len(records) > 1 else dict(records[0]) if records else {}
 
 
 def groups_of(model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> list[tuple[frozenset[int], int]]:
@@ -199,8 +186,8 @@ def begin_replicates(model: torch.nn.Module) -> None:
 
 
 def _paired(
-    ddps: Sequence[DistributedDataParallel], records: Sequence[Mapping[str, Any]]
-) -> tuple[list[tuple[DistributedDataParallel, Mapping[str, Any]]], list[str]]:
+    ddps: Sequence[DistributedDataParallel], records: Sequence[BucketRecord]
+) -> tuple[list[tuple[DistributedDataParallel, BucketRecord]], list[str]]:
     """Each DDP with the record of the one that held the same, in the order of the job's parameters."""
     if len(ddps) == len(records):
         return list(zip(ddps, records, strict=True)), []
@@ -209,17 +196,17 @@ def _paired(
     problems = []
     for ddp in ddps:
         names = _plain([] if capability(ddp) else reducer_parameters(ddp)[0])
-        found = next((one for one in left if _plain(one.get("parameters", ())) == names), None)
+        found = next((one for one in left if _plain(one.parameters) == names), None)
         if found is None:
-            problems.append(f"the saved run had no DistributedDataParallel around {_some(names)}, this one has")
+            problems.append(f"the saved run had no DistributedDataParallel around {_some(names)}, this run has")
         else:
             left.remove(found)
             pairs.append((ddp, found))
     problems += [
-        f"the saved run had a DistributedDataParallel around {_some(_plain(one.get('parameters', ())))}, which is not "
-        "there yet; make it before resume()"
+        f"the saved run had a DistributedDataParallel around {_some(_plain(one.parameters))}, which is "
+        "missing here; wrap the module before resume()"
         for one in left
-        if one.get("passes") != [] or not all(one.get("synced", {}).values())
+        if one.version != BUCKETS_VERSION or one.passes or not all(one.synced.values())
     ]
     return pairs, problems
 
@@ -233,7 +220,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:2])} ... ({len(names)} parameters)" if names else "nothing"
 
 
-def _replay_one(ddp: DistributedDataParallel, record: Mapping[str, Any], *, whole_model: bool) -> list[str]:
+def _replay_one(ddp: DistributedDataParallel, record: BucketRecord, *, whole_model: bool) -> list[str]:
     found = _observers.get(ddp)
     observer = found() if found is not None else None
     problems = _refuse(ddp, record)
@@ -242,19 +229,19 @@ def _replay_one(ddp: DistributedDataParallel, record: Mapping[str, Any], *, whol
     # The whole model's options are among the job's facts, which are compared as such.
     here = options_of(ddp)
     problems = [
-        f"a DistributedDataParallel around {_some(record['parameters'])} has {name}={here[name]} here, the saved run "
+        f"a DistributedDataParallel around {_some(record.parameters)} has {name}={here[name]} here, the saved run "
         f"had {value}"
-        for name, value in record.get("options", {}).items()
+        for name, value in record.options.items()
         if not whole_model and here.get(name, value) != value
     ]
-    problems += [reason for reason in (*record.get("hooks", ()), record.get("unconfirmed", "")) if reason]
-    passes = record["passes"]
+    problems += [reason for reason in (*record.hooks, record.unconfirmed) if reason]
+    passes = record.passes
     if passes and (not ddp.find_unused_parameters or ddp.static_graph):
         replay_passes(ddp, passes)
         problems += _compare(ddp, record)
     if observer is not None:
         observer.adopt(record)
-    _restore_synced(ddp, record.get("synced", {}))
+    _restore_synced(ddp, record.synced)
     return problems
 
 
@@ -263,33 +250,31 @@ def _restore_synced(ddp: DistributedDataParallel, saved: Mapping[str, bool]) -> 
     ddp.require_backward_grad_sync = saved.get("backward", ddp.require_backward_grad_sync)
 
 
-def _refuse(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str]:
-    if record.get("version") != VERSION:
-        return [
-            f"the order of DDP's buckets was recorded in form {record.get('version')!r}, this lastwords reads {VERSION}"
-        ]
-    reasons = [*record["reasons"], *(reason for reason in capability(ddp) if reason not in record["reasons"])]
+def _refuse(ddp: DistributedDataParallel, record: BucketRecord) -> list[str]:
+    if record.version != BUCKETS_VERSION:
+        known = f"this lastwords reads {BUCKETS_VERSION}"
+        return [f"the order of DDP's buckets was recorded in form {record.version!r}, {known}"]
+    reasons = [*record.reasons, *(reason for reason in capability(ddp) if reason not in record.reasons)]
     if reasons:
         return reasons
     for option in ("static_graph", "find_unused_parameters"):
-        if getattr(ddp, option) != record[option]:
-            return [f"DDP has {option}={getattr(ddp, option)} here, the saved run had {record[option]}"]
-    if _plain(reducer_parameters(ddp)[0]) != _plain(record["parameters"]):
-        return ["DDP reduces other parameters here than in the saved run (requires_grad differs?)"]
+        if getattr(ddp, option) != getattr(record, option):
+            return [f"DDP has {option}={getattr(ddp, option)} here, the saved run had {getattr(record, option)}"]
+    if _plain(reducer_parameters(ddp)[0]) != _plain(record.parameters):
+        return ["DDP reduces different parameters here than in the saved run; check requires_grad"]
     if getattr(ddp, "_has_rebuilt_buckets", False):
         return ["a backward pass was run before resume(), so DDP's buckets have been rebuilt already; resume first"]
-    count = len(record["parameters"])
-    if not all(isinstance(index, int) and 0 <= index < count for one in record["passes"] for index in one):
+    if not all(index < len(record.parameters) for one in record.passes for index in one):
         return ["the recorded order of DDP's buckets is damaged"]
     return []
 
 
-def _compare(ddp: DistributedDataParallel, record: Mapping[str, Any]) -> list[str]:
-    if record["buckets"] is None:
+def _compare(ddp: DistributedDataParallel, record: BucketRecord) -> list[str]:
+    if record.buckets is None:
         return []
     ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
     buckets = buckets_from_log(ddp)
-    if buckets is None or buckets == record["buckets"]:
+    if buckets is None or buckets == record.buckets:
         return []
-    at = next(i for i in range(len(buckets) + 1) if buckets[i : i + 1] != record["buckets"][i : i + 1])
-    return [f"DDP's buckets could not be made as they were: bucket {at} differs (bucket_cap_mb or torch differ?)"]
+    at = next(i for i in range(len(buckets) + 1) if buckets[i : i + 1] != record.buckets[i : i + 1])
+    return [f"DDP's buckets could not be restored: bucket {at} differs; check bucket_cap_mb and the torch version"]

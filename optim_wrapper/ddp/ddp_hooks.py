@@ -40,7 +40,7 @@ def hidden_states(ddp: DistributedDataParallel) -> list[str]:
     for kind, hook, state in hooks:
         kept = next(_kept(hook, state), None)
         if kept is not None:
-            reasons.append(f"DDP's {kind} {_name(hook)} keeps a state of its own ({kept}), which is not saved")
+            reasons.append(f"DDP's {kind} {_name(hook)} has its own state ({kept}), which is not saved")
     return reasons
 
 
@@ -73,7 +73,7 @@ def _kept_by_function(hook: types.FunctionType, depth: int) -> Iterator[str]:
             yield f"{name!r}, a {type(value).__name__}"
     if not hook.__module__.startswith("torch."):
         for name in _rebound(hook.__code__):
-            yield f"{name!r}, which it sets anew"
+            yield f"{name!r}, which it reassigns"
 
 
 def _reached(hook: types.FunctionType) -> Iterator[tuple[str, object]]:

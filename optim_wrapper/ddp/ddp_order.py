@@ -9,13 +9,14 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp.ddp_board import Board
 from lastwords.optim_wrapper.ddp.ddp_hooks import hidden_states
 from lastwords.optim_wrapper.ddp.ddp_private import (
@@ -29,8 +30,6 @@ from lastwords.optim_wrapper.ddp.ddp_private import (
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 
 _log = logging.getLogger(__name__)
-
-VERSION = 1
 
 _LOOKS_MAX = 8
 """Steps after which the logging data are no longer asked for the buckets; torch shows them in the third."""
@@ -59,7 +58,7 @@ class GradientOrder:
     Made before the first of them, at the earliest when the DDP takes its module. span: which of the job's parameters it
     holds. called: the module whose forward pass is DDP's, None where hooks on it would be traced. board: where rank 0's
     order is told.
-    `step_ended` belongs to the training thread; `record` may be called from any thread at any time, during a collective
+    `end_step` belongs to the training thread; `record` may be called from any thread at any time, during a collective
     too (it never calls into DDP, whose lock a hanging all-reduce can hold).
     """
 
@@ -114,7 +113,7 @@ class GradientOrder:
 
     # ------------------------------------------------------------------ training thread
 
-    def step_ended(self, step: int, *, look: bool) -> None:
+    def end_step(self, step: int, *, look: bool) -> None:
         """Global step `step` has ended. Costs a few microseconds; look: at the hooks too."""
         ddp = self.ddp
         if ddp is None:
@@ -144,8 +143,8 @@ class GradientOrder:
         """Why a resume cannot be made exact as far as this DDP goes; empty if it can."""
         return [*self._reasons, *self._hidden]
 
-    def record(self, step: int | None = None) -> dict[str, Any]:
-        """What `replay` needs after global step `step` (None: now), as JSON."""
+    def record(self, step: int | None = None) -> BucketRecord:
+        """What `replay` needs after global step `step` (None: now)."""
         ddp = self.ddp
         assert ddp is not None
         self._take_shared(wait_s=_FETCH_WAIT_S)
@@ -157,31 +156,30 @@ class GradientOrder:
             # A step that has not ended here has been updated, so no pass of a later one has begun.
             passes = passes[: self._passes_at_step.get(step, len(passes))]
         ended = self._ended
-        return {
-            "version": VERSION,
-            "step": step,
-            "static_graph": ddp.static_graph,
-            "find_unused_parameters": ddp.find_unused_parameters,
-            "parameters": list(self._names),
-            "passes": passes,
-            "buckets": self._buckets,
-            "reasons": list(self._reasons),
-            "hooks": list(self._hidden),
-            "unconfirmed": self._unconfirmed() if len(passes) >= self._passes_wanted else "",
-            "synced": (ended[1] if ended is not None and ended[0] == step else synced(ddp))._asdict(),
-            "options": self._options,
-        }
+        return BucketRecord(
+            step=step,
+            static_graph=ddp.static_graph,
+            find_unused_parameters=ddp.find_unused_parameters,
+            parameters=list(self._names),
+            passes=passes,
+            buckets=self._buckets,
+            reasons=list(self._reasons),
+            hooks=list(self._hidden),
+            unconfirmed=self._unconfirmed() if len(passes) >= self._passes_wanted else "",
+            synced=(ended[1] if ended is not None and ended[0] == step else synced(ddp))._asdict(),
+            options=self._options,
+        )
 
     # ------------------------------------------------------------------ resume
 
-    def adopt(self, record: Mapping[str, Any]) -> None:
+    def adopt(self, record: BucketRecord) -> None:
         """These passes have been replayed: they count as this model's first ones, on all ranks."""
-        self._passes = [list(one) for one in record["passes"]]
-        self._buckets = record["buckets"]
+        self._passes = [list(one) for one in record.passes]
+        self._buckets = None if record.buckets is None else [list(one) for one in record.buckets]
         self._sole = True
         self._current.clear()
-        if record["step"] is not None:
-            self._passes_at_step = {record["step"]: len(self._passes)}
+        if record.step is not None:
+            self._passes_at_step = {record.step: len(self._passes)}
         if len(self._passes) >= self._passes_wanted:
             self._detach()
 
@@ -289,8 +287,8 @@ class GradientOrder:
         if self._sole or self._buckets is not None:
             return ""
         return (
-            "the order of DDP's buckets is that of this rank's gradients: rank 0's, which counts, had not been told "
-            "when the step was saved"
+            "the recorded order of DDP's buckets is this rank's: rank 0's order, which DDP uses, had not "
+            "arrived when the step was saved"
         )
 
     def _take_unseen(self, ddp: DistributedDataParallel) -> None:
@@ -306,7 +304,7 @@ class GradientOrder:
         order = agreed_order(last, buckets, self._kinds)
         if order != last:
             # This rank's gradients come in another order than rank 0's, whose order counts.
-            _log.info("DDP's buckets follow another rank's order of gradients; recording that")
+            _log.info("DDP's buckets follow another rank's order of gradients; recording that rank's order")
             self._passes[-1] = order
 
 

@@ -69,12 +69,12 @@ def capability(ddp: DistributedDataParallel) -> list[str]:
         missing.append("Logger.set_runtime_stats_and_log")
     if missing:
         return [
-            f"this torch ({torch.__version__}) has no {', '.join(missing)}, so the order of DDP's buckets cannot be "
-            "made again"
+            f"this torch ({torch.__version__}) has no {', '.join(missing)}, so the order of DDP's buckets "
+            f"cannot be restored"
         ]
     reasons = []
     if getattr(ddp, "_use_python_reducer", False):
-        reasons.append("DDP runs in the compiler's Python reducer mode, whose order of sums is not recorded")
+        reasons.append("DDP runs in the compiler's Python reducer mode, whose reduction order is not recorded")
     if getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None):
         reasons.append("DDP delays the reduction of some parameters, which is not replayed")
     if getattr(ddp, "mixed_precision", None) is not None:

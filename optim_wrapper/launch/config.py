@@ -83,8 +83,8 @@ class Config:
         # A constructor does no I/O, so no links are followed; two names that differ by `..` are seen through.
         if fallback is not None and os.path.normpath(fallback) == os.path.normpath(root):
             raise ConfigError(
-                f"fallback_path is ckpt_save_path itself ({root}); give a directory that still takes files where that "
-                "one refuses, on another file system, or leave it out"
+                f"fallback_path is ckpt_save_path itself ({root}); give a directory on another file system, "
+                f"or omit fallback_path"
             )
         if data not in ("refetch", "skip"):
             raise ConfigError(f"data must be 'refetch' or 'skip', not {data!r}")

@@ -74,11 +74,11 @@ def check_space(roots: Sequence[Path], needed_bytes: int, *, require: bool, os: 
             )
     if require and len(problems) == len(roots):
         raise StorageError(
-            f"{'; '.join(problems)}: last words could not be saved; free some space or choose another directory "
-            "(LASTWORDS_REQUIRE_SPACE=0 starts all the same)"
+            f"{'; '.join(problems)}: an emergency checkpoint could not be saved; free some space or choose "
+            f"another directory (LASTWORDS_REQUIRE_SPACE=0 starts anyway)"
         )
     for problem in problems:
-        _log.warning("%s: free some space before it is needed, or give fallback_path", problem)
+        _log.warning("%s: free some space, or set fallback_path", problem)
 
 
 def _size(count: int) -> str:

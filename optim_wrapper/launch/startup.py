@@ -54,8 +54,8 @@ def check_directory(path: Path, what: str) -> tuple[str, ...]:
         return probe(path)
     except (OSError, StorageError) as error:
         raise StorageError(
-            f"{what} {str(path)!r} cannot be written: {error}; last words would be lost there: choose a directory that "
-            "every rank can write, or mend this one",
+            f"{what} {str(path)!r} cannot be written: {error}; no checkpoint could be saved there; choose a "
+            f"directory that every rank can write, or repair this directory",
             errno=error.errno or 0,
         ) from error
 

@@ -45,7 +45,7 @@ def parse_switch(text: str | None) -> Switch:
     if len(body) >= 2 and body[0] == body[-1] and body[0] in "\"'":
         body = body[1:-1].strip()
     if not (body.startswith("{") and body.endswith("}")):
-        raise _malformed(text, "it is not in braces")
+        raise _malformed(text, "the braces are missing")
     entries = body[1:-1].split(",")
     if not entries[-1].strip():
         entries.pop()
@@ -67,7 +67,7 @@ def switch_from_env(environ: Mapping[str, str] | None = None) -> Switch:
     """The switch as the environment sets it; logs one line for keys that have no effect here."""
     switch = parse_switch((os.environ if environ is None else environ).get(VARIABLE))
     if switch.ignored:
-        _log.warning("%s: %s has no effect in lastwords, only TTP has", VARIABLE, ", ".join(switch.ignored))
+        _log.warning("%s: %s has no effect in lastwords; only TTP has an effect", VARIABLE, ", ".join(switch.ignored))
     return switch
 
 

@@ -61,8 +61,8 @@ class World:
             value = json.loads(self.store.get(key))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
             raise UnavailableError(
-                f"rank {self.rank} waited in vain (at most {timeout_s:g} s) for {what}; if another has ended, see its "
-                f"error first: {error}"
+                f"rank {self.rank} timed out after {timeout_s:g} s waiting for {what}; if another rank has "
+                f"failed, read its error first: {error}"
             ) from error
         if not isinstance(value, dict):
             raise ConfigError(f"rank {self.rank} found no settings under {key!r} in the process group's store")
@@ -85,8 +85,8 @@ class World:
                 return self.store.get(f"{key}/problem").decode(errors="replace")
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
             raise UnavailableError(
-                f"rank {self.rank} waited in vain (at most {timeout_s:g} s) for the others; if one has ended, see its "
-                f"error first: {error}"
+                f"rank {self.rank} timed out after {timeout_s:g} s waiting for the other ranks; if another "
+                f"rank has failed, read its error first: {error}"
             ) from error
         return None
 
@@ -112,7 +112,7 @@ class World:
                 text = self.store.get(refused).decode(errors="replace")
                 raise ConfigError(f"another rank cannot start: {text}")
             if mono_s() >= end_s:
-                raise dist.DistStoreError(f"nobody has set {key}")
+                raise dist.DistStoreError(f"no rank has set {key}")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.25, _LOOK_S)
 

@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.launch.progress import Progress
 from lastwords.optim_wrapper.streams.generator_search import search
 
 _NO_LENGTH = (
-    "; give it a __len__ (batches per epoch, the same on every rank), or write the loop yourself and call "
+    "; give it a __len__ (batches per epoch, the same on every rank), or write a custom loop that calls "
     "tft.step_end(epoch, step) at the end of each step"
 )
 
@@ -57,7 +57,7 @@ class LoaderFacts:
 
 PERSISTENT = (
     "the loader's workers are persistent, so the random numbers they draw after the first epoch depend on all epochs "
-    "before; use persistent_workers=False if the dataset draws any"
+    "before; use persistent_workers=False if the dataset draws random numbers"
 )
 
 
@@ -140,11 +140,11 @@ def static_reasons(loader: Any, facts: LoaderFacts, data: DataMode) -> tuple[str
     reasons = []
     if facts.workers and data == "skip":
         reasons.append(
-            'the loader\'s done batches are skipped by index (data="skip") or by its own state, so random numbers that '
-            "the dataset draws in its workers differ"
+            'batches that are already done are skipped by index (data="skip") or by the loader\'s state, so random '
+            "numbers that the dataset draws in its workers differ"
         )
     if facts.workers and not facts.in_order:
-        reasons.append("the loader has in_order=False, so the order of its batches depends on time")
+        reasons.append("the loader has in_order=False, so the order of its batches depends on timing")
     return tuple(reasons)
 
 
@@ -196,12 +196,12 @@ def _drawing(loader: Any, facts: LoaderFacts) -> str:
     if facts.kind is Kind.ITERABLE:
         return (
             f"the loader's data set ({type(loader.dataset).__name__}) draws random numbers in the training process "
-            "while it is iterated over, and so does the training in between, so its order may be another one; give it "
-            "a random generator of its own, or num_workers=1"
+            "while it is iterated over, interleaved with the training's own draws, so its order may differ; "
+            "give it its own random generator, or use num_workers=1"
         )
     return (
         f"the loader ({type(loader).__name__}) draws random numbers in the training process while it iterates, "
-        "and it is not known how far ahead of the training it does so"
+        "and it is unknown how far ahead of the training it does so"
     )
 
 

@@ -111,14 +111,15 @@ def carry(
         return None, ""
     if not saved or not here:
         return None, (
-            "the number of ranks or the loader has changed, and the loader does not say how it deals out its samples, "
-            "so the data goes on by the number of steps: some samples of this epoch may be seen twice or not at all; "
+            "the number of ranks or the loader has changed, and the loader does not expose how it "
+            "distributes samples over ranks, so the data continues by step count: some samples of this epoch "
+            "may be used twice or not at all; "
             "use torch's DistributedSampler"
         )
     different = [name for name in _OF_THE_ORDER if saved[name] != here[name]]
     if different:
-        said = ", ".join(f"{name}: {saved[name]} when it was saved, {here[name]} here" for name in different)
-        return None, f"the samples of an epoch come in another order ({said}), so its data goes on by number of steps"
+        said = ", ".join(f"{name}: {saved[name]} in the saved run, {here[name]} here" for name in different)
+        return None, f"the samples of an epoch come in a different order ({said}), so the data continues by step count"
     whole_epoch = not again and step >= data.get("steps_per_epoch", 0) > 0
     first = saved["samples"] if whole_epoch else samples_seen(data, epoch, step)
     indices = _dealt(loader, epoch, first, here)

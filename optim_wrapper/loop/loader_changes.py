@@ -62,13 +62,13 @@ def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """One sentence for each thing that differs; the number of batches only where nothing else says why.
 
     >>> changes({"batch_size": 4, "batches": 6}, {"batch_size": 8, "batches": 3})
-    ['batch size: 4 when it was saved, 8 here']
+    ['batch size: 4 in the saved run, 8 here']
     """
     different = [name for name in _LABELS if saved.get(name) != here.get(name)]
     if len(different) > 1:
         different = [name for name in different if name != "batches"]
     return [
-        f"{_LABELS[name]}: {saved.get(name, 'unknown')} when it was saved, {here.get(name, 'unknown')} here"
+        f"{_LABELS[name]}: {saved.get(name, 'unknown')} in the saved run, {here.get(name, 'unknown')} here"
         for name in different
     ]
 

@@ -159,7 +159,7 @@ class Counters:
             if name not in places:
                 reasons.append(f"{name} counts the loader's epochs, and is not there")
             elif not replayed and (by_first is None or since not in (None, by_first)):
-                reasons.append(f"{name} counts while the loader is iterated over, and cannot be set back")
+                reasons.append(f"{name} counts while the loader is iterated over, and cannot be restored")
             else:
                 names, key = places[name]
                 names[key] = start if replayed else start + by_first
@@ -217,7 +217,7 @@ def known_at_resume(data: Mapping[str, Any], epoch: int, step: int) -> list[str]
         if forecast not in (Forecast.NEVER, Forecast.NOT_DUE):
             names = ", ".join(sorted(entry["values"]))
             reasons.append(
-                f"step {number} was cut off before its end, and the loop moves numbers of the loader ({names}) in "
-                f"between: it {forecast.value}"
+                f"step {number} was interrupted before its end, and within a step the loop changes counters "
+                f"of the loader ({names}): this {forecast.value}"
             )
     return reasons

@@ -47,7 +47,7 @@ def left_to_the_loop(regions: Mapping[str, RegionCopy], own: OwnStreams) -> list
     """
     names = sorted(name.removeprefix(_OF_LOADER) for name in regions if name.startswith(_OF_LOADER))
     where = ", ".join(names)
-    of_steps = f"the loader's random generators ({where}) were saved by steps(), and only that puts them back"
+    of_steps = f"the loader's random generators ({where}) were saved by steps(), and only steps() restores them"
     return [*([of_steps] if names else []), *(own.left_over() if regions else [])]
 
 
@@ -77,10 +77,11 @@ def moved_text(step: int, streams: list[str]) -> str:
     True
     """
     return (
-        f"random numbers ({', '.join(streams)}) were drawn between resume() and the first forward pass of your own "
-        f"loop, after step {step}. If the step itself draws them (its batch, an augmentation), this is as it should "
-        "be. If they were drawn while the data was set back (building a DataLoader's iterator draws some), call "
-        "restore_streams() after that, or the resume is not exact: see 'Custom training loops' in docs/training-loop.md"
+        f"random numbers ({', '.join(streams)}) were drawn between resume() and the first forward pass of "
+        f"your custom loop, after step {step}. If the step itself draws them (its batch, an augmentation), "
+        f"this is expected. If they were drawn while restoring the data position (building a DataLoader's "
+        f"iterator draws random numbers), call restore_streams() afterwards; otherwise the resume is not "
+        f"exact: see 'Custom training loops' in docs/training-loop.md"
     )
 
 
@@ -91,8 +92,8 @@ def refuse_update_after_end(stand: Stand) -> None:
     """
     if stand.phase is not Phase.COMPUTING:
         raise ConfigError(
-            f"optimizer.step() was called after step_end() of step {stand.step - 1}, with the same batch: "
-            "call step_end() after all that belongs to the step"
+            f"optimizer.step() was called after step_end() of step {stand.step - 1}, for the same batch: "
+            f"call step_end() at the very end of the step"
         )
 
 
@@ -108,5 +109,5 @@ def named(epoch: object, step: object) -> Position | None:
         return None
     for name, value in (("epoch", epoch), ("step", step)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number that counts from 1, not {value!r}; or give neither")
+            raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}; or omit both epoch and step")
     return Position(int(epoch), int(step))  # type: ignore[call-overload]

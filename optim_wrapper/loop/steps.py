@@ -109,7 +109,7 @@ class Steps:
     ) -> None:
         for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
+                raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
         self._loader: Any = loader
         self._facts = loader_facts(loader)
         self.generators: dict[str, torch.Generator] = generators(loader)
@@ -132,7 +132,7 @@ class Steps:
         if resume is not None and resume.epoch == EPOCH_UNKNOWN:
             resume = self._resume = self._counted_out(resume)
             counted_out = [
-                f"the checkpoint does not name its epoch and step; assuming epoch {resume.epoch}, step "
+                f"the checkpoint does not record its epoch and step; assuming epoch {resume.epoch}, step "
                 f"{resume.step}, as if every epoch had had {self.steps_per_epoch} steps"
             ]
         self.epoch = resume.epoch if resume is not None else 1
@@ -148,8 +148,8 @@ class Steps:
         if resume is not None and not (known and resume.epoch >= 1):
             raise ConfigError(
                 f"the checkpoint is of epoch {resume.epoch}, step {resume.step}, but an epoch has "
-                f"{self.steps_per_epoch} steps here; resume with the data, batch size, accumulate and number of ranks "
-                "that the saved run had"
+                f"{self.steps_per_epoch} steps here; resume with the data, batch size, accumulate and number "
+                f"of ranks of the saved run"
             )
 
     def facts(self) -> dict[str, Any]:
@@ -267,16 +267,17 @@ class Steps:
                 draws.given()
             if count == batches_done and told_epochs(self._loader) != told:
                 self._not_exact(
-                    f"the loader ({type(self._loader).__name__}) counts its epochs itself and told its sampler another "
-                    f"one than {epoch}, so the order of its data differs; give steps() the DataLoader inside it"
+                    f"the loader ({type(self._loader).__name__}) counts its epochs itself and passed its "
+                    f"sampler a different epoch than {epoch}, so the data order differs; pass the DataLoader "
+                    f"inside it to steps()"
                 )
             count += 1
             counters.has_batches(epoch, count)
             counters.fetched(epoch, step)
             if count > total:
                 raise ConfigError(
-                    f"the loader has more batches than its length, {total}, says; all numbers of steps would be "
-                    "wrong from here: correct its __len__"
+                    f"the loader yields more batches than its length, {total}, so all later step numbers "
+                    f"would be wrong; correct its __len__"
                 )
             self.ends_step = count % accumulate == 0 or count == total
             yield epoch, step, batch
@@ -290,8 +291,8 @@ class Steps:
                     events.round_over(epoch, step)
         if count < total:
             raise ConfigError(
-                f"the loader ended after {count} batches, but its length says {total}; all numbers of steps would "
-                "be wrong from here: correct its __len__"
+                f"the loader ended after {count} batches, but its length is {total}, so all later step "
+                f"numbers would be wrong; correct its __len__"
             )
 
     # ------------------------------------------------------------------ resume
@@ -330,8 +331,8 @@ class Steps:
             here.restore_epoch_start()
         elif here.step > 0:
             self._not_exact(
-                f"the random streams at the start of epoch {here.epoch} are not known, so the order of its data may "
-                "differ"
+                f"the random streams at the start of epoch {here.epoch} are unknown, so the order of its "
+                f"data may differ"
             )
 
     def _open(self, epoch: int, here: ResumeAt | None, *, late: bool) -> tuple[Iterator[Any], int]:
@@ -359,12 +360,12 @@ class Steps:
         if here.restore_step is not None:
             here.restore_step()
         else:
-            self._not_exact(f"this rank's random streams at the end of step {here.step} are not known")
+            self._not_exact(f"this rank's random streams at the end of step {here.step} are unknown")
 
     def _counted_out(self, here: ResumeAt) -> ResumeAt:
         per_epoch = self.steps_per_epoch
         if not per_epoch:
-            raise ConfigError("the loader is empty, so there is nothing to go on with")
+            raise ConfigError("the loader is empty, so training cannot continue")
         epoch, step = epoch_and_step(here.step, per_epoch)
         return replace(here, epoch=epoch, step=step)
 

@@ -16,7 +16,7 @@ from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 _COMPARED = {
     "torch": "torch version",
     "numpy": "numpy version",
-    "threads": "threads of an operator (OMP_NUM_THREADS)",
+    "threads": "threads per operator (OMP_NUM_THREADS)",
     "machine": "processor",
     "cpu_capability": "vector instructions",
     "default_dtype": "default dtype",
@@ -82,10 +82,10 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Why a resume here cannot be promised to be exact: one sentence for each fact that differs.
 
     >>> differences({"torch": "2.12"}, {"torch": "2.13"})
-    ['torch version: 2.12 when it was saved, 2.13 here']
+    ['torch version: 2.12 in the saved run, 2.13 here']
     """
     return [
-        f"{label}: {saved[key]} when it was saved, {here[key]} here"
+        f"{label}: {saved[key]} in the saved run, {here[key]} here"
         for key, label in _COMPARED.items()
         if key in saved and key in here and saved[key] != here[key]
     ]

@@ -157,9 +157,9 @@ class Resharded:
         live = making.view.spec_of(divided.name, name, parameter)
         if live.shape != live.global_shape and math.prod(divided.shape) * DTYPE_BITS[divided.dtype] > _COUNTER_BITS_MAX:
             raise MismatchError(
-                f"{self._path}: the optimizer's {key!r} of {name!r} has a shape of its own, {divided.shape}, and it is "
-                "not known how it would be divided with the parameter, of which only a part is here; resume where the "
-                "parameter is whole",
+                f"{self._path}: the optimizer's {key!r} of {name!r} has the shape {divided.shape}, unlike "
+                f"its parameter, so lastwords cannot shard it with the parameter; resume on a layout in "
+                f"which the parameter is not sharded",
                 different={f"{name}/{key}": "divided in a way of its own"},
             )
         # Each shard has a copy: one beside what is read anyway, instead of a chunk of the first unit's file for each.
@@ -195,9 +195,10 @@ class Resharded:
                 found = group
             elif options_of(group.tree, ignored) != options_of(found.tree, ignored):
                 raise MismatchError(
-                    f"{self._path}: parameter group {place} of the optimizer here has parameters of several groups "
-                    f"of the saved run, with other hyperparameters, such as {sorted(wanted & {*group.parameters})[0]!r}"
-                    "; make the optimizer's groups as the saved run did",
+                    f"{self._path}: parameter group {place} of the optimizer here combines parameters of "
+                    f"several groups of the saved run, whose hyperparameters differ, such as "
+                    f"{sorted(wanted & {*group.parameters})[0]!r}"
+                    "; create the same parameter groups as the saved run",
                     different={f"optimizer.param_groups[{place}]": "saved as several groups"},
                 )
         if found is None:

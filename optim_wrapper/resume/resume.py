@@ -14,7 +14,7 @@ from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, ExtrasMeta, Habits, StepDocument, groups_of
+from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Habits, StepDocument, groups_of
 from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.errors import FormatError
@@ -58,7 +58,8 @@ _OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
 _STATE = "state "
 
 EARLIER_MOVE = Reason(
-    "the saved run had been resumed elsewhere itself, and made its sums in another order from there on",
+    "the saved run had itself been resumed on a different layout or world size, so its reductions ran in a "
+    "different order from there on",
     Cause.RESHARDED,
 )
 
@@ -149,7 +150,7 @@ def _restore(
             local, owner, lost = _local(checkpoint, world.rank)
             reasons += lost
             extras_of = owner
-        order, amiss = _buckets(manifest, recorder) if surveyed is None else ({}, [])
+        order, amiss = _buckets(manifest, recorder) if surveyed is None else ([], [])
     reasons += _reasons_of(manifest)
     reasons += known_at_resume(manifest.run.data or {}, manifest.epoch, manifest.step)
     reasons += extra_digests.differing({rank: one.document for rank, one in manifest.locals.items()})
@@ -167,8 +168,8 @@ def _restore(
         untouched = _changed_elsewhere_only(manifest, recorder.buffers.larger - local_buffers)
         reasons += [
             Reason(
-                f"the buffer {name!r} had changed on other ranks and not on this one, so no file has this one's; it "
-                "stays as the model was made",
+                f"the buffer {name!r} had changed on other ranks but not on this rank, so no file has this "
+                f"rank's value; it keeps the model's initial value",
                 ranks=(world.rank,),
             )
             for name in sorted(untouched)
@@ -227,7 +228,7 @@ def _reasons_of(manifest: Manifest) -> list[Reason]:
     return [*([EARLIER_MOVE] if moves else []), *merged(rest)]
 
 
-def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, Any], list[str]]:
+def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[list[BucketRecord], list[str]]:
     """The order of DDP's buckets in this rank's DDP process group, as the saved run recorded it; and what is amiss.
 
     In a sharded job each unit has its writer's orders. All ranks of a DDP's group have to replay one and the same, so
@@ -235,15 +236,15 @@ def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[Mapping[str, A
     """
     table = recorder.units.table
     if table.pure:
-        return manifest.run.buckets, []
-    records: list[Mapping[str, Any]] = []
+        return BucketRecord.read(manifest.run.buckets), []
+    records: list[BucketRecord] = []
     for group, number in ddp_buckets.groups_of(recorder.view.model, recorder.view.trained):
         inside = [unit for unit, holders in table.units.items() if group.issuperset(holders)]
         if not inside:
-            return {}, ["no unit lies within DDP's process group, so the order of its buckets was not recorded"]
+            return [], ["no unit lies within DDP's process group, so the order of its buckets was not recorded"]
         largest = min(inside, key=lambda unit: (-len(table.units[unit]), unit))
-        records += ddp_buckets.records_of(manifest.units[largest].meta.buckets or {})[number : number + 1]
-    return ddp_buckets.joined(records), []
+        records += BucketRecord.read(manifest.units[largest].meta.buckets or {})[number : number + 1]
+    return records, []
 
 
 def _restore_units(
@@ -264,7 +265,7 @@ def _restore_units(
     plans: list[Reading] = []
     of_extras = entries.get(UNIT_REPLICATED)
     if of_extras is None or of_extras.meta.extras is None:
-        raise FormatError(f"{checkpoint.path}: no unit has the job's extras; use another checkpoint")
+        raise FormatError(f"{checkpoint.path}: no unit contains the job's extras; use another checkpoint")
     extras = _ExtraTensors(of_extras.meta.extras, of_extras.tensors)
     resharding = Resharding(checkpoint, recorder, surveyed) if surveyed is not None else None
     if resharding is None:
@@ -286,7 +287,7 @@ def _restore_units(
     for plan in plans:
         plan.commit()
     if surveyed is not None and surveyed.optimizer_own:
-        reasons.append("the optimizer's state that is not kept by parameter and name is not moved to another layout")
+        reasons.append("optimizer state that is not stored by parameter and name is not restored on a different layout")
     if surveyed is not None or not units.pure:
         groups = recorder.view.optimizer.param_groups
         used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
@@ -319,7 +320,7 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
         if marks and not there.get(kind) and (any(len({*end}) > 1 for end in ends) or alone):
             what = next(alike[kind][0] for _, alike in said if kind in alike)
             reasons.append(
-                Reason(f"the {what} may differ from rank to rank, and its own were not saved", ranks=(rank,))
+                Reason(f"the {what} may differ between ranks, and this rank's were not saved", ranks=(rank,))
             )
     with_gradients = {one for one, local in manifest.locals.items() if any(map(_is_gradient, local.tensors))}
     if with_gradients and rank not in with_gradients:
@@ -402,11 +403,11 @@ def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy
         return regions_of(checkpoint, rank), rank, []
     for other in sorted(manifest.locals):
         if manifest.locals[other].tensors:
-            reason = f"its own state was lost; it starts with the buffers of rank {other} and new streams"
+            reason = f"its rank-local state was lost; it starts with the buffers of rank {other} and new RNG streams"
             copies = regions_of(checkpoint, other)
             buffers = {name: copy for name, copy in copies.items() if name.startswith("buffer/")}
             return buffers, other, [Reason(reason, ranks=(rank,))]
-    return {}, -1, [Reason("its own state was lost; it starts with new random number streams", ranks=(rank,))]
+    return {}, -1, [Reason("its rank-local state was lost; it starts with new RNG streams", ranks=(rank,))]
 
 
 class _ExtraTensors:

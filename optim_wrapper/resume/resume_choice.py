@@ -66,7 +66,7 @@ def open_chosen(
                 world.note(f"{of_this}/replaced")
         said = world.problem_anywhere(f"{of_this}/opened", None if problem is None else str(problem), STORE_WAIT_S)
         if attempt == 1 and (isinstance(problem, ReplacedError) or world.noted(f"{of_this}/replaced")):
-            _log.warning("%s; the checkpoint is chosen once more", problem or said)
+            _log.warning("%s; choosing a checkpoint again", problem or said)
             continue
         raise_for_all(problem, said)
         break
@@ -80,8 +80,8 @@ def _open(chosen: Chosen) -> tuple[load.Checkpoint, Stamp | None]:
     found = _identity_of(checkpoint.manifest)
     if found != chosen.identity:
         raise ReplacedError(
-            f"{chosen.path} was replaced while the ranks opened it, nothing is damaged: rank 0 chose "
-            f"{_words(chosen.identity)}, and what lies there now is {_words(found)}"
+            f"{chosen.path} was replaced while the ranks opened it; nothing is damaged: rank 0 chose "
+            f"{_words(chosen.identity)}, but the directory now holds {_words(found)}"
         )
     return checkpoint, stamp
 
@@ -109,7 +109,7 @@ def choose(roots: list[Path], world: World, key: str, own: OwnJobs | None, missi
     else:
         word = world.read(key, STORE_WAIT_S, "rank 0 to choose the checkpoint")
     if "error" in word:
-        raise FormatError(f"rank 0 cannot tell which checkpoint is the newest: {word['error']}")
+        raise FormatError(f"rank 0 cannot determine the newest checkpoint: {word['error']}")
     return chosen_of(word, roots, own, missing_ok)
 
 
@@ -133,16 +133,17 @@ def chosen_of(word: dict[str, Any], roots: list[Path], own: OwnJobs | None, miss
         return Chosen(Path(word["path"]), word["identity"])
     if "unusable" in word:
         raise FormatError(
-            f"no checkpoint can be used: {word['unusable']}. See `lastwords verify PATH`; mend it, or move it "
-            "away to start from the beginning"
+            f"no checkpoint can be used: {word['unusable']}. See `lastwords verify PATH`; repair it, or move "
+            f"it away to start from the beginning"
         )
     where = " or ".join(str(root) for root in roots)
     if own is not None and "others" in word:
         raise ConfigError(
-            f"this start of job {own.job} finds no checkpoint of its own in {where}, but of other jobs: "
-            f"{word['others']}. To go on from there, end this job and start it by hand, without LASTWORDS_JOB, with a "
-            "resume() of its own; to start from the beginning, move them away, or give each job a ckpt_save_path of "
-            f"its own. If that job is this one under another name, set LASTWORDS_JOB={word['other']} for all of its "
+            f"this start of job {own.job} finds no checkpoint of this job in {where}, only checkpoints of other jobs: "
+            f"{word['others']}. To continue from one of these, end this job and start it by hand, without "
+            f"LASTWORDS_JOB, with its own call of resume(); to start from the beginning, move them away, or "
+            f"give each job its own ckpt_save_path. If that job is this job under another name, set "
+            f"LASTWORDS_JOB={word['other']} for all of its "
             "starts"
         )
     if missing_ok:

@@ -47,12 +47,12 @@ _ACCELERATOR = re.compile(r"rng/[a-z]+:\d+")
 def reason_of(manifest: Manifest, world_size: int) -> Reason:
     """Why no resume on other ranks is exact."""
     if manifest.world_size == world_size:
-        how = "in another parallel layout"
+        how = "on a different parallel layout"
     else:
-        how = f"by {world_size} rank{'s' * (world_size > 1)} from a checkpoint of {manifest.world_size}"
+        how = f"on {world_size} rank{'s' * (world_size > 1)} from a checkpoint saved on {manifest.world_size}"
     return Reason(
-        f"it is resumed {how}: the state is the saved one, bit for bit, but sums are made in another order from here on"
-        + (", and random streams belong to ranks" if manifest.world_size != world_size else ""),
+        f"resumed {how}: the restored state is bitwise identical, but reductions now run in a different order"
+        + (", and RNG streams are per-rank" if manifest.world_size != world_size else ""),
         Cause.RESHARDED,
     )
 
@@ -176,8 +176,9 @@ def take_over(checkpoint: Checkpoint, world: World, key: str, recorder: StepReco
         if names:
             more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
             said = (
-                f"small buffers ({', '.join(names[:_SHOWN_MAX])}{more}) are those that one saved rank had; what "
-                "depends on the layout, such as an offset into a tensor that is cut, has to be set again after resume()"
+                f"small buffers ({', '.join(names[:_SHOWN_MAX])}{more}) were restored from one saved rank; "
+                f"if a buffer depends on the layout, such as an offset into a sharded tensor, set it again "
+                f"after resume()"
             )
             reasons.append(Reason(said, Cause.RESHARDED))
     return TakenOver(regions, taken.source, reasons, own.source)
@@ -224,8 +225,9 @@ def buffers_by_name(
     if different:
         some = "; ".join(f"{name}: {text}" for name, text in sorted(different.items())[:_SHOWN_MAX])
         raise MismatchError(
-            f"buffers have another form than in the checkpoint: {some}. A buffer whose form depends on the layout "
-            "cannot be moved: make it an attribute of the module that is computed when the module is built",
+            f"buffers differ in shape or dtype from the checkpoint: {some}. A buffer whose shape depends on "
+            f"the layout cannot be restored on a different layout: make it a module attribute that is "
+            f"computed when the module is built",
             different=different,
         )
     return found
@@ -244,10 +246,10 @@ def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> T
     manifest = checkpoint.manifest
     source, own = source_rank(manifest, rank), rank % manifest.world_size
     if source < 0:
-        nothing = "no rank's own state was saved; it starts with new random number streams"
+        nothing = "no rank-local state was saved; it starts with new RNG streams"
         return TakenOver({}, -1, [Reason(nothing, ranks=(rank,))], -1)
     regions = on_this_device(regions_of(checkpoint, source), recorder.rng.snapshot().keys())
-    lost = f"the own state of saved rank {own} was lost; it starts with the buffers of rank {source}"
+    lost = f"the rank-local state of saved rank {own} was lost; it starts with the buffers of rank {source}"
     if source != rank:
         step_regions = {name: copy for name, copy in regions.items() if not name.startswith(EPOCH_PREFIX)}
         regions = streams_of(step_regions, manifest, source, rank, recorder)

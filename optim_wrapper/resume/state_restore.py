@@ -190,7 +190,7 @@ class RestorePlan(Reading):
             parameter = self._names.parameters.get(name)
             current = self._view.stateful.state.get(parameter, {}) if parameter is not None else {}
             if parameter is None and not name.startswith("~"):
-                raise FormatError(f"the unit has optimizer state of {name!r}, which is no parameter of it")
+                raise FormatError(f"the unit has optimizer state of {name!r}, which is not one of its parameters")
             for key, node in tree["dict"]:
                 for stored, leaf in tensor_nodes(node, f"optimizer state of {name!r}").items():
                     existing = current.get(key) if "tensor" in node else None
@@ -202,7 +202,9 @@ class RestorePlan(Reading):
         for alias, first_name in self._meta.shared.items():
             one, other = self._targets.get(alias), self._targets.get(first_name)
             if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise FormatError(f"{alias!r} shares memory with {first_name!r}, which is not what it could share")
+                raise FormatError(
+                    f"{alias!r} shares memory with {first_name!r}, whose shape or dtype differs or which was not saved"
+                )
             self._targets[alias] = other
         for g, tree in enumerate(self._meta.groups):
             first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
@@ -234,7 +236,7 @@ class RestorePlan(Reading):
             raise FormatError(f"{stored!r} was saved as a shard of a whole, but its parameter here is not sharded")
         spec, dtype, placements = self._spec(stored), dtype_named(leaf["dtype"]), leaf["placements"]
         if len(placements) != parameter.device_mesh.ndim:  # type: ignore[attr-defined]
-            raise FormatError(f"{stored!r} was saved on a mesh of {len(placements)} dimensions; use that one")
+            raise FormatError(f"{stored!r} was saved on a mesh of {len(placements)} dimensions; use such a mesh")
         if (
             isinstance(existing, torch.Tensor)
             and is_dtensor(existing)
@@ -252,8 +254,8 @@ class RestorePlan(Reading):
         made = empty_shard(parameter, placements, leaf["global_shape"], part)
         if spec_of(stored, made) != spec:
             raise FormatError(
-                f"{stored!r} was saved as {spec.shape} at {spec.offsets} of {spec.global_shape}, which is not this "
-                "rank's share of it here; use the mesh of the saved run"
+                f"{stored!r} was saved as {spec.shape} at {spec.offsets} of {spec.global_shape}, which is "
+                f"not this rank's shard here; use the mesh of the saved run"
             )
         return made
 

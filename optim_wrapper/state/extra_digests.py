@@ -26,7 +26,7 @@ EVERY = 64
 UNIT = "~extras"
 """Stands where a unit's name stands among digests of units."""
 
-REMEDY = "a resume gives all ranks those of one: what differs by rank belongs into local_extras="
+REMEDY = "a resume restores one rank's extras on all ranks; pass state that differs by rank as local_extras="
 
 
 def digests(states: Mapping[str, Any], apart: Mapping[str, frozenset[str]]) -> dict[str, int]:
@@ -62,7 +62,7 @@ def _digest(item: Any) -> int:
 
 def text(difference: Difference) -> str:
     """What is said of extras that differ when ranks compare them."""
-    more = "" if difference.count == 1 else f" and {difference.count - 1} others"
+    more = "" if difference.count == 1 else f" and {difference.count - 1} more"
     ranks = " and ".join(str(camp[0]) for camp in difference.camps)
     return f"{difference.tensor}{more} is not the same on all ranks ({ranks}): {REMEDY}"
 

@@ -24,7 +24,7 @@ _DEPTH_MAX, _ITEMS_MAX = 4, 64
 WHOLE, ODDLY, ORDER = "", "oddly", "order"
 """Instead of a leaf: the whole object; that a scheduler has moved otherwise than once; the order of a dict's keys."""
 
-REMEDY = "(to avoid this, let no collective come between optimizer.step() and tft.step_end())"
+REMEDY = "(to avoid this, run no collective between optimizer.step() and tft.step_end())"
 
 Moves = Mapping[tuple[str, str], Recurrence]
 """By the name of the extra and the leaf's path."""
@@ -116,7 +116,7 @@ class CutOff:
         if one.differs:
             once = times_stepped(one.was, one.now) == 1
             return (
-                " had moved once when its step was cut off, and moves otherwise, too"
+                " had been stepped once when its step was interrupted, but is not stepped exactly once in every step"
                 if once and self._oddly(one)
                 else ""
             )
@@ -128,7 +128,7 @@ class CutOff:
             or (forecast is Forecast.STOPPED and is_scheduler(one.target))
         ):
             return ""
-        more = ", but not so that it can be done on resume" if forecast is Forecast.DUE else ""
+        more = ", but cannot be made up for on resume" if forecast is Forecast.DUE else ""
         return _unmoved(WHOLE, forecast, more)
 
     def _of_leaves(self, one: Taken) -> str:
@@ -165,7 +165,7 @@ class CutOff:
 
 
 def _unmoved(leaf: str, forecast: Forecast, more: str = "") -> str:
-    return f"{leaf} had not moved yet when its step was cut off after the update, and it {forecast.value}{more}"
+    return f"{leaf} had not changed yet when its step was interrupted after the update; this {forecast.value}{more}"
 
 
 def _at_its_end(state: Any) -> bool:

@@ -92,7 +92,7 @@ class Extras:
         self._objects = dict(objects or {})
         for name, value in self._objects.items():
             if not isinstance(name, str) or not name or "/" in name:
-                raise ConfigError(f"{label}: {name!r} is no name; use a non-empty string without '/'")
+                raise ConfigError(f"{label}: {name!r} is not a valid name; use a non-empty string without '/'")
             if not isinstance(value, dict) and not (
                 callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
             ):
@@ -227,7 +227,7 @@ class Extras:
             if tree is not None and json_bytes_max is not None:
                 nbytes = len(json.dumps(pack(tree)))
                 if nbytes > json_bytes_max:
-                    tree, what = None, f"{nbytes} bytes of values that are no tensors"
+                    tree, what = None, f"{nbytes} bytes of non-tensor values"
                     reasons.append(f"{self._called(name)} ({what}) cannot be stored")
             if reasons:
                 left_out[name] = reasons
@@ -269,8 +269,9 @@ class Extras:
         )
         if missing or extra:
             raise MismatchError(
-                f"{self._label} differ from the checkpoint's: missing there: {', '.join(missing) or 'none'}; only "
-                f"there: {', '.join(extra) or 'none'}; register the same {self._label} as the saved run did",
+                f"{self._label} differ from the checkpoint's: missing in the checkpoint: "
+                f"{', '.join(missing) or 'none'}; only in the checkpoint: {', '.join(extra) or 'none'}; "
+                f"register the same {self._label} as the saved run did",
                 missing=missing,
                 extra=extra,
             )
@@ -279,26 +280,26 @@ class Extras:
             target = self._objects[name]
             if isinstance(target, dict):
                 if not isinstance(value, dict):
-                    raise FormatError(f"the checkpoint's {self._label}[{name!r}] is no dict, as it is here")
+                    raise FormatError(f"the checkpoint's {self._label}[{name!r}] is not a dict, but it is here")
                 overwrite_values(target, value, keep=name in left_out)
                 continue
             try:
                 target.load_state_dict(value)
             except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError) as error:
                 raise MismatchError(
-                    f"{self._called(name)} ({type(target).__name__}) refused the state in the checkpoint "
+                    f"{self._called(name)} ({type(target).__name__}) rejected the state in the checkpoint "
                     f"({error!r}); "
                     "register the same kind of object as the saved run did",
                     different={self._called(name): repr(error)},
                 ) from error
         for name in history.step_on_resume:
             if not steps_without_argument(self._objects[name]):
-                raise FormatError(f"{self._label}[{name!r}] has a step due, but is no scheduler here")
+                raise FormatError(f"{self._label}[{name!r}] has a pending scheduler step, but is not a scheduler here")
             with warnings.catch_warnings():
                 # torch warns about a scheduler's step without an optimizer's before it; that one was in the saved run.
                 warnings.simplefilter("ignore", UserWarning)
                 self._objects[name].step()
-            _log.info("%s[%r] made the step that was still due", self._label, name)
+            _log.info("%s[%r]: made the pending scheduler step", self._label, name)
         self._stepped = frozenset(history.step_on_resume)
         return history
 
@@ -317,7 +318,8 @@ class Extras:
 
     def _judge_stepped(self, taken: list[Taken]) -> None:
         self.reasons += [
-            f"{self._label}[{one.name!r}] was stepped on resume, as in each step before, but the loop does not go on so"
+            f"{self._label}[{one.name!r}] was stepped on resume, as in every earlier step, but the loop now "
+            f"steps it differently"
             for one in taken
             if one.name in self._stepped and not one.differs
         ]
@@ -352,7 +354,7 @@ class Extras:
     def _left_out(self, before: Any, reason: str) -> tuple[LeftOut, bool]:
         if reason not in self._told:
             self._told.add(reason)
-            _log.warning("%s, so from now on it is left out of what is saved, and a resume is not exact", reason)
+            _log.warning("%s: it is no longer saved, and a resume will not be exact", reason)
         return LeftOut(reason), before != LeftOut(reason)
 
     def _stored(self, name: str, state: Any, stored: str) -> tuple[Tree | None, list[NamedTensor], list[str]]:

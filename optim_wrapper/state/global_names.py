@@ -22,8 +22,7 @@ class GlobalNames:
     def __init__(self, naming: Naming | None = None) -> None:
         if naming is not None and not callable(naming):
             raise ConfigError(
-                f"names is {naming!r}; it has to be a function from a tensor's name in this rank's model to its name "
-                "in the job"
+                f"names is {naming!r}; pass a function from a tensor's name in this rank's model to its name in the job"
             )
         self._naming = naming
         self._known: dict[str, str] = {}
@@ -36,11 +35,9 @@ class GlobalNames:
         if own not in self._known:
             name = self._naming(own)
             if not isinstance(name, str) or not name or name.startswith("~"):
-                raise ConfigError(f"names({own!r}) is {name!r}; it has to be the tensor's name in the job")
+                raise ConfigError(f"names({own!r}) is {name!r}; return the tensor's name in the job")
             other = self._owner.setdefault(name, own)
             if other != own:
-                raise ConfigError(
-                    f"names calls both {other!r} and {own!r} {name!r}; give each tensor a name of its own"
-                )
+                raise ConfigError(f"names calls both {other!r} and {own!r} {name!r}; give each tensor a different name")
             self._known[own] = name
         return self._known[own]

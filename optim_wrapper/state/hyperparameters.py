@@ -41,8 +41,8 @@ def align(groups: list[dict[str, Any]], entries: Mapping[str, UnitEntry], restor
     alike = len(saved) == len(groups) and all(map(_alike, groups, saved))
     if not alike:
         return [
-            f"{' and '.join(elsewhere)} and the extras were written by ranks at different places of the step, and "
-            "their optimizers' param_groups are not the same ones: a scheduler's step may be missing in them"
+            f"{' and '.join(elsewhere)} and the extras were written by ranks at different points of the "
+            f"step, and their optimizers' param_groups differ: a scheduler step may be missing"
         ]
     for group, values in zip(groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key in MOVED_BY_SCHEDULERS})

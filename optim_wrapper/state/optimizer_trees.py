@@ -32,7 +32,9 @@ class OptimizerTrees:
     def dict_tree(self, value: dict[str, Any], name: str, path: str, parameter: torch.Tensor | None) -> Tree:
         pairs = []
         for key, item in list(value.items()):
-            problem = "" if is_usual_key(key) else ("is empty or contains '/'" if type(key) is str else "is no text")
+            problem = (
+                "" if is_usual_key(key) else ("is empty or contains '/'" if type(key) is str else "is not a string")
+            )
             if problem:
                 self.leave_out(f"{path}[{key!r}] (its name {problem})", name, str(key))
                 continue
@@ -70,13 +72,13 @@ def shared_in(
     }
     spans = sorted((place[0], place[1], item.path) for place, item in first.items())
     reasons = [
-        f"{one} and {other} lie partly in the same memory, which they do not after a resume"
+        f"{one} and {other} share part of their memory, but will not after a resume"
         for (_, end, one), (begin, _, other) in pairwise(spans)
         if begin < end
     ]
     outside = {place[:2] for tensor in elsewhere if (place := _place_of(tensor)) is not None}
     reasons += [
-        f"{item.path} lies in the memory of state of another unit, which it does not after a resume"
+        f"{item.path} shares memory with state of another unit, but will not after a resume"
         for place, item in first.items()
         if place[:2] in outside
     ]
@@ -142,5 +144,5 @@ def _refuse_other_mesh(parameter: Any, found: list[NamedTensor]) -> None:
         if is_dtensor(tensor) and tensor.device_mesh != parameter.device_mesh:
             what = f"on the mesh {tensor.device_mesh}, its parameter on {parameter.device_mesh}"
             raise UnstorableError(
-                f"{item.path} lives {what}; such an optimizer's state cannot be stored", f"{item.path} ({what})"
+                f"{item.path} is {what}; such an optimizer's state cannot be stored", f"{item.path} ({what})"
             )

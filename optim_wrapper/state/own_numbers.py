@@ -192,7 +192,7 @@ class OwnNumbers:
             if place.name in own:
                 place.set(own.pop(place.name))
         lost = ", ".join([*own][:_SHOWN_MAX])
-        return [f"the optimizer's state here has no {lost}, which was this rank's own"] if own else []
+        return [f"the checkpoint holds this rank's own {lost}, which the optimizer's state here lacks"] if own else []
 
 
 def _places_in(optimizer: Optimizer, called: Mapping[int, str]) -> Iterator[_Place]:

@@ -39,7 +39,7 @@ class OwnState:
 
     def not_saved(self) -> None:
         """The checkpoint has none: an older lastwords wrote it, or the saved run had no such thing."""
-        self.say(f"{self.name} has state of its own, and the checkpoint has none of it")
+        self.say(f"{self.name} has state beside its parameters' state, and the checkpoint has none of it")
 
     def say(self, reason: str) -> None:
         """Add a reason, once."""
@@ -88,7 +88,7 @@ class OwnOptimizerState(OwnState):
         now = self.state_dict()
         for key in saved:
             if key not in now or advance(saved[key], now[key])[1]:
-                self.say(f"{self.name}[{key!r}] is not what load_state_dict() was given")
+                self.say(f"{self.name}[{key!r}] differs from the state that was passed to load_state_dict()")
 
     # ------------------------------------------------------------------ inside
 
@@ -105,7 +105,7 @@ class OwnOptimizerState(OwnState):
             if tensors and key not in ("state", "param_groups") and all(id(one) in known for one in tensors):
                 continue
             if tensors and not self._whole():
-                what = "holds tensors that are in no parameter's state, and each rank holds a part of the job's state"
+                what = "holds tensors that are in no parameter's state, and the job's state is sharded"
                 self.say(f"{self.name}[{key!r}] {what}: it is not saved")
                 continue
             own[key] = value

@@ -106,8 +106,8 @@ class RankUnits:
             return
         if zero.is_zero(self._view.optimizer):
             raise ConfigError(
-                "a ZeroRedundancyOptimizer deals its parameters out anew when a group is added, and the units were "
-                "agreed at the start; add all groups before TFTRegister is started"
+                "a ZeroRedundancyOptimizer repartitions its parameters when a group is added, but units are "
+                "fixed at the start; add all groups before TFTRegister is started"
             )
         params = group.get("params", ())
         if not isinstance(params, torch.Tensor | list | set):
@@ -155,8 +155,9 @@ def without_buffers(names: Names, buffers: Collection[str]) -> Names:
 
 def _refuse_uncovered(what: str) -> NoReturn:
     raise ConfigError(
-        f"{what} was not there when the ranks agreed who holds what, so no unit covers it and a death would lose it; "
-        "add all parameters before TFTRegister is started (frozen ones may join the optimizer later)"
+        f"{what} did not exist when TFTRegister was started, so no unit covers it and it would be lost if "
+        f"this rank died; add all parameters before TFTRegister is started (frozen parameters may join the "
+        f"optimizer later)"
     )
 
 

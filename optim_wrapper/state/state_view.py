@@ -121,8 +121,8 @@ class UnitView:
             if all(kind.__name__ not in AVERAGING_OPTIMIZERS for kind in type(one).__mro__):
                 continue
             raise ConfigError(
-                f"{type(one).__name__} lets the ranks' weights drift apart between averages, so no rank "
-                "holds what another loses; use its inner optimizer class on all parameters instead"
+                f"{type(one).__name__} lets weights differ between ranks until they are averaged, so no rank "
+                f"has a replica of another rank's state; use its inner optimizer class on all parameters instead"
             )
         if managed_by_fsdp1(self.model):
             raise ConfigError(
@@ -343,7 +343,9 @@ class UnitView:
                 continue  # of another unit, or of a parameter that has left every group
             path = f"optimizer.state[{(key if parameter is None else name)!r}]"
             if parameter is None and self.members is not None:
-                taken.leave_out(f"{path} (of no parameter, so nobody knows which ranks hold it)", name, None)
+                taken.leave_out(
+                    f"{path} (it belongs to no parameter, so it is unknown which ranks hold it)", name, None
+                )
             elif is_usual(key, value):
                 before = len(taken.tensors)
                 trees[name] = taken.dict_tree(value, name, path, parameter)

@@ -80,7 +80,7 @@ def search(
     unreached = Unreached() if unreached is None else unreached
     for place, generator in _Search(roots, skip, user_frames() if frames else [], unreached).all():
         if place.name in found:
-            unreached.reasons.append(f"two random generators lie at {place.name}, and only the first one is saved")
+            unreached.reasons.append(f"there are two random generators at {place.name}, and only the first is saved")
             continue
         found[place.name] = place, generator
     return found
@@ -120,7 +120,7 @@ class _Search:
             elif depth < _DEPTH_MAX:
                 self._look_safely(value, kind, place, depth + 1)
             elif not self._unreached.limits:
-                self._unreached.limits.append(f"at {place.name}, {_DEPTH_MAX} references from where it began")
+                self._unreached.limits.append(f"at {place.name}, {_DEPTH_MAX} references from the start")
         if left := self._queue or self._lost:
             self._unreached.limits.append(f"after {_OBJECTS_MAX} objects, before {left[0][1].name}")
 
@@ -229,7 +229,7 @@ class _Search:
         if len(inside) == 1:
             self._put(inside[0], place, "{}", (_only, None), depth)
         else:
-            lost = f"random generators in {place.name} cannot be told apart, and are not saved"
+            lost = f"random generators in {place.name} cannot be distinguished, and are not saved"
             self._put(inside, replace(place, lost=place.lost or lost), "{}", (_nothing, None), depth)
 
     def _look_into_object(self, value: Any, kind: type, place: Place, depth: int) -> None:

@@ -147,7 +147,7 @@ class BitStream:
         try:
             self._generator.state = self._state_in(bytes(data)[:-8])
         except (KeyError, TypeError, ValueError, struct.error) as error:
-            raise MismatchError(f"this is no state of a {self._name}: {error}") from error
+            raise MismatchError(f"this is not a state of a {self._name}: {error}") from error
         _spawn_up_to(self._seeds, int.from_bytes(bytes(data)[-8:], "little"))
 
     def _memory(self) -> tuple[memoryview, ...] | None:

@@ -155,7 +155,7 @@ class OwnStreams:
 
     # ------------------------------------------------------------------ who is there
 
-    def step_ended(self, *, look: bool) -> bool:
+    def end_step(self, *, look: bool) -> bool:
         """Follow the places to what lies there now; look: search for new ones. Whether other regions are in use now."""
         if not (look or self._own or self._passing):
             return False
@@ -184,7 +184,9 @@ class OwnStreams:
             self._say(reason)
         if unreached.limits and not self._at_limit:
             self._at_limit = True
-            _log.info("the search for random generators ended %s: what lies behind is not saved", unreached.limits[-1])
+            _log.info(
+                "the search for random generators stopped %s: generators beyond are not saved", unreached.limits[-1]
+            )
         there = {id(generator) for _, generator in found.values()}
         for own in list(self._own.values()):
             if id(own.generator) not in there:
@@ -213,7 +215,10 @@ class OwnStreams:
         if self._box is not None:
             size = len(own.head) + own.stream.region.nbytes
             if not self._spare or size > _SPARE_BYTES:
-                self._say(f"there is no room in the black box for the random generator {own.name}, which was made late")
+                self._say(
+                    f"there is no room in the black box for the random generator {own.name}, which was "
+                    f"created after the start"
+                )
                 return
             try:
                 self._box.activate(self._spare[0])
@@ -242,7 +247,8 @@ class OwnStreams:
         if stream is None or kind_of(generator) != own.kind or stream.region.nbytes != own.stream.region.nbytes:
             self._let_go(own)
             self._say(
-                f"the random generator {own.name} has become another one ({kind_of(generator)}), and is not saved"
+                f"the random generator {own.name} was replaced by a different generator "
+                f"({kind_of(generator)}), and is not saved"
             )
             return
         own.generator, own.stream, own.ends = generator, stream, own.ends + 1
@@ -312,7 +318,7 @@ class OwnStreams:
                 try:
                     own.stream.restore(state)
                 except MismatchError as error:
-                    reasons.append(f"the random generator {name} cannot be put back: {error}")
+                    reasons.append(f"the random generator {name} cannot be restored: {error}")
         self._missing = sorted(saved.keys() - self._own.keys())
         self._unsaved = sorted(self._own.keys() - saved.keys())
         return reasons
@@ -324,11 +330,13 @@ class OwnStreams:
         """
         frames = user_frames()
         there = [name for name in self._unsaved if name in self._own and self._own[name].place.now(frames) is not None]
-        return [f"the random generator {name} is not in the checkpoint, and starts anew" for name in there]
+        return [
+            f"the random generator {name} is not in the checkpoint, and starts from its initial state" for name in there
+        ]
 
     def left_over(self) -> list[str]:
         """The same of all that was here or in the checkpoint alone."""
         return [
-            f"the random generator {name} was saved and is not there when the loop begins; make it before that"
+            f"the random generator {name} was saved but does not exist when the loop begins; create it before the loop"
             for name in self._missing
         ] + self.unsaved()

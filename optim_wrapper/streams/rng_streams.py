@@ -302,7 +302,7 @@ def _python_raw(owner: random.Random) -> tuple[memoryview, memoryview] | None:
             raise ValueError("the bytes found are not the stream's state")
         return raw
     except (AttributeError, TypeError, ValueError, struct.error) as error:
-        _log.info("python's random state is taken the slow way: %s", error)
+        _log.info("python's random state is copied by a slower method: %s", error)
         return None
 
 
@@ -340,7 +340,7 @@ def _numpy_raw(one: Any) -> tuple[Any, Any, memoryview, memoryview, memoryview] 
             raise ValueError("the bytes found are not the stream's state")
         return (owner, generator, *raw)
     except (AttributeError, KeyError, TypeError, ValueError, struct.error) as error:
-        _log.info("numpy's random state is taken the slow way: %s", error)
+        _log.info("numpy's random state is copied by a slower method: %s", error)
         return None
 
 
@@ -360,7 +360,7 @@ def _torch_raw(generator: torch.Generator) -> tuple[memoryview, Any, memoryview,
         if head_at < 0 or min(double_at, float_at) < 0 or [image[at] for at in flags] != [1, 1]:
             raise ValueError("the state was not found in the object")
         if [_planted(scratch, plain)[at] for at in flags] != [0, 0]:
-            raise ValueError("what is kept of a pair was not found in the object")
+            raise ValueError("the cached second normal value was not found in the object")
 
         memory = memory_at(_address(generator), _TORCH_OBJECT_BYTES)
         head = memory[head_at : head_at + _TORCH_HEAD_BYTES]
@@ -370,7 +370,7 @@ def _torch_raw(generator: torch.Generator) -> tuple[memoryview, Any, memoryview,
             raise ValueError("the bytes found are not the stream's state")
         return head, words, memory[flags[0] : flags[0] + 1], memory[flags[1] : flags[1] + 1]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, struct.error) as error:
-        _log.info("torch's random state is taken the slow way: %s", error)
+        _log.info("torch's random state is copied by a slower method: %s", error)
         return None
 
 

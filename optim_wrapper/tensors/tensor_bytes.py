@@ -107,7 +107,7 @@ def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(
-            f"this torch {torch.__version__} has no element type {name!r}; use the torch it was saved with"
+            f"this torch {torch.__version__} has no element type {name!r}; use the torch version of the saved run"
         )
     return dtype
 
@@ -149,7 +149,7 @@ def _without_memory(plain: torch.Tensor) -> str:
     last = plain.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
     if not plain.numel() or there >= last * plain.element_size():
         return ""
-    return f"has a storage of {there} bytes now, and so no content; resize it back before the step ends"
+    return f"has a storage of {there} bytes now and no content; resize it back before the step ends"
 
 
 def _refuse_without_memory(plain: torch.Tensor) -> None:

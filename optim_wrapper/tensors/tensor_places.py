@@ -223,7 +223,7 @@ def _fields() -> _Fields | None:
         fields = _found()
         return fields if _proved(fields) else None
     except (ValueError, TypeError, AttributeError, LookupError, RuntimeError, StopIteration) as error:
-        _log.info("tensors' places are asked for one by one: %r", error)
+        _log.info("tensor addresses are read one by one, which is slower: %r", error)
         return None
 
 

@@ -121,16 +121,17 @@ class Gate:
         if len(set(steps)) > 1:
             astray = [f"rank {rank} in step {step}" for rank, step in enumerate(steps) if step != common[0]]
             return (
-                f"the ranks are not in one step: {', '.join(astray[:8])}, the others in step {common[0]}; every rank "
+                f"the ranks are at different steps: {', '.join(astray[:8])}, all other ranks in step {common[0]}; "
+                f"every rank "
                 "has to end each step exactly once (step_end, or steps() with the same accumulate on all ranks)"
             )
         places = [f"epoch {epoch}, step {step}" for _, epoch, step in every]
         astray = [f"rank {rank} at {place}" for rank, place in enumerate(places) if every[rank] != common]
         return (
-            f"the ranks have ended equally many steps, but not the same ones: {', '.join(astray[:8])}, the others at "
-            f"epoch {common[1]}, step {common[2]}; a rank has left out a step, step_end() included, and what the ranks "
-            "exchanged since then was of different steps: call step_end() for every batch on every rank, and go back "
-            "to an older checkpoint"
+            f"the ranks have ended the same number of steps, but not the same steps: "
+            f"{', '.join(astray[:8])}, all other ranks at epoch {common[1]}, step {common[2]}; a rank has "
+            f"skipped a step and its step_end(), so collectives since then mixed different steps; call "
+            f"step_end() for every batch on every rank, and resume from an older checkpoint"
         )
 
     def _failure_text(self, error: BaseException) -> str:
@@ -158,15 +159,16 @@ class Gate:
             if missing and self._step == step and self._work is not None:
                 self._missing = missing
                 _log.warning(
-                    "rank %d has waited at the gate of step %d for more than %g s; not there yet: %s. They are still "
-                    "computing, hang in another collective, or have left out optimizer.step() or step_end()",
+                    "rank %d has waited at the gate of step %d for more than %g s; missing: %s. A missing "
+                    "rank is still computing, hangs in another collective, or has skipped optimizer.step() "
+                    "or step_end()",
                     world.rank,
                     step,
                     self._notice_s,
                     _ranks(missing),
                 )
         except (RuntimeError, LastWordsError, dist.DistError) as error:
-            _log.info("cannot tell who is missing at the gate: %s", error)
+            _log.info("cannot determine which ranks are missing at the gate: %s", error)
 
 
 def _place(position: Position) -> int:

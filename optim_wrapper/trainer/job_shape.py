@@ -104,15 +104,15 @@ def announce(table: UnitTable, world_size: int, options: Options, optimizers: in
     if needs_gate(table, options):
         lines.append("gate: one small collective before each update")
     elif options.gate == "existing":
-        lines.append("gate: the loop's own (gate='existing')")
+        lines.append("gate: the loop's own collective (gate='existing')")
     if optimizers > 1:
-        between = f"{optimizers} optimizers are one update: "
+        between = f"{optimizers} optimizers form one update: "
         if options.copies_all:
-            lines.append(between + "a death between two of them goes back to the copy of the last step")
+            lines.append(between + "a death between two of them falls back to the copy of the last step")
         else:
             lines.append(
-                between + "a collective between two of them is a window in which a death costs the step and maybe all; "
-                "local_copy=True closes it"
+                between + "if a collective runs between two of them, a death there loses the step and "
+                "possibly everything; local_copy=True prevents this"
             )
     text = describe(table, world_size, lines)
     if table.pure and optimizers == 1:

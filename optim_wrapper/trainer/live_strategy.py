@@ -86,7 +86,7 @@ def save_strategy(
 def destination(path: object) -> Path:
     """`path` as a Path; ConfigError for anything that is none."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or isinstance(os.fspath(path), bytes):
-        raise ConfigError(f"path is {path!r}; it has to be the name of the file to write")
+        raise ConfigError(f"path is {path!r}; it must be the name of the file to write")
     return Path(path)
 
 
@@ -96,7 +96,7 @@ def _ranks(world: World, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         return tuple(range(world.size))
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
-            f"group is {group!r}; it has to be a process group that this rank belongs to, such as mesh.get_group()"
+            f"group is {group!r}; it must be a process group that this rank belongs to, such as mesh.get_group()"
         )
     return tuple(sorted(dist.get_process_group_ranks(group)))
 

@@ -1,4 +1,15 @@
-"""A protected step: all that lastwords does from the final gradients to the end of the step, in this order."""
+"""A protected step: all that lastwords does from the final gradients to the end of the step, in this order.
+
+The moments of a step have the same names wherever they are told, from the optimizer's wrapper down to the agent:
+
+    begin_update    the gradients are final, and the optimizer writes from here on
+    end_update      it has written everything
+    tear_update     it raised while it wrote
+    skip_update     a step with a gate ends without an update
+    end_step        the step is over
+
+Before a gate, if there is one, the rank says `ready`. Which phases these lead to: docs/protocol.md.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +26,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper, StepHooks
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import Phase
 
-CUT_OFF = "optimizer.step() was called again before the step had ended, so what was saved of it lacks that update"
+CUT_OFF = "optimizer.step() was called again before the step had ended, so the state saved for it lacks the update"
 
 
 class ProtectedStep:
@@ -36,8 +47,8 @@ class ProtectedStep:
         self._recorder = recorder
         self._buckets = buckets
         self._watch = recorder.watch
-        self._protection = protection
         self._agent = protection.agent
+        self._signals = protection.signals
         self._gate = gate
         self._ensure_loop: Callable[[], None] | None = ensure_loop
         self._inner = [wrapper.inner for wrapper in optimizers]
@@ -45,63 +56,68 @@ class ProtectedStep:
         # A ZeroRedundancyOptimizer hands its weights round after it has written its own.
         self._marks_update = all(wrapper.writer is wrapper.inner for wrapper in optimizers)
         self._several = SeveralOptimizers(self, len(optimizers)) if len(optimizers) > 1 else None
-        self.torn = protection.torn
         for number, wrapper in enumerate(optimizers):
             hooks: StepHooks = self if self._several is None else self._several.hooks(number)
             wrapper.attach(hooks)
 
     def begin_update(self) -> None:
-        """The gradients are final. May park."""
+        """The gradients are final, and the optimizer writes from here on. May park."""
         if self._ensure_loop is not None:
             self._ensure_loop()
             self._ensure_loop = None
         if self._fence is not None:
             self._fence()
-        self._watch.before_update()
+        self._watch.begin_update()
         try:
             # Others may need these gradients: an impatient Ctrl-C must not throw them away at the gate.
-            self._protection.hold_signals()
-            if self._gate is None:
-                self._agent.begin_update()
-            else:
+            self._signals.begin_update()
+            if self._gate is not None:
                 self._pass(self._gate, self._agent.ready)
-                self._agent.enter_update()
+            self._agent.begin_update()
         except BaseException as error:  # handed to the caller
             self._update_refused(error)
             raise
 
-    def leave_update(self) -> None:
-        """The optimizer has written everything."""
+    def end_update(self) -> None:
+        """The optimizer has written everything; signal handlers that had to wait run now, and may raise."""
         if self._fence is not None:
             self._fence()
         if self._marks_update:
-            self._watch.updated()
-        self._protection.leave_update()
+            self._watch.end_update()
+        self._agent.end_update()
+        if self._signals.end_update() and not self._agent.incident_open:
+            self._signals.run_deferred()
 
-    def end(self, position: Position | None) -> int:
+    def tear_update(self) -> None:
+        """The optimizer raised while it wrote."""
+        self._agent.tear_update()
+        self._signals.end_update()
+
+    def end_step(self, position: Position | None) -> int:
         """The loop ends its step, with an update or without. Returns the number of the step. May park."""
-        self._end_update()
-        if self._gate is not None and self._agent.stand.phase is Phase.COMPUTING:
+        self._end_several()
+        if self._gate is not None and self._agent.phase is Phase.COMPUTING:
             self._pass(self._gate, self._agent.skip_update)
-        self._recorder.updated = self._agent.stand.phase is Phase.UPDATED
+        updated = self._agent.phase is Phase.UPDATED
 
         def commit(step: int) -> None:
-            self._recorder.committed(step, position)
-            if reasons := self._buckets.step_ended(step):
+            self._recorder.end_step(step, position, updated=updated)
+            if reasons := self._buckets.end_step(step):
                 self._recorder.not_exact(reasons)
 
         return self._agent.end_step(commit)
 
     def end_if_updated(self) -> None:
         """The loop is over; its last step may be one whose end has not been told."""
-        if self._agent.stand.phase is Phase.UPDATING:
-            self._end_update()
-        if self._agent.stand.phase in (Phase.UPDATED, Phase.SKIPPED):
-            self.end(self._recorder.position_under_way)
+        if self._agent.phase is Phase.UPDATING:
+            self._end_several()
+        if self._agent.phase in (Phase.UPDATED, Phase.SKIPPED):
+            self.end_step(self._recorder.position_under_way)
 
     # ------------------------------------------------------------------ inside
 
-    def _end_update(self) -> None:
+    def _end_several(self) -> None:
+        """Of several optimizers, one that has not stepped comes no more."""
         if self._several is not None:
             stepped = self._several.end_step()
             self._recorder.gradients.in_turns(
@@ -120,8 +136,8 @@ class ProtectedStep:
         self._agent.pass_gate(gate)
 
     def _update_refused(self, error: BaseException) -> None:
-        self._protection.release_signals()
+        self._signals.end_update()
         if isinstance(error, ConfigError):
             # The loop is wrong and ends here. What is saved of it lacks an update, or mixes steps, and says so.
-            cut_off = self._agent.stand.phase is Phase.UPDATED
-            self._recorder.not_exact((CUT_OFF if cut_off else f"the loop went wrong: {error}",))
+            cut_off = self._agent.phase is Phase.UPDATED
+            self._recorder.not_exact((CUT_OFF if cut_off else f"the training loop failed: {error}",))

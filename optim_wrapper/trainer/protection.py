@@ -38,7 +38,7 @@ from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
 from lastwords.transport import host_port, start_of
-from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Stand
+from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello
 
 _log = logging.getLogger(__name__)
 
@@ -176,9 +176,10 @@ class Protection:
         return self._agent
 
     @property
-    def stand(self) -> Stand:
-        """Where this rank stands."""
-        return self.agent.stand
+    def signals(self) -> SignalGuard:
+        """The guard of this process's signals; exists once started."""
+        assert self._signals is not None
+        return self._signals
 
     @property
     def leaving(self) -> bool:
@@ -205,34 +206,6 @@ class Protection:
             raise self._departure.unwind() from None
         self.agent.write_stands_to(box)
 
-    # ------------------------------------------------------------------ the optimizer's hooks (hot path)
-
-    @property
-    def hold_signals(self) -> Callable[[], None]:
-        """The gradients are final: no handler raises any more, until `leave_update` or `release_signals`."""
-        assert self._signals is not None
-        return self._signals.enter_update
-
-    def release_signals(self) -> None:
-        """There will be no update."""
-        if self._signals is not None:
-            self._signals.leave_update()
-
-    def leave_update(self) -> None:
-        """The update is whole; handlers that had to wait run now."""
-        agent, signals = self._agent, self._signals
-        assert agent is not None
-        assert signals is not None
-        agent.leave_update()
-        if signals.leave_update() and not agent.incident_open:
-            signals.run_deferred()
-
-    def torn(self, error: BaseException) -> None:
-        """The update raised."""
-        self.agent.torn()
-        if self._signals is not None:
-            self._signals.leave_update()
-
     def _on_incident(self, begins: bool) -> None:
         """Session thread: while an incident is on, no handler may raise in the training thread."""
         if self._signals is not None:
@@ -246,14 +219,17 @@ class Protection:
     def _leave_main(self) -> None:
         assert self._leaver is not None
         verdict = self._departure.verdict
-        self._leaver.leave(0 if verdict is None else verdict.step, (self.agreement.port,))
+        self._leaver.leave(0 if verdict is None else verdict.step, (self.agreement.port,), self._record)
 
     def _recorded_exit(self) -> Exit | None:
         """How the job has ended by the controller's record, which is where the checkpoints are. May block."""
         if self._agreement is None:
             return None
-        path = self._config.ckpt_save_path / LOG_DIRECTORY / INCIDENTS_FILE
-        return recorded_exit(path, self._agreement.job, self._agreement.generation)
+        return recorded_exit(self._record, self._agreement.job, self._agreement.generation)
+
+    @property
+    def _record(self) -> Path:
+        return self._config.ckpt_save_path / LOG_DIRECTORY / INCIDENTS_FILE
 
     @property
     def alone(self) -> bool:
@@ -307,7 +283,7 @@ def refuse_watchdog(environ: Mapping[str, str] = os.environ) -> None:
         return
     value = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if value != "0":
-        aborts = "abort the collective that hangs, and the update behind it would run on rubbish"
+        aborts = "abort the hanging collective, and the update after it would use invalid data"
         why = aborts if value == "2" else "kill the healthy ranks before their state is saved"
         raise ConfigError(
             f"TORCH_NCCL_ASYNC_ERROR_HANDLING is {value} (torch's default is 3): when a rank dies, NCCL's watchdog "

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 
 class Leaver(Protocol):
     """Whoever entered `main`."""
 
-    def leave(self, step: int, ports: tuple[int, ...]) -> None:
+    def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
         """Bring the training thread out of `main`: it is in our hands, in the user's code, or stuck in a collective.
 
-        step: the newest one that is saved. ports: whose connections stay. Any thread, returns at once.
+        step: the newest one that is saved. ports: whose connections stay. record: where the controller writes how each
+        incident went. Any thread, returns at once.
         """
 
     def begun(self) -> None:
         """The training loop begins."""
+
+    def updated(self) -> None:
+        """Its first step is over."""
+
+    def over(self) -> None:
+        """It has come to its end by itself."""
 
 
 _leaver: Leaver | None = None

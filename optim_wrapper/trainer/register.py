@@ -108,7 +108,7 @@ class TFTRegister:
         with what to do about it; nothing is left running then.
         """
         if self._entered:
-            raise ConfigError("this TFTRegister has been entered already; make a new one for another run")
+            raise ConfigError("this TFTRegister has already been entered; create a new TFTRegister for another run")
         world, recorder, buckets = World(), self._recorder, self._buckets
         self._entered = True
         facts = run_facts(self._model, recorder.view.optimizer, world.backend)
@@ -221,7 +221,7 @@ class TFTRegister:
         """
         run = self._run
         if run is None or run.steps is not None or run.begun:
-            raise ConfigError("restore_streams() is for loops of one's own, between resume() and their first step")
+            raise ConfigError("restore_streams() is for custom loops; call it between resume() and the first step")
         if run.resumed is not None and run.resumed.regions:
             regions = own_loop.without_the_loaders(run.resumed.regions)
             self._recorder.not_exact(self._recorder.rng.restore(regions))
@@ -237,7 +237,7 @@ class TFTRegister:
         """
         run = self._started("steps")
         if run.begun or run.steps is not None:
-            raise ConfigError("the training loop has begun already; call steps() once, before anything is trained")
+            raise ConfigError("the training loop has already begun; call steps() once, before the first step")
         here = onward(run.resumed, loader, accumulate, run.world.size)
         resumed_regions = run.resumed is not None and bool(run.resumed.regions)
         run.steps = steps = Steps(

@@ -58,7 +58,7 @@ class ReplicaCheck:
         found = [difference for difference in compared if difference.unit != extra_digests.UNIT]
         harmless = [difference for difference in found if _is_buffer(difference)]
         serious = [difference for difference in found if not _is_buffer(difference)]
-        reasons = [f"replicas are not alike: {difference}" for difference in harmless]
+        reasons = [f"replicas have diverged: {difference}" for difference in harmless]
         reasons += [extra_digests.text(one) for one in compared if one.unit == extra_digests.UNIT]
         if not serious:
             return None, False, reasons

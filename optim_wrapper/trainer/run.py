@@ -168,6 +168,7 @@ class ProtectedRun(Run):
         super().__init__(world, recorder, buckets, facts)
         self._options = options
         self._optimizers = optimizers
+        self._on_first_end: reentry.Leaver | None = None
         self._verify_every = recorder.watch.verify_every = options.verify_every
         self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
         self._excepthook = ExceptHook(self.hold)
@@ -212,6 +213,7 @@ class ProtectedRun(Run):
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step)
         if (leaver := reentry.leaver()) is not None:
             leaver.begun()
+        self._on_first_end = leaver
 
     def under_way(self, epoch: int, step: int) -> None:
         """This step has begun."""
@@ -219,13 +221,16 @@ class ProtectedRun(Run):
 
     def end_step(self, position: Position | None) -> None:
         """A step is over: its copies are taken, and every so many steps the replicas are compared. May park."""
-        number = self._step.end(position)
+        number = self._step.end_step(position)
+        if self._on_first_end is not None:
+            self._on_first_end.updated()
+            self._on_first_end = None
         if self._verify_every and number % self._verify_every == 0:
             self._layout.compare(number, self.protection.agent.corrupt)
 
     def round_over(self, epoch: int, step: int) -> None:
         """What the loop does after the end of this step is over, too: the copies are taken once more."""
-        own_loop.refuse_update_after_end(self.protection.stand)
+        own_loop.refuse_update_after_end(self.protection.agent.stand)
         self.protection.agent.between_steps(self.recorder.look_again)
 
     # ------------------------------------------------------------------ the end
@@ -239,6 +244,8 @@ class ProtectedRun(Run):
             self.protection.agent.left()
         finally:
             self._close()
+        if (leaver := reentry.leaver()) is not None and not self.protection.leaving:
+            leaver.over()
 
     def hold(self, error: BaseException) -> None:
         """An exception leaves the loop: wait until the incident is over, then let the right one through.

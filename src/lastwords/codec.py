@@ -297,11 +297,6 @@ def addressed_to_pb(ranks: Iterable[int], order: pb.Order) -> pb.AddressedOrder:
     return pb.AddressedOrder(ranks=_judge_addressees(tuple(ranks)), order=order)
 
 
-def orders_to_bytes(orders: Sequence[tuple[Sequence[int], Order]]) -> bytes:
-    """What the controller sends down a session: orders with the ranks that they are for."""
-    return pb.ToRank(orders=[addressed_to_pb(ranks, order_to_pb(order)) for ranks, order in orders]).SerializeToString()
-
-
 def orders_from_bytes(raw: bytes) -> tuple[tuple[tuple[int, ...], Order], ...]:
     """Addressed orders in the bytes of one message. Raises ProtocolError, and nothing else, whatever the bytes are."""
     result = []

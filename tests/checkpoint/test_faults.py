@@ -209,7 +209,7 @@ def test_every_errno_comes_with_something_to_do(number: int) -> None:
 
 def test_a_file_where_a_directory_is_needed_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match=r"a file stands where a directory is needed"):
+    with pytest.raises(StorageError, match=r"there is a file where a directory is needed"):
         NEWER.save(tmp_path / "file", 37)
 
 

@@ -268,8 +268,8 @@ def test_a_missing_or_cut_file_is_no_complete_checkpoint(tmp_path: Path) -> None
     ("key", "value", "message"),
     [
         ("units", {}, "no unit"),
-        ("units", {"a": {"writer": 7}}, "of which it lists no file"),
-        ("units", {"a": {"writer": 1}, "bb": {"writer": 0}}, "other units or local states"),
+        ("units", {"a": {"writer": 7}}, "rank 7"),
+        ("units", {"a": {"writer": 1}, "bb": {"writer": 0}}, "units or local states"),
         ("units", {"a": 3}, "is not an object"),
         ("units", {"a": {"writer": 0, "holders": ["x"]}}, "expected `int`, got `str`"),
         ("locals", {"0": {"writer": 0, "exact": 1, "reasons": []}}, "not true or false"),

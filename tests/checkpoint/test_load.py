@@ -84,7 +84,7 @@ def test_one_changed_byte_anywhere_in_a_file_is_found(saved: Path) -> None:
                 assert load.latest(saved.parent) is None
         else:
             in_data += 1
-            with pytest.raises(FormatError, match=r"do not fit their checksum; restore"):
+            with pytest.raises(FormatError, match=r"do not match their checksum; restore"):
                 content_of(saved)
     assert in_header > 500
     assert in_data > 100

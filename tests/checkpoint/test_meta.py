@@ -204,8 +204,8 @@ def test_no_module_but_those_of_the_format_looks_at_a_key() -> None:
         ({"name": 3}, r"tensors\[1\]\.name: expected `str`, got `int`"),
         ({"dtype": "F7"}, r"tensors\[1\]: tensor 'b' has element type 'F7'"),
         ({"shape": [1, -2]}, r"tensors\[1\]: tensor 'b': a shard of shape \(1, -2\)"),
-        ({"offsets": None}, r"tensors\[1\] does not say which part"),
-        ({"global_shape": None}, r"tensors\[1\] does not say which part"),
+        ({"offsets": None}, r"tensors\[1\] does not record which region"),
+        ({"global_shape": None}, r"tensors\[1\] does not record which region"),
     ],
 )
 def test_a_tensor_that_cannot_be_is_told_with_its_path(change: dict[str, Any], told: str) -> None:

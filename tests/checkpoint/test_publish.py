@@ -251,7 +251,7 @@ def test_where_no_writer_knows_it_the_step_has_no_name_and_the_resume_is_not_exa
     assert JOB.verify(directory, 37) == []
     manifest = load.read_published(publish.publish(tmp_path, directory, JOB.facts(37)))
     assert (manifest.named, manifest.epoch, manifest.step, manifest.exact) == (False, 0, 37, False)
-    assert any("had named its epoch and step" in reason.detail for reason in manifest.reasons)
+    assert any("had reported its epoch and step" in reason.detail for reason in manifest.reasons)
 
 
 def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_files_that_lie_in_their_checkpoint_are_checked_and_others_cannot_be(mad
     files = in_checkpoint(made)
     wanted = made.job.arrays["model/w"][1][0, 2:].tobytes()
     changed_bit(files[2], wanted)
-    with pytest.raises(FormatError, match=r"rank_2/.*do not fit their checksum"):
+    with pytest.raises(FormatError, match=r"rank_2/.*do not match their checksum"):
         made.move(files=files)
     assert not list(made.tmp.glob("*out.ckpt*"))
     changed_bit(files[2], bytes([wanted[0] ^ 1]) + wanted[1:])
@@ -170,14 +170,14 @@ def test_files_that_lie_in_their_checkpoint_are_checked_and_others_cannot_be(mad
     assert not made.is_right(out, columns(3), 1), "the control, and the documented limit of files without a manifest"
     out.unlink()
     changed_bit(files[3], made.job.arrays["model/w"][1][4, 2:].tobytes())
-    with pytest.raises(FormatError, match=r"rank_3/.*do not fit their checksum"):
+    with pytest.raises(FormatError, match=r"rank_3/.*do not match their checksum"):
         made.move(files={**files, 2: str(apart)})  # one that is known beside one that is not
 
 
 def test_a_damaged_header_of_a_file_in_its_checkpoint_is_an_error(made: Made) -> None:
     files = in_checkpoint(made)
     changed_bit(files[3], b"betas")
-    with pytest.raises(FormatError, match="its header does not fit its checksum"):
+    with pytest.raises(FormatError, match="its header does not match its checksum"):
         made.move(files=files)
 
 
@@ -188,7 +188,7 @@ def test_a_manifest_that_is_damaged_or_does_not_list_the_file_is_an_error(made: 
     refused(made, FormatError, r"manifest.json is damaged: it does not list rank_2/stray.ckpt",
             files={**files, 2: str(stray)})  # fmt: skip
     changed_bit(str(made.checkpoint / "manifest.json"), b"exact")
-    refused(made, FormatError, r"manifest.json is damaged: its bytes do not fit its checksum", files=files)
+    refused(made, FormatError, r"manifest.json is damaged: its bytes do not match its checksum", files=files)
 
 
 COUNT = "I64", (2,), np.full(2, 2, np.int64).tobytes()
@@ -449,7 +449,7 @@ def test_state_with_a_shape_of_its_own_cannot_be_moved(made: Made) -> None:
     strategy = Strategy(1, {"model/w": Cut("F32", W, (Held(original, (0,)),))})
 
     saved = _factored(directory, made.job, strategy, made.source)
-    with pytest.raises(MismatchError, match=r"'row' of 'w' has a shape of its own, \(5,\)"):
+    with pytest.raises(MismatchError, match=r"'row' of 'w' has the shape \(5,\)"):
         CheckpointSource(open_checkpoint(saved))
 
 

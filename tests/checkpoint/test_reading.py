@@ -87,7 +87,7 @@ def test_damage_and_another_model_are_what_they_are_and_read_once(tmp_path: Path
             checkpoint.read_unit(unit)
 
     flip(file, file.stat().st_size - 1)
-    with pytest.raises(FormatError, match="do not fit their checksum"):
+    with pytest.raises(FormatError, match="do not match their checksum"):
         read_checkpoint(path, read)
 
     def refuse(checkpoint: Checkpoint) -> None:

@@ -164,7 +164,7 @@ def test_shards_outside_the_whole_are_refused() -> None:
 def test_a_box_of_another_shape_is_another_model() -> None:
     tensor = divided((4, 2), [whole((4, 2))])
     for wanted in (whole((4, 3)), whole((8,)), Box((3, 0), (2, 2))):
-        with pytest.raises(MismatchError, match="another model"):
+        with pytest.raises(MismatchError, match="the model of the saved run"):
             slices_for(tensor, wanted)
 
 

@@ -96,7 +96,7 @@ def test_tensors_inside_of_a_value_are_whole_wherever_the_state_is() -> None:
              optimizer_state={"w": {"dict": [["hist", {"list": [tensor("optim/w/hist.0", (30,))]}]]}})
         for k in range(2)
     ]  # fmt: skip
-    with pytest.raises(MismatchError, match="'hist' of 'w' has a shape of its own"):
+    with pytest.raises(MismatchError, match="'hist' of 'w' has the shape"):
         join(parts, copies=False)
 
 
@@ -127,7 +127,7 @@ def test_what_a_scheduler_had_not_moved_yet_is_taken_from_the_extras_moment() ->
 
 def test_contradictions_are_named() -> None:
     two_types = [unit("a", [TensorSpec("model/w", "F32", (4,))]), unit("b", [TensorSpec("model/w", "BF16", (4,))])]
-    with pytest.raises(FormatError, match=r"w is F32 \(4,\) in a and BF16 \(4,\) in b: two tensors of one name"):
+    with pytest.raises(FormatError, match=r"w is F32 \(4,\) in a and BF16 \(4,\) in b"):
         join(two_types, copies=False)
     stages = [unit(label, [TensorSpec("model/w", "F32", (4,))]) for label in "ab"]
     with pytest.raises(FormatError, match=r"w: a and b both have \[0:4\]"):

@@ -120,7 +120,7 @@ def test_a_missing_file_is_a_value_error_and_a_file_that_exists_is_not_replaced(
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     four = saved(rows(4), tmp_path / "four")
-    with pytest.raises(MismatchError, match="of two models: model/w is F32"):
+    with pytest.raises(MismatchError, match="model/w is F32"):
         rank_list_for_transform(0, four, saved(rows(1, length=16), tmp_path / "longer"))
     strange = Strategy(1, {"model/other": Cut("F32", (1,), (Held(Box((0,), (1,)), (0,)),))})
     with pytest.raises(MismatchError, match="only the destination has model/other"):
@@ -247,11 +247,11 @@ def test_stages_of_different_worlds_and_files_that_overlap_are_refused_by_name(t
         (tmp_path / name).mkdir()
     save_strategy_file(rows(2), tmp_path / "worlds" / "0")
     save_strategy_file(rows(4), tmp_path / "worlds" / "1")
-    with pytest.raises(StrategyError, match=r"worlds/1 is of a world of 4 ranks and .*worlds/0 of one of 2"):
+    with pytest.raises(StrategyError, match=r"worlds/1 is of a world of 4 ranks and .*worlds/0"):
         merge_pipeline_strategys(str(tmp_path / "worlds"), str(tmp_path / "all"))
     save_strategy_file(rows(4), tmp_path / "overlap" / "0")
     save_strategy_file(rows(4, copies=2), tmp_path / "overlap" / "1")
-    with pytest.raises(StrategyError, match=r"overlap do not fit together: model/w"):
+    with pytest.raises(StrategyError, match=r"overlap are inconsistent: model/w"):
         merge_pipeline_strategys(str(tmp_path / "overlap"), str(tmp_path / "all"))
     assert not (tmp_path / "all").exists()
 
@@ -297,7 +297,7 @@ def test_a_missing_stage_is_seen_by_the_ranks_that_hold_nothing(tmp_path: Path) 
     stages.mkdir()
     first = Cut("F32", (2,), (Held(Box((0,), (2,)), (0, 1)),))
     save_strategy_file(Strategy(4, {"model/a": first}), stages / "0")
-    with pytest.raises(StrategyError, match=r"these of 4 ranks hold nothing: 2, 3; probably the file of their stage"):
+    with pytest.raises(StrategyError, match=r"these of 4 ranks hold no tensor: 2, 3;"):
         merge_pipeline_strategys(str(stages), str(tmp_path / "all"))
     assert not (tmp_path / "all").exists()
 

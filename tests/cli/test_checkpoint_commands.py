@@ -249,7 +249,7 @@ def test_verify_finds_a_flipped_byte_that_a_quick_look_cannot(capsys: Capture, n
     assert run(capsys, "verify", "--quick", newest)[0] == ExitCode.OK
     code, out, _ = run(capsys, "verify", newest)
     assert code == ExitCode.DAMAGED
-    assert "do not fit" in " ".join(out.split())
+    assert "do not match" in " ".join(out.split())
     code, found = run_json(capsys, "verify", newest)
     assert code == ExitCode.DAMAGED
     [checkpoint] = found["checkpoints"]

@@ -144,7 +144,7 @@ def test_files_of_two_jobs_are_not_mixed(capsys: Capture, tmp_path: Path) -> Non
     code, _, err = run(capsys, tmp_path)
     assert code == ExitCode.DAMAGED
     assert "group_info_rank_0.pb is of a job with 4 ranks and" in err
-    assert "one with 8; they are of different jobs: remove those of the older one" in err
+    assert "one with 8; the files are of different jobs: remove the files of the older job" in err
 
 
 def test_files_of_two_jobs_of_equal_size_are_not_mixed(capsys: Capture, tmp_path: Path) -> None:

@@ -616,7 +616,7 @@ def test_of_very_many_lost_units_a_few_are_named() -> None:
 def test_the_newest_older_checkpoint_is_named_if_it_is_known() -> None:
     newest = NewestKnown(3, "/ckpt/tft_saved_checkpoints-step_3")
     assert lost("AB", dead=(1,), newest=newest).endswith(f"the newest checkpoint is of step 3: {newest.path}")
-    assert lost("AB", dead=(1,), newest=NewestKnown(0, "")).endswith("no older one is there")
+    assert lost("AB", dead=(1,), newest=NewestKnown(0, "")).endswith("there is no older checkpoint")
 
 
 def test_nobody_waits_for_the_search_of_the_older_one() -> None:

@@ -302,7 +302,7 @@ def test_a_rank_is_never_asked_twice_for_the_same_directory() -> None:
 def test_a_rank_that_can_write_nowhere_does_not_hold_its_step_in_vain() -> None:
     answer = choose([computing(8), computing(7)], hosts="ab", refused={0: {0}})
     assert (answer.step, answer.given_up, list(answer.writers)) == (7, (0,), [1])
-    assert "rank 0 can write to no directory" in answer.reason
+    assert "rank 0 cannot write to any directory" in answer.reason
 
 
 def test_the_directory_that_saves_more_local_state_is_preferred() -> None:

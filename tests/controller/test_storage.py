@@ -415,7 +415,7 @@ def test_a_search_that_fails_gives_nothing_and_says_so(answers: Answers, caplog:
     (answers.root / "fallback").write_text("no directory")
     answers.jobs.look_for_newest()
     assert answers.jobs.wait_idle(WAIT_S)
-    assert "cannot tell which checkpoint is the newest" in caplog.text
+    assert "cannot determine the newest checkpoint" in caplog.text
 
 
 def test_a_line_that_cannot_be_appended_for_a_moment_is_not_lost(

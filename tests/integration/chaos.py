@@ -5,7 +5,8 @@ itself is real time, so a replay with the same seed comes close to the same poin
 
 Modes: `kill`, nothing but kills and a disturbed rank now and then; `storage`, the file system of the checkpoints
 fails for a moment after a kill; `pause`, a rank or the controller is stopped for up to 10 s, with a kill or without;
-`stranger`, others crowd the controller's port; `jobs`, two jobs save to one directory, and each loses ranks.
+`stranger`, others crowd the controller's port; `jobs`, two jobs save to one directory, and each loses ranks; `heal`,
+one launch under `lastwords run`, where all kills of the story come one after the other.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.integration.trouble import Trouble, build
 RUNS_MAX = 6
 """Launches of one story: kills that come one after the other, and the run to the end."""
 
-MODES = ("kill", "storage", "pause", "stranger", "jobs")
+MODES = ("kill", "storage", "pause", "stranger", "jobs", "heal")
 SILENT_MAX = 400
 """Connections that say nothing, at once."""
 
@@ -79,7 +80,7 @@ def draw_layout(draw: random.Random) -> Layout:
 def draw_story(seed: int, mode: str = "kill") -> Story:
     """What happens in the run with this seed."""
     story = draw_kills(random.Random(seed))
-    if mode == "kill":
+    if mode in ("kill", "heal"):
         return story
     draw = random.Random(f"{mode} {seed}")
     story = dataclasses.replace(story, blows=story.blows[:1])
@@ -164,6 +165,19 @@ def live(rig: Rig, story: Story) -> Counter[str]:
             happened["nobody was killed"] += 1
             rig.check_untouched(launch)
     go_on(rig, layout, step, {})
+    return happened
+
+
+def live_healed(rig: Rig, story: Story) -> Counter[str]:
+    """The same, but nobody starts again: each blow comes in the generation after the one before."""
+    faults = [dataclasses.replace(fault, restart=number) for number, blow in enumerate(story.blows) for fault in blow]
+    launch, difference = rig.healed(story.layout, faults, spares=len(story.blows) % 2)
+    happened = Counter({"recoveries": sum(one["outcome"] == "RECOVERED" for one in launch.incidents())})
+    resumes = [one for records in launch.track.records for one in records if one["kind"] == "resumed"]
+    if not all(one["exact"] for one in resumes):
+        happened["inexact, and said so"] += 1
+    elif difference is not None:
+        raise launch.fail(str(difference))
     return happened
 
 
@@ -284,7 +298,10 @@ def run(cluster: Cluster, seed: int, directory: Path, mode: str = "kill") -> Cou
     rig = Rig(cluster, directory / f"seed_{seed}", directory / "references")
     story = draw_story(seed, mode)
     try:
-        happened = live_side_by_side(rig, (story, story.other)) if story.other else live(rig, story)
+        if mode == "heal":
+            happened = live_healed(rig, story)
+        else:
+            happened = live_side_by_side(rig, (story, story.other)) if story.other else live(rig, story)
     finally:
         rig.close()
     shutil.rmtree(rig.directory)

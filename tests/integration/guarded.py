@@ -127,13 +127,13 @@ def data_loader(plain: bool) -> None:
 
 
 def _update(guard: SignalGuard, half_done: Callable[[str, int], None]) -> None:
-    guard.enter_update()
+    guard.begin_update()
     try:
         for half in range(HALVES):
             half_done("half", half)
             time.sleep(HALF_S)
     finally:
-        guard.leave_update()
+        guard.end_update()
 
 
 SCENES = {scene.__name__: scene for scene in (stuck_in_c, obeyed_in_c, signalled_child, interrupted_sleep, data_loader)}

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lastwords.checkpoint.reason import Reason
-from tests.integration.zygote import MESSAGE_BYTES_MAX
+from tests.integration.zygote import AGENTS, MESSAGE_BYTES_MAX
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES = 30
@@ -106,7 +106,7 @@ class Job:
     @property
     def expected(self) -> list[int]:
         """The numbers under which processes are reported: the ranks, or -1 for a launcher."""
-        return [-1] if self.launcher == "torchrun" else list(range(self.world_size))
+        return [-1] if self.launcher in AGENTS else list(range(self.world_size))
 
     def wait(self, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[int, RankExit]:
         """Wait for these processes (all) to end; raises HarnessTimeoutError with the logs."""
@@ -138,6 +138,10 @@ class Job:
         deadline_mono_s = time.monotonic() + timeout_s
         while left := self.processes():
             if time.monotonic() > deadline_mono_s:
+                for process in left:  # the handlers of a rank are those of its forked children, too
+                    with contextlib.suppress(OSError):
+                        os.kill(int(process.split()[0]), signal.SIGUSR1)
+                time.sleep(1.0)
                 raise HarnessTimeoutError(f"still there after {timeout_s} s: {left}\n{self.report()}")
             time.sleep(0.02)
 
@@ -267,11 +271,11 @@ class Cluster:
         watched: Sequence[Path] = (),
         ports: Sequence[Port] = (),
     ) -> Job:
-        """Start `python -m module arguments` on every rank. launcher: "fork", "torchrun" or "hand".
+        """Start `python -m module arguments` on every rank. launcher: "fork", "hand" or one of AGENTS.
 
         `watched` directories are printed with the logs when something fails; `ports` are released with the job.
         """
-        assert launcher in ("fork", "torchrun", "hand"), launcher
+        assert launcher in ("fork", "hand", *AGENTS), launcher
         assert self.ready
         directory.mkdir(parents=True, exist_ok=True)
         master = Port()

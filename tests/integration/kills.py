@@ -58,9 +58,9 @@ class Kill:
         faults = [Fault(rank, self.step, self.phase, (f"mark:victim-{rank}", "hang")) for rank in others]
         actions = [f"await:victim-{rank}" for rank in others]
         if self.step > 1:
-            # Nobody dies before every survivor has made the update before, or N could be smaller still.
+            # Nobody dies before every survivor has ended the step before, or N could be smaller still.
             for rank in survivors:
-                faults.append(Fault(rank, self.step - 1, "end", (f"mark:before-{rank}",)))
+                faults.append(Fault(rank, self.step, "body", (f"mark:before-{rank}",), micro=0))
                 actions.append(f"await:before-{rank}")
         held = survivors if self.survivors == "behind" else survivors[1:] if self.survivors == "split" else []
         hold_phase = "backward_last" if self.phase == "backward_last" else "before_step"

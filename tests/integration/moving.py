@@ -76,7 +76,7 @@ def check_moved(moved: Launch, path: Path) -> list[str]:
         record = moved.track.one(rank, "resumed")
         if record is None or record["step"] != manifest.global_step or record["exact"]:
             raise moved.fail(f"rank {rank} resumed as {record and (record['step'], record['reasons'])}")
-        ours = [reason for reason in record["reasons"] if reason.startswith("it is resumed")]
+        ours = [reason for reason in record["reasons"] if reason.startswith("resumed on")]
         assert ours[0] == reason_line(manifest.world_size, moved.layout.world_size)
     state = torch.load(Path(moved.directory) / "whole-resumed.pt")["state"]
     saved = naive_gather(path)
@@ -93,14 +93,13 @@ def check_moved(moved: Launch, path: Path) -> list[str]:
 def reason_line(saved: int, here: int) -> str:
     """What each rank is told once."""
     how = (
-        f"by {here} rank{'s' * (here > 1)} from a checkpoint of {saved}"
+        f"on {here} rank{'s' * (here > 1)} from a checkpoint saved on {saved}"
         if saved != here
-        else "in another parallel layout"
+        else "on a different parallel layout"
     )
-    random = ", and random streams belong to ranks" if saved != here else ""
+    random = ", and RNG streams are per-rank" if saved != here else ""
     return (
-        f"it is resumed {how}: the state is the saved one, bit for bit, but sums are made in another order from here on"
-        + random
+        f"resumed {how}: the restored state is bitwise identical, but reductions now run in a different order" + random
     )
 
 

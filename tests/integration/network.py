@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterator
 
@@ -111,6 +113,16 @@ class StartSampler(Sampler[int]):
         return len(self._inner)
 
 
+def end_with_parent(worker: int) -> None:
+    """In a loader's worker, at its start: torch takes for its rank whoever is its parent a moment later.
+
+    Where a test has killed the rank by then, that is the reaper of orphans, and the worker would wait for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(0)
+
+
 def make_loader(
     layout: Layout, rank: int, on_start: Callable[[], None]
 ) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
@@ -119,7 +131,14 @@ def make_loader(
     persistent = layout.persistent_workers and layout.workers > 0
     if layout.loader == "plain":
         samples = Samples(own, layout.augment, layout.seed)
-        return DataLoader(samples, BATCH_SIZE, shuffle=True, num_workers=layout.workers, persistent_workers=persistent)
+        return DataLoader(
+            samples,
+            BATCH_SIZE,
+            shuffle=True,
+            num_workers=layout.workers,
+            persistent_workers=persistent,
+            worker_init_fn=end_with_parent,
+        )
     samples = Samples(own * layout.world_size - 1, layout.augment, layout.seed)  # the sampler pads by one
     sampler = DistributedSampler(samples, layout.world_size, rank, shuffle=True, seed=layout.seed)
     return DataLoader(
@@ -128,4 +147,5 @@ def make_loader(
         sampler=StartSampler(sampler, on_start),
         num_workers=layout.workers,
         persistent_workers=persistent,
+        worker_init_fn=end_with_parent,
     )

@@ -48,10 +48,9 @@ def pairwise(
         left = set(missing)
         for attempt in range(tries * 20):
             row = {name: draw.choice(parameters[name]) for name in names} | dict(missing[0])
-            if is_allowed(row):
-                gain = pairs_of(row) & left
-                if len(gain) > len(best_gain):
-                    best, best_gain = row, gain
+            gain = pairs_of(row) & left
+            if len(gain) > len(best_gain) and is_allowed(row):
+                best, best_gain = row, gain
             if best is not None and attempt >= tries:
                 break
         if best is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from tests.integration.plan import Layout
 
@@ -10,6 +11,7 @@ RANKS = {"fsdp-tp": 8, "pp-tp": 8, "sharded-tp": 8}
 SMALL = Layout(epochs=2, steps_per_epoch=3)
 
 
+@functools.cache
 def parallel_layout(parallel: str, **more: object) -> Layout:
     """A layout of the demo on its number of ranks: 8 for those with three axes, 4 for the others."""
     settings = {"parallel": parallel, "world_size": RANKS.get(parallel, 4), **more}

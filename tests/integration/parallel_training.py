@@ -31,7 +31,7 @@ from demo.transformer.layouts import (
 from demo.transformer.model import Block, Shape, Transformer
 from demo.transformer.text import Numbered, Text
 from tests.integration import sabotage, training
-from tests.integration.network import StartSampler
+from tests.integration.network import StartSampler, end_with_parent
 from tests.integration.plan import Layout
 from tests.integration.recording import random_streams, text_digest
 from tests.integration.training import LEARNING_RATE, Batch, PhasedAdamW, Trainer
@@ -105,6 +105,7 @@ class ParallelTrainer(Trainer):
             drop_last=layout.even,
             num_workers=layout.workers,
             persistent_workers=layout.persistent_workers,
+            worker_init_fn=end_with_parent,
         )
         self._visits: Counter[str] = Counter()
         if layout.parallel != "ddp":

@@ -20,10 +20,14 @@ from tests.integration.harness import Cluster, Job, Port, with_texts
 from tests.integration.kills import Kill
 from tests.integration.parallel_kills import ShardedKill
 from tests.integration.plan import Fault, Layout, Plan
+from tests.integration.zygote import AGENTS
 
 MODULE = "tests.integration.training"
 PARALLEL_MODULE = "tests.integration.parallel_training"
 RUN_TIMEOUT_S = 90.0
+HEALED_TIMEOUT_S = 400.0
+"""Each replacement imports torch, which takes half a minute where other tests run beside it."""
+
 GONE_TIMEOUT_S = 20.0
 EXIT_SAVED = 75
 EXIT_NOT_SAVED = 76
@@ -163,7 +167,7 @@ class Rig:
             checkpoints=str(saved),
             ctrl_port=settings.pop("ctrl_port", port.number),
             faults=tuple(faults),
-            redirect=launcher == "torchrun",
+            redirect=launcher in AGENTS,
             **settings,
         )
         plan.save(directory / "plan.json")
@@ -231,7 +235,7 @@ class Rig:
         step = self.check_step(launch, victims, expected, exact=exact)
         code = EXIT_SAVED if step else EXIT_NOT_SAVED
         codes = {rank: KILLED if rank in victims else code for rank in range(launch.layout.world_size)}
-        if launch.job.launcher != "torchrun" and launch.codes != codes:
+        if launch.job.launcher not in AGENTS and launch.codes != codes:
             raise launch.fail(f"the ranks ended with {launch.codes}")
         for rank in set(codes) - set(victims):
             lines = launch.last_words(rank)
@@ -276,7 +280,7 @@ class Rig:
         arguments: dict[str, Any] = {"api": killed.plan.api, "recover": True, **settings}
         launch = self.launch(killed.layout, checkpoints=Path(killed.plan.checkpoints), **arguments)
         launch.finish()
-        if launch.job.launcher != "torchrun" and set(launch.codes.values()) != {0}:
+        if launch.job.launcher not in AGENTS and set(launch.codes.values()) != {0}:
             raise launch.fail(f"the resumed run ended with {launch.codes}")
         return launch
 
@@ -289,12 +293,7 @@ class Rig:
         later = first_difference(reference, resumed.track, steps=range(step + 1, layout.steps + 1))
         if later is not None:
             return later
-        for rank in range(layout.world_size):
-            ours, theirs = resumed.track.one(rank, "done"), reference.one(rank, "done")
-            names = differing(theirs["values"] if theirs else {}, ours["values"] if ours else {})
-            if names or ours is None:
-                return Difference(rank, layout.steps, tuple(names), f"at the very end {names}")
-        return None
+        return self._difference_at_the_end(reference, resumed)
 
     def check_resume(self, killed: Launch, step: int, **settings: Any) -> Launch:
         """Resume after `step` and compare every bit of every rank with the uninterrupted run."""
@@ -312,7 +311,7 @@ class Rig:
 
     def check_untouched(self, launch: Launch) -> None:
         """Every rank has trained to the end, computed the reference's bits, and nothing was saved."""
-        if launch.job.launcher != "torchrun" and set(launch.codes.values()) != {0}:
+        if launch.job.launcher not in AGENTS and set(launch.codes.values()) != {0}:
             raise launch.fail(f"the ranks ended with {launch.codes}")
         steps = range(1, launch.layout.steps + 1)
         difference = first_difference(self.reference(launch.layout), launch.track, steps=steps)
@@ -339,6 +338,50 @@ class Rig:
         elif step:
             self.check_inexact_resume(killed, step)
         return step
+
+    def heal(self, layout: Layout, kill: Kill | ShardedKill, *, spares: int = 0, **settings: Any) -> Launch:
+        """Kill under `lastwords run`: the ranks that were killed are replaced, and every bit is as if nobody had died.
+
+        Where nothing could be saved the run begins again, in the processes that are left.
+        """
+        launch, difference = self.healed(layout, kill.faults(layout), spares=spares, **settings)
+        for rank in range(layout.world_size):
+            record = launch.track.one(rank, "resumed")
+            if record is not None and not record["exact"]:
+                raise launch.fail(f"rank {rank} was told that its resume is not exact: {record['reasons']}")
+        if difference is not None:
+            raise launch.fail(str(difference))
+        return launch
+
+    def healed(
+        self, layout: Layout, faults: Sequence[Fault], *, spares: int = 0, **settings: Any
+    ) -> tuple[Launch, Difference | None]:
+        """A run under `lastwords run` to its end, and the first bit in which it differs from one without faults."""
+        flags = ["--spares", str(spares)]
+        arguments: dict[str, Any] = {"faults": faults, "missing_ok": True, **settings}
+        launch = self.launch(layout, launcher="healing", launcher_arguments=flags, **arguments)
+        launch.finish(HEALED_TIMEOUT_S)
+        if launch.codes != {-1: 0}:
+            raise launch.fail(f"lastwords run ended with {launch.codes}")
+        saved = {incident["step"] for incident in launch.incidents() if incident["outcome"] == "SAVED"}
+        return launch, self._healed_difference(launch, saved)
+
+    def _healed_difference(self, launch: Launch, saved: Collection[int]) -> Difference | None:
+        """A rank that was stopped in a step that was `saved` has no record of it."""
+        reference = self.reference(launch.layout)
+        for rank in range(launch.layout.world_size):
+            missing = set(range(1, launch.layout.steps + 1)) - launch.track.steps(rank).keys() - {*saved}
+            if missing:
+                return Difference(rank, min(missing), (), "this step was never recorded")
+        return first_difference(reference, launch.track) or self._difference_at_the_end(reference, launch)
+
+    def _difference_at_the_end(self, reference: Track, launch: Launch) -> Difference | None:
+        for rank in range(launch.layout.world_size):
+            ours, theirs = launch.track.one(rank, "done"), reference.one(rank, "done")
+            names = differing(theirs["values"] if theirs else {}, ours["values"] if ours else {})
+            if names or ours is None:
+                return Difference(rank, launch.layout.steps, tuple(names), f"at the very end {names}")
+        return None
 
 
 def once(directory: Path, make: Callable[[Path], None]) -> Path:
@@ -369,4 +412,4 @@ def with_changes(layout: Layout, **changes: Any) -> Layout:
 
 def _first_step_is_doubted(step: int, reasons: Sequence[Any]) -> bool:
     """The trainer clears its gradients after the log, which nobody has seen where its first step is cut off before."""
-    return step == 1 and all("gradients of an update may live on" in str(reason) for reason in reasons)
+    return step == 1 and all("gradients may have been carried" in str(reason) for reason in reasons)

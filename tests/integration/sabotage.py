@@ -34,11 +34,13 @@ from tests.integration.faults import Faults
 from tests.integration.plan import Plan
 
 HANG_S = 60.0
+_done: list[str] = []
 
 
 def apply(plan: Plan, rank: int) -> None:
-    """Carry out every sabotage that the plan names, in this process."""
-    for entry in plan.sabotage:
+    """Carry out every sabotage that the plan names, in this process; once, should `main` be entered again."""
+    entries, _done[:] = [entry for entry in plan.sabotage if entry not in _done], plan.sabotage
+    for entry in entries:
         name, _, argument = entry.partition(":")
         if argument.isdigit() and int(argument) != rank:
             continue

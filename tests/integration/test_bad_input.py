@@ -222,7 +222,7 @@ def test_another_number_of_ranks_goes_on_from_the_saved_step_and_says_why_that_i
     resumed = fewer.track.one(0, "resumed")
     assert resumed is not None
     assert (resumed["step"], resumed["exact"]) == (step, False)
-    assert "resumed by 3 ranks from a checkpoint of 4" in " ".join(resumed["reasons"])
+    assert "resumed on 3 ranks from a checkpoint saved on 4" in " ".join(resumed["reasons"])
 
 
 def test_a_flipped_byte_is_found_by_every_rank_before_it_trains(rig: Rig) -> None:

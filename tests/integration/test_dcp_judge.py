@@ -142,7 +142,7 @@ def verdicts(root: Path, kind: str, width: int, ranks: int, room: Path) -> list[
             "changed": unlike(before, right),
             "names": sorted(right),
             "shapes": [value[0] for value in right.values() if isinstance(value, tuple) and len(value) == 2],
-            "moved": any("in another order" in reason for reason in reasons),
+            "moved": any("in a different order" in reason for reason in reasons),
         }
 
     return on_ranks(body, room, ranks)

@@ -17,7 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder, replay
+from lastwords.checkpoint.meta import BucketRecord
+from lastwords.optim_wrapper.ddp import ddp_buckets
+from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
 from lastwords.optim_wrapper.ddp.ddp_private import buckets_from_log
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.state_view import UnitView
@@ -120,6 +122,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
+def replay(model: nn.Module, stored: Any) -> list[str]:
+    """With the records as they stand in a file."""
+    return ddp_buckets.replay(model, BucketRecord.read(stored))
+
+
 class Trial:
     """One model on one rank: train it, stop it, build it anew."""
 
@@ -162,7 +169,7 @@ class Trial:
         seen, saved = [], {}
         for number in range(1, steps + 1):
             self.step(model, optimizer, number)
-            order.step_ended(number)
+            order.end_step(number)
             seen.append(hash(tuple(self.bits(model))))
             if number in cuts:
                 state = UnitView(model, optimizer).state()
@@ -185,7 +192,7 @@ class Trial:
         seen = []
         for number in range(cut + 1, steps + 1):
             self.step(model, optimizer, number)
-            order.step_ended(number)
+            order.end_step(number)
             seen.append(hash(tuple(self.bits(model))))
         self.last = model, optimizer, order
         return seen, reasons
@@ -282,7 +289,7 @@ def test_the_hooks_are_gone_after_the_passes_that_count(tmp_path: Path) -> None:
             before = hooked(model)
             for number in (1, 2):
                 trial.step(model, optimizer, number)
-                order.step_ended(number)
+                order.end_step(number)
             counts.append((before, hooked(model)))
         return counts
 
@@ -306,7 +313,7 @@ def test_logging_data_that_do_not_show_the_buckets_are_asked_a_few_times_only(tm
         model._get_ddp_logging_data = silent  # type: ignore[method-assign]
         for number in range(1, 20):
             trial.step(model, optimizer, number)
-            order.step_ended(number)
+            order.end_step(number)
         record = order.record(19)
         return len(asked), record["buckets"], replay(trial.build(1)[0], json.loads(json.dumps(record)))
 
@@ -385,9 +392,9 @@ def test_what_cannot_be_exact_says_why(tmp_path: Path) -> None:
         "newer": "form 99",
         "damaged": "damaged",
         "no ddp there": "did not use",
-        "no ddp here": "this one does not",
-        "stateful hook": "keeps a state of its own",
-        "frozen": "other parameters",
+        "no ddp here": "this run does not",
+        "stateful hook": "has its own state",
+        "frozen": "requires_grad",
         "gone": "has no DistributedDataParallel.find_unused_parameters",
     }
     for answer in on_ranks(body, tmp_path, 2):
@@ -409,7 +416,7 @@ def test_a_record_can_be_taken_while_a_collective_hangs_in_ddp(tmp_path: Path) -
         model, optimizer, order = trial.build(0)
         for number in (1, 2, 3, 4):
             trial.step(model, optimizer, number)
-            order.step_ended(number)
+            order.end_step(number)
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
             store.wait(["taken"])

@@ -85,5 +85,5 @@ def test_without_its_mechanism_it_is_called_equal_and_is_not(
 def test_a_hook_that_is_registered_when_the_loop_begins_is_named_with_what_it_is_bound_to(runs: Runs) -> None:
     point, different = runs.after_a_kill("HookedLate", [1, 4])
     assert not point["exact"]
-    assert any("Feedback.reduce keeps a state of its own" in reason for reason in point["reasons"])
+    assert any("Feedback.reduce has its own state" in reason for reason in point["reasons"])
     assert different, "the hook has to matter for this test to mean anything"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.checkpoint.meta import BucketRecord
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.optim_wrapper.ddp import ddp_board
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder, replay
@@ -51,13 +52,13 @@ class Watched:
 
     def train(self, step: int) -> None:
         self.job.train(step)
-        self.order.step_ended(step)
+        self.order.end_step(step)
 
     def record(self, step: int | None = None) -> Any:
         return json.loads(json.dumps(self.order.record(step)))
 
     def replay(self, record: Any) -> list[str]:
-        return replay(self.job.registered(), record, self.job.trained)
+        return replay(self.job.registered(), BucketRecord.read(record), self.job.trained)
 
 
 JOBS = [TwoInAModule, TwoAndOneRegistered, TheInnerOne, MadeLater, Replicated]
@@ -106,7 +107,7 @@ def test_a_ddp_of_the_saved_run_that_is_not_there_yet_is_named(tmp_path: Path) -
 
     for fewer, more in on_ranks(body, tmp_path, 2):
         assert len(fewer) == 1
-        assert "make it before resume()" in fewer[0]
+        assert "before resume()" in fewer[0]
         assert "first.weight" in fewer[0]
         assert len(more) == 1
         assert "had no DistributedDataParallel around first.weight" in more[0]
@@ -128,14 +129,14 @@ def test_what_a_pass_without_gradients_leaves_is_saved_and_put_back(tmp_path: Pa
             model(batch(step)).sum().backward()
         with torch.no_grad():
             model(batch(3))
-        order.step_ended(2)
+        order.end_step(2)
         record, state = json.loads(json.dumps(order.record(2))), copy.deepcopy(model.module.state_dict())
         model(batch(4))
         expected = model.module[1].running_mean.clone()
         found = []
         for put_back in (True, False):
             again, _ = made(1)
-            reasons = replay(again, record if put_back else {**record, "synced": {}})
+            reasons = replay(again, BucketRecord.read(record if put_back else {**record, "synced": {}}))
             again.module.load_state_dict(state)
             again(batch(4))
             found.append(float((again.module[1].running_mean - expected).abs().max()))
@@ -192,7 +193,7 @@ def test_without_the_store_a_wrong_order_is_told(tmp_path: Path) -> None:
     for different, reasons in on_ranks(body, tmp_path, RANKS):
         assert different > 0
         assert len(reasons) == 1
-        assert "had not been told" in reasons[0]
+        assert "had not arrived" in reasons[0]
 
 
 def test_two_ddps_that_begin_with_the_same_layer_have_an_order_each(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_log_that_draws_random_numbers_is_told(toy: Toy) -> None:
     assert set(toy.run("resumed", recover=True, early=True, log_draws=True, **PLAN).values()) == {0}, toy.report()
     *_, exact, reasons = toy.resumed("resumed")
     assert not exact
-    assert any("between step_end() and the next batch rng/torch changed" in reason for reason in reasons), reasons
+    assert any("rng/torch changed between step_end() and the next batch" in reason for reason in reasons), reasons
 
 
 def test_what_the_log_draws_is_saved_with_its_step_once_the_log_is_over(toy: Toy) -> None:

@@ -93,5 +93,5 @@ def test_killed_on_four_ranks_it_goes_on_on_two_and_on_one_with_the_same_state(r
             assert {name for name in whole.keys() | state.keys() if whole.get(name) != state.get(name)} == set()
             assert global_step == step
             assert not exact
-            line = f"it is resumed by {ranks} rank" + "s" * (ranks > 1) + " from a checkpoint of 4"
-            assert next(reason for reason in reasons if reason.startswith("it is resumed")).startswith(line)
+            line = f"resumed on {ranks} rank" + "s" * (ranks > 1) + " from a checkpoint saved on 4"
+            assert next(reason for reason in reasons if reason.startswith("resumed on")).startswith(line)

@@ -57,7 +57,7 @@ def test_four_ranks_then_three_then_two_see_every_sample_of_both_epochs_once(rig
     said = third.track.one(0, "resumed")
     assert said is not None
     assert [reason.split(":")[0] for reason in said["reasons"]] == [
-        "it is resumed by 2 ranks from a checkpoint of 3",
+        "resumed on 2 ranks from a checkpoint saved on 3",
         str(EARLIER_MOVE),
     ]
 

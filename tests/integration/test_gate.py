@@ -63,7 +63,7 @@ def test_a_rank_in_another_step_is_named_on_every_rank(tmp_path: Path) -> None:
         return f"says: {caught.value}"
 
     for said in on_ranks(body, tmp_path):
-        assert "rank 2 in step 8, the others in step 7" in said
+        assert "rank 2 in step 8, all other ranks in step 7" in said
 
 
 def test_a_rank_that_calls_the_same_step_by_another_name_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_rank_that_calls_the_same_step_by_another_name_is_named_on_every_rank(
         return f"says: {caught.value}"
 
     for said in on_ranks(body, tmp_path):
-        assert "not the same ones: rank 1 at epoch 2, step 3, the others at epoch 1, step 3" in said
+        assert "rank 1 at epoch 2, step 3, all other ranks at epoch 1, step 3" in said
 
 
 @pytest.mark.parametrize("steps", [(3, 5, 4), (1, 2, 3)], ids=str)

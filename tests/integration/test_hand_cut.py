@@ -183,7 +183,7 @@ def test_models_that_only_compute_and_comparisons_see_the_whole(tmp_path: Path) 
 
     def body(run: Rank) -> None:
         run.resume(tmp_path / "ckpt")
-        run.recorder.committed(SAVED, Position(1, SAVED))
+        run.recorder.end_step(SAVED, Position(1, SAVED))
         run.save(tmp_path / "again", SAVED)
 
     run_as("3 uneven parts", 3, tmp_path / "again as three", body, 1)
@@ -216,12 +216,12 @@ def test_without_cuts_another_layout_is_refused_and_the_same_one_is_not(tmp_path
 
     [text] = run_as("whole", 1, tmp_path / "refuse", refused, 1)
     assert "unit tp0 and " in text
-    assert "both have [0:4, 0:6], so these are two tensors of one name" in text
+    assert "both have [0:4, 0:6], so these are two different tensors with one name" in text
 
 
 WRONG: dict[str, list[Unit]] = {
     "float32 (8, 6) in the declared unit 'rows-0', and of float32 (4, 6) in what no": rows([0, 4], TWICE)[:1],
-    "nobody holds [8:9, 0:6] of it": rows([0, 4], TWICE, of=9),
+    "no rank holds [8:9, 0:6] of it": rows([0, 4], TWICE, of=9),
     "'rows-0' and the declared unit 'rows-3' both hold [3:4, 0:6] of it": rows([0, 3], TWICE),
     "is (4, 6) here; at (5, 0) that does not fit into the declared whole (8, 6)": rows([0, 5], TWICE),
 }

@@ -69,8 +69,8 @@ class Rank:
         for number in range(first, last + 1):
             loss = self.trial.step(number)
             self.scheduler.step()
-            self.recorder.committed(number, Position(1, number))
-            self.buckets.step_ended(number)
+            self.recorder.end_step(number, Position(1, number))
+            self.buckets.end_step(number)
             seen.append((loss, self.bits()))
         return seen
 

@@ -159,12 +159,12 @@ def test_what_has_no_strategy_is_an_error_on_every_rank(tmp_path: Path) -> None:
         by_hand, stages, there, no_optimizer, no_path, units, no_units, paths, nowhere = texts
         assert f"(rank 0, 1: '{tmp_path}/of rank 0'; rank 2, 3: '{tmp_path}/of rank 1')" in paths
         assert "parameter 'up', a whole of (4, 6): the declared unit 'tp-0' and the declared unit 'tp-1'" in by_hand
-        assert "both hold [0:4, 0:6] of it, as two tensors; if these are parts of one tensor, say which with" in by_hand
-        assert "give them names of their own" in stages
+        assert "both hold [0:4, 0:6] of it, as two tensors; if these are parts of one tensor" in by_hand
+        assert "give them different names" in stages
         assert "exists already, and a strategy is never overwritten" in there
         assert "optimizer must be a torch.optim.Optimizer" in no_optimizer
         assert "path is None" in no_path
-        assert "rank 1 has other units= than rank 0" in units
+        assert "rank 1 has different units= than rank 0" in units
         assert "units must be a list of lastwords.Unit" in no_units
         assert "No such file or directory" in nowhere
     assert (tmp_path / "there").read_text() == "older"

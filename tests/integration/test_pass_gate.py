@@ -84,8 +84,8 @@ class Rank:
             else:
                 self.agent.ready()
                 self.agent.pass_gate(self.gate)
-                self.agent.enter_update()
-                self.agent.leave_update()
+                self.agent.begin_update()
+                self.agent.end_update()
             self.agent.end_step(lambda step: None)
         except BaseException as error:
             self.left_with = error

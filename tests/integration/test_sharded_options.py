@@ -127,7 +127,7 @@ def test_a_rank_that_is_only_late_at_the_gate_is_waited_for(toy: Toy) -> None:
 def test_a_rank_that_leaves_out_a_step_of_its_own_loop_is_named_at_the_next_gate(toy: Toy) -> None:
     codes = toy.run("left_out", own_loop=True, steps=8, leaves_out=[3, 4])
     assert 0 not in codes.values()
-    text = "rank 3 at epoch 1, step 5, the others at epoch 1, step 4"
+    text = "rank 3 at epoch 1, step 5, all other ranks at epoch 1, step 4"
     for rank in range(RANKS):
         assert text in " ".join(toy.said(rank).split()), toy.report()
     (manifest,) = toy.manifests()

@@ -136,7 +136,7 @@ def test_the_optimizer_can_be_dealt_out_and_shards_be_uneven(
     for name, ranks in resumed:
         found, reasons, _ = resumed_as(name, ranks, tmp_path / "three", tmp_path)
         assert {key for key in state.keys() | found.keys() if state.get(key) != found.get(key)} == set()
-        assert any("in another order" in reason for reason in reasons)
+        assert any("in a different order" in reason for reason in reasons)
 
 
 def test_the_strategy_of_a_live_job_that_has_not_taken_a_step_is_enough(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_what_fsdp_has_not_reduced_is_named_at_a_step_s_end(policy: dict[str, An
             net.zero_grad()
             net.set_requires_gradient_sync(sync)
             net(torch.ones(3, 4)).sum().backward()
-            carried.step_ends(updated=sync, trained=lambda: dict(net.named_parameters()))
+            carried.end_step(updated=sync, trained=lambda: dict(net.named_parameters()))
             if sync:
                 after = has_unreduced(net), list(told)
         return before, after, told, carried.reasons

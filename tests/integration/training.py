@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
+from lastwords.launcher.link import VARIABLE
 from tests.integration import sabotage
 from tests.integration.faults import Faults, restart_count
 from tests.integration.network import Net, make_loader
@@ -318,6 +319,16 @@ def take_output(directory: Path, rank: int) -> None:
 
 def main(arguments: list[str], make: Callable[[Plan, int], Trainer] = Trainer) -> None:
     """Train as the plan says; the exit code is the interpreter's."""
+    if VARIABLE in os.environ:
+        import lastwords
+
+        lastwords.run(lambda: train(arguments, make))
+    else:
+        train(arguments, make)
+
+
+def train(arguments: list[str], make: Callable[[Plan, int], Trainer]) -> None:
+    """Once; under `lastwords run` perhaps several times in this process."""
     plan = Plan.load(Path(arguments[0])).of_rank(int(os.environ["RANK"]))
     rank = int(os.environ["RANK"])
     if plan.redirect:

@@ -7,11 +7,14 @@ a data-loader worker of a killed rank) becomes its child and can be found and en
 socket of its own, one JSON object a message; when that socket closes, the whole job ends.
 
 A forked rank returns from `main()` and runs its training as the last statement of this file: exceptions then
-reach the real `sys.excepthook`, and the interpreter ends the way it always does.
+reach the real `sys.excepthook`, threads are waited for and functions of `atexit` are called, as always. But it does
+not free its memory: to free all of torch takes a third of a second, of which the kernel needs a part to copy the pages
+that were shared until then. Ranks that a launcher has started by exec end as every interpreter does.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -27,6 +30,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+AGENTS = {"torchrun": ("torch.distributed.run",), "healing": ("lastwords.cli", "run")}
+"""Launchers that start the ranks themselves: what follows `python -m`."""
 
 MESSAGE_BYTES_MAX = 256 * 1024
 POLL_S = 0.02
@@ -46,24 +52,22 @@ PRELOAD = (
     "torch.nn.parallel",
     "torch.optim.lr_scheduler",
     "torch.utils.data.distributed",
+    "torch.profiler",
+    "numpy.ma",
     "safetensors",
     "msgspec",
     "xxhash",
-)
-PRELOAD_UNLESS_GRPC = (
-    "lastwords.codec",
+    "grpc.aio",  # starts no thread and opens nothing before the first channel, which is a rank's own
     "lastwords.controller.launch",
-    "lastwords.liveness.watch",
-    "lastwords.processor.agent",
     "lastwords.optim_wrapper.resume.resume",
-    "lastwords.optim_wrapper.loop.steps",
+    "lastwords.optim_wrapper.trainer.register",
     "lastwords.optim_wrapper.wrapper",
+    "lastwords.sharding.verify",
     "tests.integration.training",
     "tests.integration.parallel_training",
     "tests.integration.toy_training",
     "tests.zoo.rank",
 )
-"""Imported too as long as they bring no gRPC: gRPC and fork do not mix."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -122,7 +126,27 @@ class RankTask:
 
     def run(self) -> None:
         """Run the training function; whatever it raises is the interpreter's to report."""
-        importlib.import_module(self.module).main(self.arguments)
+        global _exit_code
+        try:
+            importlib.import_module(self.module).main(self.arguments)
+            _exit_code = 0
+        except SystemExit as ending:
+            if isinstance(ending.code, int):
+                _exit_code = ending.code
+            raise
+
+
+_exit_code: int | None = None
+"""Of a rank that has ended without an exception that is to be reported."""
+
+
+def end_without_freeing() -> None:
+    """The last function of `atexit`, since it was registered first."""
+    if _exit_code is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_exit_code & 0xFF)
 
 
 class JobParent:
@@ -198,10 +222,10 @@ class JobParent:
         """Start the job's processes in the way the spec asks for."""
         spec = self.spec
         program = ["-m", spec["module"], *spec["arguments"]]
-        if spec["launcher"] == "torchrun":
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            torchrun += ["--nproc-per-node", str(spec["world_size"]), *spec["launcher_arguments"]]
-            self.spawn(-1, "torchrun", [*torchrun, *program])
+        if spec["launcher"] in AGENTS:
+            agent = [sys.executable, "-m", *AGENTS[spec["launcher"]], "--standalone"]
+            agent += ["--nproc-per-node", str(spec["world_size"]), *spec["launcher_arguments"]]
+            self.spawn(-1, spec["launcher"], [*agent, *program])
             return None
         for rank in range(spec["world_size"]):
             if spec["launcher"] == "hand":
@@ -277,33 +301,15 @@ class JobParent:
 
 
 def preload() -> dict[str, Any]:
-    """Import what ranks need, without gRPC and without threads; returns what the test wants to know about it."""
+    """Import what ranks need, without starting a thread; returns what the test wants to know about it."""
     for name in PRELOAD:
         importlib.import_module(name)
     import torch
 
     torch.set_num_threads(1)
-    skipped = []
-    for name in PRELOAD_UNLESS_GRPC:
-        if brings_grpc(name):
-            skipped.append(name)
-        else:
-            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every page of this heap
-    return {"threads": len(os.listdir("/proc/self/task")), "grpc": "grpc" in sys.modules, "skipped": skipped}
-
-
-def brings_grpc(module: str) -> bool:
-    """Whether importing `module` would import gRPC or fail; tried out in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            importlib.import_module(module)
-            code = 1 if "grpc" in sys.modules else 0
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+    return {"threads": len(os.listdir("/proc/self/task"))}
 
 
 def requests(control: socket.socket) -> Iterator[tuple[dict[str, Any], socket.socket] | None]:
@@ -322,6 +328,7 @@ def requests(control: socket.socket) -> Iterator[tuple[dict[str, Any], socket.so
 
 def main() -> RankTask | None:
     """Serve until the test's end closes; in a forked rank, return what it has to run."""
+    atexit.register(end_without_freeing)
     control = socket.socket(fileno=int(sys.argv[1]))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     send(control, {"event": "ready", **preload()})

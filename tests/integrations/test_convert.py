@@ -176,7 +176,7 @@ def test_a_full_disk_and_a_damaged_source_leave_nothing(tmp_path: Path, monkeypa
     assert not (tmp_path / "back").exists()
     (file,) = path.rglob("*.ckpt")
     flip(file, file.stat().st_size - 1)
-    with pytest.raises(FormatError, match="do not fit their checksum"):
+    with pytest.raises(FormatError, match="do not match their checksum"):
         to_dcp(path, tmp_path / "other")
     with pytest.raises(IncompleteError, match=r"has no \.metadata"):
         from_dcp(tmp_path / "ours", tmp_path / "back")

@@ -80,5 +80,5 @@ def test_a_stage_is_read_by_choosing_its_units(tmp_path: Path) -> None:
         state = {"model": {"w": torch.zeros(3)}}
         dcp.load(state, storage_reader=LastWordsReader(path, units=[f"stage-{stage}"]))
         assert torch.equal(state["model"]["w"], whole)
-    with pytest.raises(CheckpointException, match="one name stands for different tensors"):
+    with pytest.raises(CheckpointException, match="stage-0 and stage-1"):
         dcp.load({"model": {"w": torch.zeros(3)}}, storage_reader=LastWordsReader(path))

@@ -100,7 +100,7 @@ def test_a_damaged_source_and_a_type_without_a_code_leave_nothing(tmp_path: Path
     path = saved(tmp_path / "a", *trained(0))
     (file,) = path.rglob("*.ckpt")
     flip(file, file.stat().st_size - 1)
-    with pytest.raises(FormatError, match="do not fit their checksum"):
+    with pytest.raises(FormatError, match="do not match their checksum"):
         export_safetensors(path, tmp_path / "out")
     (tmp_path / "b").mkdir()
     odd = published(

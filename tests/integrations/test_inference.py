@@ -113,7 +113,7 @@ def test_a_flipped_byte_in_a_large_weight_is_noticed(tmp_path: Path) -> None:
     load_for_inference(path, model)
     (file,) = path.rglob("*.ckpt")
     flip(file, CHUNK_BYTES + 1)
-    with pytest.raises(FormatError, match="do not fit their checksum"):
+    with pytest.raises(FormatError, match="do not match their checksum"):
         load_for_inference(path, model)
 
 

@@ -226,7 +226,7 @@ def test_another_checkpoint_of_the_same_step_in_the_destination_is_refused_and_t
 def test_a_flipped_byte_of_the_source_is_never_carried_over(rooms: Rooms) -> None:
     [file] = rooms.source.glob("rank_2/*.ckpt")
     flip(file, file.stat().st_size - 1)
-    with pytest.raises(FormatError, match="do not fit their checksum"):
+    with pytest.raises(FormatError, match="do not match their checksum"):
         rooms.move()
     assert load.scan(rooms.out) == []
 
@@ -357,7 +357,7 @@ def test_the_command_says_by_its_exit_code_what_is_wrong(rooms: Rooms, capsys: p
     file = next((rooms.out / STEP).rglob("*.ckpt"))
     flip(file, file.stat().st_size - 1)
     assert main(["transform", source, out, "--to", "whole", "--verify"]) == 3
-    assert "do not fit their checksum" in capsys.readouterr().err
+    assert "do not match their checksum" in capsys.readouterr().err
     assert main(["transform", source, out, "--to", str(rooms.two)]) == 2
     assert main(["transform", str(rooms.tmp / "nothing"), out, "--to", "whole"]) == 3
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", str(rooms.tmp / "nothing")]) == 3

@@ -12,6 +12,7 @@ from lastwords.launcher.core import (
     DEATHS_MAX,
     END_S,
     LEAVE_S,
+    START_S,
     Abandon,
     Begun,
     Effect,
@@ -19,6 +20,8 @@ from lastwords.launcher.core import (
     Enter,
     Kill,
     LauncherCore,
+    Lost,
+    Over,
     Place,
     Start,
     Stop,
@@ -83,6 +86,7 @@ def test_a_survivor_that_does_not_leave_is_killed_and_replaced() -> None:
 def test_where_nobody_leaves_all_are_replaced_in_the_end() -> None:
     core = training()
     core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 1)
     assert [one.rank for one in core.handle(Tick(), END_S) if isinstance(one, Kill)] == [0, 2]
 
 
@@ -135,6 +139,55 @@ def test_a_replacement_that_never_gets_into_main_stops_the_job(code: int) -> Non
     assert isinstance(effects[2][0], Stop)
 
 
+def test_a_replacement_that_runs_another_version_of_the_script_stops_the_job() -> None:
+    core = LauncherCore((0, 1))
+    for rank in (0, 1):
+        core.handle(Waiting(rank, sources={"model.py": "one"}), 0.0)
+    for rank in (0, 1):
+        core.handle(Begun(rank), 0.0)
+    core.handle(Ended(1, KILLED), 0.0)
+    assert core.handle(Waiting(0, 5, sources={"model.py": "one"}), 0.0) == []
+    (stop,) = core.handle(Waiting(1, sources={"more.py": "new", "model.py": "other"}), 0.0)
+    assert isinstance(stop, Stop)
+    assert stop.failure is not None
+    assert "model.py" in stop.failure
+
+
+def test_a_save_takes_its_time_however_soon_a_spare_is_ready() -> None:
+    core = training()
+    core.handle(Ended(1, KILLED), 0.0)
+    assert wait(core, 1) == []
+    assert core.handle(Tick(), END_S - 1.0) == []
+    assert {type(effect) for effect in core.handle(Tick(), END_S)} == {Kill}
+
+
+def test_a_replacement_that_never_arrives_is_killed_and_one_that_does_not_end_stops_the_job() -> None:
+    core = training()
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 0, 2, step=7)
+    assert core.handle(Tick(), START_S - 1.0) == []
+    (kill,) = core.handle(Tick(), START_S)
+    assert isinstance(kill, Kill)
+    assert kill.rank == 1
+    (stop,) = core.handle(Tick(), START_S + LEAVE_S)
+    assert isinstance(stop, Stop)
+
+
+def test_a_failure_after_the_loop_stops_the_job_and_a_new_loop_is_looked_after() -> None:
+    core = training()
+    for rank in range(3):
+        assert core.handle(Over(rank), 0.0) == []
+    core.handle(Begun(0), 0.0)
+    assert core.handle(Ended(0, KILLED), 0.0)[-1] == Start(0)
+    (stop,) = core.handle(Ended(1, 1), 0.0)
+    assert isinstance(stop, Stop)
+    assert stop.failure is not None
+
+
+def test_a_launcher_of_another_host_that_is_lost_stops_the_job() -> None:
+    assert training().handle(Lost("the other host has ended"), 0.0) == [Stop("the other host has ended")]
+
+
 # ---------------------------------------------------------------------- all schedules
 
 
@@ -161,7 +214,7 @@ class World:
     def key(self) -> str:
         core = self.core
         counts = core.generation, core._failures, core._deaths, self.deaths_left
-        flags = core._healing, core.stopped, core._deadline_s is None
+        flags = core._healing, core.stopped
         return repr((core._ranks, counts, flags, self.process, self.entered, self.begun, self.unseen, self.told))
 
     def handle(self, event: Waiting | Begun | Ended | Tick, now_s: float = 0.0) -> None:
@@ -277,12 +330,10 @@ class Deaf(LauncherCore):
     """Tells nobody to leave a generation that no controller looks after, and never loses patience."""
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
-        effects = [effect for effect in super()._over(rank, now_s) if not isinstance(effect, Abandon)]
-        self._deadline_s = None
-        return effects
+        return [effect for effect in super()._over(rank, now_s) if not isinstance(effect, Abandon)]
 
-    def _by(self, deadline_s: float) -> None:
-        pass
+    def _tick(self, now_s: float) -> list[Effect]:
+        return []
 
 
 @pytest.mark.parametrize("broken", [Hasty, Forgetful, Deaf])

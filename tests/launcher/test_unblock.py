@@ -1,12 +1,15 @@
-"""Only the sockets of collectives are shut: not the user's, nor the store's, nor what was there before."""
+"""Only sockets of collectives and of the store are shut: not the user's, nor what was there before."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
+from torch.distributed import DistNetworkError, TCPStore
 
 from lastwords.launcher.unblock import Unblocker, open_sockets
 
@@ -63,6 +66,19 @@ def test_what_was_there_before_stays(of_c: tuple[int, int]) -> None:
     shut({inode for _, inode in open_sockets()}, set())
     with socket.socket(fileno=os.dup(of_c[0])) as one:
         assert is_open(one)
+
+
+def test_who_waits_for_a_key_of_the_store_waits_no_more() -> None:
+    before = {inode for _, inode in open_sockets()}
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", master.port, is_master=False)
+    unblocker = Unblocker(before, set())
+    begin = threading.Timer(0.2, unblocker.begin)
+    begin.start()
+    with pytest.raises(DistNetworkError):
+        store.wait(["what the dead one would have written"], timedelta(seconds=60))
+    begin.join()
+    unblocker.end()
 
 
 def test_connections_of_a_port_that_is_named_stay(of_c: tuple[int, int]) -> None:

@@ -30,7 +30,7 @@ class Turns:
         """What is carried from this step to the next."""
         idle = [one for one in (self.often, self.seldom) if one not in stepped]
         self.carried.in_turns(stepped, idle)
-        self.carried.step_ends(updated=bool(stepped), trained=lambda: dict(self.net.named_parameters()))
+        self.carried.end_step(updated=bool(stepped), trained=lambda: dict(self.net.named_parameters()))
         return list(self.carried._carried)
 
 
@@ -99,7 +99,7 @@ class Head:
         self.optimizer.step()
         self.count += 1
         look = self.count & (self.count - 1) == 0
-        self.carried.step_ends(updated=True, trained=lambda: dict(self.net[1].named_parameters("1")), look=look)
+        self.carried.end_step(updated=True, trained=lambda: dict(self.net[1].named_parameters("1")), look=look)
         return list(self.carried._carried)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp import ddp_buckets
 from lastwords.optim_wrapper.ddp.ddp_private import is_compiled
 from lastwords.optim_wrapper.resume.facts import differences, run_facts
@@ -21,7 +22,7 @@ def test_a_compiled_model_is_told_in_whatever_place_it_was_compiled() -> None:
     itself.compile()
     assert [is_compiled(model) for model in (plain, within, itself, torch.compile(plain))] == [False, True, True, True]  # type: ignore[arg-type]
     facts = [run_facts(net, torch.optim.SGD(net.parameters(), lr=0.1), "gloo") for net in (itself, plain)]
-    assert differences(*facts) == ["torch.compile: True when it was saved, False here"]
+    assert differences(*facts) == ["torch.compile: True in the saved run, False here"]
 
 
 def test_names_of_a_compiled_model_are_no_other_parameters(tmp_path: Path) -> None:
@@ -29,6 +30,6 @@ def test_names_of_a_compiled_model_are_no_other_parameters(tmp_path: Path) -> No
         plain = DDP(nn.Linear(2, 2))
         compiled = DDP(torch.compile(nn.Linear(2, 2)))  # type: ignore[arg-type]
         record = ddp_buckets.BucketOrder.observe(compiled).record()
-        return ddp_buckets.replay(plain, record)
+        return ddp_buckets.replay(plain, BucketRecord.read(record))
 
     assert on_ranks(body, tmp_path, 1) == [[]]

@@ -36,7 +36,7 @@ class Rank:
 
     def end_early(self, step: int) -> None:
         self.recorder.ends_early = True
-        self.recorder.committed(step, Position(1, step))
+        self.recorder.end_step(step, Position(1, step))
 
     def reasons(self, step: int) -> list[str]:
         """What a writer says of this rank's state of the step, should it be asked now."""

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 from lastwords.optim_wrapper.state import extra_moves
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.value_copies import advance
+from lastwords.processor.recurrence import Forecast
 from tests.optim_wrapper.test_extras import sgd, through_storage
 
 PER_EPOCH, STEPS = 4, 16
@@ -287,8 +288,8 @@ def test_without_its_word_most_of_these_would_be_silent(monkeypatch: pytest.Monk
 
 def test_the_leaf_that_had_not_moved_is_named() -> None:
     (reason,) = cut(Counters, 3)[1]
-    assert reason.startswith("extras['mine']['meters']['loss_sum'] had not moved yet")
-    assert "does so in every step" in reason
+    assert reason.startswith("extras['mine']['meters']['loss_sum'] had not changed")
+    assert Forecast.DUE.value in reason
 
 
 def test_a_scheduler_that_was_stepped_on_resume_and_stands_still_then_is_told() -> None:
@@ -296,14 +297,14 @@ def test_a_scheduler_that_was_stepped_on_resume_and_stands_still_then_is_told() 
     equal, reasons, later = cut(StopsSomewhere, 7)
     assert (equal, reasons) == (False, [])
     assert later == [
-        "extras['scheduler'] was stepped on resume, as in each step before, but the loop does not go on so"
+        "extras['scheduler'] was stepped on resume, as in every earlier step, but the loop now steps it differently"
     ]
 
 
 def test_a_scheduler_whose_turn_another_one_has_taken_is_not_stepped_on_resume() -> None:
     equal, reasons, _ = cut(SwaSwitchBeforeTheLog, 7)
     assert equal
-    assert "extras['scheduler'] had not moved yet" in reasons[0]
+    assert "extras['scheduler'] had not changed" in reasons[0]
 
 
 def test_steps_without_an_update_say_nothing_of_when_a_scheduler_moves() -> None:

@@ -265,7 +265,7 @@ def test_gradients_that_outlive_their_update_are_kept_and_come_back(tmp_path: Pa
     job = Halving(tmp_path)
     job.run(1)
     job.compute()
-    assert any("gradients of an update may live on" in one for one in job.save(step=1)[1])
+    assert any("gradients may have been carried" in one for one in job.save(step=1)[1])
     job.run(3)
     regions = job.regions()
     assert job.save()[1] == []

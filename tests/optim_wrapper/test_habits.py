@@ -48,16 +48,16 @@ class Job:
     def update(self) -> None:
         self.model(torch.ones(1, 2)).sum().backward()
         self.recorder.tentative()
-        self.recorder.watch.before_update()
+        self.recorder.watch.begin_update()
         self.wrapped.inner.step()
         self.wrapped.inner.zero_grad()
-        self.recorder.watch.updated()
+        self.recorder.watch.end_update()
 
     def step(self) -> None:
         self.update()
         self.late(self)
         self.done += 1
-        self.recorder.committed(self.done, Position(1, self.done))
+        self.recorder.end_step(self.done, Position(1, self.done))
 
     def habits(self, step: int) -> Habits:
         """What stands in the file."""
@@ -91,21 +91,26 @@ def counts(job: Job) -> None:
 
 
 LATE = [
-    (clamps, "parameter 'weight' changed after optimizer.step(), not in this one"),
+    (clamps, "parameter 'weight' changed after optimizer.step() in earlier steps"),
     (sets_lr, "the loop changes hyperparameters after optimizer.step()"),
-    (draws, "rng/torch moved after such a copy before the last resume"),
+    (draws, "rng/torch changed after a tentative copy"),
     (counts, "local_extras['metric'] changed between the forward pass and the end of a step"),
 ]
+
+
+def learned(tmp_path: Path, late: Callable[[Job], None]) -> Habits:
+    """What three steps of such a loop have shown."""
+    first = Job(tmp_path, late)
+    for _ in range(3):
+        first.step()
+    return first.habits(3)
 
 
 @pytest.mark.parametrize(("late", "words"), LATE)
 def test_a_resumed_run_names_in_its_first_step_what_the_saved_one_had_seen_move_late(
     tmp_path: Path, late: Callable[[Job], None], words: str
 ) -> None:
-    first = Job(tmp_path, late)
-    for _ in range(3):
-        first.step()
-    habits = first.habits(3)
+    habits = learned(tmp_path, late)
     told = [why for why in Job(tmp_path, late, 3, habits).cut_off() if words in why]
     assert told, "known to the run that is resumed"
     assert not [why for why in Job(tmp_path, late, 3, Habits()).cut_off() if words in why], "negative control"
@@ -115,10 +120,7 @@ def test_a_resumed_run_names_in_its_first_step_what_the_saved_one_had_seen_move_
 def test_a_run_that_is_resumed_twice_before_a_step_ends_still_knows(
     tmp_path: Path, late: Callable[[Job], None], words: str
 ) -> None:
-    first = Job(tmp_path, late)
-    for _ in range(3):
-        first.step()
-    habits = first.habits(3)
+    habits = learned(tmp_path, late)
     again = Job(tmp_path, late, 3, habits).habits(3)
     assert again == habits
 

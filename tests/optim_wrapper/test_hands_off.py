@@ -66,8 +66,8 @@ class Job:
         self.model(torch.randn(8, 4)).sum().backward()
         self.wrapped.step()
         if self.protected:
-            self.recorder.watch.updated()
-            self.recorder.committed(step, None)
+            self.recorder.watch.end_update()
+            self.recorder.end_step(step, None)
 
     def tentative_copies(self, model: nn.Module) -> int:
         """How many a forward and a backward pass of `model` make."""

@@ -211,7 +211,7 @@ def test_no_init_of_a_threading_local_is_run() -> None:
 
 def test_objects_with_generators_in_a_set_are_named_unless_there_is_another_way_to_them() -> None:
     envs = [Env(random.Random(n)) for n in range(3)]
-    reason = "random generators in x cannot be told apart, and are not saved"
+    reason = "random generators in x cannot be distinguished, and are not saved"
     assert looked({*envs}) == ([], Unreached([reason]))
     assert looked({*envs}, z=[[envs]])[0] == [f"z[0][0][{n}].rng" for n in range(3)]
     assert looked({*envs}, z=[[envs]])[1] == Unreached()

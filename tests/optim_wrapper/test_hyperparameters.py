@@ -55,7 +55,7 @@ def test_of_different_groups_nothing_is_taken_over_and_the_reason_is_given() -> 
     for others in different:
         groups = [group(0.5)]
         (reason,) = align(groups, saved(own_ended=False, extras_ended=True, groups=others), ["ranks-1-3"])
-        assert reason.startswith("ranks-1-3 and the extras were written by ranks at different places of the step")
+        assert reason.startswith("ranks-1-3 and the extras")
         assert groups[0]["lr"] == 0.5
 
 

@@ -19,14 +19,14 @@ from tests.optim_wrapper.test_state_watch import Job, Net
 def cut_off(job: Job) -> list[str]:
     """Why a step that is cut off after its update is not exact."""
     job.compute()
-    job.recorder.watch.before_update()
+    job.recorder.watch.begin_update()
     job.optimizer.step()
-    job.recorder.watch.updated()
+    job.recorder.watch.end_update()
     return job.save(Phase.UPDATED, job.step + 1)[1]
 
 
 def late(what: str) -> list[str]:
-    return [f"the loop changes {what} after optimizer.step(), perhaps not yet in this step"]
+    return [f"the loop changes {what} after optimizer.step(); in this step that may not have happened yet"]
 
 
 def named(job: Job, reasons: list[str]) -> list[str]:
@@ -108,7 +108,7 @@ def test_numbers_that_the_loop_changes_after_its_update_are_told(tmp_path: Path)
     job.recorder.watch.look()
     job.run(1)
     assert cut_off(job) == []
-    job.recorder.committed(3, None)
+    job.recorder.end_step(3, None)
     job.step = 3
     job.run(1, after=lambda net: state.update(scale=0.5))
     assert named(job, cut_off(job)) == late("the optimizer's numbers")
@@ -120,7 +120,7 @@ def test_requires_grad_that_the_loop_changes_after_its_update_is_told(tmp_path: 
     assert cut_off(job) == []
     job.step = 3
     job.net.frozen.requires_grad_()
-    job.recorder.committed(3, None)
+    job.recorder.end_step(3, None)
     assert named(job, cut_off(job)) == late("requires_grad")
 
 
@@ -151,7 +151,7 @@ def test_own_state_that_the_loop_changes_after_its_update_is_told(tmp_path: Path
     assert cut_off(job) == []
     job.step = 3
     CHANGES[case](own.state)
-    job.recorder.committed(3, None)
+    job.recorder.end_step(3, None)
     assert named(job, cut_off(job)) == late("what optimizer.state_dict() has")
 
 
@@ -176,5 +176,5 @@ def test_what_has_been_seen_to_change_is_looked_at_in_every_step_from_then_on(tm
         job.step += 1
         if job.step % 3 == 0:
             CHANGES["a counter"](own.state)
-        job.recorder.committed(job.step, None)
+        job.recorder.end_step(job.step, None)
     assert found == [False, False, True], "in these steps alone, so all of them were looked at"

@@ -38,7 +38,7 @@ def told(folder: Path, validates: Callable[[int], bool], *, known: bool = True) 
             found.append(step)
         if validates(step):
             torch.rand(1)
-        recorder.committed(step, position)
+        recorder.end_step(step, position)
         assert writer.local_states([0], step)[0].exact, "the committed copy is"
     return found
 

@@ -70,15 +70,15 @@ def test_wrappers_and_several_optimizers_are_taken(tmp_path: Path) -> None:
         ({"model": 3}, "model must be a torch.nn.Module"),
         ({"optimizer": None}, "optimizer must be a torch.optim.Optimizer, or a list of them, not NoneType"),
         ({"optimizer": []}, "optimizer is an empty list"),
-        ({"path": b"file"}, "path is b'file'; it has to be the name of the file to write"),
+        ({"path": b"file"}, "path is b'file'; it must be the name of the file to write"),
         ({"path": ""}, "path is ''"),
         ({"units": "all"}, "units must be a list of lastwords.Unit"),
         ({"units": [lastwords.Unit("a", (5,))]}, "held by rank 5, but this job has 1 ranks"),
         ({"units": [lastwords.Unit("a", (0,), ("up.*",), {"down.*": lastwords.Part(dim=0, index=0, of=1)})]},
          "cuts of the declared unit 'a': 'down.*' matches no parameter"),
         ({"units": [lastwords.Unit("a", (0,), cuts={"up.weight": lastwords.Part(dim=0, index=0, of=2)})]},
-         r"parameter 'up.weight', a whole of \(8, 3\): nobody holds \[4:8, 0:3\] of it"),
-        ({"group": "world"}, "group is 'world'; it has to be a process group"),
+         r"parameter 'up.weight', a whole of \(8, 3\): no rank holds \[4:8, 0:3\] of it"),
+        ({"group": "world"}, "group is 'world'; it must be a process group"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_in_words_and_nothing_is_written(

@@ -78,24 +78,28 @@ def distributed(**options: Any) -> DataLoader[Any]:
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
-    "batch size": (plain, lambda: plain(batch_size=BATCH + 1), f"batch size: {BATCH} when it was saved, {BATCH + 1}"),
-    "length": (plain, lambda: DataLoader(More(), BATCH, shuffle=True), f"data set: {SAMPLES} when it was saved, "),
+    "batch size": (plain, lambda: plain(batch_size=BATCH + 1), f"batch size: {BATCH} in the saved run, {BATCH + 1}"),
+    "length": (plain, lambda: DataLoader(More(), BATCH, shuffle=True), f"data set: {SAMPLES} in the saved run, "),
     "sampler": (
         plain,
         lambda: plain(shuffle=False),
-        "type of the sampler: torch.utils.data.sampler.RandomSampler when",
+        "type of the sampler: torch.utils.data.sampler.RandomSampler in the saved",
     ),
     "own sampler": (plain, lambda: DataLoader(Items(), batch_sampler=Buckets()), "type of the batch sampler: "),
-    "shuffle": (distributed, lambda: distributed(shuffle=False), "shuffle of the sampler: True when it was saved"),
-    "seed": (distributed, lambda: distributed(seed=4), "seed of the sampler: 0 when it was saved, 4 here"),
-    "drop_last": (plain, lambda: plain(drop_last=True), "drop_last of the loader: False when it was saved, True here"),
-    "workers": (plain, lambda: plain(num_workers=1), "may draw random numbers: 0 when it was saved, 1 here"),
+    "shuffle": (distributed, lambda: distributed(shuffle=False), "shuffle of the sampler: True in the saved run"),
+    "seed": (distributed, lambda: distributed(seed=4), "seed of the sampler: 0 in the saved run, 4 here"),
+    "drop_last": (plain, lambda: plain(drop_last=True), "drop_last of the loader: False in the saved run, True here"),
+    "workers": (plain, lambda: plain(num_workers=1), "may draw random numbers: 0 in the saved run, 1 here"),
     "replacement": (
         lambda: DataLoader(Items(), BATCH, sampler=RandomSampler(Items())),
         lambda: DataLoader(Items(), BATCH, sampler=RandomSampler(Items(), replacement=True)),
-        "replacement of the sampler: False when it was saved, True here",
+        "replacement of the sampler: False in the saved run, True here",
     ),
-    "wrapper": (plain, lambda: Shuffled(plain()), "type of the loader: torch.utils.data.dataloader.DataLoader when"),
+    "wrapper": (
+        plain,
+        lambda: Shuffled(plain()),
+        "type of the loader: torch.utils.data.dataloader.DataLoader in the saved",
+    ),
 }
 
 
@@ -110,7 +114,7 @@ def test_what_has_changed_of_the_loader_is_named_with_what_it_was_and_is(what: s
 
 def test_another_accumulation_is_named() -> None:
     whole = whole_run(plain, epochs=1)
-    assert any("batches in a step: 1 when" in reason for reason in going_on(whole, plain(), 1, 2, 2).reasons)
+    assert any("batches in a step: 1 in the saved" in reason for reason in going_on(whole, plain(), 1, 2, 2).reasons)
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "shuffle with generator", "two generators"])
@@ -206,7 +210,7 @@ def test_a_counter_of_batches_cannot_be_set_back_by_its_epoch_and_one_that_is_go
         sampler.begun += 1
         counters.has_batches(1, count)
     again = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=Counted()))
-    assert any("cannot be set back" in reason for reason in again.set_back(counters.facts, 1, replayed=False))
+    assert any("cannot be restored" in reason for reason in again.set_back(counters.facts, 1, replayed=False))
     gone = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=SequentialSampler(Items())))
     assert any("is not there" in reason for reason in gone.set_back(counters.facts, 1, replayed=True))
 

@@ -95,7 +95,7 @@ def test_a_step_that_was_cut_off_before_the_loop_may_have_moved_a_number_is_name
     counters.fetched(1, 4)
     data = {"counters": counters.facts, "steps_per_epoch": 4}
     [reason] = known_at_resume(data, 1, 4)
-    assert "step 4 was cut off before its end" in reason
+    assert "step 4" in reason
     assert "(loader.dataset.level)" in reason
     assert known_at_resume(data, 1, 3) == []
 

@@ -133,9 +133,9 @@ class Job:
                 parameter.grad = torch.ones(parameter.shape)
         self.recorder.tentative()
         super(Counting, self.inner).step()
-        self.recorder.watch.updated()
+        self.recorder.watch.end_update()
         self.done += 1
-        self.recorder.committed(self.done, None)
+        self.recorder.end_step(self.done, None)
 
     def save(self) -> list[str]:
         state = self.source.unit_state(UNIT_REPLICATED, self.done, Stand(Phase.COMPUTING, self.done))

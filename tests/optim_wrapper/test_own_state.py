@@ -196,7 +196,7 @@ class Job:
         for _ in range(steps):
             self.update()
             self.done += 1
-            self.recorder.committed(self.done, None)
+            self.recorder.end_step(self.done, None)
 
     def save(self, *, updated: bool = False) -> UnitState:
         stand = Stand(Phase.UPDATED, self.done + 1) if updated else Stand(Phase.COMPUTING, self.done)
@@ -268,7 +268,7 @@ def test_the_resumed_run_has_the_bits_of_the_one_that_went_on(
         job.update()
         saved = job.save(updated=True)
         job.done += 1
-        job.recorder.committed(job.done, None)
+        job.recorder.end_step(job.done, None)
     else:
         saved = job.save()
     assert saved.meta.reasons == []
@@ -343,9 +343,9 @@ def test_torchs_own_optimizers_cost_nothing_and_are_not_suspected(tmp_path: Path
 def test_attributes_that_move_and_are_nowhere_saved_are_named(tmp_path: Path) -> None:
     job = Job(tmp_path, lambda params: Hidden(params, lr=0.1))
     job.train(1)
-    assert [reason.partition(" moves")[0] for reason in map(str, job.recorder.reasons)] == ["optimizer.seen"]
+    assert [reason.partition(" changes")[0] for reason in map(str, job.recorder.reasons)] == ["optimizer.seen"]
     job.train(3)
-    names = sorted(reason.partition(" moves")[0] for reason in map(str, job.recorder.reasons))
+    names = sorted(reason.partition(" changes")[0] for reason in map(str, job.recorder.reasons))
     assert names == ["optimizer.mean['of'][0]", "optimizer.seen"]
 
 
@@ -359,7 +359,9 @@ def test_an_optimizer_that_takes_back_something_else_is_named(tmp_path: Path) ->
     job.train(2)
     own = OwnOptimizerState(job.wrapper, "optimizer", lambda: True)
     own.load_state_dict(own.state_dict())
-    assert own.reasons == ["optimizer.state_dict()['count'] is not what load_state_dict() was given"]
+    assert own.reasons == [
+        "optimizer.state_dict()['count'] differs from the state that was passed to load_state_dict()"
+    ]
 
 
 def test_a_checkpoint_without_it_can_be_resumed_and_says_so(tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ def test_a_checkpoint_without_it_can_be_resumed_and_says_so(tmp_path: Path) -> N
     other = Job(tmp_path / "b", MAKERS["counter"])
     other.recorder.extras.restore(saved.meta.extras, put_together)  # type: ignore[arg-type]
     assert other.recorder.own.reasons == [
-        "optimizer.state_dict() has state of its own, and the checkpoint has none of it"
+        "optimizer.state_dict() has state beside its parameters' state, and the checkpoint has none of it"
     ]
 
 

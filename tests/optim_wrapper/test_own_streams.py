@@ -284,7 +284,7 @@ class Job:
 
     def end(self, *, look: bool = False) -> None:
         self.step += 1
-        same = not self.own.step_ended(look=look)
+        same = not self.own.end_step(look=look)
         self.box.committed(self.step, b"{}", comparable=same)
 
     def saved(self) -> dict[str, RegionCopy]:
@@ -385,8 +385,8 @@ def test_what_is_here_or_in_the_checkpoint_alone_is_named(job: Job) -> None:
     job.end(look=True)
     assert job.own.names == ("program.gone",)
     missing, unsaved = job.resume(Program())
-    assert missing.startswith("the random generator program.gone was saved and is not there when the loop begins")
-    assert unsaved == "the random generator program.rng is not in the checkpoint, and starts anew"
+    assert missing.startswith("the random generator program.gone was saved but does not exist when the loop begins")
+    assert unsaved == "the random generator program.rng is not in the checkpoint, and starts from its initial state"
 
 
 def test_one_in_a_function_that_is_not_being_run_any_more_is_not_missed() -> None:
@@ -410,7 +410,7 @@ def test_another_kind_at_the_same_place_is_named(job: Job) -> None:
     assert "program.rng was a numpy.random.PCG64, and is a random.Random here" in reason
     job.program.rng = random.Random(1)
     job.end()
-    assert any("program.rng has become another one" in reason for reason in job.told)
+    assert any("program.rng was replaced" in reason for reason in job.told)
     assert "program.rng" not in job.own.names
 
 
@@ -419,7 +419,7 @@ def test_more_late_ones_than_there_is_room_for_are_named(job: Job, monkeypatch: 
     job.program.many = [random.Random(n) for n in range(own_streams._SPARE_REGIONS + 1)]  # type: ignore[attr-defined]
     job.end(look=True)
     [reason] = job.told
-    assert reason.endswith(f"program.many[{own_streams._SPARE_REGIONS}], which was made late")
+    assert reason.endswith(f"program.many[{own_streams._SPARE_REGIONS}], which was created after the start")
 
 
 def test_kinds_have_names() -> None:

@@ -142,7 +142,7 @@ def test_the_streams_are_put_back_after_what_was_drawn_on_the_way(
         tft.restore_streams()
         assert torch.equal(torch.get_rng_state(), wanted)
         tft.step_end()
-        with pytest.raises(ConfigError, match="their first step"):
+        with pytest.raises(ConfigError, match="custom loops"):
             tft.restore_streams()
 
 

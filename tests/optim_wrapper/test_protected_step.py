@@ -15,30 +15,32 @@ from lastwords.vocabulary import Phase, Stand
 
 
 class Recorded:
-    """Recorder, protection and gate in one; notes in which order they are called."""
+    """One of those that a step calls; notes in which order that is."""
 
     stand = Stand(Phase.READY, 4)
     position_at_gate = None
 
-    def __init__(self, at_gate: BaseException | None = None) -> None:
-        self.calls: list[str] = []
-        self._at_gate = at_gate
-
-    @property
-    def agent(self) -> Recorded:
-        return self
-
-    @property
-    def watch(self) -> Recorded:
-        return self
-
-    def enter(self, step: int, position: object) -> None:
-        self.calls.append("gate")
-        if self._at_gate is not None:
-            raise self._at_gate
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name = name
+        self._calls = calls
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: self.calls.append(name)
+        return lambda *_: self._calls.append(f"{self._name}.{name}")
+
+
+class Around(Recorded):
+    """Recorder, protection and gate in one."""
+
+    def __init__(self, at_gate: BaseException | None = None) -> None:
+        self.calls: list[str] = []
+        super().__init__("recorder", self.calls)
+        self.agent, self.watch, self.signals = [Recorded(name, self.calls) for name in ("agent", "watch", "signals")]
+        self._at_gate = at_gate
+
+    def enter(self, step: int, position: object) -> None:
+        self.calls.append("gate.enter")
+        if self._at_gate is not None:
+            raise self._at_gate
 
 
 def begun_update(one: Any) -> None:
@@ -48,17 +50,24 @@ def begun_update(one: Any) -> None:
 
 def test_signals_wait_from_the_gate_on_and_the_tentative_copy_comes_before_it() -> None:
     """Whoever is parked there may be told to proceed: then others need its gradients."""
-    one = Recorded()
+    one = Around()
     begun_update(one)
-    steps = ["before_update", "hold_signals", "tentative", "ready", "gate", "pass_gate", "enter_update"]
-    assert one.calls == steps
+    assert one.calls == [
+        "watch.begin_update",
+        "signals.begin_update",
+        "recorder.tentative",
+        "agent.ready",
+        "gate.enter",
+        "agent.pass_gate",
+        "agent.begin_update",
+    ]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(75), ConfigError("not in one step")], ids=repr)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(75), ConfigError("gate")], ids=repr)
 def test_signals_are_let_go_where_the_gate_ends_otherwise(error: BaseException) -> None:
-    one = Recorded(error)
+    one = Around(error)
     with pytest.raises(type(error)):
         begun_update(one)
-    left = [call for call in one.calls if "signals" in call]
-    assert left == ["hold_signals", "release_signals"]
-    assert "enter_update" not in one.calls
+    of_signals = [call for call in one.calls if call.startswith("signals")]
+    assert of_signals == ["signals.begin_update", "signals.end_update"]
+    assert "agent.begin_update" not in one.calls

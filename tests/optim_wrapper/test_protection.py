@@ -147,7 +147,9 @@ def test_two_jobs_of_one_name_on_one_host_never_share_a_black_box(
     paths.remove_job_dir(specs[1].job, specs[1].generation, specs[1].nonce)
 
 
-@pytest.mark.parametrize(("value", "why"), [(None, "kill the healthy"), ("2", "abort the collective"), ("1", "kill")])
+@pytest.mark.parametrize(
+    ("value", "why"), [(None, "kill the healthy"), ("2", "abort the hanging collective"), ("1", "kill")]
+)
 def test_nccls_watchdog_has_to_be_switched_off(monkeypatch: pytest.MonkeyPatch, value: str | None, why: str) -> None:
     """2 is CleanUpOnly: it aborts the collective that hangs, and what is queued behind it goes on with rubbish."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -555,7 +555,7 @@ def test_no_room_for_a_large_buffer_is_said_and_training_goes_on(
     made.committed(2, b"{}")
     assert "buffer/large" not in held(made, 2).regions
     (reason,) = made.reasons
-    assert "'large' has changed but could not be kept" in reason
+    assert "'large' has changed" in reason
 
 
 @pytest.mark.parametrize(
@@ -595,7 +595,7 @@ def test_buffers_of_another_model_are_refused_before_anything_changes(tmp_path: 
     other = Net()
     other.small = torch.zeros(5)
     other.bn.running_mean.fill_(8.0)
-    with pytest.raises(MismatchError, match="do not fit") as error:
+    with pytest.raises(MismatchError, match="small") as error:
         BufferCapture(other).restore(held(made, 1).regions)
     assert error.value.different == {"small": "saved F32 (4,), here F32 (5,)"}
     assert other.bn.running_mean[0] == 8.0

@@ -169,7 +169,7 @@ def test_a_parameter_without_a_unit_is_refused_in_add_param_group() -> None:
     optimizer.watch_groups(units.admit)
     new = nn.Parameter(torch.ones(7))
     for params in (new, [new], iter([new]), [("new", new)]):
-        with pytest.raises(ConfigError, match=r"of shape \(7,\), was not there when the ranks agreed"):
+        with pytest.raises(ConfigError, match=r"of shape \(7,\)"):
             optimizer.add_param_group({"params": params})
     assert len(optimizer.param_groups) == 3
     optimizer.add_param_group({"params": iter([net.frozen])})  # a generator is walked once only
@@ -195,7 +195,7 @@ def test_a_new_persistent_buffer_is_refused_and_a_cache_is_not() -> None:
     net.register_buffer("late_cache", torch.ones(3), persistent=False)
     units.check()
     net.register_buffer("late", torch.ones(3))
-    with pytest.raises(ConfigError, match="the buffer 'late' was not there"):
+    with pytest.raises(ConfigError, match="the buffer 'late'"):
         units.check()
 
 
@@ -223,7 +223,8 @@ def test_state_that_belongs_to_no_parameter_is_left_out_and_named_in_a_sharded_j
     for view in units.views.values():
         [reason] = view.state().meta.reasons
         assert reason == (
-            "optimizer.state['global'] (of no parameter, so nobody knows which ranks hold it) cannot be stored"
+            "optimizer.state['global'] (it belongs to no parameter, so it is unknown which ranks hold it) "
+            "cannot be stored"
         )
 
 
@@ -234,12 +235,12 @@ def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(
     units, extras = units_of(net, optimizer), Extras({}, "extras")
     watch = StateWatch(UnitView(net, optimizer), frozenset, lambda name: False)
     watch.look()
-    watch.ended(1)
+    watch.take(1)
     source = TrainerSource(
         units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, watch=watch  # type: ignore[arg-type, return-value]
     )  # fmt: skip
     source.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(None)))
-    watch.updated()
+    watch.end_update()
     if written:
         for parameter in net.parameters():
             parameter.data.mul_(2)

@@ -57,10 +57,10 @@ class Rank:
     def train(self, step: int) -> None:
         self.wrapper.zero_grad()
         self.model(torch.ones(2, 3)).sum().backward()
-        self.recorder.watch.before_update()
+        self.recorder.watch.begin_update()
         self.wrapper.step()
-        self.recorder.watch.updated()
-        self.recorder.committed(step, None)
+        self.recorder.watch.end_update()
+        self.recorder.end_step(step, None)
 
     def regions(self, step: int) -> dict[str, RegionCopy]:
         with BoxReader(self.path) as box:
@@ -105,7 +105,7 @@ def test_a_buffer_that_is_given_up_is_not_in_the_copy(tmp_path: Path, monkeypatc
     monkeypatch.setattr(captured_buffer, "REFORMS_MAX", 0)
     rank = trained(tmp_path)
     assert "buffer/0.scale" not in rank.regions(4)
-    assert [*map(str, rank.recorder.reasons)] == ["the buffer '0.scale' was replaced by one of torch.float32 (3,)"]
+    assert [*map(str, rank.recorder.reasons)] == ["the buffer '0.scale' was replaced by a buffer of torch.float32 (3,)"]
 
 
 def test_one_that_grows_in_each_step_ends_no_run(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_one_that_grows_in_each_step_ends_no_run(tmp_path: Path) -> None:
     for step in range(5, 30):
         rank.model[0].scale.resize_(step)  # type: ignore[union-attr,operator]
         rank.recorder.tentative()
-        rank.recorder.watch.before_update()
-        rank.recorder.committed(step, None)
+        rank.recorder.watch.begin_update()
+        rank.recorder.end_step(step, None)
         if step < 10:
             assert rank.regions(step)["buffer/0.scale"].shape == (step,)
     assert any("0.scale" in reason for reason in map(str, rank.recorder.reasons))

@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_exchanged_again_and_again_is_an_error_on_all_ranks
     attempts = itertools.count(2)
     errors = both_open(tmp_path, lambda: Job(attempt=next(attempts)).save(tmp_path, 10))
     assert isinstance(errors[1], ReplacedError)
-    assert all("was replaced while the ranks opened it, nothing is damaged" in str(error) for error in errors)
+    assert all("nothing is damaged" in str(error) for error in errors)
     # Negative control: where nothing is exchanged both have the one that is there.
     assert len({str(found) for found in both_open(tmp_path, lambda: None)}) == 1
 
@@ -222,7 +222,7 @@ def test_what_one_rank_alone_cannot_read_ends_all_ranks_at_once_with_its_cause(
     monkeypatch.setattr(resume, "survey", lambda path, manifest, places: failing_at("survey", found)(places))
     monkeypatch.setattr(resume, "take_over", lambda checkpoint, world, key, recorder: leader(world, key, {}))
     monkeypatch.setattr(resume, "_local", lambda checkpoint, rank: failing_at("own state", ({}, -1, []))(rank))
-    monkeypatch.setattr(resume, "_buckets", lambda manifest, recorder: failing_at("buckets", ({}, []))(recorder))
+    monkeypatch.setattr(resume, "_buckets", lambda manifest, recorder: failing_at("buckets", ([], []))(recorder))
     monkeypatch.setattr(resume.ddp_buckets, "replay", lambda model, order, trained: reached.append("replay") or [])
     monkeypatch.setattr(resume, "_restore_units", lambda *_: MagicMock())
 

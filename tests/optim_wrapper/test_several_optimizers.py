@@ -19,11 +19,11 @@ class Around:
     def begin_update(self) -> None:
         self.words.append("begin")
 
-    def leave_update(self) -> None:
-        self.words.append("leave")
+    def end_update(self) -> None:
+        self.words.append("end")
 
-    def torn(self, error: BaseException) -> None:
-        self.words.append("torn")
+    def tear_update(self) -> None:
+        self.words.append("tear")
 
 
 def _pair() -> tuple[nn.Linear, nn.Linear, OptTFTWrapper, OptTFTWrapper]:
@@ -54,9 +54,9 @@ def test_an_update_lasts_from_the_first_optimizer_to_the_last() -> None:
         one.step()
         assert around.words == ["begin"]
         two.step()
-        assert around.words == ["begin", "leave"]
+        assert around.words == ["begin", "end"]
         several.end_step()
-        assert around.words == ["begin", "leave"]
+        assert around.words == ["begin", "end"]
         around.words.clear()
 
 
@@ -69,9 +69,9 @@ def test_an_optimizer_that_comes_only_now_and_then_never_finds_the_update_over()
         assert around.words == ["begin"], "whether the other one still comes is not known"
         if step % 5 == 0:
             two.step()
-            assert around.words == ["begin", "leave"]
+            assert around.words == ["begin", "end"]
         several.end_step()
-        assert around.words == ["begin", "leave"]
+        assert around.words == ["begin", "end"]
         around.words.clear()
 
 
@@ -82,7 +82,7 @@ def test_an_optimizer_that_raises_tears_the_update_of_all() -> None:
     two.param_groups[0]["lr"] = "no number"
     with pytest.raises(TypeError):
         two.step()
-    assert around.words == ["begin", "torn"]
+    assert around.words == ["begin", "tear"]
 
 
 def test_the_joined_state_is_that_of_the_parts() -> None:

@@ -464,7 +464,7 @@ def test_an_optimizer_that_lets_the_ranks_drift_apart_is_refused() -> None:
 
     net = nn.Linear(2, 2)
     for kind in (PostLocalSGDOptimizer, Derived):
-        with pytest.raises(ConfigError, match=f"{kind.__name__} lets the ranks' weights drift apart"):
+        with pytest.raises(ConfigError, match=kind.__name__):
             UnitView(net, OptTFTWrapper(kind(net.parameters(), 0.1)))
 
 

@@ -77,11 +77,11 @@ class Job:
             self.step += 1
             self.compute()
             if updates:
-                self.recorder.watch.before_update()
+                self.recorder.watch.begin_update()
                 self.optimizer.step()
-                self.recorder.watch.updated()
+                self.recorder.watch.end_update()
             after(self.net)
-            self.recorder.committed(self.step, None)
+            self.recorder.end_step(self.step, None)
 
     def save(self, phase: Phase = Phase.COMPUTING, step: int | None = None) -> tuple[dict[str, bytes], list[str]]:
         """Bytes by name of what a writer would save, and its reasons."""
@@ -239,12 +239,12 @@ def test_a_write_that_spares_the_words_is_seen_where_all_bytes_are_looked_at(tmp
     spared = next(2 * word for word in range(10_000) if word not in looked_at)
     job.run(FULL_LOOKS)
     between(job.net)
-    job.recorder.watch.before_update()
+    job.recorder.watch.begin_update()
     assert "book" not in job.recorder.buffers.captured
-    job.recorder.watch.step_ends(look=False)
-    job.recorder.watch.ended(0, digests=True)
+    job.recorder.watch.end_step(look=False)
+    job.recorder.watch.take(0, digests=True)
     between(job.net)
-    job.recorder.watch.before_update()
+    job.recorder.watch.begin_update()
     assert "book" in job.recorder.buffers.captured
 
 
@@ -254,18 +254,18 @@ def test_a_step_that_was_cut_off_before_what_the_loop_writes_after_its_update_sa
 
     def update() -> None:
         job.compute()
-        job.recorder.watch.before_update()
+        job.recorder.watch.begin_update()
         job.optimizer.step()
-        job.recorder.watch.updated()
+        job.recorder.watch.end_update()
 
     update()
     [reason] = job.save(Phase.UPDATED, 4)[1]
-    assert "in the steps before, the parameter 'frozen' changed after optimizer.step(), not in this one" in reason
+    assert "the parameter 'frozen' changed after optimizer.step() in earlier steps" in reason
     count(job.net.frozen)
     assert job.save(Phase.UPDATED, 4)[1] == [], "as often as in the steps before"
     count(job.net.frozen)
     [reason] = job.save(Phase.UPDATED, 4)[1]
-    assert "perhaps not for the last time" in reason
+    assert "about to change again" in reason
 
 
 @pytest.mark.parametrize("swings", [True, False])
@@ -276,17 +276,17 @@ def test_what_an_optimizers_eval_may_write_is_missed_until_it_has_been_seen(tmp_
         inner.eval = inner.train = lambda: None
     job.run(2)
     job.compute()
-    job.recorder.watch.before_update()
+    job.recorder.watch.begin_update()
     job.optimizer.step()
-    job.recorder.watch.updated()
+    job.recorder.watch.end_update()
     watch = job.recorder.watch
-    missed = "eval() of the optimizer may have been about to move the weights for the first time"
+    missed = "eval() of the optimizer may have been about to swap the weights for the first time"
     assert [watch.cut_off(ends) for ends in (True, None, False)] == ([[missed]] * 2 if swings else [[]] * 2) + [[]]
     count(job.net.frozen)
-    watch.step_ends(look=False, ends_epoch=True)
+    watch.end_step(look=False, ends_epoch=True)
     job.compute()
-    watch.before_update()
-    watch.updated()
+    watch.begin_update()
+    watch.end_update()
     assert missed not in watch.cut_off(True)
 
 
@@ -305,14 +305,14 @@ def test_what_the_loop_writes_after_its_update_in_every_third_step_is_missed_in_
     job.run(9, after=write)
     for step in (10, 11, 12):
         job.compute()
-        job.recorder.watch.before_update()
+        job.recorder.watch.begin_update()
         job.optimizer.step()
-        job.recorder.watch.updated()
+        job.recorder.watch.end_update()
         reasons = job.save(Phase.UPDATED, step)[1]
         assert [what in reason for reason in reasons] == ([True] if step == 12 else [])
         job.step = step
         write(job.net)
-        job.recorder.committed(step, None)
+        job.recorder.end_step(step, None)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.01), 0.01])
@@ -322,9 +322,9 @@ def test_hyperparameters_that_change_before_the_update_alone_are_not_doubted(tmp
     job.between = lambda net: job.optimizer.param_groups[0].update(lr=job.optimizer.param_groups[0]["lr"] * 0.9)
     job.run(3)
     job.compute()
-    job.recorder.watch.before_update()
+    job.recorder.watch.begin_update()
     job.optimizer.step()
-    job.recorder.watch.updated()
+    job.recorder.watch.end_update()
     assert job.save(Phase.UPDATED, 4)[1] == []
 
 
@@ -397,7 +397,7 @@ def test_optimizer_state_that_differs_by_rank_is_told(tmp_path: Path) -> None:
     one, same, other = [words_of(tmp_path / str(rank), own) for rank, own in enumerate((1.0, 1.0, 2.0))]
     assert told(("committed", one[2]), ("committed", same[2])) == []
     [reason] = told(("committed", one[2]), ("committed", same[2]), ("committed", other[2]))
-    assert "optimizer state or the trained parameters may differ from rank to rank" in reason
+    assert "optimizer state or the trained parameters may differ between ranks" in reason
 
 
 def test_copies_of_before_the_update_are_compared_with_what_others_were_then(tmp_path: Path) -> None:
@@ -472,14 +472,14 @@ def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
         job.net.trained.bias.grad.fill_(np.inf)  # type: ignore[union-attr]
         if skips:
             scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
-        job.recorder.committed(job.step, None)
+        job.recorder.end_step(job.step, None)
         assert any(name.startswith("grad/") for name in job.regions()) != skips, "what is not finite is carried too"
 
 
 def test_sparse_gradients_that_are_carried_are_named() -> None:
     gradients, table = CarriedGradients(dict), nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    assert gradients.step_ends(updated=False, trained=lambda: {"table": table.weight}) is False
+    assert gradients.end_step(updated=False, trained=lambda: {"table": table.weight}) is False
     assert "the gradient of 'table'" in gradients.reasons[0]
 
 
@@ -493,7 +493,7 @@ def test_a_copied_tensor_that_is_replaced_is_followed_and_one_that_is_freed_ends
     job.compute()
     assert job.save()[0]["model/frozen"] == before["model/frozen"]
     job.net.frozen.untyped_storage().resize_(0)
-    job.recorder.committed(7, None)
+    job.recorder.end_step(7, None)
 
 
 @pytest.mark.parametrize("steps", range(1, 10))

@@ -49,7 +49,7 @@ def position(recorder: StepRecorder, step: int) -> Position | None:
 
 
 def test_a_step_that_has_not_ended_has_no_name_unless_the_loop_has_said_it(recorder: StepRecorder) -> None:
-    recorder.committed(1, Position(1, 3))
+    recorder.end_step(1, Position(1, 3))
     assert position(recorder, 1) == (1, 3)
     assert position(recorder, 2) is None, "it may be (1, 4) or (2, 1)"
     recorder.under_way(Position(2, 1))
@@ -60,17 +60,17 @@ def test_a_step_that_has_not_ended_has_no_name_unless_the_loop_has_said_it(recor
 def test_the_name_of_a_step_that_has_ended_is_not_that_of_the_next_one(recorder: StepRecorder) -> None:
     """An update after the last step of `steps()`, say."""
     recorder.under_way(Position(1, 1))
-    recorder.committed(1, Position(1, 1))
+    recorder.end_step(1, Position(1, 1))
     assert recorder.position_under_way is None
     assert position(recorder, 2) is None
 
 
 def test_the_black_box_says_what_the_last_step_was_called(recorder: StepRecorder, tmp_path: Path) -> None:
-    recorder.committed(1, Position(1, 3))
+    recorder.end_step(1, Position(1, 3))
     recorder.tentative()
     found = slot(tmp_path / "box", 2)
     assert (found["epoch"], found["step"], found["after"]) == (None, None, [1, 3])
-    recorder.committed(2, Position(2, 1))
+    recorder.end_step(2, Position(2, 1))
     found = slot(tmp_path / "box", 2)
     assert (found["epoch"], found["step"]) == (2, 1)
 
@@ -83,7 +83,7 @@ def test_local_extras_that_change_after_the_backward_pass_are_told_once(
     for step in (1, 2, 3):
         recorder.tentative()
         COUNTER["seen"] += 1
-        recorder.committed(step, None)
+        recorder.end_step(step, None)
     (record,) = caplog.records
     assert "local_extras['counter'] changed between" in record.getMessage()
     assert "end of step 1" in record.getMessage()
@@ -100,7 +100,7 @@ def test_local_extras_that_change_before_the_backward_pass_are_in_order(
     for step in (1, 2, 3):
         COUNTER["seen"] += 1
         recorder.tentative()
-        recorder.committed(step, None)
+        recorder.end_step(step, None)
     assert caplog.records == []
 
 
@@ -109,24 +109,24 @@ def test_a_name_that_becomes_known_at_the_end_is_no_change_of_local_extras(
 ) -> None:
     for step, name in enumerate([Position(1, 1), Position(1, 2), Position(2, 1)], 1):
         recorder.tentative()
-        recorder.committed(step, name)
+        recorder.end_step(step, name)
     with BoxReader(tmp_path / "box") as box:
         assert box.facts()["tentative_reasons"] == []
 
 
 def test_local_extras_that_do_change_are_still_seen(recorder: StepRecorder, tmp_path: Path) -> None:
     """Negative control."""
-    recorder.committed(1, Position(1, 1))
+    recorder.end_step(1, Position(1, 1))
     recorder.tentative()
     COUNTER["seen"] += 1
-    recorder.committed(2, Position(1, 2))
+    recorder.end_step(2, Position(1, 2))
     with BoxReader(tmp_path / "box") as box:
         assert box.facts()["tentative_reasons"]
 
 
 def test_a_gate_compares_what_the_loop_has_said(recorder: StepRecorder) -> None:
     assert recorder.position_at_gate is None
-    recorder.committed(1, Position(1, 3))
+    recorder.end_step(1, Position(1, 3))
     assert recorder.position_at_gate == (1, 3), "the last one: what comes is not known"
     recorder.under_way(Position(2, 1))
     assert recorder.position_at_gate == (2, 1)
@@ -136,7 +136,7 @@ def test_a_loop_that_names_no_steps_is_told_from_one_that_has_not_yet(recorder: 
     recorder.tentative()
     assert slot(tmp_path / "box", 1)["after"] is None
     recorder.names_steps = False
-    recorder.committed(1, None)
+    recorder.end_step(1, None)
     assert slot(tmp_path / "box", 1)["after"] == []
 
 

@@ -504,7 +504,7 @@ def test_control_without_the_streams_of_the_step_the_batches_differ() -> None:
     run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, lambda: put_back(whole.starts[1], {}), None))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
-    assert any("at the end of step 3 are not known" in reason for reason in run.steps.reasons)
+    assert any("at the end of step 3 are unknown" in reason for reason in run.steps.reasons)
 
 
 def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> None:
@@ -517,7 +517,7 @@ def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> 
     run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, None, lambda: put_back(whole.ends[1, 3], {})))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
-    assert any("the start of epoch 1 are not known" in reason for reason in run.steps.reasons)
+    assert any("the start of epoch 1 are unknown" in reason for reason in run.steps.reasons)
 
 
 # ------------------------------------------------------------------ what is not exact says so

@@ -382,7 +382,7 @@ def test_an_extra_whose_json_is_too_large_is_left_out() -> None:
     document, _ = extras.store(extras.first(), "replicated", json_bytes_max=2000)
     assert [*document.states] == ["other"]
     assert [*document.left_out] == ["mine"]
-    assert "bytes of values that are no tensors) cannot be stored" in document.left_out["mine"][0]
+    assert "bytes of non-tensor values) cannot be stored" in document.left_out["mine"][0]
 
 
 def test_unstorable_optimizer_state_is_left_out_and_what_is_there_on_resume_stays() -> None:
@@ -396,7 +396,7 @@ def test_unstorable_optimizer_state_is_left_out_and_what_is_there_on_resume_stay
     assert sorted(state.meta.reasons) == [
         "optimizer.param_groups[0]['a/b'] (its name is empty or contains '/') cannot be stored",
         "optimizer.param_groups[0]['fn'] (builtins.builtin_function_or_method) cannot be stored",
-        "optimizer.param_groups[0][0] (its name is no text) cannot be stored",
+        "optimizer.param_groups[0][0] (its name is not a string) cannot be stored",
         "optimizer.state['bias'] (_thread.lock) cannot be stored",
         "optimizer.state['own'] (builtins.object) cannot be stored",
         "optimizer.state['weight']['bad'] (_thread.lock) cannot be stored",

@@ -86,7 +86,7 @@ def test_state_that_is_out_when_the_step_ends_is_named_until_it_is_known_not_to_
     job = Job(tmp_path)
     out: list[Any] = []
     job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
-    assert any("taken out between optimizer.step() and the end" in reason for reason in job.save()[1])
+    assert any("removed between optimizer.step() and the end" in reason for reason in job.save()[1])
     job.run(1)
     assert job.save()[1] == [], "it was thrown away, as when a loop begins its moments anew"
     job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
@@ -99,9 +99,9 @@ def test_state_that_is_thrown_away_at_the_ends_of_epochs_is_due_there_alone() ->
     recorded = StateCounts(lambda: [optimizer])
     told = []
     for step in range(1, 9):
-        recorded.before_update()
+        recorded.begin_update()
         optimizer.state[parameter] = {"momentum_buffer": torch.ones(1)}
-        recorded.updated(recorded.now())
+        recorded.end_update()
 
         def is_due(when: Recurrence, step: int = step) -> bool:
             return bool(when.times) and when.forecast(step, step % 4 == 0, 1) is not Forecast.NOT_DUE
@@ -109,9 +109,9 @@ def test_state_that_is_thrown_away_at_the_ends_of_epochs_is_due_there_alone() ->
         told.append(recorded.cut_off(is_due))
         if step % 4 == 0:
             del optimizer.state[parameter]
-        recorded.ended(recorded.now(), step, step % 4 == 0)
+        recorded.end_step(recorded.now(), step, step % 4 == 0)
     assert told[:-1] == [[]] * 7
-    assert "takes optimizer state out after optimizer.step(), perhaps not yet" in told[-1][0]
+    assert "removes optimizer state after optimizer.step(); in this step" in told[-1][0]
 
 
 def test_state_that_comes_back_for_each_update_is_named_from_then_on(tmp_path: Path) -> None:
@@ -120,28 +120,28 @@ def test_state_that_comes_back_for_each_update_is_named_from_then_on(tmp_path: P
     job.between = lambda net: job.optimizer.state.update({net.trained.bias: out.pop()}) if out else None
     for _ in range(3):
         job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
-        assert any("taken out" in reason or "takes optimizer state out" in reason for reason in job.save()[1])
+        assert any("optimizer state" in reason for reason in job.save()[1])
     job.run(1)
-    assert any("puts it back" in reason for reason in job.save()[1])
+    assert any("restores it" in reason for reason in job.save()[1])
 
 
 def test_state_that_is_put_in_between_two_steps_is_named(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(3)
     bias_of(job)["extra"] = torch.ones(8)
-    assert any("was put in after the end" in reason for reason in job.save()[1])
+    assert any("was added after the end" in reason for reason in job.save()[1])
 
 
 def test_state_that_is_taken_out_after_the_update_is_named_where_the_step_is_cut_off(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(3)
     job.compute()
-    job.recorder.watch.before_update()
+    job.recorder.watch.begin_update()
     job.optimizer.step()
-    job.recorder.watch.updated()
+    job.recorder.watch.end_update()
     assert job.save(Phase.UPDATED, 4)[1] == []
     job.optimizer.state.pop(job.net.trained.bias)
-    assert any("taken out after optimizer.step()" in reason for reason in job.save(Phase.UPDATED, 4)[1])
+    assert any("removed after optimizer.step()" in reason for reason in job.save(Phase.UPDATED, 4)[1])
 
 
 def test_a_key_that_comes_in_a_later_step_is_watched_from_then_on(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_a_key_that_comes_in_a_later_step_is_watched_from_then_on(tmp_path: Path
     job.between = lambda net: bias_of(job)["extra"].mul_(2)
     job.compute()
     assert any("'trained.bias' (extra) changed" in reason for reason in job.save()[1])
-    job.recorder.watch.before_update()
+    job.recorder.watch.begin_update()
     job.optimizer.step()
-    job.recorder.watch.updated()
+    job.recorder.watch.end_update()
     job.step += 1
-    job.recorder.committed(job.step, None)
+    job.recorder.end_step(job.step, None)
     kept, _ = job.save()
     assert kept["optim/trained.bias/extra"] != before["optim/trained.bias/extra"]
     job.compute()
@@ -169,14 +169,12 @@ def test_state_that_is_out_at_a_step_s_end_for_the_first_time_is_missed_without_
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter] = {"momentum_buffer": torch.ones(1)}
     counts = StateCounts(lambda: [optimizer])
-    counts.updated(None)
-    counts.ended(counts.now())
+    counts.end_step(counts.now())
     assert counts.reasons() == []
-    counts.before_update()
-    counts.updated(None)
+    counts.begin_update()
     out = optimizer.state.pop(parameter)
-    counts.ended(counts.now())
-    assert counts.reasons() == ["optimizer state was taken out between optimizer.step() and the end of the step"]
+    counts.end_step(counts.now())
+    assert counts.reasons() == ["optimizer state was removed between optimizer.step() and the end of the step"]
     optimizer.state[parameter] = out
-    counts.before_update()
+    counts.begin_update()
     assert len(counts.cut_off()) == 1

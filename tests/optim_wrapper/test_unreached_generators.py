@@ -40,7 +40,7 @@ def test_one_that_is_alone_in_a_set_is_found_and_several_are_named(kind: Callabl
     assert looked(held)[0] == ["x.streams{}"]
     names, unreached = looked(kind([torch.Generator(), torch.Generator()]))
     assert names == []
-    assert unreached.reasons == ["random generators in x cannot be told apart, and are not saved"]
+    assert unreached.reasons == ["random generators in x cannot be distinguished, and are not saved"]
 
 
 @pytest.mark.parametrize("cache", [bounded, unbounded])
@@ -75,7 +75,7 @@ def test_two_at_one_place_are_named() -> None:
 
     names, unreached = looked([made(1), made(2)])
     assert len(names) == 1
-    assert unreached.reasons == [f"two random generators lie at {names[0]}, and only the first one is saved"]
+    assert unreached.reasons == [f"there are two random generators at {names[0]}, and only the first is saved"]
 
 
 def test_where_a_search_ends_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,7 @@ def test_where_a_search_ends_is_logged_once(monkeypatch: pytest.MonkeyPatch, cap
     streams = OwnStreams({"deep": deep, "wide": [[object()] for _ in range(30)]})
     streams.look()
     [line] = caplog.messages
-    assert "8 references from where it began" in line
+    assert "8 references from the start" in line
     monkeypatch.setattr(generator_search, "_OBJECTS_MAX", 10)
     streams.look()
     assert len(caplog.messages) == 1

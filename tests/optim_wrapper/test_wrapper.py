@@ -33,24 +33,17 @@ class Trace:
         if self.parameter is not None:
             self.weights[word] = self.parameter.detach().clone()
 
-    def ready(self) -> None:
-        self._hear("ready")
-
-    def enter_update(self) -> None:
-        self._hear("enter")
-
     def begin_update(self) -> None:
-        self.ready()
-        self.enter_update()
+        self._hear("begin")
 
-    def leave_update(self) -> None:
-        self._hear("leave")
+    def end_update(self) -> None:
+        self._hear("end")
 
-    def torn(self, error: BaseException) -> None:
-        self._hear(f"torn {type(error).__name__}")
+    def tear_update(self) -> None:
+        self._hear("tear")
 
 
-WHOLE = ["ready", "enter", "leave"]
+WHOLE = ["begin", "end"]
 
 
 def net(seed: int = 0) -> nn.Linear:
@@ -101,7 +94,7 @@ def test_wrapping_twice_is_refused_whether_the_wrapper_or_its_optimizer_is_given
 # ------------------------------------------------------------------ what it says
 
 
-def test_a_step_is_ready_then_entered_then_left() -> None:
+def test_an_update_begins_and_ends_around_the_writing() -> None:
     model = net()
     optimizer = wrapped(model)
     trace = Trace(model.weight)
@@ -110,8 +103,8 @@ def test_a_step_is_ready_then_entered_then_left() -> None:
     backward(model)
     optimizer.step()
     assert trace.words == WHOLE
-    assert torch.equal(trace.weights["enter"], before)
-    assert not torch.equal(trace.weights["leave"], before)
+    assert torch.equal(trace.weights["begin"], before)
+    assert not torch.equal(trace.weights["end"], before)
 
 
 def test_detached_or_never_attached_nothing_is_said() -> None:
@@ -138,7 +131,7 @@ def test_a_step_of_the_inner_optimizer_by_itself_is_refused_before_it_writes(own
     optimizer.attach(trace)
     backward(model)
     before = model.weight.detach().clone()
-    with pytest.raises(ConfigError, match=r"AdamW inside OptTFTWrapper was stepped by itself"):
+    with pytest.raises(ConfigError, match=r"AdamW inside OptTFTWrapper"):
         optimizer.inner.step()
     assert torch.equal(model.weight, before)
     assert trace.words == []
@@ -158,18 +151,19 @@ def test_an_update_that_raises_is_torn_and_the_error_goes_on() -> None:
     optimizer.param_groups[0]["lr"] = "no number"
     with pytest.raises(TypeError):
         optimizer.step()
-    assert trace.words == ["ready", "enter", "torn TypeError"]
+    assert trace.words == ["begin", "tear"]
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
-    assert trace.words[3:] == WHOLE
+    assert trace.words[2:] == WHOLE
 
 
-def test_raising_instead_of_entering_is_not_torn() -> None:
+def test_raising_instead_of_beginning_is_not_torn() -> None:
     model = net()
     optimizer = wrapped(model)
 
     class Stop(Trace):
-        def enter_update(self) -> None:
+        def begin_update(self) -> None:
+            super().begin_update()
             raise KeyboardInterrupt
 
     trace = Stop()
@@ -178,7 +172,7 @@ def test_raising_instead_of_entering_is_not_torn() -> None:
     backward(model)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    assert trace.words == ["ready"]
+    assert trace.words == ["begin"]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -271,7 +265,7 @@ def test_a_step_that_knows_no_hooks_is_reported_all_the_same() -> None:
         optimizer.step()
         assert trace.words == WHOLE
         assert not torch.equal(model.weight, before)
-    assert torch.equal(trace.weights["enter"], before)
+    assert torch.equal(trace.weights["begin"], before)
 
 
 # ------------------------------------------------------------------ closures
@@ -294,7 +288,7 @@ def test_with_a_closure_ready_comes_after_its_backward_and_before_the_writing() 
     loss = optimizer.step(closure)
     assert isinstance(loss, torch.Tensor)
     assert trace.words == ["closure", *WHOLE]
-    assert torch.equal(trace.weights["enter"], before)
+    assert torch.equal(trace.weights["begin"], before)
 
 
 def test_lbfgs_calls_its_closure_again_inside_the_update() -> None:
@@ -317,8 +311,8 @@ def test_lbfgs_calls_its_closure_again_inside_the_update() -> None:
     for _ in range(2):
         trace.words.clear()
         assert torch.equal(optimizer.step(closure), plain.step(plain_closure))  # type: ignore[arg-type]
-    assert trace.words[:4] == ["closure", "ready", "enter", "closure"]
-    assert trace.words[-1] == "leave"
+    assert trace.words[:3] == ["closure", "begin", "closure"]
+    assert trace.words[-1] == "end"
     assert torch.equal(model.weight, plain_model.weight)
 
 
@@ -355,8 +349,8 @@ def test_an_optimizer_that_writes_before_its_closure_is_updating_from_the_start(
         trace.words.clear()
         before = model.weight.detach().clone()
         optimizer.step(lambda: trace.words.append("closure") or backward(model))  # type: ignore[func-returns-value]
-        assert trace.words == ["ready", "enter", "closure", "leave"]
-        assert torch.equal(trace.weights["enter"], before)
+        assert trace.words == ["begin", "closure", "end"]
+        assert torch.equal(trace.weights["begin"], before)
 
 
 def test_a_closure_that_raises_is_torn_only_if_the_update_had_begun() -> None:

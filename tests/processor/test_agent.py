@@ -55,7 +55,7 @@ def test_a_freeze_while_a_step_s_copies_are_replaced_finds_the_step_that_they_ar
 
     if updates:
         agent.begin_update()
-        agent.leave_update()
+        agent.end_update()
     agent.end_step(commit)
     assert agent.stand == Stand(Phase.COMPUTING, 2)
     agent.close()

@@ -45,6 +45,21 @@ class Killed(BaseException):
     """The writer ends here."""
 
 
+class Stores:
+    """A view of the box's memory that reports each store."""
+
+    def __init__(self, view: memoryview, after_store: Callable[[], None]) -> None:
+        self._view = view
+        self._after_store = after_store
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._view[key] = value
+        self._after_store()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._view[key]
+
+
 class Job:
     """A rank's training loop around its box, as far as the box can see it, and what its peers can ask for meanwhile.
 
@@ -54,7 +69,11 @@ class Job:
 
     def __init__(self, box_type: type[BlackBox], path: Path, tick: Callable[[], None], *, forwards: int) -> None:
         self.tick: Callable[[], None] = lambda: None
-        self.box = box_type.create(path, LAYOUT, after_store=lambda: self.tick())
+        self.box: Any = box_type.create(path, LAYOUT)
+        # The writer stores through these two alone, but for what goes into a region's own view.
+        self.box._words, self.box._bytes = (
+            Stores(view, lambda: self.tick()) for view in (self.box._words, self.box._bytes)
+        )
         self.path = path
         self.forwards = forwards
         self.ended_step = 0

@@ -76,11 +76,11 @@ def guard(reports: Reports) -> Iterator[SignalGuard]:
 
 @contextlib.contextmanager
 def update(guard: SignalGuard) -> Iterator[None]:
-    guard.enter_update()
+    guard.begin_update()
     try:
         yield
     finally:
-        guard.leave_update()
+        guard.end_update()
 
 
 # --------------------------------------------------------------------------- stop signals
@@ -352,8 +352,8 @@ def test_a_report_that_fails_does_not_end_the_guards_thread(caplog: pytest.LogCa
 def test_a_guard_that_is_not_installed_costs_nothing_and_takes_nothing() -> None:
     guard = SignalGuard(Reports())
     guard.refresh()
-    guard.enter_update()
-    guard.leave_update()
+    guard.begin_update()
+    guard.end_update()
     assert not guard.deferring
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert os.getpid() == guard._pid

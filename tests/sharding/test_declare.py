@@ -207,7 +207,7 @@ def test_names_are_short_and_say_where_the_unit_is() -> None:
         ({"dp": 2, "order": "dp-dp-tp"}, r"order is 'dp-dp-tp'"),
         ({"dp": 2, "order": ""}, r"order is ''"),
         ({"dp": 2, "order": ("dp", "tp")}, r"order is \('dp', 'tp'\)"),
-        ({"dp": 2, "tp": 2, "replicated": "*norm*"}, r"replicated is '\*norm\*'; it has to be a tuple"),
+        ({"dp": 2, "tp": 2, "replicated": "*norm*"}, r"replicated is '\*norm\*'; it must be a tuple"),
         ({"dp": 2, "tp": 2, "replicated": ("",)}, r"replicated has the pattern ''"),
         ({"dp": 2, "expert_parallel": 2, "experts": ()}, r"experts has no pattern"),
         ({"dp": 2, "expert_parallel": 2, "experts": (3,)}, r"experts has the pattern 3"),
@@ -235,18 +235,18 @@ B = Unit("b", (1, 3), ("*.w",))
         ([Unit("a", (0, 4))], r"'a' is held by rank 4, but this job has 4 ranks, 0 to 3"),
         ([Unit("a", (-1, 0))], r"'a' is held by rank -1"),
         ([Unit("a", (0, 0, 1))], r"'a' names a rank twice"),
-        ([Unit("a", 3)], r"'a': holders is 3; it has to be a tuple of ranks"),  # type: ignore[arg-type]
+        ([Unit("a", 3)], r"'a': holders is 3; it must be a tuple of ranks"),  # type: ignore[arg-type]
         ([Unit("a", "01")], r"'a': holders is '01'"),  # type: ignore[arg-type]
         ([Unit("a", (0, 1.0))], r"'a': holders is \(0, 1\.0\)"),  # type: ignore[arg-type]
         ([Unit("a", (0, True))], r"'a': holders is \(0, True\)"),
-        ([A, Unit("a", (1, 3))], r"two declared units are called 'a', one of the ranks 0, 2 and one of 1, 3"),
+        ([A, Unit("a", (1, 3))], r"two declared units are called 'a', held by the ranks 0, 2 and by 1, 3"),
         ([Unit("a b", (0,))], r"unit name 'a b' must match"),
         ([Unit("a/b", (0,))], r"unit name 'a/b' must match"),
         ([Unit("", (0,))], r"unit name '' must match"),
         ([Unit("a", (0,), ())], r"'a': tensors has no pattern"),
-        ([Unit("a", (0,), "*")], r"'a': tensors is '\*'; it has to be a tuple"),  # type: ignore[arg-type]
+        ([Unit("a", (0,), "*")], r"'a': tensors is '\*'; it must be a tuple"),  # type: ignore[arg-type]
         ([Unit("a", (0,), ("w", ""))], r"'a': tensors has the pattern ''"),
-        ([Unit(UNIT_REPLICATED, (0, 1, 2))], r"'replicated' is held by the ranks 0, 1, 2 only; that name belongs"),
+        ([Unit(UNIT_REPLICATED, (0, 1, 2))], r"'replicated' is held by the ranks 0, 1, 2 only"),
         ([Unit("a", (0, 1)), Unit("b", (1, 2), ("*norm*",))], r"'b' can take nothing on rank 1: 'a' is declared"),
         ([("a", (0, 1))], r"units= holds \('a', \(0, 1\)\), which is not a lastwords.Unit"),
     ],
@@ -315,7 +315,7 @@ def test_a_mesh_without_tensor_parallelism_cuts_nothing() -> None:
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
-        (("*.up", 0), r"cut is \('\*.up', 0\); it has to be a dict"),
+        (("*.up", 0), r"cut is \('\*.up', 0\); it must be a dict"),
         ({"*.up": "0"}, r"cut has '\*.up': '0'; write a pattern and a dimension"),
         ({"*.up": True}, "cut has"),
         ({"": 0}, "cut has ''"),
@@ -330,10 +330,10 @@ def test_a_cut_that_is_no_pattern_and_dimension_is_refused(cut: Any, words: str)
 @pytest.mark.parametrize(
     ("cuts", "words"),
     [
-        ([Part(dim=0, index=0, of=2)], r"'a': cuts is \[Part.*it has to be a dict of patterns and parts"),
+        ([Part(dim=0, index=0, of=2)], r"'a': cuts is \[Part"),
         (None, r"'a': cuts is None"),
         ({"": Part(dim=0, index=0, of=2)}, r"'a': cuts has the pattern ''"),
-        ({"w": 0}, r"'a': cuts has 0 for 'w', which is no lastwords.Part"),
+        ({"w": 0}, r"'a': cuts has 0 for 'w'"),
         ({"w": Part(dim=0, index=2, of=2)}, r"'a': the part 'w': index is 2"),
     ],
 )

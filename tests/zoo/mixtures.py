@@ -72,12 +72,12 @@ def together(loops: Sequence[type[Loop]], phase: str, step: int) -> Words:
 
     words = []
     if has(Lazy) and step == 2 and phase in ("fwd", "bwd"):  # it came in step 1, and moves for the first time
-        words.append("was first seen to have changed after the step's copy was taken")
+        words.append("its first change was seen after the step's copy was taken")
     if has(SamByHand, GrowGroups) and phase != "fwd":  # SAM moves weights that no optimizer has, which are each rank's
         words.append("the state before the update differed from the state at the step's end")
     if has(Moco, ValidateInner) and step + 1 >= 2 * Loop.per_epoch and phase in ("bwd", "mid", "win", "epoch"):
         # The validation at the end of an epoch moves the encoder after the update, as one before has shown.
-        words.append("changed after optimizer.step(), not in this one")
+        words.append("changed after optimizer.step() in earlier steps")
         words.append("the state before the update differed from the state at the step's end")
     return tuple(words)
 

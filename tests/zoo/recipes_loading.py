@@ -32,7 +32,7 @@ class ShuffleBuffer(IterableDataset[Any]):
 
 
 @recipe("shuffle_buffer", "`IterableDataset` with a shuffle buffer that draws from torch's stream, no workers",
-        "fwd@3 bwd@3 win@3 end@6", {"all": "so its order may be another one"})  # fmt: skip
+        "fwd@3 bwd@3 win@3 end@6", {"all": "so its order may differ"})  # fmt: skip
 class ShuffledStream(Loop):
     workers = 0
 
@@ -107,7 +107,7 @@ class Curriculum(Loop):
 
 
 @recipe("curriculum_mid", "the loop raises it after the log of each epoch's third step", "end@3 fwd@4 win@7",
-        {"win": "was cut off before its end, and the loop moves numbers of the loader"})  # fmt: skip
+        {"win": "within a step the loop changes counters of the loader"})  # fmt: skip
 class CurriculumMid(Curriculum):
     def epoch_end(self) -> None:
         """Not here."""

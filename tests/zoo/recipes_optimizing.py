@@ -286,7 +286,8 @@ class Skipped(Loop):
             super().update()
 
 
-@recipe("grow_groups", "`add_param_group` in step 4 (gradual unfreezing)", "bwd@6 win@5 end@3 fwd@6")
+@recipe("grow_groups", "`add_param_group` in step 4 (gradual unfreezing)", "bwd@6 win@5 end@3 fwd@6",
+        {"win": "parameters without an optimizer", "end": "gradients"})  # fmt: skip
 class GrowGroups(Loop):
     bare: Any
 

@@ -40,7 +40,7 @@ class OffloadKey(Loop):
 
 
 @recipe("offload_over_end", "the same from the update to the next one", "fwd bwd win end",
-        {"all": ("taken out", "takes optimizer state out")})  # fmt: skip
+        {"all": ("was removed", "removes optimizer state")})  # fmt: skip
 class OffloadOverEnd(Loop):
     out: dict[Any, Any] | None = None
 
@@ -101,7 +101,7 @@ class Own(torch.optim.SGD):
                 return float(other)
 
 
-BY_RANK = ("may differ from rank to rank",)
+BY_RANK = ("may differ between ranks",)
 
 
 @recipe("own_tensor", "a tensor in the optimizer's state that differs by rank", "fwd bwd win end", {"all": BY_RANK})
@@ -195,7 +195,7 @@ class SharedStep(Loop):
 
 
 @recipe("flat_moments", "a moment and the memory in which it lies, both in the optimizer's state", "fwd win",
-        {"all": "partly in the same memory"})  # fmt: skip
+        {"all": "share part of their memory"})  # fmt: skip
 class FlatMoments(Loop):
     def after_update(self) -> None:
         super().after_update()
@@ -273,7 +273,7 @@ class FrozenInTurns(Loop):
 
 
 @recipe("reset_by_epoch", "moments deleted at each epoch's end", "end@4 win@8 fwd@9",
-        {"end": "taken out", "win": "takes"})  # fmt: skip
+        {"end": "was removed", "win": "removes"})  # fmt: skip
 class ResetByEpoch(Loop):
     epochs = 3
 

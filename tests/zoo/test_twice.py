@@ -16,14 +16,19 @@ __all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
 
 TWICE = [
-    ("clamp_after_log", "fwd@3", "win@3", "changed after optimizer.step(), not in this one"),
-    ("byol_target_after", "fwd@4", "win@4", "changed after optimizer.step(), not in this one"),
+    ("clamp_after_log", "fwd@3", "win@3", "changed after optimizer.step() in earlier steps"),
+    ("byol_target_after", "fwd@4", "win@4", "changed after optimizer.step() in earlier steps"),
     ("lr_after_log", "fwd@3", "win@3", "the loop changes hyperparameters after optimizer.step()"),
-    ("buffer_after_update", "fwd@4", "win@4", "average moved after such a copy before the last resume"),
+    (
+        "buffer_after_update",
+        "fwd@4",
+        "win@4",
+        "average changed after a tentative copy",
+    ),
     ("metrics_local", "fwd@4", "win@4", "local_extras['metric'] changed between the forward pass"),
     ("early_log_draws", "fwd@3", "win@3", "between step_end() and the next batch"),
-    ("val_eval_ddp", "fwd@5", "win@6", "moved after such a copy before the last resume"),
-    ("relora", "fwd@5", "win@8", "changed after optimizer.step(), not in this one"),
+    ("val_eval_ddp", "fwd@5", "win@6", "changed after a tentative copy"),
+    ("relora", "fwd@5", "win@8", "changed after optimizer.step() in earlier steps"),
     ("lr_drop_epoch", "fwd@5", "win@8", "the loop changes hyperparameters after optimizer.step()"),
 ]
 

@@ -54,7 +54,7 @@ def uncopied() -> None:
 
 def gradients_dropped() -> None:
     """Gradients that the next step goes on with are not captured."""
-    importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").CarriedGradients.step_ends = never
+    importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").CarriedGradients.end_step = never
 
 
 def gradients_used_up() -> None:
@@ -72,13 +72,13 @@ def gradients_of_no_optimizer_lost() -> None:
 def gradients_of_the_frozen_lost() -> None:
     """A parameter that is frozen is taken to have no gradient."""
     gradients = importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").CarriedGradients
-    whole = gradients.step_ends
+    whole = gradients.end_step
 
     def of_the_trained(self: Any, *, trained: Callable[[], dict[str, Any]], **options: Any) -> bool:
         unfrozen = lambda: {name: one for name, one in trained().items() if one.requires_grad}  # noqa: E731
         return bool(whole(self, trained=unfrozen, **options))
 
-    gradients.step_ends = of_the_trained
+    gradients.end_step = of_the_trained
     importlib.import_module("lastwords.optim_wrapper.capture.gradient_habit").GradientHabit._kept_frozen = never
 
 

@@ -177,13 +177,13 @@ class Rank:
             agent.ready()
             self.entered["gate"] = step
             agent.pass_gate(Gate(self, step))
-            agent.enter_update()
+            agent.begin_update()
         else:
             agent.begin_update()
         self.record.held = TORN
         stack.compute(0.005)
         self.record.held = step
-        agent.leave_update()
+        agent.end_update()
         if stack.job.log_collective:
             stack.collective(self, "log", step)
         agent.end_step(self._commit)

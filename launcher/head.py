@@ -1,0 +1,294 @@
+"""The head of the job: the launcher of the first host decides for the ranks of all hosts; the others do as it says.
+
+Their connections carry core.py's events and effects. Where one breaks, nothing is healed any more: torch's agents end
+the ranks of their hosts, which save what there is, and meet again for the next round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from lastwords.clock import mono_s
+from lastwords.errors import FormatError, UnavailableError
+from lastwords.launcher.core import Begun, Effect, Ended, Enter, Event, LauncherCore, Lost, Stop, Tick, Updated, Waiting
+from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
+from lastwords.launcher.recovery import Recovery, incident_of, sentence
+
+_log = logging.getLogger(__name__)
+
+GENERATIONS_PER_ROUND = 1000
+"""torch counts its own restarts; the generations of round n are called n * 1000, n * 1000 + 1, ..."""
+
+SILENCE_S = 20
+"""A host that does not answer the kernel's probes for so long is lost."""
+
+STRANGERS_MAX = 64
+"""Connections that have not shown the token."""
+
+CONNECT_S = 60.0
+AGAIN_S = 0.2
+
+
+class Head:
+    """Directs the ranks 0 .. size - 1. address: of this host, where the stores are. Thread of the selector."""
+
+    def __init__(self, size: int, number: int, address: str) -> None:
+        self.core = LauncherCore(tuple(range(size)))
+        self._recovery = Recovery(tuple(range(size)))
+        self._record: Path | None = None
+        self._first = number * GENERATIONS_PER_ROUND
+        self._address = address
+        self._store: TCPStore | None = None
+        self._hosts: list[Callable[[Effect], None]] = []
+        self._host_of: dict[int, Callable[[Effect], None]] = {}
+        self._events: deque[Event] = deque()
+        self._busy = False
+
+    def has_host(self, ranks: range, obey: Callable[[Effect], None]) -> None:
+        """A host of these ranks takes part."""
+        self._hosts.append(obey)
+        self._host_of.update(dict.fromkeys(ranks, obey))
+
+    def hear(self, event: Event) -> None:
+        """Something has happened to a rank, wherever it is; also while an effect is carried out."""
+        self._events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events:
+                event, now_s = self._events.popleft(), mono_s()
+                self._note(event, now_s)
+                for effect in self.core.handle(event, now_s):
+                    self._carry_out(effect)
+        finally:
+            self._busy = False
+
+    @property
+    def due_in_s(self) -> float | None:
+        """When `tick` is wanted."""
+        due_s = self.core.deadline_s
+        return None if due_s is None else max(0.0, due_s - mono_s())
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self.hear(Tick())
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Enter(generation):
+                number = self._first + generation
+                self._recovery.entered(number, mono_s())
+                # Each generation has a store of its own: in the one before it, ranks would find addresses of the dead.
+                self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+                self._tell_all(Enter(number, self._store.port))
+            case Stop():
+                self._tell_all(effect)
+            case _:
+                self._host_of[effect.rank](effect)
+
+    def _tell_all(self, effect: Effect) -> None:
+        for obey in self._hosts:
+            obey(effect)
+
+    def _note(self, event: Event, now_s: float) -> None:
+        match event:
+            case Ended(rank, code) if code:
+                self._recovery.died(rank, code, now_s)
+            case Waiting(rank, step, record):
+                self._record = Path(record) if record else self._record
+                self._recovery.waiting(rank, step, now_s)
+            case Begun(rank):
+                self._recovery.begun(rank, now_s)
+            case Updated(rank):
+                if (line := self._recovery.updated(rank, now_s)) is not None:
+                    threading.Thread(target=_tell_of, args=(line, self._record), daemon=True).start()
+            case _:
+                pass
+
+
+class Listener:
+    """Where the launchers of other hosts come to their head. Whoever does not know the token is not heard."""
+
+    def __init__(self, head: Head, selector: selectors.BaseSelector) -> None:
+        self._head, self._selector = head, selector
+        self._token = secrets.token_hex(16)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        self._links: list[socket.socket] = []
+        self._strangers: list[tuple[Connection, _Introduction]] = []
+        selector.register(self._server, selectors.EVENT_READ, self._accept)
+
+    def invitation(self, address: str) -> str:
+        """What another launcher has to know, over a channel that only launchers of this job read."""
+        return json.dumps({"address": address, "port": self._server.getsockname()[1], "token": self._token})
+
+    def end(self) -> None:
+        """Nobody is heard any more."""
+        for link in self._links:
+            link.close()
+        self._server.close()
+
+    def _accept(self) -> None:
+        try:
+            link, peer = self._server.accept()
+            _keep_alive(link)
+        except OSError as error:
+            return _log.warning("a connection could not be taken: %s", error)
+        self._strangers = [(one, who) for one, who in self._strangers if one.open and not who.known]
+        if len(self._strangers) >= STRANGERS_MAX:
+            self._strangers.pop(0)[0].close()
+        self._links = [one for one in self._links if one.fileno() >= 0] + [link]
+        introduction = _Introduction(self._head, self._token, link, peer[0])
+        self._strangers.append((Connection(link, self._selector, introduction), introduction))
+
+
+class _Introduction:
+    """What comes over a new connection: the token and the ranks first, then events."""
+
+    def __init__(self, head: Head, token: str, link: socket.socket, peer: str) -> None:
+        self._head, self._token, self._link, self._peer = head, token, link, peer
+        self.known = False
+
+    def __call__(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            if self.known and not self._head.core.stopped:
+                self._head.hear(Lost(f"the launcher of host {self._peer} has ended or cannot be reached"))
+        elif self.known:
+            self._head.hear(event_of(message))
+        elif hmac.compare_digest(str(message.get("token", "")).encode(), self._token.encode()):
+            first, past = message["ranks"]
+            self.known = True
+            self._head.has_host(range(first, past), lambda effect: _send(self._link, effect))
+        else:
+            _log.warning("a connection from %s does not know this job's token; it is closed", self._peer)
+            raise FormatError("unknown token")
+
+
+class Uplink:
+    """A host's way to the head of the job. invitation: that of the head; it may still be that of an earlier round.
+
+    Raises UnavailableError if the head cannot be reached.
+    """
+
+    def __init__(
+        self,
+        invitation: Callable[[], str],
+        ranks: range,
+        selector: selectors.BaseSelector,
+        obey: Callable[[Effect], None],
+    ) -> None:
+        self._link, token = _reach(invitation)
+        _keep_alive(self._link)
+        send(self._link, {"token": token, "ranks": [ranks.start, ranks.stop]})
+
+        def hear(message: dict[str, Any] | None) -> None:
+            if message is None:
+                obey(Stop("the launcher of the first host has ended or cannot be reached"))
+            else:
+                obey(effect_of(message))
+
+        Connection(self._link, selector, hear)
+
+    def report(self, event: Event) -> None:
+        """Something has happened to a rank of this host."""
+        _send(self._link, event)
+
+    def end(self) -> None:
+        """Nothing is heard any more."""
+        self._link.close()
+
+
+class Connection:
+    """Feeds what comes over `link` to `hear`, a message at a time, and None at its end."""
+
+    def __init__(
+        self, link: socket.socket, selector: selectors.BaseSelector, hear: Callable[[dict[str, Any] | None], None]
+    ) -> None:
+        self._link, self._selector, self._hear = link, selector, hear
+        self._lines = Lines()
+        self.open = True
+        selector.register(link, selectors.EVENT_READ, self._readable)
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self.open = False
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._link)
+        self._link.close()
+
+    def _readable(self) -> None:
+        try:
+            data = self._link.recv(65536)
+            messages = self._lines.feed(data)
+        except (OSError, FormatError):
+            data, messages = b"", []
+        try:
+            for message in messages:
+                self._hear(message)
+        except FormatError:
+            data = b""
+        if not data:
+            self.close()
+            self._hear(None)
+
+
+def _tell_of(line: str, record: Path | None) -> None:
+    """All ranks train again. In a thread of its own: a file system or a terminal may take its time."""
+    incident = None
+    with contextlib.suppress(OSError, ValueError):
+        if record is not None:
+            with record.open("r+", encoding="utf-8") as file:
+                incident = incident_of(file, line)
+                file.write(line + "\n")
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"lastwords run: {sentence(line, incident)}\n")
+
+
+def _reach(invitation: Callable[[], str]) -> tuple[socket.socket, str]:
+    """A connection, and the token to show there."""
+    deadline_mono_s = mono_s() + CONNECT_S
+    while True:
+        found = json.loads(invitation())
+        try:
+            link = socket.create_connection((found["address"], found["port"]), CONNECT_S)
+        except OSError as error:
+            if mono_s() > deadline_mono_s:
+                raise UnavailableError(
+                    f"the launcher of the first host cannot be reached at {found['address']}:{found['port']}: {error}; "
+                    "the launchers of a job need open ports between their hosts"
+                ) from error
+            time.sleep(AGAIN_S)
+        else:
+            link.settimeout(None)
+            return link, str(found["token"])
+
+
+def _send(link: socket.socket, what: Event | Effect) -> None:
+    with contextlib.suppress(OSError):  # its end is seen where it is read
+        send(link, to_message(what))
+
+
+def _keep_alive(link: socket.socket) -> None:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 4)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

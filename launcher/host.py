@@ -1,0 +1,381 @@
+"""The processes of one host: started, watched until they end, and told what the head of the job orders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from lastwords.controller import launch as controller_launch
+from lastwords.errors import FormatError
+from lastwords.launcher.core import (
+    Abandon,
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Event,
+    Kill,
+    Over,
+    Start,
+    Stop,
+    Updated,
+    Waiting,
+)
+from lastwords.launcher.link import SPARE, Lines, send
+
+_log = logging.getLogger(__name__)
+
+NO_RANK = "not known before lastwords.run(main)"
+"""In place of a spare's rank: a script that reads it earlier fails at once, and does not go on as another rank."""
+
+SPARE_DEATHS_MAX = 3
+"""Spares that may die before they are used; then there is none any more."""
+
+
+class Host:
+    """Belongs to the thread that runs `selector`, whose keys' data are functions to call.
+
+    server: where the workers come to, a Unix socket in a directory of its own, which is removed in the end. context:
+    torch's, of the processes that were started first. report: takes what happens to this host's ranks; `obey` is the
+    way back.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        context: Any,
+        spares: int,
+        selector: selectors.BaseSelector,
+        report: Callable[[Event], None],
+    ) -> None:
+        self.result: Stop | None = None
+        self.codes: dict[int, int] = {}
+        self._context = context
+        self._local = {int(env["RANK"]): local for local, env in context.envs.items()}
+        self.processes: dict[int, subprocess.Popen[bytes]] = {
+            rank: context.subprocess_handlers[local].proc for rank, local in self._local.items()
+        }
+        self._spares_wanted, self._spares_died = spares, 0
+        self._spares: list[_Spare] = []
+        self._links: dict[int, socket.socket] = {}
+        self._controllers = _Controllers()
+        self._selector = selector
+        self._report = report
+        self._server = server
+
+    def begin(self) -> None:
+        """Watch what was started, and start spares."""
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        for rank in self.processes:
+            self._watch(rank)
+        for _ in range(self._spares_wanted):
+            self._start_spare()
+
+    def end(self) -> None:
+        """Spares and the controller that waits end; ranks are told nothing."""
+        for spare in self._spares:
+            spare.end()
+        for link in self._links.values():
+            link.close()
+        self._controllers.end()
+        directory = Path(self._server.getsockname()).parent
+        self._server.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def obey(self, effect: Effect) -> None:
+        """An order of the head of the job."""
+        match effect:
+            case Start(rank):
+                self._start(rank)
+            case Enter(generation, port):
+                for rank in self.processes:
+                    self._tell(rank, {"enter": generation, "port": port})
+            case Abandon(rank):
+                self._tell(rank, {"abandon": True})
+            case Kill(rank, why):
+                _log.warning("rank %d is killed and replaced: %s", rank, why)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.processes[rank].pid, signal.SIGKILL)  # Popen.kill would collect it
+            case Stop():
+                self.result = effect
+
+    # ------------------------------------------------------------------ workers
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        if rank in self._links:
+            with contextlib.suppress(OSError):  # it has died, which its pidfd tells
+                send(self._links[rank], message)
+
+    def _watch(self, rank: int) -> None:
+        process = self.processes[rank]
+
+        def ended() -> None:
+            if ended_badly(process.pid):
+                # Not collected yet, so the number of its process group is still its own. A loader's worker of a rank
+                # that died while it started it would wait for ever: torch asks for its parent a moment too late.
+                kill_group(process.pid)
+            code = self.codes[rank] = process.wait()
+            link = self._links.get(rank)
+            if link is not None:
+                self._hear_the_last(link)
+                del self._links[rank]
+                self._forget(link)
+                link.close()
+            if code:
+                _log.warning("rank %d (pid %d) ended with %d", rank, process.pid, code)
+            self._report(Ended(rank, code))
+
+        self._at_the_end_of(process, ended)
+
+    def _at_the_end_of(self, process: subprocess.Popen[bytes], ended: Callable[[], None]) -> None:
+        pidfd = os.pidfd_open(process.pid)
+
+        def once() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            ended()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, once)
+
+    def _forget(self, link: socket.socket) -> None:
+        """A process and its link end at the same time, and either may be seen first."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link)
+
+    def _accept(self) -> None:
+        link, _ = self._server.accept()
+        lines, who = Lines(), _Who()
+
+        def heard() -> bool:
+            try:
+                data = link.recv(65536, socket.MSG_DONTWAIT)
+                messages = lines.feed(data)
+                for message in messages:
+                    self._hear(who, link, message)
+            except (OSError, FormatError, KeyError, TypeError) as error:
+                if not isinstance(error, OSError):
+                    _log.warning("a message of rank %s is not understood: %s", who.rank, error)
+                data = b""
+            if not data:
+                self._forget(link)
+            return bool(data)
+
+        self._selector.register(link, selectors.EVENT_READ, heard)
+
+    def _hear_the_last(self, link: socket.socket) -> None:
+        """What a process has said before its end, which may be seen first: that its loop was over, say."""
+        with contextlib.suppress(KeyError, ValueError):
+            while self._selector.get_key(link).data():
+                pass
+
+    def _hear(self, who: _Who, link: socket.socket, message: dict[str, Any]) -> None:
+        if "pid" in message:
+            return self._meet(who, link, message["pid"])
+        if who.spare is not None and who.spare.rank is not None:
+            who.rank, who.spare = who.spare.rank, None
+        if "ready" in message and who.spare is not None:
+            who.spare.ready = True
+        elif who.rank is not None and "waiting" in message:
+            self._report(Waiting(who.rank, int(message["waiting"]), str(message["record"]), message["sources"]))
+        elif who.rank is not None and "begun" in message:
+            self._report(Begun(who.rank))
+        elif who.rank is not None and "updated" in message:
+            self._report(Updated(who.rank))
+        elif who.rank is not None and "over" in message:
+            self._report(Over(who.rank))
+        elif who.rank is not None and "controller" in message:
+            self._hand_out(link, message["controller"])
+
+    def _meet(self, who: _Who, link: socket.socket, pid: int) -> None:
+        """A process introduces itself. Each one that was started leads a session, also where a shell is around it.
+
+        What is left of a process that has been replaced is not heard.
+        """
+        try:
+            leader = os.getsid(pid)
+        except OSError:
+            return
+        who.spare = next((one for one in self._spares if one.process.proc.pid == leader), None)
+        who.rank = next((rank for rank, process in self.processes.items() if process.pid == leader), None)
+        if who.spare is not None:
+            who.spare.link = link
+        elif who.rank is not None:
+            self._links[who.rank] = link
+
+    def _hand_out(self, link: socket.socket, work: dict[str, str]) -> None:
+        def answer(found: list[Any] | None) -> None:
+            with contextlib.suppress(OSError):  # it has died meanwhile
+                send(link, {"controller": found})
+
+        process = self._controllers.hand_out(work)
+        if process is None:
+            answer(None)
+            return self._controllers.prepare()
+        assert process.stdout is not None
+        answers = process.stdout
+
+        def answered() -> None:
+            line = answers.readline()
+            self._selector.unregister(answers)
+            answers.close()
+            try:
+                answer([process.pid, json.loads(line)])
+            except ValueError:  # it has ended, or something else has written there
+                answer([process.pid, {}])
+            self._controllers.prepare()
+
+        self._selector.register(answers, selectors.EVENT_READ, answered)
+
+    # ------------------------------------------------------------------ processes
+
+    def _start(self, rank: int) -> None:
+        context, local = self._context, self._local[rank]
+        out, err = context.stdouts[local], context.stderrs[local]
+        spare = self._take_spare(local)
+        if spare is not None:
+            process, spare.rank = spare.process, rank
+            assert spare.link is not None
+            self._links[rank] = spare.link
+            with contextlib.suppress(OSError):  # it has just died, which its pidfd tells
+                send(spare.link, {"become": context.envs[local], "stdout": out, "stderr": err})
+        else:
+            try:
+                process = _Process(
+                    context.entrypoint, context.args[local], context.envs[local], None, None, local,
+                    context._numa_options, out=out, err=err,
+                )  # fmt: skip
+            except OSError as error:
+                _log.error("no process can be started for rank %d: %s", rank, error)
+                return self._report(Ended(rank, 1))
+        context.subprocess_handlers[local] = process
+        self.processes[rank] = process.proc
+        self.codes.pop(rank, None)
+        self._watch(rank)
+        _log.warning("rank %d goes on in process %d%s", rank, process.proc.pid, " (a spare)" if spare else "")
+        if spare is not None:
+            self._start_spare()
+
+    def _take_spare(self, local: int) -> _Spare | None:
+        """One that was started with the arguments of this rank: torchrun's macros may differ by rank."""
+        context = self._context
+        for one in self._spares:
+            if one.ready and one.process.proc.poll() is None and context.args[local] == context.args[0]:
+                self._spares.remove(one)
+                return one
+        return None
+
+    def _start_spare(self) -> None:
+        context = self._context
+        unknown = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), NO_RANK)
+        env = {**context.envs[0], **unknown, SPARE: "1"}
+        try:
+            handler = _Process(context.entrypoint, context.args[0], env, None, None, 0, context._numa_options)
+        except OSError as error:
+            return _log.warning("no spare can be started: %s", error)
+        spare = _Spare(handler)
+        self._spares.append(spare)
+        self._at_the_end_of(handler.proc, lambda: self._spare_ended(spare))
+
+    def _spare_ended(self, spare: _Spare) -> None:
+        if spare not in self._spares:
+            return  # it has become a rank, whose end is seen as such
+        self._spares.remove(spare)
+        self._spares_died += 1
+        more = self._spares_died <= SPARE_DEATHS_MAX
+        what = "another one is started" if more else "no other one is started any more"
+        _log.warning("a spare (pid %d) ended with %s; %s", spare.process.proc.pid, spare.process.proc.wait(), what)
+        if more:
+            self._start_spare()
+
+
+class _Process(SubprocessHandler):
+    """A worker that was started after the others; its output goes on in the file of the one that it replaces."""
+
+    def __init__(self, *args: Any, out: str = "", err: str = "") -> None:
+        self._out, self._err = out, err
+        super().__init__(*args)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        with contextlib.ExitStack() as files:
+            streams = [files.enter_context(open(one, "ab")) if one else None for one in (self._out, self._err)]
+            return subprocess.Popen(args, env=env, stdout=streams[0], stderr=streams[1], start_new_session=True)
+
+
+class _Controllers:
+    """One process that has imported what a controller needs, and those that were handed out."""
+
+    def __init__(self) -> None:
+        self._ready: subprocess.Popen[bytes] | None = None
+        self._out: list[subprocess.Popen[bytes]] = []
+
+    def prepare(self) -> None:
+        """For the next generation; the host whose rank has asked for one is that of the next one, too."""
+        self._out = [one for one in self._out if one.poll() is None]
+        command, environment = controller_launch.waiting_command()
+        pipe = subprocess.PIPE
+        with contextlib.suppress(OSError):  # then rank 0 starts its controller itself
+            self._ready = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True)
+
+    def hand_out(self, work: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """It is a controller from now on; None if there is none."""
+        process, self._ready = self._ready, None
+        if process is None or process.poll() is not None:
+            return None
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died: the other end of its answers says so
+            process.stdin.write(json.dumps(work).encode() + b"\n")
+            process.stdin.close()
+        self._out.append(process)
+        return process
+
+    def end(self) -> None:
+        """The one that nobody needs any more; a controller ends with its job."""
+        if self._ready is not None:
+            self._ready.kill()
+            self._ready.wait()
+
+
+class _Who:
+    """Who is at the other end of a link."""
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        self.spare: _Spare | None = None
+
+
+class _Spare:
+    """A process that has imported the script and waits for a rank."""
+
+    def __init__(self, process: _Process) -> None:
+        self.process = process
+        self.link: socket.socket | None = None
+        self.ready = False
+        self.rank: int | None = None
+
+    def end(self) -> None:
+        kill_group(self.process.proc.pid)
+        self.process.proc.wait()
+
+
+def ended_badly(pid: int) -> bool:
+    """Of a process that has ended and has not been collected."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return found is None or found.si_code != os.CLD_EXITED or found.si_status != 0
+
+
+def kill_group(pid: int) -> None:
+    """All processes of the group that this one leads."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

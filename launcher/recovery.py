@@ -1,0 +1,137 @@
+"""Where the time of a recovery went: one sentence, and one line of JSON beside those of the controller's incidents.
+
+A recovery lasts from the first death until every rank has updated its weights again. Its line in incidents.jsonl:
+
+    {"outcome": "RECOVERED", "generation", "step", "began_mono_s", "died_mono_s",
+     "events": [{"what", "mono_s", "rank"?, "code"?}, ...]}
+
+generation: of the ranks that go on. began_mono_s: when the generation before it entered `main`. died_mono_s: the first
+sign that it is over. Events: died (the process has ended; the controller often knows before), left (a survivor is out
+of `main`), ready (the process that replaces a dead one waits), entered, begun (the loop of a rank), updated. Instants
+are CLOCK_MONOTONIC, as the controller's are.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OUTCOME = "RECOVERED"
+
+_NONE: dict[str, Any] = {"events": []}
+
+
+@dataclass
+class Recovery:
+    """Takes what the launcher sees of `ranks`; nothing is kept as long as all are well. Not thread-safe."""
+
+    ranks: tuple[int, ...]
+    _events: list[dict[str, Any]] = field(default_factory=list)
+    _generation: int = 0
+    _step: int = 0
+    _began_s: float = 0.0
+
+    def died(self, rank: int, code: int, now_s: float) -> None:
+        """A process has ended badly. code: as of `Popen.returncode`."""
+        self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code})
+
+    def waiting(self, rank: int, step: int, now_s: float) -> None:
+        """`rank` is ready to enter `main`. step: the newest one that it knows to be saved."""
+        if self._began_s:  # survivors may be out before the end of the dead one's process is seen
+            dead = any(one["what"] == "died" and one["rank"] == rank for one in self._events)
+            self._step = max(self._step, step)
+            self._note("ready" if dead else "left", rank, now_s)
+
+    def entered(self, generation: int, now_s: float) -> None:
+        """All ranks enter `main`."""
+        self._generation = generation
+        if self._events:
+            self._events.append({"what": "entered", "mono_s": round(now_s, 6)})
+        else:
+            self._began_s = now_s
+
+    def begun(self, rank: int, now_s: float) -> None:
+        """The loop of `rank` begins."""
+        if self._events:
+            self._note("begun", rank, now_s)
+
+    def updated(self, rank: int, now_s: float) -> str | None:
+        """`rank` has ended its first step of this generation. The line of JSON, if it is the last one to do so."""
+        if not self._events:
+            return None
+        self._note("updated", rank, now_s)
+        entered_s = max((one["mono_s"] for one in self._of("entered")), default=0.0)
+        if {one["rank"] for one in self._of("updated") if one["mono_s"] >= entered_s} < {*self.ranks}:
+            return None
+        line = json.dumps(
+            {
+                "outcome": OUTCOME,
+                "generation": self._generation,
+                "step": self._step,
+                "began_mono_s": round(self._began_s, 6),
+                "died_mono_s": min(one["mono_s"] for one in self._events),
+                "events": self._events,
+            }
+        )
+        self._events, self._step, self._began_s = [], 0, entered_s
+        return line
+
+    def _note(self, what: str, rank: int, now_s: float) -> None:
+        self._events.append({"what": what, "mono_s": round(now_s, 6), "rank": rank})
+
+    def _of(self, what: str) -> list[dict[str, Any]]:
+        return [one for one in self._events if one["what"] == what]
+
+
+def sentence(line: str, incident: Mapping[str, Any] | None) -> str:
+    """One line for people. incident: the controller's record of the same failure, where there was one.
+
+    >>> died = [{"what": "died", "mono_s": 5.0, "rank": 2, "code": -9}, {"what": "ready", "mono_s": 5.4, "rank": 2}]
+    >>> record = {"outcome": OUTCOME, "generation": 1, "step": 31, "died_mono_s": 5.0,
+    ...     "events": [*died, {"what": "updated", "mono_s": 5.7, "rank": 0}]}
+    >>> saved = [{"what": "decided", "mono_s": 5.008}, {"what": "published", "mono_s": 5.07}]
+    >>> sentence(json.dumps(record), {"known_mono_s": 5.0, "step": 31, "events": saved})
+    'rank 2 died (SIGKILL): decided after 8 ms, saved after 70 ms, replaced after 0.4 s, training again after 0.7 s; \
+nothing lost, step 31 was saved'
+    """
+    record = json.loads(line)
+    died_s = min(record["died_mono_s"], incident["known_mono_s"] if incident else record["died_mono_s"])
+    moments = (("decided", "decided"), ("published", "saved"))
+    found = [f"{word} after {_since(died_s, at)}" for what, word in moments for at in _last(incident or _NONE, what)]
+    found += [f"replaced after {_since(died_s, at)}" for at in _last(record, "ready")]
+    found += [f"training again after {_since(died_s, at)}" for at in _last(record, "updated")]
+    dead = {one["rank"]: one["code"] for one in record["events"] if one["what"] == "died"}
+    who = ", ".join(f"rank {rank} died ({_end(code)})" for rank, code in dead.items())
+    what = f"nothing lost, step {record['step']} was saved" if incident else f"resumed after step {record['step']}"
+    return f"{who}: {', '.join(found)}; {what}"
+
+
+def incident_of(lines: Iterable[str], line: str) -> dict[str, Any] | None:
+    """Of the lines of incidents.jsonl the one of the failure that this recovery (`line`) has mended, if it saved."""
+    began_s = json.loads(line)["began_mono_s"]
+    for other in reversed([*lines]):
+        try:
+            record: dict[str, Any] = json.loads(other)
+        except ValueError:
+            continue
+        if record.get("outcome") == "SAVED" and record["known_mono_s"] >= began_s:
+            return record
+    return None
+
+
+def _last(record: Mapping[str, Any], what: str) -> list[float]:
+    return [one["mono_s"] for one in record["events"] if one["what"] == what][-1:]
+
+
+def _since(begin_s: float, end_s: float) -> str:
+    seconds = max(0.0, end_s - begin_s)
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.0995 else f"{seconds:.1f} s"
+
+
+def _end(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"

@@ -1,0 +1,146 @@
+"""What launchers of several hosts say to each other, and who is heard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+
+import pytest
+
+from lastwords.errors import FormatError
+from lastwords.launcher.core import (
+    Abandon,
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Event,
+    Kill,
+    Lost,
+    Over,
+    Start,
+    Stop,
+    Updated,
+    Waiting,
+)
+from lastwords.launcher.head import Head, Listener, Uplink
+from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        Waiting(3, 7, "/logs/incidents.jsonl", {"/a": "b"}), Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
+        Start(1), Enter(4, 29500), Abandon(0), Kill(2, "late"), Stop(None), Stop("why"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_events_and_effects_come_through_as_they_are(what: Event | Effect) -> None:
+    (line,) = Lines().feed(json.dumps(to_message(what)).encode() + b"\n")
+    assert (event_of if isinstance(what, Event) else effect_of)(line) == what
+
+
+@pytest.mark.parametrize(
+    "line", [{}, {"kind": "Tick"}, {"kind": "Ended", "rank": "zero", "code": 1}, {"kind": "Start"}]
+)
+def test_anything_else_is_refused(line: dict[str, object]) -> None:
+    with pytest.raises(FormatError):
+        event_of(line)
+    with pytest.raises(FormatError):
+        effect_of(line)
+
+
+class Job:
+    """A head with rank 0 on its own host, and what reaches a launcher that looks after rank 1."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.here: list[Effect] = []
+        self.there: list[Effect] = []
+        self.head = Head(2, 0, "127.0.0.1")
+        self.head.has_host(range(1), self.here.append)
+        self.listener = Listener(self.head, self.selector)
+        self.invitation = self.listener.invitation("127.0.0.1")
+
+    def uplink(self) -> Uplink:
+        return Uplink(lambda: self.invitation, range(1, 2), self.selector, self.there.append)
+
+    def turn(self, until: int = 8) -> None:
+        for _ in range(until):
+            for key, _ in self.selector.select(0.2):
+                key.data()
+
+
+def test_the_head_directs_the_ranks_of_another_host() -> None:
+    job = Job()
+    other = job.uplink()
+    job.turn(2)
+    other.report(Waiting(1))
+    job.head.hear(Waiting(0))
+    job.turn(3)
+    (entered,) = job.there
+    assert isinstance(entered, Enter)
+    assert [entered] == job.here
+    other.report(Ended(1, -9))
+    job.turn(3)
+    assert Start(1) in job.there
+    other.end()
+    job.listener.end()
+
+
+def test_a_launcher_that_goes_stops_the_job() -> None:
+    job = Job()
+    other = job.uplink()
+    job.turn(2)
+    other.end()
+    job.turn(3)
+    (stop,) = job.here
+    assert isinstance(stop, Stop)
+    job.listener.end()
+
+
+def test_a_head_that_goes_stops_the_others() -> None:
+    job = Job()
+    job.uplink()
+    job.turn(2)
+    job.listener.end()
+    job.turn(3)
+    (stop,) = job.there
+    assert isinstance(stop, Stop)
+
+
+def test_whoever_does_not_know_the_token_is_not_heard() -> None:
+    job = Job()
+    found = json.loads(job.invitation)
+    with socket.create_connection(("127.0.0.1", found["port"])) as stranger:
+        send(stranger, {"token": "guess", "ranks": [1, 2]})
+        send(stranger, to_message(Ended(1, 1)))
+        job.turn(4)
+        assert job.here == []
+        assert stranger.recv(1) == b""
+    job.turn(2)
+    assert job.here == []
+    job.listener.end()
+
+
+@pytest.mark.parametrize(
+    "line", ['{"token": "\u00e9"}', "[" * 5000, "null", "", '{"token": 1, "ranks": 2}', "x" * (2 << 20)], ids=range(6)
+)
+def test_what_a_stranger_sends_ends_his_connection_only(line: str) -> None:
+    job = Job()
+    other = job.uplink()
+    job.turn(2)
+    found = json.loads(job.invitation)
+    with socket.create_connection(("127.0.0.1", found["port"])) as stranger:
+        job.turn(1)
+        stranger.settimeout(0.5)
+        with contextlib.suppress(OSError):
+            stranger.sendall(line.encode() + b"\n")
+        job.turn(6)
+    assert job.here == job.there == []
+    other.report(Ended(1, 1))
+    job.turn(3)
+    assert len(job.there) == 1
+    job.listener.end()

@@ -1,0 +1,93 @@
+"""Where the time of a recovery went: what the launcher sees becomes one record, and one sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, sentence
+
+KILLED = -9
+
+
+def training(ranks: int = 3) -> Recovery:
+    """All have entered `main` at 10 s and have taken a step."""
+    recovery = Recovery(tuple(range(ranks)))
+    for rank in range(ranks):
+        recovery.waiting(rank, 0, 9.0)
+    recovery.entered(0, 10.0)
+    for rank in range(ranks):
+        recovery.begun(rank, 10.5)
+        assert recovery.updated(rank, 11.0) is None
+    return recovery
+
+
+def again(recovery: Recovery, ranks: int = 3) -> dict[str, Any]:
+    """All wait, enter and take a step; the record that comes with the last one."""
+    recovery.entered(1, 20.4)
+    lines = [recovery.updated(rank, 20.5 + rank / 10) for rank in range(ranks)]
+    assert lines[:-1] == [None] * (ranks - 1)
+    record: dict[str, Any] = json.loads(lines[-1] or "")
+    return record
+
+
+def times(record: dict[str, Any], what: str) -> dict[int | None, float]:
+    return {one.get("rank"): one["mono_s"] for one in record["events"] if one["what"] == what}
+
+
+def test_as_long_as_nobody_dies_there_is_no_record() -> None:
+    recovery = training()
+    assert recovery.updated(0, 12.0) is None
+
+
+def test_the_record_has_survivors_and_the_replaced() -> None:
+    recovery = training()
+    recovery.died(1, KILLED, 20.0)
+    recovery.waiting(0, 31, 20.1)
+    recovery.waiting(2, 31, 20.2)
+    recovery.waiting(1, 0, 20.3)
+    record = again(recovery)
+    assert (record["outcome"], record["generation"], record["step"]) == (OUTCOME, 1, 31)
+    assert (record["began_mono_s"], record["died_mono_s"]) == (10.0, 20.0)
+    assert times(record, "left") == {0: 20.1, 2: 20.2}
+    assert times(record, "ready") == {1: 20.3}
+    assert times(record, "updated") == {0: 20.5, 1: 20.6, 2: 20.7}
+    recovery.died(0, KILLED, 30.0)
+    assert again(recovery)["began_mono_s"] == 20.4
+
+
+def test_a_survivor_that_leaves_before_the_death_is_seen_is_in_the_record() -> None:
+    recovery = training()
+    recovery.waiting(0, 31, 20.1)
+    recovery.died(1, KILLED, 20.2)
+    recovery.waiting(2, 31, 20.2)
+    recovery.waiting(1, 0, 20.3)
+    record = again(recovery)
+    assert times(record, "left") == {0: 20.1, 2: 20.2}
+    assert record["died_mono_s"] == 20.1
+
+
+def test_a_rank_that_dies_before_all_train_again_belongs_to_the_same_recovery() -> None:
+    recovery = training()
+    recovery.died(1, KILLED, 20.0)
+    for rank in range(3):
+        recovery.waiting(rank, 31, 20.1)
+    recovery.entered(1, 20.2)
+    assert [recovery.updated(rank, 20.25) for rank in (0, 1)] == [None, None]
+    recovery.died(2, KILLED, 20.3)
+    for rank in range(3):
+        recovery.waiting(rank, 31, 20.35)
+    record = again(recovery)
+    assert {one["rank"] for one in record["events"] if one["what"] == "died"} == {1, 2}
+    assert "rank 1 died (SIGKILL), rank 2 died (SIGKILL)" in sentence(json.dumps(record), None)
+
+
+def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> None:
+    line = json.dumps({"began_mono_s": 10.0})
+    older = json.dumps({"outcome": "SAVED", "known_mono_s": 9.0, "step": 3})
+    alarm = json.dumps({"outcome": "FALSE_ALARM", "known_mono_s": 12.0})
+    newer = json.dumps({"outcome": "SAVED", "known_mono_s": 20.0, "step": 31})
+    assert incident_of([older, alarm, "cut sho"], line) is None
+    found = incident_of([older, newer, alarm], line)
+    assert found is not None
+    assert found["step"] == 31

@@ -1,0 +1,71 @@
+"""A job of two hosts (two launchers on this one): a death on one of them is no event for the processes of the other."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lastwords.checkpoint import load
+from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+HOSTS, PER_HOST = 2, 2
+RANKS = HOSTS * PER_HOST
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(directory: Path, steps: int, *deaths: str) -> list[subprocess.Popen[bytes]]:
+    """A launcher for each host; what they say is in `directory`."""
+    flags = ["--nnodes", str(HOSTS), "--nproc-per-node", str(PER_HOST), "--rdzv-backend", "c10d"]
+    flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two-hosts"]
+    command = [sys.executable, "-m", "lastwords.cli", "run", *flags, "-m", SCRIPT, str(directory), str(steps), *deaths]
+    launchers = []
+    for host in range(HOSTS):
+        with (directory / f"host-{host}").open("wb") as log:
+            launchers.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=log))
+    return launchers
+
+
+def told(directory: Path) -> str:
+    return "\n".join((directory / f"host-{host}").read_text() for host in range(HOSTS))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same ranks on one host under torchrun, where nobody dies."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    run(directory, launcher=("torch.distributed.run",), ranks=RANKS)
+    return directory
+
+
+@pytest.mark.thorough
+def test_the_dead_of_either_host_are_replaced_and_nothing_differs(tmp_path: Path, undisturbed: Path) -> None:
+    launchers = start(tmp_path, STEPS, "3:5:bwd", "0:11:fwd")
+    try:
+        assert [launcher.wait(200) for launcher in launchers] == [0, 0], told(tmp_path)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    check_equal(tmp_path, undisturbed, {3: 1, 0: 1}, ranks=RANKS)
+
+
+def test_a_host_that_is_lost_ends_the_job_with_a_checkpoint(tmp_path: Path) -> None:
+    launchers = start(tmp_path, 100_000, "3:8:parent")
+    try:
+        assert all(launcher.wait(200) != 0 for launcher in launchers), told(tmp_path)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    assert load.latest(tmp_path / "ckpt") is not None, told(tmp_path)

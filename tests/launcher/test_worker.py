@@ -1,0 +1,136 @@
+"""A worker and what its launcher may say at any time; the launcher is played by a thread."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords.controller import launch as controller_launch
+from lastwords.launcher import worker
+from lastwords.launcher.link import VARIABLE, Lines
+from lastwords.optim_wrapper.launch import world
+from lastwords.optim_wrapper.trainer import reentry
+from lastwords.processor.departure import EXIT_NOT_SAVED
+from tests.launcher.test_unblock import pair
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / "agent"))
+    server.listen()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "agent"))
+    for name, value in (("RANK", "0"), ("MASTER_PORT", "0"), ("TORCHELASTIC_RESTART_COUNT", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setattr(worker, "warm_up", lambda: None)
+    # What a worker sets for the whole process must not outlive the test.
+    monkeypatch.setattr(controller_launch, "_waiting", None)
+    monkeypatch.setattr(reentry, "_leaver", None)
+    monkeypatch.setattr(world, "_agreements", 0)
+    return server
+
+
+def play(server: socket.socket, answers: list[bytes]) -> tuple[threading.Thread, list[dict[str, Any]]]:
+    """Answers each `waiting` with the next of these, and hangs up after the last one."""
+    heard: list[dict[str, Any]] = []
+
+    def talk() -> None:
+        link, _ = server.accept()
+        lines, left = Lines(), [*answers]
+        with link:
+            while True:
+                for message in lines.feed(link.recv(1 << 20)):
+                    heard.append(message)
+                    if "waiting" in message:
+                        if not left:
+                            return
+                        link.sendall(left.pop(0))
+
+    thread = threading.Thread(target=talk, daemon=True)
+    thread.start()
+    return thread, heard
+
+
+ENTER = b'{"enter": 0, "port": 1}\n'
+
+
+def run(main: Callable[[], None]) -> int | str | None:
+    """How it ends when the launcher has hung up."""
+    with pytest.raises(SystemExit) as ended:
+        worker.run(main)
+    return ended.value.code
+
+
+def stuck(entries: list[int]) -> Callable[[], None]:
+    """A `main` that waits for a rank that is dead, in C."""
+
+    def main() -> None:
+        entries.append(1)
+        near, far = pair()
+        fd = near.detach()
+        try:
+            os.read(fd, 1)
+            raise RuntimeError("Connection closed by peer")
+        finally:
+            os.close(fd)
+            far.close()
+
+    return main
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_worker_that_is_told_to_leave_comes_out_however_soon(launcher: socket.socket, together: bool) -> None:
+    entries: list[int] = []
+    abandon = b'{"abandon": true}\n'
+    if together:
+        thread, heard = play(launcher, [ENTER + abandon])
+    else:
+        thread, heard = play_in_turn(launcher, abandon, entries)
+    assert run(stuck(entries)) == EXIT_NOT_SAVED
+    thread.join(10)
+    assert entries == [1]
+    assert [message["waiting"] for message in heard if "waiting" in message] == [0, 0]
+
+
+def play_in_turn(
+    server: socket.socket, abandon: bytes, entries: list[int]
+) -> tuple[threading.Thread, list[dict[str, Any]]]:
+    """`abandon` only after `main` has been entered."""
+    heard: list[dict[str, Any]] = []
+
+    def talk() -> None:
+        link, _ = server.accept()
+        lines = Lines()
+        pause = threading.Event()
+        with link:
+            while sum("waiting" in message for message in heard) < 2:
+                before = len(heard)
+                heard.extend(lines.feed(link.recv(1 << 20)))
+                if any("waiting" in message for message in heard[before:]) and not entries:
+                    link.sendall(ENTER)
+                    while not entries:
+                        pause.wait(0.01)
+                    link.sendall(abandon)
+
+    thread = threading.Thread(target=talk, daemon=True)
+    thread.start()
+    return thread, heard
+
+
+def test_a_launcher_that_has_gone_ends_a_worker_that_waits(launcher: socket.socket) -> None:
+    thread, _ = play(launcher, [])
+    assert run(lambda: None) == EXIT_NOT_SAVED
+    thread.join(10)
+
+
+def test_the_users_own_files_are_compared_and_installed_ones_are_not() -> None:
+    found = worker.source_digests()
+    assert str(Path(__file__)) in found
+    assert not any("site-packages" in path for path in found)
