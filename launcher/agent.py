@@ -159,7 +159,9 @@ class _Round:
         self._selector.close()
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(None if self._head is None else self._head.due_in_s):
+        due_in_s = [self.host.due_in_s, None if self._head is None else self._head.due_in_s]
+        for key, _ in self._selector.select(min((one for one in due_in_s if one is not None), default=None)):
             key.data()
+        self.host.tick()
         if self._head is not None:
             self._head.tick()

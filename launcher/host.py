@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from lastwords.clock import mono_s
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import FormatError
 from lastwords.launcher.core import (
@@ -42,6 +43,12 @@ NO_RANK = "not known before lastwords.run(main)"
 
 SPARE_DEATHS_MAX = 3
 """Spares that may die before they are used; then there is none any more."""
+
+RESTOCK_S = 10.0
+"""From the use of a spare or a controller until another one is prepared, which takes seconds of processor time."""
+
+RESTOCK_AFTER_UPDATE_S = 0.3
+"""The same from the first update of a rank on this host: the others are about to make theirs."""
 
 
 class Host:
@@ -71,6 +78,7 @@ class Host:
         self._spares: list[_Spare] = []
         self._links: dict[int, socket.socket] = {}
         self._controllers = _Controllers()
+        self._restock_due_s: float | None = None
         self._selector = selector
         self._report = report
         self._server = server
@@ -80,8 +88,19 @@ class Host:
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         for rank in self.processes:
             self._watch(rank)
-        for _ in range(self._spares_wanted):
-            self._start_spare()
+        self._restock()
+
+    @property
+    def due_in_s(self) -> float | None:
+        """When `tick` is wanted."""
+        return None if self._restock_due_s is None else max(0.0, self._restock_due_s - mono_s())
+
+    def tick(self) -> None:
+        """Time has passed."""
+        if self._restock_due_s is not None and mono_s() >= self._restock_due_s:
+            self._restock_due_s = None
+            self._restock()
+            self._controllers.prepare()
 
     def end(self) -> None:
         """Spares and the controller that waits end; ranks are told nothing."""
@@ -192,6 +211,7 @@ class Host:
         elif who.rank is not None and "begun" in message:
             self._report(Begun(who.rank))
         elif who.rank is not None and "updated" in message:
+            self._restock_in(RESTOCK_AFTER_UPDATE_S)
             self._report(Updated(who.rank))
         elif who.rank is not None and "over" in message:
             self._report(Over(who.rank))
@@ -220,9 +240,9 @@ class Host:
                 send(link, {"controller": found})
 
         process = self._controllers.hand_out(work)
+        self._restock_in(RESTOCK_S)
         if process is None:
-            answer(None)
-            return self._controllers.prepare()
+            return answer(None)
         assert process.stdout is not None
         answers = process.stdout
 
@@ -234,7 +254,6 @@ class Host:
                 answer([process.pid, json.loads(line)])
             except ValueError:  # it has ended, or something else has written there
                 answer([process.pid, {}])
-            self._controllers.prepare()
 
         self._selector.register(answers, selectors.EVENT_READ, answered)
 
@@ -265,7 +284,7 @@ class Host:
         self._watch(rank)
         _log.warning("rank %d goes on in process %d%s", rank, process.proc.pid, " (a spare)" if spare else "")
         if spare is not None:
-            self._start_spare()
+            self._restock_in(RESTOCK_S)
 
     def _take_spare(self, local: int) -> _Spare | None:
         """One that was started with the arguments of this rank: torchrun's macros may differ by rank."""
@@ -276,17 +295,28 @@ class Host:
                 return one
         return None
 
-    def _start_spare(self) -> None:
+    def _restock_in(self, seconds: float) -> None:
+        """What was used is replaced, but not while the ranks need the processors to train again."""
+        due_s = mono_s() + seconds
+        self._restock_due_s = due_s if self._restock_due_s is None else min(due_s, self._restock_due_s)
+
+    def _restock(self) -> None:
+        while len(self._spares) < self._spares_wanted and self._start_spare():
+            pass
+
+    def _start_spare(self) -> bool:
         context = self._context
         unknown = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), NO_RANK)
         env = {**context.envs[0], **unknown, SPARE: "1"}
         try:
             handler = _Process(context.entrypoint, context.args[0], env, None, None, 0, context._numa_options)
         except OSError as error:
-            return _log.warning("no spare can be started: %s", error)
+            _log.warning("no spare can be started: %s", error)
+            return False
         spare = _Spare(handler)
         self._spares.append(spare)
         self._at_the_end_of(handler.proc, lambda: self._spare_ended(spare))
+        return True
 
     def _spare_ended(self, spare: _Spare) -> None:
         if spare not in self._spares:
@@ -294,6 +324,7 @@ class Host:
         self._spares.remove(spare)
         self._spares_died += 1
         more = self._spares_died <= SPARE_DEATHS_MAX
+        self._spares_wanted -= not more
         what = "another one is started" if more else "no other one is started any more"
         _log.warning("a spare (pid %d) ended with %s; %s", spare.process.proc.pid, spare.process.proc.wait(), what)
         if more:
@@ -319,10 +350,13 @@ class _Controllers:
     def __init__(self) -> None:
         self._ready: subprocess.Popen[bytes] | None = None
         self._out: list[subprocess.Popen[bytes]] = []
+        self._wanted = False
 
     def prepare(self) -> None:
-        """For the next generation; the host whose rank has asked for one is that of the next one, too."""
+        """For the next generation, where there was one: the host whose rank has asked is that of the next, too."""
         self._out = [one for one in self._out if one.poll() is None]
+        if not self._wanted or (self._ready is not None and self._ready.poll() is None):
+            return
         command, environment = controller_launch.waiting_command()
         pipe = subprocess.PIPE
         with contextlib.suppress(OSError):  # then rank 0 starts its controller itself
@@ -330,6 +364,7 @@ class _Controllers:
 
     def hand_out(self, work: dict[str, str]) -> subprocess.Popen[bytes] | None:
         """It is a controller from now on; None if there is none."""
+        self._wanted = True
         process, self._ready = self._ready, None
         if process is None or process.poll() is not None:
             return None
