@@ -56,7 +56,8 @@ def host(tmp_path: Path, clock: Clock, started: list[str]) -> Iterator[Host]:
 
 def test_what_was_used_is_replaced_once_a_rank_has_updated(host: Host, clock: Clock, started: list[str]) -> None:
     host._restock()
-    assert started == ["spare"] and host.due_in_s is None
+    assert started == ["spare"]
+    assert host.due_in_s is None
     host._spares.clear()  # it becomes a rank
     host._restock_in(RESTOCK_S)
     host.tick()
@@ -68,7 +69,8 @@ def test_what_was_used_is_replaced_once_a_rank_has_updated(host: Host, clock: Cl
     assert host.due_in_s == pytest.approx(RESTOCK_AFTER_UPDATE_S)
     clock.now_s += RESTOCK_AFTER_UPDATE_S
     host.tick()
-    assert started == ["spare", "spare", "controller"] and host.due_in_s is None
+    assert started == ["spare", "spare", "controller"]
+    assert host.due_in_s is None
 
 
 def test_where_no_rank_gets_there_it_is_replaced_all_the_same(host: Host, clock: Clock, started: list[str]) -> None:
