@@ -7,6 +7,7 @@
 #   make test      the usual tests, some cases of each long table: a quarter of an hour
 #   make test-rest the other cases of their long tables; half an hour
 #   make test-all  both
+#   make messages  rewrites tests/messages.txt, which the tests compare messages with: review the difference
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
@@ -29,7 +30,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch check matrix chaos zoo bench proto clean
+.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -60,6 +61,9 @@ test-rest: SELECTED = thorough and not slow
 test-all: SELECTED = not slow
 test test-rest test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(SELECTED)' --durations=20 $(ARGS)
+
+messages: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.golden -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Builds of torch with CUDA are what the registry has beside the pinned one: some 5 GB for each release.
 test-torch: $(TORCH:%=.venv-torch-%/.ready)

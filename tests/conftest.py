@@ -7,6 +7,8 @@ import sys
 import pytest
 from hypothesis import settings
 
+from tests.golden import Running
+
 # On a busy machine a slow example is no defect.
 settings.register_profile("no-clock", deadline=None, print_blob=True)
 settings.load_profile("no-clock")
@@ -22,6 +24,16 @@ def pytest_sessionstart() -> None:
     while frame := frame.f_back:
         if frame.f_globals["__name__"] == "__channelexec__":
             frame.f_globals["__file__"] = pytest.__file__
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
+    Running.temporary = str(tmp_path_factory.getbasetemp())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Messages are compared with the entries of the test that runs."""
+    Running.test, Running.said = item.nodeid, []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

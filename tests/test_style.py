@@ -50,8 +50,112 @@ BANNED_NAMES = {
 }
 MAY_MATCH_SENTENCES = ("checkpoint/reason.py",)
 """It reads what older versions wrote."""
+MAY_EXPECT_SENTENCES = (
+    "tests/checkpoint/test_crash.py",
+    "tests/checkpoint/test_reshard_plan.py",
+    "tests/cli/test_checkpoint_commands.py",
+    "tests/cli/test_groups_command.py",
+    "tests/cli/test_links.py",
+    "tests/controller/test_core_incident.py",
+    "tests/controller/test_core_registration.py",
+    "tests/controller/test_core_saving.py",
+    "tests/controller/test_core_stall.py",
+    "tests/controller/test_handover.py",
+    "tests/controller/test_predecessors.py",
+    "tests/controller/test_selection.py",
+    "tests/controller/test_storage.py",
+    "tests/controller/test_timeline.py",
+    "tests/demo/test_compare.py",
+    "tests/demo/test_digits.py",
+    "tests/demo/test_elastic_demo.py",
+    "tests/demo/test_incident.py",
+    "tests/demo/test_launch.py",
+    "tests/integration/test_bad_input.py",
+    "tests/integration/test_controller_shell.py",
+    "tests/integration/test_ddp_kills.py",
+    "tests/integration/test_ddp_wherever.py",
+    "tests/integration/test_early_end.py",
+    "tests/integration/test_elastic_runs.py",
+    "tests/integration/test_faults.py",
+    "tests/integration/test_forks.py",
+    "tests/integration/test_gate.py",
+    "tests/integration/test_hand_cut.py",
+    "tests/integration/test_harness.py",
+    "tests/integration/test_layouts.py",
+    "tests/integration/test_live_strategy.py",
+    "tests/integration/test_negative_controls.py",
+    "tests/integration/test_odd_values.py",
+    "tests/integration/test_reshard.py",
+    "tests/integration/test_session.py",
+    "tests/integration/test_sharded_kills.py",
+    "tests/integration/test_sharded_options.py",
+    "tests/integration/test_strangers.py",
+    "tests/integration/test_transform.py",
+    "tests/integration/test_unreduced.py",
+    "tests/integrations/test_catalogue.py",
+    "tests/integrations/test_convert.py",
+    "tests/integrations/test_damage.py",
+    "tests/integrations/test_dcp_reader.py",
+    "tests/integrations/test_destination.py",
+    "tests/integrations/test_diff.py",
+    "tests/integrations/test_export.py",
+    "tests/integrations/test_inference.py",
+    "tests/integrations/test_tied.py",
+    "tests/integrations/test_transform.py",
+    "tests/liveness/test_life_line.py",
+    "tests/liveness/test_paths.py",
+    "tests/liveness/test_process_id.py",
+    "tests/optim_wrapper/test_box_reading.py",
+    "tests/optim_wrapper/test_ddp_hooks.py",
+    "tests/optim_wrapper/test_early_end.py",
+    "tests/optim_wrapper/test_extra_moves.py",
+    "tests/optim_wrapper/test_extras.py",
+    "tests/optim_wrapper/test_gradient_habit.py",
+    "tests/optim_wrapper/test_grown.py",
+    "tests/optim_wrapper/test_hands_off.py",
+    "tests/optim_wrapper/test_live_strategy.py",
+    "tests/optim_wrapper/test_loader_changes.py",
+    "tests/optim_wrapper/test_own_loop.py",
+    "tests/optim_wrapper/test_own_numbers.py",
+    "tests/optim_wrapper/test_own_streams.py",
+    "tests/optim_wrapper/test_peek.py",
+    "tests/optim_wrapper/test_protect.py",
+    "tests/optim_wrapper/test_rank_local.py",
+    "tests/optim_wrapper/test_rank_units.py",
+    "tests/optim_wrapper/test_replica_check.py",
+    "tests/optim_wrapper/test_reshaped.py",
+    "tests/optim_wrapper/test_restart.py",
+    "tests/optim_wrapper/test_resume_elsewhere.py",
+    "tests/optim_wrapper/test_shared_state.py",
+    "tests/optim_wrapper/test_space.py",
+    "tests/optim_wrapper/test_state_view.py",
+    "tests/optim_wrapper/test_state_watch.py",
+    "tests/optim_wrapper/test_step_names.py",
+    "tests/optim_wrapper/test_steps.py",
+    "tests/optim_wrapper/test_stored_values.py",
+    "tests/optim_wrapper/test_switch.py",
+    "tests/optim_wrapper/test_taken_out.py",
+    "tests/optim_wrapper/test_unreached_generators.py",
+    "tests/optim_wrapper/test_wrapper.py",
+    "tests/processor/test_black_box.py",
+    "tests/processor/test_core_copy.py",
+    "tests/processor/test_core_incident.py",
+    "tests/processor/test_core_phases.py",
+    "tests/processor/test_core_session.py",
+    "tests/processor/test_departure.py",
+    "tests/processor/test_lost_departure.py",
+    "tests/processor/test_signals.py",
+    "tests/scenarios/test_protocol_page.py",
+    "tests/sharding/test_layouts_page.py",
+    "tests/test_bench.py",
+    "tests/test_codec.py",
+    "tests/test_golden.py",
+    "tests/test_style.py",
+)
+"""Their texts are other programs', pages, or of processes that say something else each time. The list only shrinks."""
 TEXT_SEARCHES = frozenset({"startswith", "endswith", "removeprefix", "removesuffix", "partition", "find", "index"})
 SENTENCE = re.compile(r"[a-z]+ ")
+WORDS = re.compile(r"[A-Za-z]{2,},? [a-z]{2,}")
 UNITLESS = re.compile(r"(?:^|_)(?:timeout|deadline|interval|delay|elapsed|duration)$")
 
 
@@ -259,6 +363,27 @@ def no_clock_is_waited_for_in_a_test(source: Source) -> Iterator[str]:
             yield f"line {line}: {name} in a test; pass now_s, wait on an event, or move it to tests/integration"
 
 
+def no_sentence_is_expected_in_a_test(source: Source) -> Iterator[str]:
+    """A better sentence must change one line of messages.txt, and no test."""
+    if source.path not in MAY_EXPECT_SENTENCES:
+        for line, text in _sentences(source):
+            yield f"line {line}: {text!r}; use golden.raises or golden.says, or look at a field"
+
+
+def _sentences(source: Source) -> Iterator[tuple[int, str]]:
+    """Texts of two words and more that an assertion, or pytest.raises, looks for in another text."""
+    for node in ast.walk(source.tree):
+        expected: list[ast.expr] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.raises":
+            expected = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
+        elif isinstance(node, ast.Assert):
+            inside = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
+            expected = [part.left for part in inside if isinstance(part.ops[0], ast.In | ast.NotIn)]
+        for part in (inner for given in expected for inner in ast.walk(given)):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str) and WORDS.search(part.value):
+                yield part.lineno, part.value
+
+
 SHIPPED_RULES: tuple[Rule, ...] = (
     no_banned_name,
     no_long_module,
@@ -275,7 +400,11 @@ SHIPPED_RULES: tuple[Rule, ...] = (
     a_docstring_says_what_the_module_is,
     cores_import_nothing_that_acts,
 )
-TEST_RULES: tuple[Rule, ...] = (no_clock_is_waited_for_in_a_test, no_relative_import)
+TEST_RULES: tuple[Rule, ...] = (
+    no_clock_is_waited_for_in_a_test,
+    no_sentence_is_expected_in_a_test,
+    no_relative_import,
+)
 
 
 def _sources(folders: tuple[str, ...]) -> list[Source]:
@@ -318,6 +447,12 @@ def test_no_module_is_on_the_list_of_long_ones_for_nothing() -> None:
     assert set(LONGER_THAN_ALLOWED) <= long_ones, "these are short enough: take them off LONGER_THAN_ALLOWED"
 
 
+def test_no_test_is_on_the_list_of_those_that_expect_sentences_for_nothing() -> None:
+    listed = [Source(path, (ROOT / path).read_text(encoding="utf-8")) for path in MAY_EXPECT_SENTENCES]
+    needless = [source.path for source in listed if not any(_sentences(source))]
+    assert not needless, f"take {needless} off MAY_EXPECT_SENTENCES"
+
+
 BAD = [
     (no_banned_name, "checkpoint/utils.py", ""),
     (no_long_module, "checkpoint/layout.py", "x = 1\n" * (LINES_MAX + 1)),
@@ -345,6 +480,16 @@ BAD = [
     (cores_import_nothing_that_acts, "controller/selection.py", "import random"),
     (cores_import_nothing_that_acts, "processor/core.py", "from lastwords.clock import mono_s"),
     (no_clock_is_waited_for_in_a_test, "tests/controller/test_core.py", "import time\ntime.sleep(1)"),
+    (
+        no_sentence_is_expected_in_a_test,
+        "tests/controller/test_core.py",
+        "pytest.raises(E, match=f'{path} is gone now')",
+    ),
+    (
+        no_sentence_is_expected_in_a_test,
+        "tests/controller/test_core.py",
+        "assert any('is gone' in line for line in log)",
+    ),
 ]
 
 GOOD = [
@@ -355,6 +500,7 @@ GOOD = [
     (no_torch_outside_the_trainer_side, "checkpoint/a.py", "if TYPE_CHECKING:\n    import torch"),
     (cores_import_nothing_that_acts, "controller/core.py", "from lastwords.vocabulary import Stand"),
     (no_clock_is_waited_for_in_a_test, "tests/integration/test_kill.py", "import time\ntime.sleep(1)"),
+    (no_sentence_is_expected_in_a_test, "tests/controller/test_core.py", "assert 'rank 1' in log\nassert 'is gone'"),
 ]
 
 

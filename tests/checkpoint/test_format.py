@@ -21,6 +21,7 @@ from lastwords.checkpoint.format import (
     header_length,
 )
 from lastwords.errors import ConfigError, FormatError
+from tests import golden
 
 NAMES = st.text(st.characters(blacklist_categories=("C", "Z")), min_size=1, max_size=12).filter(
     lambda name: name != "__metadata__"
@@ -146,28 +147,28 @@ GOOD = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    "table",
     [
-        ({"a": {**GOOD, "data_offsets": [1, 5]}}, "begins at 1"),
-        ({"a": {**GOOD, "data_offsets": [0, 3]}}, "has 3 bytes"),
-        ({"a": {**GOOD, "shape": [3], "data_offsets": [0, 3]}}, "the file at"),
-        ({"a": GOOD, "b": GOOD}, "begins at 0"),
-        ({"a": {**GOOD, "dtype": "F33"}}, "F33"),
-        ({"a": {**GOOD, "shape": [-4]}}, "wrong type, shape or offset"),
-        ({"a": {**GOOD, "shape": [4.0]}}, "wrong type, shape or offset"),
-        ({"a": {**GOOD, "shape": [True, 4]}}, "wrong type, shape or offset"),
-        ({"a": {**GOOD, "data_offsets": [0]}}, "wrong type, shape or offset"),
-        ({"a": {**GOOD, "shape": [2**62, 2**62]}}, "larger than any file"),
-        ({"a": {**GOOD, "more": 1}}, "is not a tensor"),
-        ({"a": 1}, "is not a tensor"),
-        ({"": GOOD}, "cannot be stored under the name"),
-        ({"a\n": GOOD}, "characters"),
-        ({"a": GOOD, "__metadata__": {"k": 1}}, "strings to strings"),
-        ([GOOD], "begin with"),
+        {"a": {**GOOD, "data_offsets": [1, 5]}},
+        {"a": {**GOOD, "data_offsets": [0, 3]}},
+        {"a": {**GOOD, "shape": [3], "data_offsets": [0, 3]}},
+        {"a": GOOD, "b": GOOD},
+        {"a": {**GOOD, "dtype": "F33"}},
+        {"a": {**GOOD, "shape": [-4]}},
+        {"a": {**GOOD, "shape": [4.0]}},
+        {"a": {**GOOD, "shape": [True, 4]}},
+        {"a": {**GOOD, "data_offsets": [0]}},
+        {"a": {**GOOD, "shape": [2**62, 2**62]}},
+        {"a": {**GOOD, "more": 1}},
+        {"a": 1},
+        {"": GOOD},
+        {"a\n": GOOD},
+        {"a": GOOD, "__metadata__": {"k": 1}},
+        [GOOD],
     ],
 )
-def test_each_defect_of_a_header_is_named(table: Any, message: str) -> None:
-    with pytest.raises(FormatError, match=message):
+def test_each_defect_of_a_header_is_named(table: Any) -> None:
+    with golden.raises(FormatError):
         decode(raw_header(table), 4)
 
 
@@ -197,31 +198,31 @@ def test_an_impossible_header_length_is_refused_before_anything_is_allocated(fir
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (("", "F32", (1,)), "under the name ''"),
-        (("__metadata__", "F32", (1,)), "__metadata__"),
-        (("a\ud800", "F32", (1,)), "characters"),
-        (("a", "C128", (1,)), "view_as_real"),
-        (("a", "F32", (-1,)), "not inside"),
-        (("a", "F32", (2,), (3,), (2,)), "not inside"),
-        (("a", "F32", (2,), (3, 3), (0, 0)), "number of dimensions"),
-        (("a", "F32", (2**40, 2**40)), "larger than any file"),
+        ("", "F32", (1,)),
+        ("__metadata__", "F32", (1,)),
+        ("a\ud800", "F32", (1,)),
+        ("a", "C128", (1,)),
+        ("a", "F32", (-1,)),
+        ("a", "F32", (2,), (3,), (2,)),
+        ("a", "F32", (2,), (3, 3), (0, 0)),
+        ("a", "F32", (2**40, 2**40)),
     ],
 )
-def test_each_tensor_that_cannot_be_stored_is_named(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_each_tensor_that_cannot_be_stored_is_named(arguments: tuple[Any, ...]) -> None:
+    with golden.raises(ConfigError):
         TensorSpec(*arguments)
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     spec = TensorSpec("a", "F32", (1,))
-    with pytest.raises(ConfigError, match="two tensors"):
+    with golden.raises(ConfigError):
         encode_header([spec, spec], {})
 
 
 def test_metadata_beyond_the_format_s_limit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="store large values as tensors"):
+    with golden.raises(ConfigError):
         encode_header([], {"lastwords": "x" * (HEADER_BYTES_MAX + 1)})
 
 

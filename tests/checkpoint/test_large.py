@@ -18,6 +18,7 @@ from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.system import Os
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 from lastwords.optim_wrapper.resume.resume_choice import look_for
+from tests import golden
 from tests.checkpoint.states import Job, content_of, content_written
 
 JOB = Job()
@@ -159,7 +160,7 @@ def test_what_a_glance_finds_missing_or_changed_is_passed_over(
         assert load.verify(path) != []
     with caplog.at_level("WARNING"):
         assert look_for([tmp_path], None)["path"] == str(older), "resume() looks at every file"
-    assert f"{path} is skipped" in caplog.text
+    golden.says(caplog.messages)
 
 
 def test_what_was_verified_is_published_without_being_read_again(tmp_path: Path) -> None:
@@ -209,14 +210,14 @@ def test_what_no_reader_would_take_is_never_written(tmp_path: Path, monkeypatch:
         write_part(directory, 0, 1, 1, 1, {"u": UnitState([])}, {0: LocalState([])}, {}, job="job")
         monkeypatch.setattr("lastwords.checkpoint.part.DOCUMENT_BYTES_MAX", 1000)
         incident = publish.Incident("job", 1, 1, 1, 1, 1, (0,), "x" * 1000)
-        with pytest.raises(StorageError, match=r"manifest.json would have 1\d\d\d bytes, more than the 1000"):
+        with golden.raises(StorageError):
             publish.publish(tmp_path, directory, incident)
         assert [path.name for path in tmp_path.iterdir()] == [directory.name]
         assert not (directory / "manifest.json").exists()
         assert (directory / "rank_0" / layout.PART_NAME).exists()
     else:
         monkeypatch.setattr("lastwords.checkpoint.part.DOCUMENT_BYTES_MAX", 100)
-        with pytest.raises(StorageError, match=r"part.json would have"):
+        with golden.raises(StorageError):
             write_part(tmp_path, 0, 1, 1, 1, {"u": UnitState([])}, {0: LocalState([])}, {}, job="job")
         assert not list(tmp_path.rglob("*.*"))
 
@@ -260,30 +261,30 @@ def test_a_missing_or_cut_file_is_no_complete_checkpoint(tmp_path: Path) -> None
         load.open_checkpoint(path).read_local(1)
     file.unlink()
     assert load.latest(tmp_path) is None
-    with pytest.raises(IncompleteError, match="is missing"):
+    with golden.raises(IncompleteError):
         load.open_checkpoint(path).read_local(1)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value"),
     [
-        ("units", {}, "no unit"),
-        ("units", {"a": {"writer": 7}}, "rank 7"),
-        ("units", {"a": {"writer": 1}, "bb": {"writer": 0}}, "units or local states"),
-        ("units", {"a": 3}, "is not an object"),
-        ("units", {"a": {"writer": 0, "holders": ["x"]}}, "expected `int`, got `str`"),
-        ("locals", {"0": {"writer": 0, "exact": 1, "reasons": []}}, "not true or false"),
-        ("files", [], "lists no file"),
+        ("units", {}),
+        ("units", {"a": {"writer": 7}}),
+        ("units", {"a": {"writer": 1}, "bb": {"writer": 0}}),
+        ("units", {"a": 3}),
+        ("units", {"a": {"writer": 0, "holders": ["x"]}}),
+        ("locals", {"0": {"writer": 0, "exact": 1, "reasons": []}}),
+        ("files", []),
     ],
 )
-def test_a_forged_manifest_of_version_2_is_refused(tmp_path: Path, key: str, value: object, message: str) -> None:
+def test_a_forged_manifest_of_version_2_is_refused(tmp_path: Path, key: str, value: object) -> None:
     path = JOB.save(tmp_path, 37)
     content = json.loads((path / "manifest.json").read_bytes())
     del content["checksum"]
     (path / "manifest.json").write_bytes(encode_document({**content, key: value}))
-    with pytest.raises(FormatError, match=message):
+    with golden.raises(FormatError):
         load.open_checkpoint(path).read_unit("a")
-    assert message in load.verify(path)[0].text
+    golden.says(load.verify(path)[0].text)
 
 
 def test_a_checkpoint_of_version_2_is_replaced_and_published_again(tmp_path: Path) -> None:

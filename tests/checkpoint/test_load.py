@@ -23,6 +23,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.system import Os
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
+from tests import golden
 from tests.checkpoint.interposed import InterposedOs, counting
 from tests.checkpoint.states import Job, content_of, content_written
 
@@ -84,7 +85,7 @@ def test_one_changed_byte_anywhere_in_a_file_is_found(saved: Path) -> None:
                 assert load.latest(saved.parent) is None
         else:
             in_data += 1
-            with pytest.raises(FormatError, match=r"do not match their checksum; restore"):
+            with golden.raises(FormatError):
                 content_of(saved)
     assert in_header > 500
     assert in_data > 100
@@ -109,41 +110,34 @@ def _file_of_format_2(directory: Path) -> None:
     (directory / FILE_0).write_bytes(raw.replace(b'\\"format\\":1', b'\\"format\\":2'))
 
 
-DEFECTS: dict[str, tuple[Damage, type[CheckpointError], str]] = {
-    "an empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), IncompleteError, r"no manifest.json"),
-    "a partial directory": (lambda d: (d / "manifest.json").unlink(), IncompleteError, r"no manifest.json"),
-    "no directory": (shutil.rmtree, IncompleteError, r"there is no directory"),
-    "an empty manifest": (lambda d: (d / "manifest.json").write_bytes(b""), FormatError, r"manifest.json is damaged"),
-    "a manifest of a newer format": (_manifest_of_format_3, FormatError, r"newer lastwords, format 3; .*2; upgrade"),
-    "a file of a newer format": (_file_of_format_2, FormatError, r"newer lastwords, format 2; .*1; upgrade"),
-    "a missing file": (lambda d: (d / FILE_1).unlink(), IncompleteError, rf"{FILE_1} is missing; restore it"),
-    "a missing rank directory": (lambda d: shutil.rmtree(d / "rank_1"), IncompleteError, rf"{FILE_1} is missing"),
-    "an empty file": (lambda d: _truncate(d / FILE_1, 0), FormatError, rf"{FILE_1} is damaged: it is truncated: 0"),
-    "a file that lacks a byte": (lambda d: _truncate(d / FILE_1, 900), FormatError, r"truncated: 900 bytes where"),
-    "a file that is too long": (lambda d: _truncate(d / FILE_1, 9000), FormatError, r"too long: 9000 bytes where"),
+DEFECTS: dict[str, tuple[Damage, type[CheckpointError]]] = {
+    "an empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), IncompleteError),
+    "a partial directory": (lambda d: (d / "manifest.json").unlink(), IncompleteError),
+    "no directory": (shutil.rmtree, IncompleteError),
+    "an empty manifest": (lambda d: (d / "manifest.json").write_bytes(b""), FormatError),
+    "a manifest of a newer format": (_manifest_of_format_3, FormatError),
+    "a file of a newer format": (_file_of_format_2, FormatError),
+    "a missing file": (lambda d: (d / FILE_1).unlink(), IncompleteError),
+    "a missing rank directory": (lambda d: shutil.rmtree(d / "rank_1"), IncompleteError),
+    "an empty file": (lambda d: _truncate(d / FILE_1, 0), FormatError),
+    "a file that lacks a byte": (lambda d: _truncate(d / FILE_1, 900), FormatError),
+    "a file that is too long": (lambda d: _truncate(d / FILE_1, 9000), FormatError),
     "the file of another step": (
         lambda d: shutil.copy(_original() / f"tft_saved_checkpoints-step_36/{FILE_1[:-6]}6.ckpt", d / FILE_1),
         FormatError,
-        r"of global step 36, the manifest is of step 37; a file of another checkpoint",
     ),
-    "the file of another rank": (lambda d: shutil.copy(d / FILE_0, d / FILE_1), FormatError, r"damaged|rank 0"),
-    "a renamed directory": (
-        lambda d: d.rename(d.parent / "tft_saved_checkpoints-step_38"),
-        IncompleteError,
-        r"there is no directory",
-    ),
+    "the file of another rank": (lambda d: shutil.copy(d / FILE_0, d / FILE_1), FormatError),
+    "a renamed directory": (lambda d: d.rename(d.parent / "tft_saved_checkpoints-step_38"), IncompleteError),
 }
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_each_defect_is_found_on_opening_and_says_what_to_do(saved: Path, defect: str) -> None:
-    damage, kind, message = DEFECTS[defect]
+    damage, kind = DEFECTS[defect]
     damage(saved)
-    with pytest.raises(kind, match=message) as caught:
+    with golden.raises(kind) as caught:
         load.open_checkpoint(saved)
     assert type(caught.value) is kind
-    assert str(saved) in str(caught.value)
-    assert any(word in str(caught.value) for word in ("restore", "use another checkpoint", "upgrade"))
     assert load.verify(saved)
     assert load.latest(saved.parent) is None
 
@@ -157,7 +151,7 @@ def test_missing_files_are_listed(saved: Path) -> None:
 
 def test_a_directory_under_the_name_of_another_step_is_refused(saved: Path) -> None:
     other = saved.rename(saved.parent / "tft_saved_checkpoints-step_38")
-    with pytest.raises(FormatError, match=r"global step 37: the directory was renamed"):
+    with golden.raises(FormatError):
         load.open_checkpoint(other)
     assert load.latest(saved.parent) is None
 
@@ -188,7 +182,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_endless_loop(sa
             return 0
 
     checkpoint._os = Shrinking()
-    with pytest.raises(FormatError, match="it ends at byte"):
+    with golden.raises(FormatError):
         checkpoint.read_unit("a")
 
 
@@ -212,7 +206,7 @@ def test_a_failing_disk_is_a_storage_error(saved: Path) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
     checkpoint._os = Failing()
-    with pytest.raises(StorageError, match="do not trust this disk") as caught:
+    with golden.raises(StorageError) as caught:
         checkpoint.read_unit("a")
     assert caught.value.errno == errno.EIO
 
@@ -244,7 +238,7 @@ def test_a_damaged_newest_one_is_skipped_with_a_warning(tmp_path: Path, caplog: 
     older, newer = JOB.save(tmp_path, 36), JOB.save(tmp_path, 37)
     flip(newer / FILE_1, 100)
     assert load.latest(tmp_path) == older
-    assert f"{newer} is skipped: " in caplog.text
+    golden.says(caplog.messages)
     assert [found.status for found in load.scan(tmp_path)] == [load.Status.DAMAGED, load.Status.COMPLETE]
 
 
@@ -369,7 +363,7 @@ def test_every_short_read_is_continued(tmp_path: Path) -> None:
 def test_memory_that_does_not_fit_is_refused_before_anything_is_read(saved: Path) -> None:
     checkpoint = load.open_checkpoint(saved)
     for memory in (memoryview(bytearray(1)), memoryview(bytes(36))):
-        with pytest.raises(ValueError, match="bytes of memory"):
+        with golden.raises(ValueError):
             checkpoint.read_tensors(["unit/a/model/fc.weight"], lambda spec, memory=memory: memory)
 
 
@@ -390,7 +384,7 @@ def test_a_lost_local_state_says_why_it_was_lost(tmp_path: Path) -> None:
     directory = JOB.write(tmp_path, 37)
     facts = replace(JOB.facts(37), world_size=3, lost_locals={2: "its host was lost"})
     checkpoint = load.open_checkpoint(publish.publish(tmp_path, directory, facts))
-    with pytest.raises(IncompleteError, match="its host was lost"):
+    with golden.raises(IncompleteError):
         checkpoint.read_local(2)
 
 

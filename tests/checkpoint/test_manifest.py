@@ -22,6 +22,7 @@ from lastwords.checkpoint.manifest import Claimed, Manifest, contradiction, read
 from lastwords.checkpoint.part import Part, read_part
 from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.errors import FormatError, IncompleteError
+from tests import golden
 from tests.checkpoint.states import Job
 from tests.checkpoint.test_storable import VALUES, same
 
@@ -159,7 +160,7 @@ def test_a_newer_format_is_named_with_what_to_do() -> None:
     content = json.loads(example()[0])
     del content["checksum"]
     newer = encode_document({**content, "format_version": 3, "units": "something else entirely"})
-    with pytest.raises(FormatError, match=r"written by a newer lastwords, format 3; this one reads up to 2; upgrade"):
+    with golden.raises(FormatError):
         Manifest.decode(newer, WHERE)
 
 
@@ -208,36 +209,34 @@ FILE = BASE.files[0]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"files": (FILE, FILE)}, "one file twice"),
-        ({"units": {}}, "no unit"),
-        ({"files": (replace(FILE, bytes=FILE.bytes + CHUNK_BYTES), BASE.files[1])}, "checksums for"),
-        ({"files": (replace(FILE, header_bytes=FILE.bytes + 1), BASE.files[1])}, "checksums for"),
-        ({"epoch": 5}, "of another step"),
-        ({"epoch": 0, "step": BASE.global_step + 1}, "without an epoch"),
-        ({"files": BASE.files[:1]}, "not among its files"),
-        ({"units": _moved(BASE, FILE.path)}, "written by rank 1"),
-        ({"units": {"a": BASE.units["a"], "c": replace(BASE.units["a"])}}, "listed twice or under"),
-        ({"world_size": 1}, "outside its world"),
-        ({"cause_ranks": (7,)}, "outside its world"),
-        ({"units": {"a/b": replace(BASE.units["a"], tensors=())}}, "must match"),
+        {"files": (FILE, FILE)},
+        {"units": {}},
+        {"files": (replace(FILE, bytes=FILE.bytes + CHUNK_BYTES), BASE.files[1])},
+        {"files": (replace(FILE, header_bytes=FILE.bytes + 1), BASE.files[1])},
+        {"epoch": 5},
+        {"epoch": 0, "step": BASE.global_step + 1},
+        {"files": BASE.files[:1]},
+        {"units": _moved(BASE, FILE.path)},
+        {"units": {"a": BASE.units["a"], "c": replace(BASE.units["a"])}},
+        {"world_size": 1},
+        {"cause_ranks": (7,)},
+        {"units": {"a/b": replace(BASE.units["a"], tensors=())}},
     ],
 )
-def test_each_contradiction_is_named(changes: dict[str, Any], message: str) -> None:
+def test_each_contradiction_is_named(changes: dict[str, Any]) -> None:
     assert contradiction(BASE) is None
     manifest = manifest_with(**changes)
-    found = contradiction(manifest)
-    assert found is not None
-    assert message in found
-    with pytest.raises(FormatError, match=message):
+    golden.says(contradiction(manifest))
+    with golden.raises(FormatError):
         Manifest.decode(manifest.encode(), WHERE)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../../x", "rank_0/../x.ckpt"])
 def test_paths_in_a_manifest_cannot_lead_out_of_its_directory(path: str) -> None:
     forged = manifest_with(files=(replace(FILE, path=path), *BASE.files[1:]), units=_moved(BASE, path))
-    with pytest.raises(FormatError, match="damaged or forged"):
+    with golden.raises(FormatError):
         Manifest.decode(forged.encode(), WHERE)
 
 
@@ -246,7 +245,7 @@ def test_a_key_that_is_no_rank_is_refused(key: str) -> None:
     content = json.loads(example()[0])
     del content["checksum"]
     content["locals"][key] = content["locals"].pop("1")
-    with pytest.raises(FormatError, match="is not a rank") as caught:
+    with golden.raises(FormatError) as caught:
         Manifest.decode(encode_document(content), WHERE)
     assert len(str(caught.value)) < 500
 
@@ -259,7 +258,7 @@ def test_a_directory_without_a_manifest_is_incomplete(tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match=r"manifest\.json") as caught:
         read_manifest(tmp_path)
     assert caught.value.missing == ("manifest.json",)
-    with pytest.raises(IncompleteError, match="no directory"):
+    with golden.raises(IncompleteError):
         read_manifest(tmp_path / "nothing")
 
 
@@ -277,7 +276,7 @@ def test_documents_are_canonical() -> None:
 
 @pytest.mark.parametrize("version", [None, "1", 0, -1, True, 1.0])
 def test_a_document_without_a_sound_version_is_damaged(version: Any) -> None:
-    with pytest.raises(FormatError, match="format version"):
+    with golden.raises(FormatError):
         decode_document(encode_document({"format_version": version}), where=WHERE, version_max=1)
 
 
@@ -321,7 +320,7 @@ def test_a_large_file_that_is_no_manifest_is_not_taken_into_memory(tmp_path: Pat
     tracemalloc.start()
     try:
         assert Claimed.read(tmp_path).published_unix_ns == 0
-        with pytest.raises(FormatError, match="is damaged: it"):
+        with golden.raises(FormatError):
             read_manifest(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:

@@ -26,6 +26,7 @@ from lastwords.checkpoint.meta import (
 )
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import FormatError
+from tests import golden
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,9 +82,7 @@ def test_what_nobody_has_said_is_not_written_and_not_guessed() -> None:
 
 def test_keys_of_a_later_version_are_left_out_and_another_version_is_named() -> None:
     assert UnitMeta.read({**FULL.to_json(), "later": 1}).to_json() == FULL.to_json()
-    with pytest.raises(
-        FormatError, match=r"rank_0/a\.ckpt: its state is of version 2, this lastwords reads 1; upgrade"
-    ):
+    with golden.raises(FormatError):
         UnitMeta.read({**FULL.to_json(), "version": 2}, "rank_0/a.ckpt")
 
 
@@ -115,7 +114,7 @@ def test_what_is_wrong_is_told_with_its_path(wrong: dict[str, Any], told: str) -
 def test_what_every_writer_says_is_missed(key: str) -> None:
     said = FULL.to_json()
     del said[key]
-    with pytest.raises(FormatError, match=f"meta: object missing required field `{key}`"):
+    with golden.raises(FormatError):
         UnitMeta.read(said)
 
 
@@ -212,5 +211,5 @@ def test_a_tensor_that_cannot_be_is_told_with_its_path(change: dict[str, Any], t
     sound = {"name": "a", "dtype": "F32", "shape": [1, 2], "global_shape": [2, 2], "offsets": [1, 0]}
     wrong = {key: value for key, value in {**sound, "name": "b", **change}.items() if value is not None}
     assert _specs_from_json(Fields({"tensors": [sound]}, "file")) == (TensorSpec("a", "F32", (1, 2), (2, 2), (1, 0)),)
-    with pytest.raises(FormatError, match=f"file is damaged: {told}"):
+    with golden.raises(FormatError):
         _specs_from_json(Fields({"tensors": [sound, wrong]}, "file"))

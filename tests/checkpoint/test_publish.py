@@ -20,6 +20,7 @@ from lastwords.checkpoint.part import LocalState, Part, UnitState, read_part, wr
 from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from tests import golden
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.states import Job, content_of, content_written
 
@@ -154,16 +155,16 @@ def test_ranks_write_at_the_same_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("unit/other/model/w", b"1234", r"was given for unit/u/\*"),
-        ("unit/u/grad/w", b"1234", "neither unit/"),
-        ("unit/u/model/w", b"123", "has 3 bytes, its spec says 4"),
+        ("unit/other/model/w", b"1234"),
+        ("unit/u/grad/w", b"1234"),
+        ("unit/u/model/w", b"123"),
     ],
 )
-def test_state_that_does_not_fit_its_spec_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_state_that_does_not_fit_its_spec_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
     state = UnitState([(TensorSpec(name, "U8", (4,)), content)])
-    with pytest.raises((ConfigError, FormatError), match=message):
+    with golden.raises((ConfigError, FormatError)):
         write_part(tmp_path, 0, 1, 1, 1, {"u": state}, {}, {})
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -251,7 +252,7 @@ def test_where_no_writer_knows_it_the_step_has_no_name_and_the_resume_is_not_exa
     assert JOB.verify(directory, 37) == []
     manifest = load.read_published(publish.publish(tmp_path, directory, JOB.facts(37)))
     assert (manifest.named, manifest.epoch, manifest.step, manifest.exact) == (False, 0, 37, False)
-    assert any("had reported its epoch and step" in reason.detail for reason in manifest.reasons)
+    golden.says(reason.detail for reason in manifest.reasons)
 
 
 def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:
@@ -270,15 +271,11 @@ def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tables_bytes_max", [0, publish.TABLES_BYTES_MAX])
 @pytest.mark.parametrize(
-    ("where", "refused"),
-    [
-        ("units", "meta.groups: expected `array`, got `int`"),
-        ("locals", "meta.kind: expected `str`, got `int`"),
-        ("facts", "facts.buckets: expected `object`, got `array`"),
-    ],
+    "where",
+    ["units", "locals", "facts"],
 )
 def test_meta_that_readers_refuse_is_published_all_the_same(
-    tmp_path: Path, where: str, refused: str, tables_bytes_max: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, where: str, tables_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one check too strict would cost the job the state that a reader with a milder one could still use."""
     monkeypatch.setattr(publish, "TABLES_BYTES_MAX", tables_bytes_max)
@@ -302,8 +299,8 @@ def test_meta_that_readers_refuse_is_published_all_the_same(
     path = publish.publish(tmp_path, directory, JOB.facts(37))
     assert publish.publish(tmp_path, JOB.write(tmp_path, 37), JOB.facts(37)) == path, "it knows its own again"
     assert publish.later_than_all(tmp_path, 1) > 1
-    assert refused in load.verify(path)[0].text
-    with pytest.raises(FormatError, match=refused):
+    golden.says(load.verify(path)[0].text)
+    with golden.raises(FormatError):
         content_of(path)
 
 
@@ -313,7 +310,7 @@ def test_a_part_without_a_name_still_says_its_global_step(tmp_path: Path) -> Non
     _move_epoch(directory / "rank_1", layout.EPOCH_UNKNOWN, 36)
     ((rank, text),) = JOB.verify(directory, 37)
     assert rank == 1
-    assert "not of 37" in text
+    golden.says(text)
 
 
 def test_sound_parts_have_no_problem(tmp_path: Path) -> None:
@@ -360,9 +357,9 @@ def test_verify_parts_of_a_directory_that_is_not_there_names_every_writer(tmp_pa
 def test_publishing_without_a_whole_set_of_parts_is_refused(tmp_path: Path) -> None:
     directory = JOB.write(tmp_path, 37)
     (directory / "rank_1/part.json").unlink()
-    with pytest.raises(IncompleteError, match="did not finish"):
+    with golden.raises(IncompleteError):
         publish.publish(tmp_path, directory, JOB.facts(37))
-    with pytest.raises(IncompleteError, match="no writer"):
+    with golden.raises(IncompleteError):
         publish.publish(tmp_path, directory, replace(JOB.facts(37), writers=()))
     assert load.scan(tmp_path) == []
 
@@ -553,7 +550,7 @@ def test_a_newer_part_is_refused_with_the_word_upgrade(tmp_path: Path) -> None:
     path.write_bytes(encode_document({**content, "format_version": 2}))
     [(rank, text)] = JOB.verify(directory, 37)
     assert rank == 1
-    assert "written by a newer lastwords, format 2; this one reads up to 1; upgrade" in text
+    golden.says(text)
 
 
 def test_too_many_replaced_ones_are_an_error_and_no_endless_loop(
@@ -562,5 +559,5 @@ def test_too_many_replaced_ones_are_an_error_and_no_endless_loop(
     monkeypatch.setattr(publish, "_REPLACED_MAX", 2)
     JOB.save(tmp_path, 37)
     Job(name="second").save(tmp_path, 37)
-    with pytest.raises(StorageError, match="remove some"):
+    with golden.raises(StorageError):
         Job(name="third").save(tmp_path, 37)

@@ -37,6 +37,7 @@ from lastwords.errors import (
 )
 from lastwords.integrations.transform import transform
 from lastwords.integrations.transform_files import transform_all
+from tests import golden
 from tests.checkpoint.elastic import QUICK, Whole, content_of, naive_holding, save_naively
 from tests.checkpoint.interposed import InterposedOs, counting, failing
 
@@ -108,11 +109,10 @@ def test_any_rank_of_a_group_will_do(made: Made) -> None:
 
 
 def test_a_missing_rank_is_named_after_its_group_was_tried(made: Made) -> None:
-    with pytest.raises(IncompleteError, match=r"model/w\[4:8, 0:6\] is held by source rank\(s\) 1, 3; source rank 1 is "
-                       r"missing: no file .*for it \(missing too: 3\).*No other rank of its") as caught:  # fmt: skip
+    with golden.raises(IncompleteError) as caught:  # fmt: skip
         made.move(files={0: made.files[0], 2: made.files[2]})
     assert caught.value.missing == ("rank 1", "rank 3")
-    with pytest.raises(IncompleteError, match=r"source rank 1 is missing: its file .*gone.ckpt does not exist"):
+    with golden.raises(IncompleteError):
         made.move(files={0: made.files[0], 1: str(made.tmp / "gone.ckpt")})
     assert not (made.tmp / "out.ckpt").exists()
 
@@ -132,7 +132,7 @@ def test_files_of_last_words_serve_with_the_strategy_of_their_checkpoint(made: M
         out = made.move(files=files, src_strategy_file=source)
         assert made.is_right(out, columns(3), 1)
         out.unlink()
-    with pytest.raises(StrategyError, match=r"of a sharded job .*give its strategy"):
+    with golden.raises(StrategyError):
         made.move(files=files, src_strategy_file=None)
 
 
@@ -159,7 +159,7 @@ def test_files_that_lie_in_their_checkpoint_are_checked_and_others_cannot_be(mad
     files = in_checkpoint(made)
     wanted = made.job.arrays["model/w"][1][0, 2:].tobytes()
     changed_bit(files[2], wanted)
-    with pytest.raises(FormatError, match=r"rank_2/.*do not match their checksum"):
+    with golden.raises(FormatError):
         made.move(files=files)
     assert not list(made.tmp.glob("*out.ckpt*"))
     changed_bit(files[2], bytes([wanted[0] ^ 1]) + wanted[1:])
@@ -170,14 +170,14 @@ def test_files_that_lie_in_their_checkpoint_are_checked_and_others_cannot_be(mad
     assert not made.is_right(out, columns(3), 1), "the control, and the documented limit of files without a manifest"
     out.unlink()
     changed_bit(files[3], made.job.arrays["model/w"][1][4, 2:].tobytes())
-    with pytest.raises(FormatError, match=r"rank_3/.*do not match their checksum"):
+    with golden.raises(FormatError):
         made.move(files={**files, 2: str(apart)})  # one that is known beside one that is not
 
 
 def test_a_damaged_header_of_a_file_in_its_checkpoint_is_an_error(made: Made) -> None:
     files = in_checkpoint(made)
     changed_bit(files[3], b"betas")
-    with pytest.raises(FormatError, match="its header does not match its checksum"):
+    with golden.raises(FormatError):
         made.move(files=files)
 
 
@@ -185,10 +185,10 @@ def test_a_manifest_that_is_damaged_or_does_not_list_the_file_is_an_error(made: 
     files = in_checkpoint(made)
     stray = Path(files[2]).with_name("stray.ckpt")
     shutil.copy(files[2], stray)
-    refused(made, FormatError, r"manifest.json is damaged: it does not list rank_2/stray.ckpt",
+    refused(made, FormatError,
             files={**files, 2: str(stray)})  # fmt: skip
     changed_bit(str(made.checkpoint / "manifest.json"), b"exact")
-    refused(made, FormatError, r"manifest.json is damaged: its bytes do not match its checksum", files=files)
+    refused(made, FormatError, files=files)
 
 
 COUNT = "I64", (2,), np.full(2, 2, np.int64).tobytes()
@@ -249,7 +249,7 @@ def test_a_strategy_may_list_small_buffers_as_that_of_a_model_without_content_do
 
 
 def test_a_listed_buffer_whose_file_may_be_missing_is_not_left_out_in_silence(made: Made) -> None:
-    refused(made, IncompleteError, r"buffer/big\[0:2\] is held by source rank\(s\) 0, 1, 2, 3; source rank 2 is miss",
+    refused(made, IncompleteError,
             source=listing(made.source, "big", 4), files={rank: made.files[rank] for rank in (0, 1)})  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def test_without_strategies_everything_is_whole_in_any_one_file(made: Made) -> N
     assert made.is_right(whole, one, 0)
     again = made.move(0, files={5: str(whole)}, to=None, src_strategy_file=None, out=str(made.tmp / "again.ckpt"))
     assert content_of(again) == content_of(whole)
-    with pytest.raises(ValueError, match=r"holds only parts of tensors, such as .* give the strategy"):
+    with golden.raises(ValueError):
         made.move(0, to=None, src_strategy_file=None, out=str(made.tmp / "third.ckpt"))
 
 
@@ -279,13 +279,13 @@ def test_plain_safetensors_reads_it_and_the_names_are_plain(made: Made) -> None:
 def test_a_rank_that_is_no_int_is_a_type_error(made: Made, rank: Any) -> None:
     with pytest.raises(TypeError, match="rank_id"):
         made.move(rank)
-    with pytest.raises(TypeError, match="a source rank must be an int"):
+    with golden.raises(TypeError):
         made.move(files={"0": made.files[0]})
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.ckpt.tmp"])
 def test_a_name_that_does_not_end_in_ckpt_is_a_value_error(made: Made, name: str) -> None:
-    with pytest.raises(ValueError, match=r"must end in \.ckpt"):
+    with golden.raises(ValueError):
         made.move(out=str(made.tmp / name))
 
 
@@ -296,18 +296,18 @@ def test_arguments_of_another_type_are_type_errors(made: Made) -> None:
 
 
 def test_a_rank_outside_the_destination_an_empty_strategy_and_none_at_all_are_value_errors(made: Made) -> None:
-    with pytest.raises(ValueError, match="the destination has the ranks 0 to 2"):
+    with golden.raises(ValueError):
         made.move(3)
     (made.tmp / "empty").touch()
-    with pytest.raises(ValueError, match="is empty"):
+    with golden.raises(ValueError):
         made.move(to=str(made.tmp / "empty"))
-    with pytest.raises(ValueError, match="no strategy file"):
+    with golden.raises(ValueError):
         made.move(src_strategy_file=str(made.tmp / "nothing"))
 
 
 def test_an_existing_file_is_left_as_it_is(made: Made) -> None:
     (made.tmp / "out.ckpt").write_text("mine")
-    with pytest.raises(ValueError, match="exists already and is left as it is"):
+    with golden.raises(ValueError):
         made.move()
     assert (made.tmp / "out.ckpt").read_text() == "mine"
 
@@ -315,7 +315,7 @@ def test_an_existing_file_is_left_as_it_is(made: Made) -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def refused(made: Made, kind: type[Exception], match: str, source: Strategy | None = None, to: Strategy | None = None,
+def refused(made: Made, kind: type[Exception], source: Strategy | None = None, to: Strategy | None = None,
             **more: Any) -> None:  # fmt: skip
     if source is not None:
         save_strategy_file(source, made.tmp / "other source", QUICK)
@@ -323,7 +323,7 @@ def refused(made: Made, kind: type[Exception], match: str, source: Strategy | No
     if to is not None:
         save_strategy_file(to, made.tmp / "other", QUICK)
         more["to"] = str(made.tmp / "other")
-    with pytest.raises(kind, match=match):
+    with golden.raises(kind):
         made.move(**more)
     assert not list(made.tmp.glob("*out.ckpt*"))
 
@@ -334,40 +334,40 @@ def changed(strategy: Strategy, change: Callable[[Cut], Cut]) -> Strategy:
 
 def test_strategies_of_two_models_are_refused_by_tensor(made: Made) -> None:
     other = Strategy(3, {"model/v": columns(3).tensors["model/w"]})
-    refused(made, MismatchError, "only the source has model/w; only the destination has model/v", to=other)
+    refused(made, MismatchError, to=other)
 
 
 def test_another_shape_is_refused_by_tensor(made: Made) -> None:
     longer = Strategy(1, {"model/w": Cut("F32", (9, 6), (Held(Box((0, 0), (9, 6)), (0,)),))})
-    refused(made, MismatchError, r"model/w is F32 \(8, 6\) in the source and F32 \(9, 6\)", to=longer, rank=0)
+    refused(made, MismatchError, to=longer, rank=0)
 
 
 def test_another_type_is_refused_by_tensor(made: Made) -> None:
     other = changed(columns(3), lambda cut: replace(cut, dtype="BF16"))
-    refused(made, MismatchError, r"model/w is F32 \(8, 6\) in the source and BF16", to=other)
+    refused(made, MismatchError, to=other)
 
 
 def test_overlapping_boxes_are_refused_by_tensor_and_region(made: Made) -> None:
     wide = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 3), (8, 3)), (1,)))
-    refused(made, StrategyError, r"strategy .*/other: model/w: rank 0 and rank 1 both have \[0:8, 3:4\].*; save the",
+    refused(made, StrategyError,
             to=Strategy(2, {"model/w": Cut("F32", W, wide)}))  # fmt: skip
 
 
 def test_what_no_rank_has_is_refused_by_tensor_and_region(made: Made) -> None:
     gap = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 5), (8, 1)), (1,)))
     for which in ("to", "source"):
-        refused(made, StrategyError, r"other.*: model/w\[0:8, 4:5\] is held by no rank; save the strategy again",
+        refused(made, StrategyError,
                 **{which: Strategy(2, {"model/w": Cut("F32", W, gap)})})  # fmt: skip
         (made.tmp / "other").unlink(missing_ok=True)
 
 
 def test_a_box_outside_of_its_tensor_is_refused(made: Made) -> None:
     out = (Held(Box((0, 0), (8, 4)), (0,)), Held(Box((0, 4), (8, 3)), (1,)))
-    refused(made, StrategyError, r"other: model/w: rank 1 has \[0:8, 4:7\], which is not inside its shape \(8, 6\);",
+    refused(made, StrategyError,
             to=Strategy(2, {"model/w": Cut("F32", W, out)}))  # fmt: skip
     (made.tmp / "other").unlink()
     flat = (Held(Box((0,), (48,)), (0, 1)),)
-    refused(made, StrategyError, r"other: model/w: rank 0 has \[0:48\], which is not inside its shape \(8, 6\);",
+    refused(made, StrategyError,
             to=Strategy(2, {"model/w": Cut("F32", W, flat)}))  # fmt: skip
 
 
@@ -383,23 +383,23 @@ def test_a_strategy_made_by_hand_that_fits_no_job_is_named_with_what_to_do(made:
     def held(ranks: list[int], offsets: list[int]) -> Callable[[dict[str, Any]], object]:
         return lambda content: content["tensors"]["model/w"]["held"].__setitem__(0, [offsets, [8, 2], ranks])
 
-    for change, words in (
-        (held([0], [0, -2]), r"columns is damaged: tensors\['model/w'\]\.held\[0\]\[0\]\[1\]: expected `int` >= 0"),
-        (held([-1], [0, 0]), r"columns is damaged: tensors\['model/w'\]\.held\[0\]\[2\]\[0\]: expected `int` >= 0"),
-        (held([7], [0, 0]), "columns: model/w is held by rank 7, but there are only 3 ranks"),
+    for change in (
+        held([0], [0, -2]),
+        held([-1], [0, 0]),
+        held([7], [0, 0]),
     ):
         for argument in ("to", "src_strategy_file"):
             (made.tmp / "columns").unlink()
             save_strategy_file(columns(3), made.tmp / "columns", QUICK)
-            with pytest.raises(StrategyError, match=f"{words}.*; save the strategy again"):
+            with golden.raises(StrategyError):
                 made.move(**{argument: hand_made(made.tmp / "columns", change)})  # type: ignore[arg-type]
-        with pytest.raises(StrategyError, match=words):
+        with golden.raises(StrategyError):
             lastwords.rank_list_for_transform(0, None, made.columns)
 
 
 def test_a_damaged_strategy_file_is_to_be_saved_again_and_no_checkpoint_is_spoken_of(made: Made) -> None:
     changed_bit(made.columns, b"held")
-    with pytest.raises(StrategyError, match=r"columns is damaged: .*; save the strategy again") as caught:
+    with golden.raises(StrategyError) as caught:
         made.move()
     assert "checkpoint" not in str(caught.value)
 
@@ -408,29 +408,29 @@ def test_files_of_two_steps_are_refused_naming_both(made: Made) -> None:
     later = save_naively(made.tmp / "later", made.job, made.source, step=8, os=QUICK)
     transform_all(str(later), str(made.tmp / "later files"), "p", None, made.four, os=QUICK)
     files = {**made.files, 1: str(made.tmp / "later files/rank_1/p1.ckpt")}
-    refused(made, MismatchError, "p0.ckpt is of global step 7 and .*p1.ckpt of step 8", files=files)
+    refused(made, MismatchError, files=files)
 
 
 def test_a_file_of_another_part_than_the_strategy_says_is_refused(made: Made) -> None:
-    refused(made, MismatchError, r"model/w is F32 \[0:4, 0:6\] there; the source's strategy gives rank 1 \[4:8, 0:6\]",
+    refused(made, MismatchError,
             files={**made.files, 1: made.files[0]})  # fmt: skip
     quarters = rows(4)
-    refused(made, MismatchError, r"gives rank 0 \[0:2, 0:6\]", source=quarters)
+    refused(made, MismatchError, source=quarters)
 
 
 @pytest.mark.parametrize(
-    ("content", "match"),
+    "content",
     [
-        (b"", "less than the smallest header"),
-        (b"\x10" + bytes(30), "damaged"),
-        (b"PK\x03\x04" + b"zip of torch.save", "looks like a file of torch.save"),
-        (b"\x80\x02}q\x00." + b"pickle", "looks like a file of torch.save"),
-        (b"\x02\0\0\0\0\0\0\0{}", "not written by lastwords"),
+        b"",
+        b"\x10" + bytes(30),
+        b"PK\x03\x04" + b"zip of torch.save",
+        b"\x80\x02}q\x00." + b"pickle",
+        b"\x02\0\0\0\0\0\0\0{}",
     ],
 )
-def test_a_file_that_is_none_of_ours_is_refused(made: Made, content: bytes, match: str) -> None:
+def test_a_file_that_is_none_of_ours_is_refused(made: Made, content: bytes) -> None:
     Path(made.files[0]).write_bytes(content)
-    refused(made, FormatError, match)
+    refused(made, FormatError)
 
 
 def test_a_file_of_a_newer_format_asks_for_an_upgrade(made: Made) -> None:
@@ -438,7 +438,7 @@ def test_a_file_of_a_newer_format_asks_for_an_upgrade(made: Made) -> None:
     newer = raw.replace(b'{\\"format\\":1,', b'{\\"format\\":9,')
     assert newer != raw
     Path(made.files[0]).write_bytes(newer)
-    refused(made, FormatError, "newer lastwords, format 9")
+    refused(made, FormatError)
 
 
 def test_state_with_a_shape_of_its_own_cannot_be_moved(made: Made) -> None:
@@ -449,7 +449,7 @@ def test_state_with_a_shape_of_its_own_cannot_be_moved(made: Made) -> None:
     strategy = Strategy(1, {"model/w": Cut("F32", W, (Held(original, (0,)),))})
 
     saved = _factored(directory, made.job, strategy, made.source)
-    with pytest.raises(MismatchError, match=r"'row' of 'w' has the shape \(5,\)"):
+    with golden.raises(MismatchError):
         CheckpointSource(open_checkpoint(saved))
 
 
@@ -495,7 +495,7 @@ def test_a_source_that_is_replaced_while_it_is_read_is_an_error(made: Made) -> N
             Path(made.files[1]).write_bytes(raw)
             return super().pwrite(fd, data, offset)
 
-    with pytest.raises(ReplacedError, match=r"p1.ckpt was replaced, changed or removed while it was read"):
+    with golden.raises(ReplacedError):
         moved_on(Replacing(), made, made.tmp / "out.ckpt")
     assert not list(made.tmp.glob("*out.ckpt*"))
 
@@ -506,7 +506,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_has_been_changed_and_is_not_c
             Path(made.files[1]).write_bytes(b"")
             return super().pwrite(fd, data, offset)
 
-    with pytest.raises(ReplacedError, match=r"p1.ckpt was replaced, changed or removed"):
+    with golden.raises(ReplacedError):
         moved_on(Truncating(), made, made.tmp / "out.ckpt")
     assert not list(made.tmp.glob("*out.ckpt*"))
 
@@ -551,7 +551,7 @@ def test_what_a_killed_process_left_is_no_obstacle_and_a_living_one_is(made: Mad
     hidden.write_bytes(b"half")
     with LockFile(made.tmp / ".tmp-out.ckpt.lock").held() as mine:
         assert mine
-        with pytest.raises(BusyError, match="being written by another process"):
+        with golden.raises(BusyError):
             made.move()
     assert hidden.read_bytes() == b"half"
 

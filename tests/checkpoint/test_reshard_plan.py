@@ -25,6 +25,7 @@ from lastwords.checkpoint.boxes import (
 )
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
 from lastwords.errors import FormatError, IncompleteError, MismatchError
+from tests import golden
 
 Shape = tuple[int, ...]
 
@@ -151,25 +152,25 @@ def test_what_is_left_of_a_box_is_disjoint_and_complete() -> None:
 
 def test_shards_that_share_elements_are_refused_with_tensor_and_region() -> None:
     tensor = divided((4, 2), [Box((0, 0), (3, 2)), Box((2, 0), (2, 2))])
-    with pytest.raises(FormatError, match=r"w: shard 0 and shard 1 both have \[2:3, 0:2\]"):
+    with golden.raises(FormatError):
         check_shards(tensor)
     check_shards(divided((4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (1, 2))]))  # the control
 
 
 def test_shards_outside_the_whole_are_refused() -> None:
-    with pytest.raises(FormatError, match=r"has \[3:5\], which is not inside its shape \(4,\)"):
+    with golden.raises(FormatError):
         check_shards(divided((4,), [Box((3,), (2,))]))
 
 
 def test_a_box_of_another_shape_is_another_model() -> None:
     tensor = divided((4, 2), [whole((4, 2))])
     for wanted in (whole((4, 3)), whole((8,)), Box((3, 0), (2, 2))):
-        with pytest.raises(MismatchError, match="the model of the saved run"):
+        with golden.raises(MismatchError):
             slices_for(tensor, wanted)
 
 
 def test_gaps_are_named_with_tensor_and_region() -> None:
-    with pytest.raises(IncompleteError, match=r"w\[2:3\] is in no file") as caught:
+    with golden.raises(IncompleteError) as caught:
         check_covered([divided((4,), [Box((0,), (2,)), Box((3,), (1,))])])
     assert caught.value.missing == ("w[2:3]",)
 

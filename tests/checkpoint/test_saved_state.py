@@ -16,6 +16,7 @@ from lastwords.checkpoint.reshard.state_trees import mapped, renamed
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.reshard.transform_plan import by_holders, meta_of, planned, whole_strategy
 from lastwords.errors import FormatError, MismatchError
+from tests import golden
 
 
 def meta(parameters: dict[str, str], **more: Any) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def test_tensors_inside_of_a_value_are_whole_wherever_the_state_is() -> None:
              optimizer_state={"w": {"dict": [["hist", {"list": [tensor("optim/w/hist.0", (30,))]}]]}})
         for k in range(2)
     ]  # fmt: skip
-    with pytest.raises(MismatchError, match="'hist' of 'w' has the shape"):
+    with golden.raises(MismatchError):
         join(parts, copies=False)
 
 
@@ -130,24 +131,24 @@ def test_contradictions_are_named() -> None:
     with pytest.raises(FormatError, match=r"w is F32 \(4,\) in a and BF16 \(4,\) in b"):
         join(two_types, copies=False)
     stages = [unit(label, [TensorSpec("model/w", "F32", (4,))]) for label in "ab"]
-    with pytest.raises(FormatError, match=r"w: a and b both have \[0:4\]"):
+    with golden.raises(FormatError):
         join(stages, copies=False).check()
     join(stages, copies=True).check()
-    with pytest.raises(FormatError, match="is bfloat16 there, and float32 elsewhere"):
+    with golden.raises(FormatError):
         join([stages[0], unit("b", [TensorSpec("model/w", "F32", (4,))], parameters={"w": "bfloat16"})], copies=False)
-    with pytest.raises(FormatError, match="names the tensor 'model/v', but it is not there"):
+    with golden.raises(FormatError):
         join([unit("a", [], parameters={"v": "float32"})], copies=False)
     keys = [
         unit(f"unit {k}", [half("model/w", k)], optimizer_state={"w": {"dict": [[f"key {k}", {"plain": 1}]]}})
         for k in range(2)
     ]
-    with pytest.raises(FormatError, match="other keys in each of its shards"):
+    with golden.raises(FormatError):
         join(keys, copies=False)
     differ = [
         unit(f"unit {k}", [half("model/w", k)], optimizer_state={"w": {"dict": [["n", {"plain": k}]]}})
         for k in range(2)
     ]
-    with pytest.raises(FormatError, match="'n' of 'w' differs between shards"):
+    with golden.raises(FormatError):
         join(differ, copies=False)
 
 

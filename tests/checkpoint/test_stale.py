@@ -14,6 +14,7 @@ import pytest
 from lastwords.checkpoint import layout, stale
 from lastwords.checkpoint.stale import Claim, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, boot_id
+from tests import golden
 from tests.checkpoint.interposed import InterposedOs
 from tests.checkpoint.states import Job
 
@@ -205,7 +206,7 @@ def test_a_whole_checkpoint_that_only_lacks_its_name_is_left_for_a_person(
     REAL_OS.rename(OTHER.save(tmp_path, 37), directory / "whole")  # only to have a manifest
     (directory / "whole/manifest.json").rename(directory / "manifest.json")
     assert remove_stale(tmp_path, OTHER.name, 3) == []
-    assert f"rename it to {layout.checkpoint_dir(tmp_path, 30)}" in caplog.text
+    golden.says(caplog.messages)
     # Negative control: with a checkpoint of that step in place, it is what was pushed aside, and may go.
     replace(OTHER, incident=2).save(tmp_path, 30)
     assert remove_stale(tmp_path, OTHER.name, 3) == [directory]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from lastwords.checkpoint.storable import _FORMS, DEPTH_MAX, pack, refuse_unstorable, unpack
 from lastwords.errors import ConfigError, FormatError
+from tests import golden
 
 FLOATS = st.floats() | st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0])
 NUMPY = st.builds(
@@ -118,7 +119,7 @@ def test_what_a_user_may_store_can_be_packed_in_a_tree_and_then_once_more() -> N
         value = {"dict": [[1, value]]}
     packed = pack({"meta": pack(value)})
     assert same(unpack(unpack(json.loads(json.dumps(packed)))["meta"]), value)
-    with pytest.raises(ConfigError, match="nested more than 32 deep"):
+    with golden.raises(ConfigError):
         refuse_unstorable(nested(DEPTH_MAX + 1), "extras")
 
 
@@ -139,30 +140,30 @@ zoned = datetime.datetime(2026, 11, 22, tzinfo=zoneinfo.ZoneInfo("UTC"))
 
 
 @pytest.mark.parametrize(
-    ("value", "path"),
+    "value",
     [
-        ({"a": [1, object()]}, r"extras\['a'\]\[1\] is a builtins.object"),
-        ({"a": (1, lambda: 0)}, r"extras\['a'\]\[1\] is a builtins.function"),
-        ({3: np.zeros(1, "V4")[0]}, r"extras\[3\] is a numpy.void"),
-        ({"a": zoned}, r"extras\['a'\] is a datetime.datetime"),
-        ({"a": Ratio(0.5)}, r"extras\['a'\] is a .*Ratio"),
-        ({"a": np.zeros(1)}, r"extras\['a'\] is a numpy.ndarray"),
-        ({"a": Colour.RED}, r"extras\['a'\] is a .*Colour"),
-        ({"a": defaultdict(lambda: 1)}, r"extras\['a'\] is a collections.defaultdict"),
-        ({"a": deque([object()])}, r"extras\['a'\]\[0\] is a builtins.object"),
-        ({Colour.RED: 1}, "extras key is a .*Colour"),
-        ({"a": 1 << 10_000}, "10001 bits"),
+        {"a": [1, object()]},
+        {"a": (1, lambda: 0)},
+        {3: np.zeros(1, "V4")[0]},
+        {"a": zoned},
+        {"a": Ratio(0.5)},
+        {"a": np.zeros(1)},
+        {"a": Colour.RED},
+        {"a": defaultdict(lambda: 1)},
+        {"a": deque([object()])},
+        {Colour.RED: 1},
+        {"a": 1 << 10_000},
     ],
 )
-def test_what_cannot_be_stored_is_refused_with_its_path(value: Any, path: str) -> None:
-    with pytest.raises(ConfigError, match=path):
+def test_what_cannot_be_stored_is_refused_with_its_path(value: Any) -> None:
+    with golden.raises(ConfigError):
         refuse_unstorable(value, "extras")
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(ConfigError, match="contains itself"):
+    with golden.raises(ConfigError):
         refuse_unstorable(loop, "extras")
 
 

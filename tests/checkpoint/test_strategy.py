@@ -25,6 +25,7 @@ from lastwords.checkpoint.reshard.strategy import (
 )
 from lastwords.checkpoint.reshard.strategy_needs import rank_list_for_transform
 from lastwords.errors import ConfigError, FormatError, MismatchError, StorageError, StrategyError
+from tests import golden
 from tests.checkpoint.interposed import InterposedOs, counting
 from tests.checkpoint.simulated_disk import SimulatedOs
 
@@ -85,9 +86,9 @@ def test_each_file_is_read_once_and_each_way_of_cutting_is_checked_once_for_all_
 
 def test_boxes_that_overlap_or_leave_out_are_named() -> None:
     held = (Held(Box((0,), (3,)), (0,)), Held(Box((2,), (2,)), (1,)))
-    with pytest.raises(FormatError, match=r"w: rank 0 and rank 1 both have \[2:3\]"):
+    with golden.raises(FormatError):
         Strategy(2, {"w": Cut("F32", (4,), held)}).check()
-    with pytest.raises(StrategyError, match=r"w\[3:4\] is held by no rank"):
+    with golden.raises(StrategyError):
         Strategy(2, {"w": Cut("F32", (4,), held[:1])}).check()
 
 
@@ -110,7 +111,7 @@ def test_an_empty_or_damaged_file_is_a_value_error(content: bytes, tmp_path: Pat
 
 
 def test_a_missing_file_is_a_value_error_and_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no strategy file"):
+    with golden.raises(ValueError):
         load_strategy(tmp_path / "nothing")
     path = Path(saved(rows(4), tmp_path / "four"))
     with pytest.raises(StorageError):
@@ -123,7 +124,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="model/w is F32"):
         rank_list_for_transform(0, four, saved(rows(1, length=16), tmp_path / "longer"))
     strange = Strategy(1, {"model/other": Cut("F32", (1,), (Held(Box((0,), (1,)), (0,)),))})
-    with pytest.raises(MismatchError, match="only the destination has model/other"):
+    with golden.raises(MismatchError):
         rank_list_for_transform(0, four, saved(strange, tmp_path / "strange"))
 
 
@@ -173,12 +174,12 @@ def test_the_ranks_for_state_that_is_not_listed_yet(tmp_path: Path) -> None:
 def test_a_state_of_another_shape_than_its_parameter_or_a_rank_outside_the_world_is_refused() -> None:
     owned = before_the_first_step(2, owners=True)
     wrong = Cut("", (6, 2), (Held(Box((0, 0), (6, 2)), (0,)),))
-    with pytest.raises(StrategyError, match=r"optim/w has the shape \(6, 2\), but its parameter has \(12, 2\)"):
+    with golden.raises(StrategyError):
         Strategy(2, {**owned.tensors, "optim/w": wrong}).check()
-    with pytest.raises(StrategyError, match="held by rank 1, but there are only 1 ranks"):
+    with golden.raises(StrategyError):
         Strategy(1, owned.tensors).check()
     twice = Cut("F32", (2,), (Held(Box((0,), (1,)), (0,)), Held(Box((1,), (1,)), (0,))))
-    with pytest.raises(StrategyError, match="model/v: rank 0 holds two parts"):
+    with golden.raises(StrategyError):
         Strategy(1, {"model/v": twice}).check()
 
 
@@ -200,7 +201,7 @@ def test_stages_that_are_not_there_are_upstreams_errors(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError):
         merge_pipeline_strategys(str(tmp_path / "nothing"), str(tmp_path / "all"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="is empty"):
+    with golden.raises(ValueError):
         merge_pipeline_strategys(str(tmp_path / "empty"), str(tmp_path / "all"))
 
 
@@ -247,11 +248,11 @@ def test_stages_of_different_worlds_and_files_that_overlap_are_refused_by_name(t
         (tmp_path / name).mkdir()
     save_strategy_file(rows(2), tmp_path / "worlds" / "0")
     save_strategy_file(rows(4), tmp_path / "worlds" / "1")
-    with pytest.raises(StrategyError, match=r"worlds/1 is of a world of 4 ranks and .*worlds/0"):
+    with golden.raises(StrategyError):
         merge_pipeline_strategys(str(tmp_path / "worlds"), str(tmp_path / "all"))
     save_strategy_file(rows(4), tmp_path / "overlap" / "0")
     save_strategy_file(rows(4, copies=2), tmp_path / "overlap" / "1")
-    with pytest.raises(StrategyError, match=r"overlap are inconsistent: model/w"):
+    with golden.raises(StrategyError):
         merge_pipeline_strategys(str(tmp_path / "overlap"), str(tmp_path / "all"))
     assert not (tmp_path / "all").exists()
 
@@ -297,24 +298,24 @@ def test_a_missing_stage_is_seen_by_the_ranks_that_hold_nothing(tmp_path: Path) 
     stages.mkdir()
     first = Cut("F32", (2,), (Held(Box((0,), (2,)), (0, 1)),))
     save_strategy_file(Strategy(4, {"model/a": first}), stages / "0")
-    with pytest.raises(StrategyError, match=r"these of 4 ranks hold no tensor: 2, 3;"):
+    with golden.raises(StrategyError):
         merge_pipeline_strategys(str(stages), str(tmp_path / "all"))
     assert not (tmp_path / "all").exists()
 
 
 def test_arguments_of_another_type_are_named(tmp_path: Path) -> None:
     wrong: Any = 7
-    for call, name in (
-        (lambda: merge_pipeline_strategys(wrong, "all"), "src_strategy_dirs"),
-        (lambda: merge_pipeline_strategys(str(tmp_path), wrong), "dst_strategy_file"),
-        (lambda: rank_list_for_transform(0, wrong, None), "src_strategy_file"),
-        (lambda: rank_list_for_transform(0, None, wrong), "dst_strategy_file"),
+    for call in (
+        lambda: merge_pipeline_strategys(wrong, "all"),
+        lambda: merge_pipeline_strategys(str(tmp_path), wrong),
+        lambda: rank_list_for_transform(0, wrong, None),
+        lambda: rank_list_for_transform(0, None, wrong),
     ):
-        with pytest.raises(TypeError, match=f"{name} must be a str, not 7"):
+        with golden.raises(TypeError):
             call()
 
 
 def test_a_world_that_no_job_has_is_not_believed(tmp_path: Path) -> None:
     path = Path(saved(Strategy(10**12, rows(1).tensors), tmp_path / "huge"))
-    with pytest.raises(StrategyError, match=r"huge is damaged: its world_size is 1000000000000; a job has"):
+    with golden.raises(StrategyError):
         load_strategy(path)

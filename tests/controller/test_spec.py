@@ -11,6 +11,7 @@ import pytest
 from lastwords.controller.events import ControllerOptions
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError
+from tests import golden
 
 SPEC = ControllerSpec("127.0.0.1", 30051, "digits", 3, 4, Path("/ckpt"))
 
@@ -31,26 +32,26 @@ def test_a_spec_survives_the_command_line(spec: ControllerSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    "changes",
     [
-        ({"ip": "0.0.0.0"}, "ctrl_ip"),
-        ({"ip": "::"}, "ctrl_ip"),
-        ({"ip": ""}, "ctrl_ip"),
-        ({"port": 0}, "ctrl_port"),
-        ({"port": 65536}, "ctrl_port"),
-        ({"job": "../escape"}, "job name"),
-        ({"nonce": "../escape"}, "nonce"),
-        ({"world_size": 0}, "world size"),
-        ({"generation": -1}, "generation"),
-        ({"root": Path("relative")}, "absolute"),
-        ({"fallback_root": Path("relative")}, "absolute"),
-        ({"options": ControllerOptions(settle_timeout_s=0.0)}, "settle_timeout_s"),
-        ({"options": ControllerOptions(keepalive_time_s=float("nan"))}, "keepalive_time_s"),
-        ({"options": ControllerOptions(exit_timeout_s=float("inf"))}, "exit_timeout_s"),
+        {"ip": "0.0.0.0"},
+        {"ip": "::"},
+        {"ip": ""},
+        {"port": 0},
+        {"port": 65536},
+        {"job": "../escape"},
+        {"nonce": "../escape"},
+        {"world_size": 0},
+        {"generation": -1},
+        {"root": Path("relative")},
+        {"fallback_root": Path("relative")},
+        {"options": ControllerOptions(settle_timeout_s=0.0)},
+        {"options": ControllerOptions(keepalive_time_s=float("nan"))},
+        {"options": ControllerOptions(exit_timeout_s=float("inf"))},
     ],
 )
-def test_a_spec_is_refused_with_the_name_of_what_is_wrong(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_a_spec_is_refused_with_the_name_of_what_is_wrong(changes: dict[str, Any]) -> None:
+    with golden.raises(ConfigError):
         dataclasses.replace(SPEC, **changes).check()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from demo.digits import DigitsError, load_training_set, read_idx
+from tests import golden
 
 
 def idx(array: np.ndarray, *, type_code: int = 8) -> bytes:
@@ -50,22 +51,22 @@ def test_a_missing_file_is_named_together_with_the_way_out(mnist: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "message"),
+    "raw",
     [
-        (b"", "starts with"),
-        (b"\x89PNG....", "starts with 89504e47"),
-        (idx(np.zeros((1, 28, 28)), type_code=13), "starts with 00000d03"),
-        (idx(np.zeros(4)), "starts with 00000801"),
-        (idx(np.zeros((1, 28, 28)))[:10], "shorter than its own header"),
-        (idx(np.zeros((1, 28, 28)))[:-1], r"799 bytes, but its header says \(1, 28, 28\): 800"),
-        (idx(np.zeros((1, 28, 28))) + b"x", "801 bytes"),
-        (gzip.compress(idx(np.zeros((1, 28, 28))), mtime=0)[:-9], "damaged gzip"),
+        b"",
+        b"\x89PNG....",
+        idx(np.zeros((1, 28, 28)), type_code=13),
+        idx(np.zeros(4)),
+        idx(np.zeros((1, 28, 28)))[:10],
+        idx(np.zeros((1, 28, 28)))[:-1],
+        idx(np.zeros((1, 28, 28))) + b"x",
+        gzip.compress(idx(np.zeros((1, 28, 28))), mtime=0)[:-9],
     ],
 )
-def test_a_file_that_is_not_what_it_should_be_is_refused(tmp_path: Path, raw: bytes, message: str) -> None:
+def test_a_file_that_is_not_what_it_should_be_is_refused(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(raw)
-    with pytest.raises(DigitsError, match=message):
+    with golden.raises(DigitsError):
         read_idx(path, dimensions=3)
 
 

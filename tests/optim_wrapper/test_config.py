@@ -16,6 +16,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch import config
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.processor.events import ProcessorOptions
+from tests import golden
 
 GOOD: dict[str, Any] = {"ctrl_rank_id": 0, "ctrl_ip": "127.0.0.1", "ctrl_port": 30051, "ckpt_save_path": "./ckpt"}
 
@@ -27,44 +28,44 @@ def register(**changes: Any) -> TFTRegister:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "remedy"),
+    ("argument", "value"),
     [
-        ("ctrl_rank_id", "0", "an int from 0"),
-        ("ctrl_rank_id", -1, "an int from 0"),
-        ("ctrl_rank_id", True, "an int from 0"),
-        ("ctrl_ip", "not an ip!", r"such as '10\.0\.0\.7'"),
-        ("ctrl_ip", "", r"such as '10\.0\.0\.7'"),
-        ("ctrl_ip", "127.0.0.1:30051", "without a port"),
-        ("ctrl_ip", "10.0.0", r"such as '10\.0\.0\.7'"),
-        ("ctrl_ip", 3, r"such as '10\.0\.0\.7'"),
-        ("ctrl_ip", None, r"such as '10\.0\.0\.7'"),
-        ("ctrl_ip", "0.0.0.0", "every interface"),
-        ("ctrl_port", "30051", "an int from 1 to 65535 such as 30051, or 0 for any free one, not '30051'"),
-        ("ctrl_port", -1, "an int from 1 to 65535"),
-        ("ctrl_port", 30051.0, "an int from 1 to 65535"),
-        ("ckpt_save_path", 3, "a str or pathlib.Path"),
-        ("ckpt_save_path", "", "a str or pathlib.Path"),
-        ("ckpt_save_path", None, "a str or pathlib.Path"),
-        ("ckpt_save_path", b"/ckpt", "a str or pathlib.Path"),
-        ("ckpt_save_path", "a\0b", "a str or pathlib.Path"),
-        ("fallback_path", 3, "a str or pathlib.Path"),
-        ("fallback_path", "", "a str or pathlib.Path"),
-        ("fallback_path", "./ckpt", "fallback_path"),
-        ("fallback_path", Path.cwd() / "x" / ".." / "ckpt", "fallback_path"),
-        ("data", "jump", "'refetch' or 'skip'"),
-        ("extras", [1], r"extras=\{'scheduler': scheduler\}"),
-        ("extras", [], r"extras=\{'scheduler': scheduler\}"),
-        ("extras", 0, r"extras=\{'scheduler': scheduler\}"),
-        ("local_extras", 3, r"local_extras=\{'scheduler': scheduler\}"),
-        ("extras", {"scheduler": 3}, r"state_dict\(\) and"),
-        ("local_extras", {3: {}}, "non-empty string"),
-        ("model", 3, "torch.nn.Module that the loop calls"),
-        ("optimizer", 3, r"lastwords\.OptTFTWrapper\(optimizer\)"),
+        ("ctrl_rank_id", "0"),
+        ("ctrl_rank_id", -1),
+        ("ctrl_rank_id", True),
+        ("ctrl_ip", "not an ip!"),
+        ("ctrl_ip", ""),
+        ("ctrl_ip", "127.0.0.1:30051"),
+        ("ctrl_ip", "10.0.0"),
+        ("ctrl_ip", 3),
+        ("ctrl_ip", None),
+        ("ctrl_ip", "0.0.0.0"),
+        ("ctrl_port", "30051"),
+        ("ctrl_port", -1),
+        ("ctrl_port", 30051.0),
+        ("ckpt_save_path", 3),
+        ("ckpt_save_path", ""),
+        ("ckpt_save_path", None),
+        ("ckpt_save_path", b"/ckpt"),
+        ("ckpt_save_path", "a\0b"),
+        ("fallback_path", 3),
+        ("fallback_path", ""),
+        ("fallback_path", "./ckpt"),
+        ("fallback_path", Path.cwd() / "x" / ".." / "ckpt"),
+        ("data", "jump"),
+        ("extras", [1]),
+        ("extras", []),
+        ("extras", 0),
+        ("local_extras", 3),
+        ("extras", {"scheduler": 3}),
+        ("local_extras", {3: {}}),
+        ("model", 3),
+        ("optimizer", 3),
     ],
     ids=repr,
 )
-def test_a_wrong_argument_is_named_with_what_to_pass(argument: str, value: Any, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy) as caught:
+def test_a_wrong_argument_is_named_with_what_to_pass(argument: str, value: Any) -> None:
+    with golden.raises(ConfigError) as caught:
         register(**{argument: value})
     assert argument in str(caught.value)
 

@@ -21,6 +21,7 @@ from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, pack_inline, restore_inline
 from lastwords.processor.recurrence import Forecast
+from tests import golden
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
@@ -195,18 +196,18 @@ def test_tensors_and_dicts_in_a_dict_stay_the_same_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "path"),
+    "value",
     [
-        ({"f": lambda: 0}, r"extras\['mine'\]\['f'\] is a builtins\.function"),
-        ({"deep": [1, {"x": (object(),)}]}, r"extras\['mine'\]\['deep'\]\[1\]\['x'\]\[0\] is a builtins\.object"),
-        ({"n": np.array([object()])}, r"extras\['mine'\]\['n'\] is a numpy\.ndarray"),
-        ({"t": [torch.ones(2).to_mkldnn()]}, r"extras\['mine'\]\['t'\]\[0\] has the layout"),
-        ({"t": {object(): torch.ones(1)}}, r"extras\['mine'\]\['t'\] key is a builtins\.object"),
-        ({"t": {1: {torch.ones(1)}}}, r"extras\['mine'\]\['t'\]\[1\] is a builtins\.set with tensors"),
+        {"f": lambda: 0},
+        {"deep": [1, {"x": (object(),)}]},
+        {"n": np.array([object()])},
+        {"t": [torch.ones(2).to_mkldnn()]},
+        {"t": {object(): torch.ones(1)}},
+        {"t": {1: {torch.ones(1)}}},
     ],
 )
-def test_what_cannot_be_stored_is_refused_at_the_start_with_its_path(value: Any, path: str) -> None:
-    with pytest.raises(ConfigError, match=path):
+def test_what_cannot_be_stored_is_refused_at_the_start_with_its_path(value: Any) -> None:
+    with golden.raises(ConfigError):
         Extras({"mine": value})
 
 

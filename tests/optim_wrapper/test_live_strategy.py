@@ -14,6 +14,7 @@ import lastwords
 from lastwords.checkpoint.boxes import whole
 from lastwords.checkpoint.reshard.strategy import Held, load_strategy
 from lastwords.errors import ConfigError, StorageError, UnavailableError
+from tests import golden
 
 
 class Net(nn.Module):
@@ -65,30 +66,26 @@ def test_wrappers_and_several_optimizers_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        ({"model": 3}, "model must be a torch.nn.Module"),
-        ({"optimizer": None}, "optimizer must be a torch.optim.Optimizer, or a list of them, not NoneType"),
-        ({"optimizer": []}, "optimizer is an empty list"),
-        ({"path": b"file"}, "path is b'file'; it must be the name of the file to write"),
-        ({"path": ""}, "path is ''"),
-        ({"units": "all"}, "units must be a list of lastwords.Unit"),
-        ({"units": [lastwords.Unit("a", (5,))]}, "held by rank 5, but this job has 1 ranks"),
-        ({"units": [lastwords.Unit("a", (0,), ("up.*",), {"down.*": lastwords.Part(dim=0, index=0, of=1)})]},
-         "cuts of the declared unit 'a': 'down.*' matches no parameter"),
-        ({"units": [lastwords.Unit("a", (0,), cuts={"up.weight": lastwords.Part(dim=0, index=0, of=2)})]},
-         r"parameter 'up.weight', a whole of \(8, 3\): no rank holds \[4:8, 0:3\] of it"),
-        ({"group": "world"}, "group is 'world'; it must be a process group"),
+        {"model": 3},
+        {"optimizer": None},
+        {"optimizer": []},
+        {"path": b"file"},
+        {"path": ""},
+        {"units": "all"},
+        {"units": [lastwords.Unit("a", (5,))]},
+        {"units": [lastwords.Unit("a", (0,), ("up.*",), {"down.*": lastwords.Part(dim=0, index=0, of=1)})]},
+        {"units": [lastwords.Unit("a", (0,), cuts={"up.weight": lastwords.Part(dim=0, index=0, of=2)})]},
+        {"group": "world"},
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_refused_in_words_and_nothing_is_written(
-    change: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_wrong_arguments_are_refused_in_words_and_nothing_is_written(change: dict[str, Any], tmp_path: Path) -> None:
     net = Net()
     right: dict[str, Any] = {
         "model": net, "optimizer": torch.optim.SGD(trained(net), lr=0.1), "path": tmp_path / "file"
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=words):
+    with golden.raises(ConfigError):
         lastwords.save_strategy(**{**right, **change})
     assert os.listdir(tmp_path) == []
     lastwords.save_strategy(**right)

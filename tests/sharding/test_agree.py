@@ -14,6 +14,7 @@ from lastwords.sharding.declare import Unit
 from lastwords.sharding.grouping import unit_name
 from lastwords.sharding.parts import Part
 from lastwords.sharding.pieces import ANY_FORM, Members, Piece
+from tests import golden
 from tests.sharding.stores import MemoryWorld, NotThereError, agreed, piece, tables
 
 
@@ -87,7 +88,7 @@ def test_a_job_of_one_needs_no_store() -> None:
 def test_equal_lists_are_written_once() -> None:
     words: dict[str, str] = {}
     for rank in (1, 2, 3):
-        with pytest.raises(Exception, match="rank 0 to divide"):
+        with golden.raises(Exception):
             agree_units(MemoryWorld(rank, 4, words), "here", lambda: [piece("w", 2)])
     assert sum("/list/" in key for key in words) == 1
 
@@ -187,7 +188,7 @@ def test_owners_that_were_declared_keep_the_declared_names() -> None:
 def test_an_owner_that_does_not_hold_its_share_is_an_error() -> None:
     found = agreed([[zero("a", 0, (0, 1), 0), zero("b", 1, (0, 1), 0)], [zero("a", 0, (0, 1), 1)]])
     assert all(isinstance(outcome, ConfigError) for outcome in found)
-    assert "expects the optimizer's state of 'b' on rank 1" in str(found[0])
+    golden.says(found[0])
 
 
 # ------------------------------------------------------------------ declarations
@@ -211,13 +212,13 @@ def test_a_holder_without_the_tensor_is_named() -> None:
     found = agreed([[piece("w", 2, unit="u")], []], (Unit("u", (0, 1)),))
     for outcome in found:
         assert isinstance(outcome, ConfigError)
-        assert "parameter 'w' of rank 0 is not on rank 1" in str(outcome)
+        golden.says(outcome)
 
 
 def test_a_declared_unit_that_takes_nothing_is_a_note() -> None:
     found = tables([[piece("w", 2)]] * 2, (Unit("typo", (0, 1), ("*.exprt.*",)),))
     assert "typo" not in found[0].units
-    assert "'typo' takes no tensor" in found[0].notes[0]
+    golden.says(found[0].notes[0])
 
 
 def test_the_name_replicated_belongs_to_all_ranks() -> None:
@@ -231,23 +232,23 @@ def test_the_name_replicated_belongs_to_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "text"),
+    "other",
     [
-        (piece("w", 3), r"parameter 'w' is float32 \(2,\) on rank 0 and float32 \(3,\) on rank 1; .*units_from_mesh"),
-        (Piece("w", "model", "bfloat16", (2,), (2,), (0,)), r"float32 \(2,\) on rank 0 and bfloat16 \(2,\) on rank 1"),
+        piece("w", 3),
+        Piece("w", "model", "bfloat16", (2,), (2,), (0,)),
     ],
 )
-def test_one_name_for_two_forms_is_refused_on_every_rank(other: Piece, text: str) -> None:
+def test_one_name_for_two_forms_is_refused_on_every_rank(other: Piece) -> None:
     for outcome in agreed([[piece("w", 2)], [other], [piece("w", 2)]]):
         assert isinstance(outcome, ConfigError)
-        with pytest.raises(ConfigError, match=text):
+        with golden.raises(ConfigError):
             raise outcome
 
 
 def test_a_dtensor_in_a_declared_unit_is_refused() -> None:
     lists = [[Piece("w", "model", "float32", (1,), (2,), (rank,), unit="u")] for rank in range(2)]
     for outcome in agreed(lists, (Unit("u", (0, 1)),)):
-        assert "omit DTensors from units=" in str(outcome)
+        golden.says(outcome)
 
 
 def test_one_ranks_error_ends_all_ranks_and_names_it() -> None:
@@ -267,16 +268,16 @@ def test_an_error_that_is_not_ours_ends_all_ranks_too() -> None:
     def broken() -> list[Piece]:
         raise RuntimeError("mesh is gone")
 
-    with pytest.raises(RuntimeError, match="mesh is gone"):
+    with golden.raises(RuntimeError):
         agree_units(MemoryWorld(1, 2, words), "here", broken)
-    with pytest.raises(ConfigError, match="rank 1 cannot start: RuntimeError: mesh is gone"):
+    with golden.raises(ConfigError):
         agree_units(MemoryWorld(0, 2, words), "here", lambda: [piece("w", 2)])
 
 
 def test_ranks_that_declare_different_units_are_refused() -> None:
     found = agreed([[piece("w", 2)]] * 2, [(), (Unit("u", (0, 1)),)])
     assert all(isinstance(outcome, LastWordsError) for outcome in found)
-    assert "rank 1 has different units=" in str(found[0])
+    golden.says(found[0])
 
 
 def test_contradictory_declarations_are_refused_before_anything_is_looked_at() -> None:
@@ -285,7 +286,7 @@ def test_contradictory_declarations_are_refused_before_anything_is_looked_at() -
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two tensors of kind model are called 'w'"):
+    with golden.raises(ConfigError):
         tables([[piece("w", 2), piece("w", 3)]])
 
 
@@ -309,13 +310,13 @@ def test_a_malformed_declaration_is_an_error_in_words_on_every_rank_the_first_on
     for wrong in (Unit("a", 3), Unit(["a"], (0,)), Unit("a", (0,), cuts=[1])):  # type: ignore[arg-type]
         for outcome in agreed([[piece("w", 2)]] * 2, (wrong,)):
             assert isinstance(outcome, ConfigError)
-            assert "declared unit" in str(outcome)
+            golden.says(outcome)
 
 
 def test_ranks_that_were_given_different_cuts_are_refused() -> None:
     units = [(Unit("a", (0, 1), cuts={"w": Part(dim=0, index=0, of=of)}),) for of in (1, 2)]
     for outcome in agreed([[piece("w", 2, unit="a")]] * 2, units):
-        assert "rank 1 has different units=" in str(outcome)
+        golden.says(outcome)
 
 
 def test_ranks_that_were_given_different_paths_all_hear_of_all_of_them() -> None:

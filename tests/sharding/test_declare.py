@@ -17,6 +17,7 @@ from lastwords.sharding import declare
 from lastwords.sharding.declare import Unit, check_units, units_from_mesh
 from lastwords.sharding.parts import Part
 from lastwords.vocabulary import UNIT_REPLICATED
+from tests import golden
 
 
 def groups(units: Sequence[Unit]) -> list[list[int]]:
@@ -189,32 +190,32 @@ def test_names_are_short_and_say_where_the_unit_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "words"),
+    "mesh",
     [
-        ({"dp": 0}, r"dp must be an integer of at least 1, not 0"),
-        ({"tp": -2}, r"tp must be .* not -2"),
-        ({"pp": 2.0}, r"pp must be .* not 2\.0"),
-        ({"dp": True}, r"dp must be .* not True"),
-        ({"dp": 4, "optimizer_shard_size": 0}, r"optimizer_shard_size must be .* not 0"),
-        ({"dp": 4, "expert_parallel": 0}, r"expert_parallel must be .* not 0"),
-        ({"dp": 4, "optimizer_shard_size": 3}, r"optimizer_shard_size=3 does not divide dp=4.*divisor of 4"),
-        ({"dp": 2, "optimizer_shard_size": 4}, r"optimizer_shard_size=4 does not divide dp=2"),
-        ({"dp": 4, "expert_parallel": 3}, r"expert_parallel=3 does not divide dp=4"),
-        ({"dp": 12, "expert_parallel": 4, "optimizer_shard_size": 2}, r"does not divide the 3 ranks along dp"),
-        ({"dp": 2, "tp": 2, "world_size": 8}, r"dp=2 x tp=2 x pp=1 makes 4 ranks, but this job has 8"),
-        ({"dp": 2, "order": "pp-dp-ep"}, r"order is 'pp-dp-ep'.*name each axis"),
-        ({"dp": 2, "tp": 2, "order": "pp-dp"}, r"order is 'pp-dp'"),
-        ({"dp": 2, "order": "dp-dp-tp"}, r"order is 'dp-dp-tp'"),
-        ({"dp": 2, "order": ""}, r"order is ''"),
-        ({"dp": 2, "order": ("dp", "tp")}, r"order is \('dp', 'tp'\)"),
-        ({"dp": 2, "tp": 2, "replicated": "*norm*"}, r"replicated is '\*norm\*'; it must be a tuple"),
-        ({"dp": 2, "tp": 2, "replicated": ("",)}, r"replicated has the pattern ''"),
-        ({"dp": 2, "expert_parallel": 2, "experts": ()}, r"experts has no pattern"),
-        ({"dp": 2, "expert_parallel": 2, "experts": (3,)}, r"experts has the pattern 3"),
+        {"dp": 0},
+        {"tp": -2},
+        {"pp": 2.0},
+        {"dp": True},
+        {"dp": 4, "optimizer_shard_size": 0},
+        {"dp": 4, "expert_parallel": 0},
+        {"dp": 4, "optimizer_shard_size": 3},
+        {"dp": 2, "optimizer_shard_size": 4},
+        {"dp": 4, "expert_parallel": 3},
+        {"dp": 12, "expert_parallel": 4, "optimizer_shard_size": 2},
+        {"dp": 2, "tp": 2, "world_size": 8},
+        {"dp": 2, "order": "pp-dp-ep"},
+        {"dp": 2, "tp": 2, "order": "pp-dp"},
+        {"dp": 2, "order": "dp-dp-tp"},
+        {"dp": 2, "order": ""},
+        {"dp": 2, "order": ("dp", "tp")},
+        {"dp": 2, "tp": 2, "replicated": "*norm*"},
+        {"dp": 2, "tp": 2, "replicated": ("",)},
+        {"dp": 2, "expert_parallel": 2, "experts": ()},
+        {"dp": 2, "expert_parallel": 2, "experts": (3,)},
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused_in_words(mesh: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_mesh_that_cannot_be_is_refused_in_words(mesh: dict[str, Any]) -> None:
+    with golden.raises(ConfigError):
         units_from_mesh(**mesh)
 
 
@@ -229,30 +230,30 @@ B = Unit("b", (1, 3), ("*.w",))
 
 
 @pytest.mark.parametrize(
-    ("units", "words"),
+    "units",
     [
-        ([Unit("a", ())], r"'a' has no holder"),
-        ([Unit("a", (0, 4))], r"'a' is held by rank 4, but this job has 4 ranks, 0 to 3"),
-        ([Unit("a", (-1, 0))], r"'a' is held by rank -1"),
-        ([Unit("a", (0, 0, 1))], r"'a' names a rank twice"),
-        ([Unit("a", 3)], r"'a': holders is 3; it must be a tuple of ranks"),  # type: ignore[arg-type]
-        ([Unit("a", "01")], r"'a': holders is '01'"),  # type: ignore[arg-type]
-        ([Unit("a", (0, 1.0))], r"'a': holders is \(0, 1\.0\)"),  # type: ignore[arg-type]
-        ([Unit("a", (0, True))], r"'a': holders is \(0, True\)"),
-        ([A, Unit("a", (1, 3))], r"two declared units are called 'a', held by the ranks 0, 2 and by 1, 3"),
-        ([Unit("a b", (0,))], r"unit name 'a b' must match"),
-        ([Unit("a/b", (0,))], r"unit name 'a/b' must match"),
-        ([Unit("", (0,))], r"unit name '' must match"),
-        ([Unit("a", (0,), ())], r"'a': tensors has no pattern"),
-        ([Unit("a", (0,), "*")], r"'a': tensors is '\*'; it must be a tuple"),  # type: ignore[arg-type]
-        ([Unit("a", (0,), ("w", ""))], r"'a': tensors has the pattern ''"),
-        ([Unit(UNIT_REPLICATED, (0, 1, 2))], r"'replicated' is held by the ranks 0, 1, 2 only"),
-        ([Unit("a", (0, 1)), Unit("b", (1, 2), ("*norm*",))], r"'b' can take nothing on rank 1: 'a' is declared"),
-        ([("a", (0, 1))], r"units= holds \('a', \(0, 1\)\), which is not a lastwords.Unit"),
+        [Unit("a", ())],
+        [Unit("a", (0, 4))],
+        [Unit("a", (-1, 0))],
+        [Unit("a", (0, 0, 1))],
+        [Unit("a", 3)],  # type: ignore[arg-type]
+        [Unit("a", "01")],  # type: ignore[arg-type]
+        [Unit("a", (0, 1.0))],  # type: ignore[arg-type]
+        [Unit("a", (0, True))],
+        [A, Unit("a", (1, 3))],
+        [Unit("a b", (0,))],
+        [Unit("a/b", (0,))],
+        [Unit("", (0,))],
+        [Unit("a", (0,), ())],
+        [Unit("a", (0,), "*")],  # type: ignore[arg-type]
+        [Unit("a", (0,), ("w", ""))],
+        [Unit(UNIT_REPLICATED, (0, 1, 2))],
+        [Unit("a", (0, 1)), Unit("b", (1, 2), ("*norm*",))],
+        [("a", (0, 1))],
     ],
 )
-def test_a_declaration_that_cannot_be_true_is_refused_in_words(units: list[Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_declaration_that_cannot_be_true_is_refused_in_words(units: list[Any]) -> None:
+    with golden.raises(ConfigError):
         check_units(units, 4)
 
 
@@ -284,12 +285,12 @@ def test_examples_in_docstrings_are_true() -> None:
 
 def test_a_mesh_of_another_size_than_the_job_is_refused_although_nobody_gave_world_size() -> None:
     for mesh in (units_from_mesh(tp=2), units_from_mesh(dp=2), units_from_mesh(dp=2, tp=2)):
-        with pytest.raises(ConfigError, match=r"the mesh has \d ranks \(dp \* tp \* pp\), but this job has 3"):
+        with golden.raises(ConfigError):
             check_units(mesh, 3)
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be a str"):
+    with golden.raises(ConfigError):
         check_units([Unit(None, (0,))], 1)  # type: ignore[arg-type]
 
 
@@ -313,32 +314,32 @@ def test_a_mesh_without_tensor_parallelism_cuts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "words"),
+    "cut",
     [
-        (("*.up", 0), r"cut is \('\*.up', 0\); it must be a dict"),
-        ({"*.up": "0"}, r"cut has '\*.up': '0'; write a pattern and a dimension"),
-        ({"*.up": True}, "cut has"),
-        ({"": 0}, "cut has ''"),
-        ({3: 0}, "cut has 3"),
+        ("*.up", 0),
+        {"*.up": "0"},
+        {"*.up": True},
+        {"": 0},
+        {3: 0},
     ],
 )
-def test_a_cut_that_is_no_pattern_and_dimension_is_refused(cut: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_cut_that_is_no_pattern_and_dimension_is_refused(cut: Any) -> None:
+    with golden.raises(ConfigError):
         units_from_mesh(tp=2, cut=cut)
 
 
 @pytest.mark.parametrize(
-    ("cuts", "words"),
+    "cuts",
     [
-        ([Part(dim=0, index=0, of=2)], r"'a': cuts is \[Part"),
-        (None, r"'a': cuts is None"),
-        ({"": Part(dim=0, index=0, of=2)}, r"'a': cuts has the pattern ''"),
-        ({"w": 0}, r"'a': cuts has 0 for 'w'"),
-        ({"w": Part(dim=0, index=2, of=2)}, r"'a': the part 'w': index is 2"),
+        [Part(dim=0, index=0, of=2)],
+        None,
+        {"": Part(dim=0, index=0, of=2)},
+        {"w": 0},
+        {"w": Part(dim=0, index=2, of=2)},
     ],
 )
-def test_cuts_that_are_none_are_refused(cuts: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_cuts_that_are_none_are_refused(cuts: Any) -> None:
+    with golden.raises(ConfigError):
         check_units([Unit("a", (0,), ("*",), cuts)], 1)
 
 
@@ -354,13 +355,13 @@ def test_lists_do_as_well_as_tuples() -> None:
 
 @pytest.mark.parametrize("world_size", ["4", 4.0, True, 0])
 def test_a_world_size_that_is_no_number_of_ranks_is_refused(world_size: Any) -> None:
-    with pytest.raises(ConfigError, match=r"world_size must be an integer of at least 1"):
+    with golden.raises(ConfigError):
         units_from_mesh(dp=4, world_size=world_size)
 
 
 @pytest.mark.parametrize("unit", [Unit(["a"], (0,)), Unit("a", {0: 1}), Unit("a", (0,), None), Unit("a", iter([0]))])  # type: ignore[arg-type]
 def test_arguments_of_a_wrong_type_are_refused_in_words(unit: Unit) -> None:
-    with pytest.raises(ConfigError, match=r"(has to|must) be"):
+    with golden.raises(ConfigError):
         check_units([unit], 1)
 
 
@@ -389,16 +390,16 @@ def test_the_ranks_of_a_device_mesh_may_be_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more", "named"),
+    ("mesh", "more"),
     [
-        (OfMesh(("dp", "ep"), torch.arange(4).reshape(2, 2)), {}, "'ep'"),
-        (OfMesh(None, torch.arange(4)), {}, "None"),
-        (OfMesh(("dp",), torch.tensor([1, 3])), {}, "whole job"),
-        (OfMesh(("dp",), torch.arange(4)), {"dp": 4}, "omit them"),
-        (OfMesh(("dp",), torch.arange(4)), {"world_size": 8}, "4 ranks"),
-        (4, {}, "int"),
+        (OfMesh(("dp", "ep"), torch.arange(4).reshape(2, 2)), {}),
+        (OfMesh(None, torch.arange(4)), {}),
+        (OfMesh(("dp",), torch.tensor([1, 3])), {}),
+        (OfMesh(("dp",), torch.arange(4)), {"dp": 4}),
+        (OfMesh(("dp",), torch.arange(4)), {"world_size": 8}),
+        (4, {}),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_by_name(mesh: Any, more: dict[str, int], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_a_mesh_that_does_not_fit_is_refused_by_name(mesh: Any, more: dict[str, int]) -> None:
+    with golden.raises(ConfigError):
         units_from_mesh(mesh, **more)

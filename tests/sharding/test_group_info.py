@@ -21,6 +21,7 @@ from lastwords.sharding import group_info, redundancy
 from lastwords.sharding.declare import units_from_mesh
 from lastwords.sharding.group_info import GroupInfo, read_group_info, value_is_shared, write_group_info
 from lastwords.vocabulary import UNIT_REPLICATED
+from tests import golden
 from tests.sharding.tables import Table, ThreadBoard, Words, eight_ranks, table_of, tables_of
 
 restore = lastwords.restore_group_info_list
@@ -114,7 +115,7 @@ def test_an_older_file_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["{folder}", "{folder}/", "{folder}/new/", "..", "/"])
 def test_a_value_that_names_a_directory_is_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"GROUP_INFO_FILE=.* is a directory; set it to the name of a file"):
+    with golden.raises(ConfigError):
         write_group_info({"GROUP_INFO_FILE": value.replace("{folder}", str(tmp_path))}, 0, eight_ranks()[0])
 
 
@@ -173,11 +174,11 @@ def test_a_rank_that_never_says_its_path_is_an_error_and_no_hang() -> None:
 
 @pytest.mark.parametrize("path", [None, 3, b"group_info.pb", Path("group_info.pb")])
 def test_a_path_that_is_no_str_is_a_type_error(path: Any) -> None:
-    with pytest.raises(TypeError, match=r"path must be a str"):
+    with golden.raises(TypeError):
         restore(path)
-    with pytest.raises(TypeError, match="ckpt_path must be a str"):
+    with golden.raises(TypeError):
         find(path, "group_info.pb")
-    with pytest.raises(TypeError, match="strategy_path must be a str"):
+    with golden.raises(TypeError):
         find("rank_0/a.ckpt", path)
 
 
@@ -189,33 +190,33 @@ def encoded(**changes: Any) -> bytes:
 
 def test_a_missing_file_is_a_value_error_that_says_where_it_comes_from(tmp_path: Path) -> None:
     for path in (tmp_path / "group_info.pb", tmp_path):
-        with pytest.raises(ValueError, match=r"there is no group_info file .* if GROUP_INFO_FILE is set"):
+        with golden.raises(ValueError):
             restore(str(path))
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    "raw",
     [
-        (b"", "is empty"),
-        (encoded(group=[]), "has no list of ranks"),
-        (b"\xff\xff\xff\xff", "is no group_info file"),
-        (encoded(format=0), "is no group_info file"),
-        (encoded(format=9), "newer lastwords, format 9"),
-        (encoded(group=[3, 1]), r"its group is \[3, 1\], not an ascending list"),
-        (encoded(group=[1, 1, 3]), "not an ascending list"),
-        (encoded(group=[0, 3]), "with rank 1 in it"),
-        (encoded(world_size=3), "rank 3 in a world of 3"),
-        (encoded(group=[1]), "does not follow from its units"),
-        (encoded(units=[]), "does not follow from its units"),
-        (encoded(units=[{"name": "a", "holders": [3]}]), "unit 'a' is \\[3\\], not"),
-        (encoded(units=[{"name": "a", "holders": [1, 3]}] * 2), "does not follow from its units"),
-        (encoded()[:-3], "is no group_info file"),
+        b"",
+        encoded(group=[]),
+        b"\xff\xff\xff\xff",
+        encoded(format=0),
+        encoded(format=9),
+        encoded(group=[3, 1]),
+        encoded(group=[1, 1, 3]),
+        encoded(group=[0, 3]),
+        encoded(world_size=3),
+        encoded(group=[1]),
+        encoded(units=[]),
+        encoded(units=[{"name": "a", "holders": [3]}]),
+        encoded(units=[{"name": "a", "holders": [1, 3]}] * 2),
+        encoded()[:-3],
     ],
 )
-def test_a_file_that_is_not_sound_is_a_value_error(tmp_path: Path, raw: bytes, words: str) -> None:
+def test_a_file_that_is_not_sound_is_a_value_error(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "group_info.pb"
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=words) as caught:
+    with golden.raises(ValueError) as caught:
         restore(str(path))
     assert isinstance(caught.value, GroupInfoError)
     assert str(path) in str(caught.value)
@@ -294,7 +295,7 @@ def test_an_own_file_that_exists_needs_no_group_info(tmp_path: Path) -> None:
 
 
 def test_a_lost_file_without_a_group_info_file_is_a_value_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no group_info file"):
+    with golden.raises(ValueError):
         find(str(tmp_path / "rank_0/a.ckpt"), str(tmp_path / "missing.pb"))
 
 
@@ -319,7 +320,7 @@ def test_the_group_info_of_another_group_is_refused(tmp_path: Path) -> None:
     strategies = write_all(tmp_path, eight_ranks())
     files = save_all(tmp_path / "ckpt", eight_ranks(), 40)
     files[1].unlink()
-    with pytest.raises(ValueError, match=r"is of rank 1, but .* is of the group \[2, 6\]"):
+    with golden.raises(ValueError):
         find(str(files[1]), str(strategies[2]))
     assert find(str(files[1]), str(strategies[5])) == str(files[5]), "that of another rank of the group will do"
 

@@ -7,14 +7,13 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 
-import pytest
-
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.reshard.strategy import Held
 from lastwords.errors import ConfigError
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.pieces import ANY_FORM, Piece
 from lastwords.sharding.strategy import VOLATILE, strategy_from
+from tests import golden
 from tests.sharding.stores import piece
 
 
@@ -97,21 +96,21 @@ def test_a_buffer_without_a_promised_form_is_listed_only_where_all_agree() -> No
 def test_two_tensors_of_one_name_are_refused_with_both_units() -> None:
     units = [Unit("a", (0,)), Unit("b", (1,))]
     lists = [([piece("w", 4, unit="a")], (0,)), ([piece("w", 4, unit="b")], (1,))]
-    with pytest.raises(ConfigError, match=r"'w', a whole of \(4,\): .* 'a' and .* 'b' both hold \[0:4\] of it"):
+    with golden.raises(ConfigError):
         strategy_from(lists, units, 2, stored)
     other = [lists[0], ([piece("w", 5, unit="b")], (1,))]
-    with pytest.raises(ConfigError, match=r"float32 \(4,\) in the declared unit 'a', and of float32 \(5,\) in"):
+    with golden.raises(ConfigError):
         strategy_from(other, units, 2, stored)
-    with pytest.raises(ConfigError, match="is float32"):
+    with golden.raises(ConfigError):
         strategy_from([([piece("w", 4)], (0,)), ([piece("w", 5)], (1,))], (), 2, stored)
 
 
 def test_a_part_that_nobody_holds_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"parameter 'w', a whole of \(4,\): no rank holds \[2:4\]"):
+    with golden.raises(ConfigError):
         strategy_from([([piece("w", 2, at=(0,), of=(4,))], (0,))], (), 4, stored)
 
 
 def test_a_declared_holder_without_the_tensor_is_refused() -> None:
     lists = [([piece("w", 4, unit="a")], (0,)), ([piece("v", 4, unit="a")], (1,))]
-    with pytest.raises(ConfigError, match="model tensor 'w' of rank 0"):
+    with golden.raises(ConfigError):
         strategy_from(lists, [Unit("a", (0, 1))], 2, stored)
