@@ -113,7 +113,7 @@ _FORMS: dict[type[Any], _Form] = {
         lambda parts: defaultdict(parts[0] and FACTORIES[parts[0]], parts[1]),
     ),
     np.generic: _Form("~numpy", lambda value: [value.dtype.str, value.tobytes()], _numpy_scalar),
-    np.str_: _Form("~numpy", lambda value: ["str", str(value)], _numpy_scalar),
+    np.str_: _Form("~numpy", lambda value: ["str", str.__str__(value)], _numpy_scalar),
     np.bytes_: _Form("~numpy", lambda value: ["bytes", bytes(value)], _numpy_scalar),
     **dict.fromkeys(
         _PATHS.values(),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lastwords.checkpoint.storable import _FORMS, DEPTH_MAX, pack, refuse_unstorable, unpack
@@ -90,6 +90,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(VALUES)
+@example(np.str_("a\0"))
 def test_every_storable_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
     text = json.dumps(pack(value), allow_nan=False)
     assert same(unpack(json.loads(text)), value)
