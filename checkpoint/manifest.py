@@ -31,11 +31,11 @@ from lastwords.checkpoint.entries import (
     units_from_json,
 )
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.meta import RunFacts
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
 from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.retry import NO_FILE
+from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.checkpoint.versions import MANIFEST_FORMAT
@@ -76,7 +76,7 @@ class Manifest:
 
     @property
     def run(self) -> RunFacts:
-        """Those of `facts` that code acts on. FormatError for what is not as it should be."""
+        """`facts` as a type. FormatError for what is not as it should be."""
         return RunFacts.read(self.facts)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -26,6 +26,17 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Holders = Annotated[Sequence[Rank], Meta(min_length=1)]
 
 
+class Marks(NamedTuple):
+    """What shows whether ranks have something alike: what it is; its checksum at a step's end, and the one before."""
+
+    what: str
+    now: int | None
+    before: int | None
+
+
+NO_MARKS = Marks("", None, None)
+
+
 StoredMove = tuple[str, str, Number, Number, Number, Number, Number, Number]
 """Name of an extra, what of it moves, and the six numbers of a `Recurrence`."""
 
@@ -35,9 +46,15 @@ StoredRecurrence = tuple[Number, Number, Number, Number, Number, Number]
 
 
 def json_of(value: Any) -> dict[str, Any]:
-    """Fields of a frozen type that say something."""
+    """Fields of a frozen type that say something, and those of the frozen types in them."""
     said = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
-    return {name: list(item) if type(item) is tuple else item for name, item in said if item is not None}
+    return {name: _json(item) for name, item in said if item is not None}
+
+
+def _json(item: Any) -> Any:
+    if dataclasses.is_dataclass(item):
+        return item.to_json() if hasattr(item, "to_json") else json_of(item)
+    return list(item) if type(item) is tuple else item
 
 
 def _path_in(where: str) -> str:
@@ -156,8 +173,6 @@ class UnitMeta:
         found = {"version": META_VERSION, **json_of(self)}
         for name in ("group_parameters", "optimizer_own", "left_out"):
             found[name] = [list(one) for one in found[name]]
-        if self.extras is not None:
-            found["extras"] = self.extras.to_json()
         return found
 
     @property
@@ -186,9 +201,8 @@ class StepDocument:
     epoch, step: what its loop calls the step; None if it has not said. after: the name of the step before; () if the
     loop gives no names, None if it was not recorded. ends_epoch: None if not known. reasons: why the copy is not exact,
     `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
-    alike: kind -> what it is, its checksums at the step's end and at the one before. state: with what it may be
-    compared, likewise, of the optimizer's state and what it trains. numbers: the optimizer's own, and local_extras,
-    both packed.
+    alike: kind -> its marks. state: those of the optimizer's state and what it trains, with what it may be compared.
+    numbers: the optimizer's own, and local_extras, both packed.
     """
 
     epoch: Number | None = None
@@ -199,8 +213,8 @@ class StepDocument:
     reasons: Sequence[str] = ()
     early: Sequence[str] = ()
     extras: tuple[Number, Mapping[str, str]] | None = None
-    alike: Mapping[str, tuple[str, Any, Any]] = field(default_factory=dict)
-    state: tuple[str, Any, Any] = ("", None, None)
+    alike: Mapping[str, Marks] = field(default_factory=dict)
+    state: Marks = NO_MARKS
     numbers: Mapping[str, Any] = field(default_factory=dict)
     local_extras: Any = None
 
@@ -266,8 +280,7 @@ class LocalMeta:
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""
-        found = json_of(self)
-        return found if self.habits is None else {**found, "habits": self.habits.to_json()}
+        return json_of(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,33 +340,6 @@ _NO_BUCKETS = BucketRecord(
 @dataclass(frozen=True, slots=True)
 class _SeveralBuckets:
     ddps: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """What a transformation was of, and to: ranks of its destination, and sums of source's manifest and of strategy."""
-
-    world_size: Annotated[int, Meta(ge=1)]
-    manifest: str = ""
-    strategy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """Those of a run's facts that code acts on, one by one; all others are shown to people, or compared as they are.
-
-    buckets: the order of DDP's buckets, which `BucketRecord` reads. data: where the loader stood, and what it is like;
-    None without `steps()`. moved: of a checkpoint whose units were transformed into another layout.
-    """
-
-    buckets: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, Any] | None = None
-    moved: Moved | None = None
-
-    @staticmethod
-    def read(facts: Mapping[str, Any]) -> RunFacts:
-        """FormatError for what is not as it should be."""
-        return typed(facts, RunFacts, "facts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

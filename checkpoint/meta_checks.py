@@ -14,7 +14,8 @@ from typing import Any
 
 from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.format import DTYPE_BITS, TYPE_NAMES, TensorSpec
-from lastwords.checkpoint.meta import BucketRecord, InlineExtras, LocalMeta, MetaHead, RunFacts, UnitMeta
+from lastwords.checkpoint.meta import BucketRecord, InlineExtras, LocalMeta, MetaHead, UnitMeta
+from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.checkpoint.versions import META_VERSION
 from lastwords.errors import FormatError
 
@@ -52,7 +53,7 @@ def local_problem(said: Mapping[str, Any]) -> str | None:
 def facts_problem(facts: Mapping[str, Any]) -> str | None:
     """As `unit_problem`, of a manifest's or a part's facts."""
     try:
-        BucketRecord.read(RunFacts.read(facts).buckets, "facts.buckets")
+        BucketRecord.read(RunFacts.read(facts).buckets or {}, "facts.buckets")
     except FormatError as error:
         return str(error)
     return None

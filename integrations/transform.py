@@ -29,7 +29,7 @@ from lastwords.checkpoint.entries import Entry, LocalEntry
 from lastwords.checkpoint.load import Status, examine, find_checkpoint, open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.meta import Moved, UnitMeta, json_of
+from lastwords.checkpoint.meta import UnitMeta, json_of
 from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_part
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
@@ -49,6 +49,7 @@ from lastwords.checkpoint.reshard.transform_plan import (
     planned,
     whole_strategy,
 )
+from lastwords.checkpoint.run_facts import Moved
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.system import (
     REAL_OS,

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch.optim.optimizer import Optimizer
 
-from lastwords.checkpoint.meta import Habits
+from lastwords.checkpoint.meta import Habits, Marks
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.capture.late_changes import LateChange
 from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
@@ -251,21 +251,20 @@ class StateWatch:
             one.when = Recurrence(*habits.changes.get(one.what, ()))
         self._habitual = [one for one in self._changes if one.habitual]
 
-    def alike(self) -> dict[str, Any]:
-        """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks. JSON values.
+    def alike(self) -> dict[str, Marks]:
+        """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks.
 
-        all: those that are taken to be; own: those that a tentative copy lacks. Each with a name, a checksum, and the
-        checksum of the step's end before.
+        all: those that are taken to be; own: those that a tentative copy lacks.
         """
         kinds = {"all": self.copies.unboxed, "own": self.copies.late}
-        return {kind: [some(names), *self._sums(kind, names)] for kind, names in kinds.items() if names}
+        return {kind: Marks(some(names), *self._sums(kind, names)) for kind, names in kinds.items() if names}
 
-    def state_words(self) -> list[Any]:
-        """Shows, beside other ranks' same, whether optimizer state and trained parameters are alike. JSON values.
+    def state_marks(self) -> Marks:
+        """Shows, beside other ranks' same, whether optimizer state and trained parameters are alike.
 
-        What else has to be the same if they are; a checksum of the last step's end, and of the one before.
+        what: what else has to be the same if they are.
         """
-        return [self._state_kind, *self._state]
+        return Marks(self._state_kind, *self._state)
 
     def _sums(self, kind: str, names: list[StateName]) -> tuple[int, int]:
         """Of the last step's end, and of the one before."""

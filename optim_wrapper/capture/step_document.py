@@ -67,7 +67,7 @@ def what_differs(extras: Extras, one: ExtrasSnapshot, other: ExtrasSnapshot) -> 
 
 def alike(watch: StateWatch) -> bytes:
     """The members that show what is alike on all ranks, and the optimizer's numbers that are kept for this one."""
-    kind, now, before = watch.state_words()
+    kind, now, before = watch.state_marks()
     words = b',"state":["%s",%s,%s]' % (kind.encode(), _number(now), _number(before))
     return watch.numbers.members(watch.alike() if watch.copies else {}) + words
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lastwords.checkpoint.run_facts import Drawn
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.launch.progress import Progress
@@ -208,13 +209,13 @@ def _drawing(loader: Any, facts: LoaderFacts) -> str:
 class Draws:
     """Whether a loader that draws in the training process is seen to do so, in the second fetch of each epoch.
 
-    facts: {"reason": "", or why a resume in the middle of an epoch is not exact}, for the checkpoint.
+    seen: for the checkpoint.
     """
 
-    def __init__(self, loader: Any, facts: LoaderFacts, saved: Mapping[str, Any]) -> None:
+    def __init__(self, loader: Any, facts: LoaderFacts, saved: Drawn) -> None:
         self._here, self._shared = draws_here(facts), facts.kind is Kind.ITERABLE
         self._text = _drawing(loader, facts) if self._here else ""
-        self.facts: dict[str, str] = {"reason": saved.get("reason", "")}
+        self.seen = saved
         self.looks = False
         self._given: _Streams | None = None
         self._asked: _Streams | None = None
@@ -222,7 +223,7 @@ class Draws:
 
     def epoch_starts(self) -> None:
         """None of its batches has been fetched in this process."""
-        self.looks, self._given, self._asked = self._here and not self.facts["reason"], None, None
+        self.looks, self._given, self._asked = self._here and not self.seen.reason, None, None
 
     def asked(self) -> None:
         """The next batch is about to be fetched."""
@@ -236,7 +237,7 @@ class Draws:
             return
         drawn = self._asked.moved()
         if drawn & self._trained if self._shared else drawn:
-            self.facts["reason"] = self._text
+            self.seen = Drawn(self._text)
         self.looks = False
 
 

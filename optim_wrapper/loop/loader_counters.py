@@ -9,32 +9,29 @@ the step. What another than the newest writer of a checkpoint counts is taken to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from lastwords.checkpoint.run_facts import Counts, EpochCount, LoopFacts, StepCounts
 from lastwords.processor.recurrence import Forecast, Recurrence
 
 _DEPTH_MAX = 4
 _OBJECTS_MAX = 500
-EPOCHS_KEPT = 2
-STEPS_KEPT = 3
-"""The one that is saved, the one after it that this rank may be in, and one more."""
 
 
 class Counters:
     """The whole numbers that move in a loader, without those that `set_epoch` sets.
 
-    facts, for the checkpoint: {"of": epoch -> name -> [at the epoch's start, moved by its first batch, moved since the
-    epoch before], "at": "epoch/step" -> `_entry`}, of the newest epochs and steps. The second of the three is None
-    where the next batch has moved it again. "at" is empty as long as nothing has moved.
+    counts: for the checkpoint. Another object whenever it changes: the writer of a checkpoint may be reading.
     """
 
     def __init__(self, loader: Any, steps_per_epoch: int = 0) -> None:
         self._loader = loader
         self._steps_per_epoch = steps_per_epoch
-        self.facts: dict[str, dict[str, Any]] = {"of": {}, "at": {}}
+        self.counts = Counts()
         self._watched: list[tuple[str, dict[str, Any], str]] = []
         self._last: list[Any] = []
         self._moved: set[str] = set()
@@ -71,16 +68,13 @@ class Counters:
             self._write(epoch, self._firsts, _values(self._loader))
 
     def _write(self, epoch: int, firsts: Mapping[str, int], seconds: Mapping[str, int]) -> None:
-        entries: dict[str, list[Any]] = {}
+        entries: dict[str, EpochCount] = {}
         for name, start in self._starts.items():
             by_first = firsts.get(name, start) - start if firsts.get(name) == seconds.get(name) else None
             since = start - self._before[name] if name in self._before else None
             if name not in self._told and (by_first != 0 or since or name in self._moved):
-                entries[name] = [start, by_first, since]
-        kept = {key: entry for key, entry in self.facts["of"].items() if key != str(epoch)}
-        newest = sorted(kept, key=int)[1 - EPOCHS_KEPT :]
-        # One store: the writer of a checkpoint may be reading.
-        self.facts["of"] = {**{key: kept[key] for key in newest}, str(epoch): entries}
+                entries[name] = EpochCount(start, by_first, since)
+        self.counts = self.counts.with_epoch(epoch, entries)
 
     # ------------------------------------------------------------------ each step
 
@@ -116,55 +110,46 @@ class Counters:
         return True
 
     def _enter(self, epoch: int, step: int, *, cut: bool) -> None:
-        """`_entry`: values as they are now; whether the step has yet to end; in which steps the loop moved any."""
+        """Values as they are now. cut: the step has yet to end."""
         values = {
             name: value
             for (name, _, _), value in zip(self._watched, self._last, strict=True)
             if name in self._moved and value is not None
         }
-        key = f"{epoch}/{step}"
-        kept = [(other, entry) for other, entry in self.facts["at"].items() if other != key][1 - STEPS_KEPT :]
-        entry = {"values": values, "cut": cut, "in_body": list(self._in_body.numbers)}
-        self.facts["at"] = {**dict(kept), key: entry}  # one store, as above
+        self.counts = self.counts.with_step(epoch, step, StepCounts(values, cut, self._in_body.numbers))
 
     # ------------------------------------------------------------------ resume
 
-    @staticmethod
-    def knows(facts: Mapping[str, Any], epoch: int, step: int) -> bool:
-        """Whether the saved run says where they stood in this step."""
-        return f"{epoch}/{step}" in facts.get("at", {})
-
-    def set_on(self, facts: Mapping[str, Any], epoch: int, step: int) -> list[str]:
-        """Set them to where they stood at the end of `step`, which the saved run knows. Returns why that failed."""
-        entry = facts["at"][f"{epoch}/{step}"]
-        places, values = dict(_places(self._loader)), entry["values"]
+    def set_on(self, saved: StepCounts, epoch: int, step: int) -> list[str]:
+        """Set them to where they stood at the end of `step` of the saved run. Returns why that failed."""
+        places, values = dict(_places(self._loader)), saved.values
         for name in values.keys() & places.keys():
             names, key = places[name]
             names[key] = values[name]
         self.look()
         self._moved |= values.keys()
-        self._in_body = Recurrence(*entry["in_body"])
-        self.facts["at"] = {f"{epoch}/{step}": {**entry, "cut": False}}
+        self._in_body = Recurrence(*saved.in_body)
+        self.counts = Counts(self.counts.of).with_step(epoch, step, replace(saved, cut=False))
         return [f"{name} counts the loader's epochs, and is not there" for name in sorted(values.keys() - places)]
 
-    def set_back(self, facts: Mapping[str, Any], epoch: int, *, replayed: bool) -> list[str]:
+    def set_back(self, saved: Mapping[str, EpochCount], epoch: int, *, replayed: bool) -> list[str]:
         """Set the counters to where they were when `epoch` began, or, not replayed, to where they stand after it.
 
-        facts: of the saved run. Returns why that cannot be done.
+        saved: of this epoch, by the saved run. Returns why that cannot be done.
         """
         reasons = []
-        saved = facts.get("of", {}).get(str(epoch), {})
         places = dict(_places(self._loader))
-        for name, (start, by_first, since) in saved.items():
+        for name, count in saved.items():
+            value = count.start if replayed else count.after
             if name not in places:
                 reasons.append(f"{name} counts the loader's epochs, and is not there")
-            elif not replayed and (by_first is None or since not in (None, by_first)):
+            elif value is None:
                 reasons.append(f"{name} counts while the loader is iterated over, and cannot be restored")
             else:
                 names, key = places[name]
-                names[key] = start if replayed else start + by_first
+                names[key] = value
         if replayed:
-            self.facts["of"] = {str(epoch): {name: list(entry) for name, entry in saved.items()}}
+            self.counts = Counts(at=self.counts.at).with_epoch(epoch, saved)
         return reasons
 
 
@@ -198,24 +183,22 @@ def _is_passed(thing: Any) -> bool:
     return home in ("numpy", "multiprocessing", "threading", "logging", "lastwords")
 
 
-def known_at_resume(data: Mapping[str, Any], epoch: int, step: int) -> list[str]:
+def known_at_resume(saved: LoopFacts, epoch: int, step: int) -> list[str]:
     """Why a loop that goes on after this step is not exact, as far as the saved run knew.
 
-    data: what `Steps.facts` had said.
-
-    >>> known_at_resume({"draws": {"reason": "it draws"}, "accumulate": 1, "steps_per_epoch": 4}, 1, 4)
+    >>> from lastwords.checkpoint.run_facts import Drawn
+    >>> known_at_resume(LoopFacts(draws=Drawn("it draws"), steps_per_epoch=4), 1, 4)
     []
     """
-    reasons, per_epoch = [], data.get("steps_per_epoch", 0)
-    drawn = data.get("draws", {}).get("reason", "")
-    if drawn and step * data.get("accumulate", 1) > 1 and step < per_epoch:
-        reasons.append(drawn)
-    entry = data.get("counters", {}).get("at", {}).get(f"{epoch}/{step}")
-    if entry is not None and entry["cut"]:
+    reasons, per_epoch = [], saved.steps_per_epoch
+    if saved.draws.reason and step * saved.accumulate > 1 and step < per_epoch:
+        reasons.append(saved.draws.reason)
+    counts = saved.counters.in_step(epoch, step)
+    if counts is not None and counts.cut:
         number = (epoch - 1) * per_epoch + step
-        forecast = Recurrence(*entry["in_body"]).forecast(number, step == per_epoch, 1)
+        forecast = Recurrence(*counts.in_body).forecast(number, step == per_epoch, 1)
         if forecast not in (Forecast.NEVER, Forecast.NOT_DUE):
-            names = ", ".join(sorted(entry["values"]))
+            names = ", ".join(sorted(counts.values))
             reasons.append(
                 f"step {number} was interrupted before its end, and within a step the loop changes counters "
                 f"of the loader ({names}): this {forecast.value}"

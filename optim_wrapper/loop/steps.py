@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
+from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.loop.data_position import (
@@ -122,8 +123,17 @@ class Steps:
         carried = onward.carried
         self._carried = None if placed else carried
         self._counters = Counters(loader, self.steps_per_epoch)
-        self._draws = Draws(loader, self._facts, onward.draws)
-        self._inputs = {"dealing": dealing(loader), "inputs": about(loader, self._facts.batches, accumulate)}
+        self._draws = Draws(loader, self._facts, onward.saved.draws)
+        self._at_start = LoopFacts(
+            steps_per_epoch=self.steps_per_epoch,
+            epochs=epochs,
+            accumulate=accumulate,
+            batches_per_epoch=self._facts.batches,
+            mode=data,
+            dealing=dealing(loader),
+            inputs=about(loader, self._facts.batches, accumulate),
+            carried=None if self._carried is None else self._carried.begun,
+        )
         self._placed = placed
         self._data: DataMode = data
         self._show_progress = show_progress
@@ -152,19 +162,9 @@ class Steps:
                 f"of ranks of the saved run"
             )
 
-    def facts(self) -> dict[str, Any]:
-        """What a resume has to know of the data, JSON values only."""
-        return {
-            "steps_per_epoch": self.steps_per_epoch,
-            "epochs": self._epochs,
-            "accumulate": self._accumulate,
-            "batches_per_epoch": self._facts.batches,
-            "mode": self._data,
-            **self._inputs,
-            "counters": self._counters.facts,
-            "draws": self._draws.facts,
-            **({} if self._carried is None else {"carried": self._carried.facts()}),
-        }
+    def facts(self, world_size: int) -> LoopFacts:
+        """What a resume has to know of the loop as it stands. Any thread."""
+        return replace(self._at_start, counters=self._counters.counts, draws=self._draws.seen, world_size=world_size)
 
     @property
     def epochs(self) -> int:
@@ -311,15 +311,17 @@ class Steps:
 
     def _set_counters_back(self, here: ResumeAt, *, replayed: bool) -> None:
         if not self._placed:
-            for reason in self._counters.set_back(self._onward.counted, here.epoch, replayed=replayed):
+            saved = self._onward.saved.counters.in_epoch(here.epoch)
+            for reason in self._counters.set_back(saved, here.epoch, replayed=replayed):
                 self._not_exact(reason)
 
     def _set_counters_on(self, here: ResumeAt, *, opened: bool) -> None:
         """To where they stood at the step's end. opened: its epoch has been, and its batches been passed over."""
+        saved = self._onward.saved.counters.in_step(here.epoch, here.step)
         if self._placed:
             self._counters.look()
-        elif self._counters.knows(self._onward.counted, here.epoch, here.step):
-            for reason in self._counters.set_on(self._onward.counted, here.epoch, here.step):
+        elif saved is not None:
+            for reason in self._counters.set_on(saved, here.epoch, here.step):
                 self._not_exact(reason)
         elif not opened:
             self._set_counters_back(here, replayed=False)

@@ -10,43 +10,32 @@ from typing import Any
 import numpy
 import torch
 
+from lastwords.checkpoint.run_facts import RunFacts, differences
 from lastwords.optim_wrapper.ddp.ddp_private import find_ddp, is_compiled
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 
-_COMPARED = {
-    "torch": "torch version",
-    "numpy": "numpy version",
-    "threads": "threads per operator (OMP_NUM_THREADS)",
-    "machine": "processor",
-    "cpu_capability": "vector instructions",
-    "default_dtype": "default dtype",
-    "deterministic": "torch.use_deterministic_algorithms",
-    "matmul_precision": "float32 matmul precision",
-    "compiled": "torch.compile",
-    "ddp": "options of DistributedDataParallel",
-    "optimizer": "optimizer and its implementation",
-    "backend": "process group backend",
-}
+_OF_LAYOUT = ("ddp", "optimizer", "backend")
+"""What another layout changes by its nature; one reason says so."""
 
 
-def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend: str) -> dict[str, Any]:
-    """Facts of this rank's run that the arithmetic depends on; JSON values only."""
-    return {
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "default_dtype": str(torch.get_default_dtype()),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "compiled": is_compiled(model),
-        "ddp": ddp_options(model),
-        "optimizer": optimizer_options(optimizer),
-        "backend": backend,
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
-    }
+def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend: str) -> RunFacts:
+    """What the arithmetic of this rank's run depends on."""
+    return RunFacts(
+        torch=str(torch.__version__),
+        numpy=numpy.__version__,
+        python=platform.python_version(),
+        threads=torch.get_num_threads(),
+        machine=platform.machine(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        default_dtype=str(torch.get_default_dtype()),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        matmul_precision=torch.get_float32_matmul_precision(),
+        compiled=is_compiled(model),
+        ddp=ddp_options(model),
+        optimizer=optimizer_options(optimizer),
+        backend=backend,
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
+    )
 
 
 def ddp_options(model: torch.nn.Module) -> dict[str, Any]:
@@ -78,14 +67,14 @@ def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def changed(saved: RunFacts, here: RunFacts, *, moved: bool = False) -> list[str]:
     """Why a resume here cannot be promised to be exact: one sentence for each fact that differs.
 
-    >>> differences({"torch": "2.12"}, {"torch": "2.13"})
+    moved: into another layout.
+
+    >>> changed(RunFacts(torch="2.12", backend="gloo"), RunFacts(torch="2.13"))
     ['torch version: 2.12 in the saved run, 2.13 here']
     """
-    return [
-        f"{label}: {saved[key]} in the saved run, {here[key]} here"
-        for key, label in _COMPARED.items()
-        if key in saved and key in here and saved[key] != here[key]
-    ]
+    unknown = {name for facts in (saved, here) for name in RunFacts.__slots__ if getattr(facts, name) is None}
+    passed = unknown.union(_OF_LAYOUT if moved else ())
+    return [why for name, why in differences(saved, here).items() if name not in passed]

@@ -14,9 +14,10 @@ from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Habits, StepDocument, groups_of
+from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Habits, Marks, StepDocument, groups_of
 from lastwords.checkpoint.reading import damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
+from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import added_groups
 from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
@@ -28,7 +29,7 @@ from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.loop.loader_counters import known_at_resume
 from lastwords.optim_wrapper.loop.own_loop import without_the_loaders
-from lastwords.optim_wrapper.resume.facts import differences
+from lastwords.optim_wrapper.resume.facts import changed
 from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.resume.reshard import fits_as_it_is
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, all_or_none, open_chosen
@@ -52,9 +53,6 @@ from lastwords.vocabulary import UNIT_REPLICATED
 
 _log = logging.getLogger(__name__)
 
-_OF_LAYOUT = ("ddp", "optimizer", "backend", "buckets")
-"""Facts that another layout changes by its nature; one reason says so."""
-
 _STATE = "state "
 
 EARLIER_MOVE = Reason(
@@ -76,7 +74,7 @@ class Resumed:
     global_step: int
     epoch: int
     step: int
-    data: Mapping[str, Any]
+    data: LoopFacts
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
     reasons: list[Reason] = field(default_factory=list)
@@ -92,7 +90,7 @@ def resume_from(
     roots: list[Path],
     world: World,
     recorder: StepRecorder,
-    facts_here: Mapping[str, Any],
+    facts_here: RunFacts,
     *,
     key: str,
     agreed: Agreement | None,
@@ -132,7 +130,7 @@ def _restore(
     checkpoint: load.Checkpoint,
     world: World,
     recorder: StepRecorder,
-    facts_here: Mapping[str, Any],
+    facts_here: RunFacts,
     *,
     key: str,
     surveyed: Survey | None,
@@ -152,9 +150,11 @@ def _restore(
             extras_of = owner
         order, amiss = _buckets(manifest, recorder) if surveyed is None else ([], [])
     reasons += _reasons_of(manifest)
-    reasons += known_at_resume(manifest.run.data or {}, manifest.epoch, manifest.step)
+    run = manifest.run
+    data = run.data or LoopFacts()
+    reasons += known_at_resume(data, manifest.epoch, manifest.step)
     reasons += extra_digests.differing({rank: one.document for rank, one in manifest.locals.items()})
-    reasons += differences({k: v for k, v in manifest.facts.items() if not moved or k not in _OF_LAYOUT}, facts_here)
+    reasons += changed(run, facts_here, moved=moved)
 
     if surveyed is None:
         # The replay runs real collectives, before the weights are there: it leaves zero gradients and nothing else.
@@ -188,7 +188,7 @@ def _restore(
         reasons += recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
     if owner == world.rank or (moved and owner >= 0):
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
-        if manifest.run.data is None:  # else the loader is not known before steps() begins
+        if run.data is None:  # else the loader is not known before steps() begins
             reasons += recorder.rng.own.unsaved()
         reasons += recorder.extra_buffers.restore(step_regions)
         local_history = None
@@ -205,7 +205,7 @@ def _restore(
         global_step=manifest.global_step,
         epoch=manifest.epoch,
         step=manifest.step,
-        data=manifest.run.data or {},
+        data=data,
         regions=step_regions,
         epoch_start=epoch_start,
         reasons=list(merged(map(as_reason, reasons))),
@@ -236,7 +236,7 @@ def _buckets(manifest: Manifest, recorder: StepRecorder) -> tuple[list[BucketRec
     """
     table = recorder.units.table
     if table.pure:
-        return BucketRecord.read(manifest.run.buckets), []
+        return BucketRecord.read(manifest.run.buckets or {}), []
     records: list[BucketRecord] = []
     for group, number in ddp_buckets.groups_of(recorder.view.model, recorder.view.trained):
         inside = [unit for unit, holders in table.units.items() if group.issuperset(holders)]
@@ -311,14 +311,14 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
     for kind in sorted({kind for _, alike in said for kind in alike}):
         # What was looked at the step's end, and at the one before, which is all that a tentative copy knows of.
         marks = [
-            list(alike[kind][1:]) if copy == COMMITTED else [None, alike[kind][1]]
+            (alike[kind].now, alike[kind].before) if copy == COMMITTED else (None, alike[kind].now)
             for copy, alike in said
             if kind in alike
         ]
         ends = [[mark for mark in end if mark is not None] for end in zip(*marks, strict=True)]
         alone = kind == "own" and all(len(end) < 2 for end in ends)
         if marks and not there.get(kind) and (any(len({*end}) > 1 for end in ends) or alone):
-            what = next(alike[kind][0] for _, alike in said if kind in alike)
+            what = next(alike[kind].what for _, alike in said if kind in alike)
             reasons.append(
                 Reason(f"the {what} may differ between ranks, and this rank's were not saved", ranks=(rank,))
             )
@@ -328,11 +328,10 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
     return reasons
 
 
-def _alike(document: StepDocument, whole: bool) -> dict[str, tuple[str, Any, Any]]:
+def _alike(document: StepDocument, whole: bool) -> dict[str, Marks]:
     """What a black box said has to be the same on other ranks. whole: they hold what this one holds."""
-    kind, now, before = document.state
-    state = {f"{_STATE}{kind}": ("optimizer state or the trained parameters", now, before)} if whole else {}
-    return {**document.alike, **state}
+    state = document.state._replace(what="optimizer state or the trained parameters")
+    return {**document.alike, **({f"{_STATE}{document.state.what}": state} if whole else {})}
 
 
 def _habits_for(rank: int | None, manifest: Manifest) -> Habits:

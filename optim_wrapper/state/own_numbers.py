@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch.optim.optimizer import Optimizer
 
+from lastwords.checkpoint.meta import Marks
 from lastwords.checkpoint.storable import DEPTH_MAX, NUMPY_KINDS, pack, unpack
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.nested_optimizers import nested_in
@@ -157,9 +158,9 @@ class OwnNumbers:
     def _keeps(self) -> bool:
         return self._numbers <= KEPT_MAX
 
-    def alike(self) -> dict[str, Any]:
-        """For each kind what it is, its checksum at the last step's end, and at the one before. JSON values."""
-        return {kind: [self._called[kind], now, self._before.get(kind, 0)] for kind, now in self._now.items()}
+    def alike(self) -> dict[str, Marks]:
+        """For each kind, as of the last step's end."""
+        return {kind: Marks(self._called[kind], now, self._before.get(kind, 0)) for kind, now in self._now.items()}
 
     def values(self) -> dict[str, Any]:
         """This rank's own, as of the last step's end, in JSON; empty if there are none, or too many."""
@@ -170,7 +171,7 @@ class OwnNumbers:
             return {}  # two of one name: one's would be put into the other
         return pack(named, "numbers")  # type: ignore[no-any-return]
 
-    def members(self, copies: Mapping[str, Any]) -> bytes:
+    def members(self, copies: Mapping[str, Marks]) -> bytes:
         """What a document says of all this, and of `copies`, other things that have to be alike; with a comma first."""
         marks = None if copies else (self._now.copy(), self._before, self._called)
         if marks is None or marks != self._said[0]:  # else nothing has moved, as in most loops

@@ -251,7 +251,6 @@ class TFTRegister:
             onward=here,
             placed=resumed_regions and loader in self._recorder.local_extras,
         )
-        run.facts["data"] = {**steps.facts(), "world_size": run.world.size}
         return _iterate(run, steps, loader, known_length=here.carried is None)
 
     @property

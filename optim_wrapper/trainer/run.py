@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
@@ -32,12 +34,12 @@ from lastwords.sharding.declare import Unit
 class Run:
     """Where a run stands that nobody protects, and the `StepEvents` of its loop. Training thread only."""
 
-    def __init__(self, world: World, recorder: StepRecorder, buckets: BucketOrder, facts: dict[str, Any]) -> None:
+    def __init__(self, world: World, recorder: StepRecorder, buckets: BucketOrder, facts: RunFacts) -> None:
         self.world = world
         self.recorder = recorder
         self.buckets = buckets
         self.facts = facts
-        """Of the saved run, what a resume compares with its own; JSON values."""
+        """What its arithmetic depends on, which a resume compares with its own."""
         self.resumed: Resumed | None = None
         """What it was resumed from."""
         self.steps: Steps | None = None
@@ -158,7 +160,7 @@ class ProtectedRun(Run):
         world: World,
         recorder: StepRecorder,
         buckets: BucketOrder,
-        facts: dict[str, Any],
+        facts: RunFacts,
         *,
         config: Config,
         options: Options,
@@ -288,6 +290,6 @@ class ProtectedRun(Run):
         return self.recorder.make_source(box_path, self._manifest_facts, buckets, copy)
 
     def _manifest_facts(self, step: int) -> dict[str, Any]:
-        if not self.recorder.units.pure:
-            return dict(self.facts)
-        return {**self.facts, "buckets": self.buckets.record(step)}
+        data = None if self.steps is None else self.steps.facts(self.world.size)
+        buckets = self.buckets.record(step) if self.recorder.units.pure else None
+        return replace(self.facts, data=data, buckets=buckets).to_json()

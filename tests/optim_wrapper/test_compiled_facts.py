@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp import ddp_buckets
 from lastwords.optim_wrapper.ddp.ddp_private import is_compiled
-from lastwords.optim_wrapper.resume.facts import differences, run_facts
+from lastwords.optim_wrapper.resume.facts import changed, run_facts
 from tests.integration.forked import on_ranks
 
 
@@ -22,7 +22,7 @@ def test_a_compiled_model_is_told_in_whatever_place_it_was_compiled() -> None:
     itself.compile()
     assert [is_compiled(model) for model in (plain, within, itself, torch.compile(plain))] == [False, True, True, True]  # type: ignore[arg-type]
     facts = [run_facts(net, torch.optim.SGD(net.parameters(), lr=0.1), "gloo") for net in (itself, plain)]
-    assert differences(*facts) == ["torch.compile: True in the saved run, False here"]
+    assert changed(*facts) == ["torch.compile: True in the saved run, False here"]
 
 
 def test_names_of_a_compiled_model_are_no_other_parameters(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
+from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.optim_wrapper.loop.global_samples import Carried, carry, dealing
 from lastwords.optim_wrapper.loop.loader_changes import Onward
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
@@ -43,11 +44,17 @@ def loader(samples: int, ranks: int, rank: int, batch: int, *, shuffle: bool = T
 
 
 def run(
-    samples: int, ranks: int, batch: int, accumulate: int, epochs: int, at: tuple[int, int] = (1, 0), data: Any = None
-) -> tuple[list[tuple[int, int, int]], dict[str, Any]]:
+    samples: int,
+    ranks: int,
+    batch: int,
+    accumulate: int,
+    epochs: int,
+    at: tuple[int, int] = (1, 0),
+    data: LoopFacts | None = None,
+) -> tuple[list[tuple[int, int, int]], LoopFacts]:
     """(epoch, step, sample) of all ranks, and the facts that a checkpoint of this run would have."""
     seen = []
-    facts: dict[str, Any] = {}
+    facts = LoopFacts()
     for rank in range(ranks):
         own = loader(samples, ranks, rank, batch)
         carried: Carried | None = None
@@ -58,9 +65,7 @@ def run(
         steps = Steps(own, epochs, accumulate=accumulate, events=Quiet(), resume=resume, onward=Onward(carried))
         for epoch, step, values in steps:
             seen += [(epoch, step, int(value)) for value in values]
-        facts = {"steps_per_epoch": steps.steps_per_epoch, "accumulate": accumulate, "dealing": dealing(own)}
-        if carried is not None:
-            facts["carried"] = carried.facts()
+        facts = steps.facts(ranks)
     return seen, facts
 
 
@@ -138,7 +143,7 @@ def test_a_position_that_cannot_be_carried_says_why(other: Any, why: str) -> Non
 
 def test_a_loader_that_is_not_divided_goes_on_from_one_that_was() -> None:
     own = [loader(20, 2, rank, 2, shuffle=False) for rank in range(2)]
-    facts = {"steps_per_epoch": 5, "accumulate": 1, "dealing": dealing(own[0])}
+    facts = LoopFacts(steps_per_epoch=5, dealing=dealing(own[0]))
     carried, why = carry(facts, 1, 2, DataLoader(Numbers(20), batch_size=3), 1)
     assert why == ""
     assert carried is not None

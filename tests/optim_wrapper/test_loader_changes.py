@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from lastwords.checkpoint.run_facts import Counts, LoopFacts, RunFacts
 from lastwords.optim_wrapper.loop import loader_changes, loader_counters
 from lastwords.optim_wrapper.loop.loader_changes import Onward, onward
 from lastwords.optim_wrapper.loop.steps import Steps
@@ -30,9 +32,13 @@ from tests.optim_wrapper.test_steps import (
 )
 
 
-def data_of(steps: Steps | None) -> dict[str, Any]:
+def data_of(steps: Steps | None) -> LoopFacts:
+    """What a checkpoint says of the loop, read back."""
     assert steps is not None
-    return {**steps.facts(), "world_size": 1}
+    facts = steps.facts(1)
+    read = RunFacts.read(json.loads(json.dumps(RunFacts(data=facts).to_json()))).data
+    assert read == facts
+    return facts
 
 
 def going_on(whole: Run, new: Any, epoch: int, step: int, accumulate: int = 1) -> Onward:
@@ -107,8 +113,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 def test_what_has_changed_of_the_loader_is_named_with_what_it_was_and_is(what: str) -> None:
     before, then, expected = CHANGED[what]
     whole = whole_run(before, epochs=1)
-    facts = data_of(whole.steps)
-    assert going_on(whole, before(), 1, 2) == Onward(None, (), facts["counters"], facts["draws"])
+    assert going_on(whole, before(), 1, 2) == Onward(None, (), data_of(whole.steps))
     assert any(expected in reason for reason in going_on(whole, then(), 1, 2).reasons)
 
 
@@ -188,7 +193,7 @@ class Counted(Sampler[int]):
 def test_a_sampler_that_counts_is_set_back_also_where_its_epoch_is_not_opened_again() -> None:
     """With workers, the last batches of an epoch had been drawn long before its end."""
     steps = Steps([torch.ones(1)] * 3, 2, events=Run())
-    assert steps.facts()["counters"] == {"of": {}, "at": {}}
+    assert steps.facts(1).counters == Counts()
     sampler = Counted()
     counters = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=sampler))
     for epoch in (1, 2):
@@ -198,7 +203,7 @@ def test_a_sampler_that_counts_is_set_back_also_where_its_epoch_is_not_opened_ag
         counters.has_batches(epoch, 2)
     fresh = Counted()
     again = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=fresh))
-    assert again.set_back(counters.facts, 2, replayed=False) == []
+    assert again.set_back(counters.counts.in_epoch(2), 2, replayed=False) == []
     assert fresh.begun == sampler.begun == 2
 
 
@@ -210,9 +215,10 @@ def test_a_counter_of_batches_cannot_be_set_back_by_its_epoch_and_one_that_is_go
         sampler.begun += 1
         counters.has_batches(1, count)
     again = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=Counted()))
-    assert any("cannot be restored" in reason for reason in again.set_back(counters.facts, 1, replayed=False))
+    saved = counters.counts.in_epoch(1)
+    assert any("cannot be restored" in reason for reason in again.set_back(saved, 1, replayed=False))
     gone = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=SequentialSampler(Items())))
-    assert any("is not there" in reason for reason in gone.set_back(counters.facts, 1, replayed=True))
+    assert any("is not there" in reason for reason in gone.set_back(saved, 1, replayed=True))
 
 
 def test_what_set_epoch_sets_is_nobodys_counter() -> None:
@@ -222,4 +228,4 @@ def test_what_set_epoch_sets_is_nobodys_counter() -> None:
         counters.tell(lambda epoch=epoch: sampler.set_epoch(epoch - 1))  # type: ignore[misc]
         counters.epoch_starts(epoch)
         counters.has_batches(epoch, 1)
-    assert counters.facts["of"]["3"] == {}
+    assert counters.counts.of["3"] == {}

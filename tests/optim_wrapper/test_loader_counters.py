@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.optim_wrapper.loop import loader_counters
 from lastwords.optim_wrapper.loop.loader_counters import Counters, known_at_resume
 from tests.optim_wrapper.test_loader_changes import data_of, going_on
@@ -80,12 +81,13 @@ def test_a_level_that_the_loop_raises_is_set_also_where_no_epoch_had_begun_with_
     body_moves(counters, loader.dataset, saved, at=at)
     fresh = DataLoader(Counting(), BATCH)
     again = Counters(fresh, 4)
-    assert again.knows(counters.facts, 1, saved)
-    assert again.set_on(counters.facts, 1, saved) == []
+    counts = counters.counts.in_step(1, saved)
+    assert counts is not None
+    assert again.set_on(counts, 1, saved) == []
     assert fresh.dataset.level == 2  # type: ignore[attr-defined]
-    assert known_at_resume({"counters": counters.facts, "steps_per_epoch": 4}, 1, saved) == []
+    assert known_at_resume(LoopFacts(counters=counters.counts, steps_per_epoch=4), 1, saved) == []
     again.epoch_starts(2)
-    assert again.facts["of"]["2"]["loader.dataset.level"][0] == 2, "the next resume needs it as well"
+    assert again.counts.in_epoch(2)["loader.dataset.level"].start == 2, "the next resume needs it as well"
 
 
 def test_a_step_that_was_cut_off_before_the_loop_may_have_moved_a_number_is_named() -> None:
@@ -93,7 +95,7 @@ def test_a_step_that_was_cut_off_before_the_loop_may_have_moved_a_number_is_name
     counters = Counters(loader, 4)
     body_moves(counters, loader.dataset, 3, at=2)
     counters.fetched(1, 4)
-    data = {"counters": counters.facts, "steps_per_epoch": 4}
+    data = LoopFacts(counters=counters.counts, steps_per_epoch=4)
     [reason] = known_at_resume(data, 1, 4)
     assert "step 4" in reason
     assert "(loader.dataset.level)" in reason
@@ -102,7 +104,7 @@ def test_a_step_that_was_cut_off_before_the_loop_may_have_moved_a_number_is_name
 
 def test_nothing_is_kept_of_a_loader_whose_numbers_stay() -> None:
     whole = whole_run(lambda: DataLoader(range(SAMPLES), BATCH, shuffle=True), epochs=2)  # type: ignore[arg-type]
-    assert data_of(whole.steps)["counters"]["at"] == {}
+    assert data_of(whole.steps).counters.at == {}
 
 
 # ------------------------------------------------------------------ draws

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lastwords.checkpoint.entries import LocalEntry
+from lastwords.checkpoint.meta import Marks
 from lastwords.checkpoint.reason import Reason
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume import resume
@@ -155,7 +156,7 @@ def test_nothing_is_written_anew_where_nothing_has_moved() -> None:
     said = numbers.members({})
     numbers.take(3, [])
     assert numbers.members({}) is said
-    assert b"own" in numbers.members({"own": ["x", 1, 1]})
+    assert b"own" in numbers.members({"own": Marks("x", 1, 1)})
 
 
 def test_numbers_of_several_optimizers_are_told_apart() -> None:

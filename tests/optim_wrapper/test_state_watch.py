@@ -375,7 +375,7 @@ def words_of(folder: Path, own: float, form: str = "mine", *, steps: int = 3, co
     said = []
     for _ in range(steps):
         job.run(1, after=keep)
-        said.append(job.recorder.watch.state_words())
+        said.append(job.recorder.watch.state_marks())
     return said
 
 
@@ -416,7 +416,7 @@ def test_where_one_rank_copies_what_another_does_not_the_rest_is_not_compared(tm
     """Each has its copy of what moves outside of updates, and what that is may be known to one before the other."""
     job = Job(tmp_path, lambda net: count(net.trained.weight))
     job.run(3)
-    moving, still = job.recorder.watch.state_words(), words_of(tmp_path / "still", 1.0)[2]
+    moving, still = job.recorder.watch.state_marks(), words_of(tmp_path / "still", 1.0)[2]
     assert moving[0] != still[0] == ""
     assert told(("committed", moving), ("committed", still)) == []
 
