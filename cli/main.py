@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import enum
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -88,17 +89,30 @@ def build_parser() -> argparse.ArgumentParser:
         "groups",
         ("show which ranks hold which unit and which of them may be lost; PATH may also hold group_info files"),
     )
-    what = "show the state of a running controller: its ranks, their steps, the newest incident"
+    what = "show the state of a running controller: its ranks, their steps, the newest incidents"
     status = bare("status", what)
     status.add_argument(
         "--controller", metavar="HOST:PORT", help="its address; default: the only one of this user on this host"
     )
     status.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    what = "show the same again and again, with steps per second; ends with Ctrl-C"
+    top = bare("top", what)
+    top.add_argument("--controller", metavar="HOST:PORT", help="as of status")
+    top.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="pause between looks (default: 1)")
+    top.add_argument("--frames", type=int, default=0, metavar="N", help="end after N looks (default: never)")
     what = "run this host's ranks of a training script; torchrun's flags, and --spares: docs/healing.md"
     subcommands.add_parser("run", help=what, add_help=False)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)
     return parser
+
+
+def _seconds(text: str) -> float:
+    """Of an option."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise ValueError(text)
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,6 +151,11 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
         from lastwords.cli.status_command import status  # brings gRPC, which the other commands do without
 
         status(arguments.controller, as_json=arguments.json)
+        return ExitCode.OK
+    if arguments.command == "top":
+        from lastwords.cli.status_command import top
+
+        top(arguments.controller, every_s=arguments.every, frames=arguments.frames)
         return ExitCode.OK
     if arguments.command == "latest":
         verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)

@@ -1,18 +1,35 @@
-"""`lastwords status`: what a running controller knows. Imported on demand, since it brings gRPC."""
+"""`lastwords status` and `lastwords top`: what a running controller knows. Imported on demand: it brings gRPC."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import sys
+import time
+from collections import deque
+from pathlib import Path
 
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.text import Text
 
 from lastwords.cli import tables
+from lastwords.clock import mono_s
 from lastwords.controller import handover
 from lastwords.controller.query import query_state
+from lastwords.controller.timeline import RECORD_BYTES_MAX, sentence
 from lastwords.errors import ConfigError, UnavailableError
+from lastwords.launcher import recovery
 from lastwords.state import ControllerState, RankState
+
+RECENT = 5
+"""Incidents and recoveries that are shown."""
+
+PACE_LOOKS = 10
+"""Looks over which steps per second are counted."""
 
 
 def find_controller() -> str:
@@ -40,10 +57,95 @@ def status(address: str | None, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps({"controller": address, **record}, indent=2) + "\n")
         return
     console = tables.console()
-    console.print(tables.facts(_facts(address, state)))
+    for part in view_of(address, state):
+        console.print(part)
+
+
+def top(address: str | None, *, every_s: float, frames: int = 0) -> None:
+    """Prints that state again and again, on one screen in a terminal; until it is interrupted, or `frames` times.
+
+    A job that is started anew, or healed, has a new controller: meanwhile the newest state stays on the screen.
+    """
+    console = tables.console()
+    shown: list[RenderableType] = []
+    pace = Pace()
+    with contextlib.ExitStack() as screen, contextlib.suppress(KeyboardInterrupt):
+        live = (
+            screen.enter_context(Live(console=console, screen=True, auto_refresh=False))
+            if console.is_terminal
+            else None
+        )
+        for frame in itertools.count(1):
+            note = ""
+            try:
+                found = address or find_controller()
+                state = query_state(found)
+            except UnavailableError as error:
+                note = f"{error}; trying again"
+            else:
+                shown = view_of(found, state, pace.of(state, mono_s()))
+            parts = [*shown, *([tables.plain(note, "yellow")] if note else [])]
+            if live is None:
+                for part in parts:
+                    console.print(part)
+            else:
+                live.update(Group(*parts), refresh=True)
+            if frame == frames:
+                return
+            time.sleep(every_s)
+
+
+class Pace:
+    """Steps per second of a job that is asked again and again."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque(maxlen=PACE_LOOKS)
+
+    def of(self, state: ControllerState, now_s: float) -> str:
+        """As text; empty while it is not known.
+
+        >>> from lastwords.vocabulary import Phase, Stand
+        >>> pace, at = Pace(), lambda step: ControllerState("j", 0, 1, 1, 0, "training", 0, "", (
+        ...     RankState(0, None, Stand(Phase.COMPUTING, step), True, False, 0.0),))
+        >>> pace.of(at(10), 1.0), pace.of(at(30), 5.0), pace.of(at(7), 6.0)
+        ('', '5.00', '')
+        """
+        step = max((rank.stand.step for rank in state.ranks if rank.stand is not None), default=0)
+        if self._seen and step < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((now_s, step))
+        (begin_s, first), (end_s, last) = self._seen[0], self._seen[-1]
+        return f"{(last - first) / (end_s - begin_s):.2f}" if end_s > begin_s else ""
+
+
+def view_of(address: str, state: ControllerState, pace: str = "") -> list[RenderableType]:
+    """What is printed of a state. pace: steps per second."""
     columns = ("rank", "process", "host", "stands at", "heard", "")
     rows = [_row(rank) for rank in state.ranks]
-    console.print(tables.table("", columns, rows, right=("rank", "process", "heard")))
+    facts = _facts(address, state) + ([("pace", f"{pace} steps/s")] if pace else [])
+    facts += [("recent", "\n".join(found))] if (found := newest_incidents(Path(state.incidents))) else []
+    return [tables.facts(facts), tables.table("", columns, rows, right=("rank", "process", "heard"))]
+
+
+def newest_incidents(path: Path, count: int = RECENT) -> list[str]:
+    """The last lines of an incidents.jsonl, in words, oldest first; none if it cannot be read here."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - RECORD_BYTES_MAX))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    found: list[str] = []
+    for number, line in enumerate(lines):
+        try:
+            of_launcher = json.loads(line)["outcome"] == recovery.OUTCOME
+            words = (
+                recovery.sentence(line, recovery.incident_of(lines[:number], line)) if of_launcher else sentence(line)
+            )
+        except (ValueError, KeyError, TypeError):
+            continue
+        found.append(words)
+    return found[-count:]
 
 
 def _facts(address: str, state: ControllerState) -> list[tuple[str, object]]:

@@ -387,5 +387,6 @@ class ControllerShell:
                 incident=self._core.incident,
                 summary=summary,
                 ranks=self._roster.views(now_s),
+                incidents=str(self._spec.incidents_path),
             )
         )

@@ -334,6 +334,7 @@ def state_to_bytes(state: ControllerState) -> bytes:
         stage=clip_text(state.stage),
         incident=state.incident,
         summary=clip_text(state.summary),
+        incidents=clip_text(state.incidents),
     )
     for view in state.ranks:
         message = reply.ranks.add(rank=view.rank, connected=view.connected, dead=view.dead, heard_s=view.heard_s)
@@ -368,4 +369,5 @@ def state_from_bytes(raw: bytes) -> ControllerState:
         incident=reply.incident,
         summary=reply.summary,
         ranks=ranks,
+        incidents=reply.incidents,
     )

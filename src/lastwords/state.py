@@ -22,7 +22,10 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """A controller at one instant. `stage` is one of "registering", "training", "incident", "ending"."""
+    """A controller at one instant.
+
+    stage: one of "registering", "training", "incident", "ending". incidents: path of incidents.jsonl on its host.
+    """
 
     job: str
     generation: int
@@ -33,3 +36,4 @@ class ControllerState:
     incident: int
     summary: str
     ranks: tuple[RankState, ...]
+    incidents: str = ""

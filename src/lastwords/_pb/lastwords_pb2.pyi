@@ -404,7 +404,7 @@ class StateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StateReply(_message.Message):
-    __slots__ = ("job", "generation", "world_size", "pid", "uptime_s", "stage", "incident", "summary", "ranks")
+    __slots__ = ("job", "generation", "world_size", "pid", "uptime_s", "stage", "incident", "summary", "ranks", "incidents")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +414,7 @@ class StateReply(_message.Message):
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    INCIDENTS_FIELD_NUMBER: _ClassVar[int]
     job: str
     generation: int
     world_size: int
@@ -423,7 +424,8 @@ class StateReply(_message.Message):
     incident: int
     summary: str
     ranks: _containers.RepeatedCompositeFieldContainer[RankState]
-    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., stage: _Optional[str] = ..., incident: _Optional[int] = ..., summary: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ...) -> None: ...
+    incidents: str
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., stage: _Optional[str] = ..., incident: _Optional[int] = ..., summary: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ..., incidents: _Optional[str] = ...) -> None: ...
 
 class RankState(_message.Message):
     __slots__ = ("rank", "process", "stand", "connected", "dead", "heard_s")
