@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import resource
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,10 @@ from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, Part, UnitState, write_part
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Event, FromRank, Published, Send, StartPublish, StartVerify, Tick, Verified
+from lastwords.launcher.core import Begun, Effect, Ended, Updated, Waiting
+from lastwords.launcher.core import Event as LauncherEvent
+from lastwords.launcher.head import Head
+from lastwords.launcher.link import Lines, event_of, to_message
 from lastwords.vocabulary import Exit, Hello, Order, Phase, ProcessId, Raised, Save, Saved, Settled, Stand
 
 BUDGET_S = 30.0
@@ -287,6 +292,41 @@ def measure(ranks: int, tensors: int, root: Path) -> dict[str, Cost]:
     return costs
 
 
+# ---------------------------------------------------------------------- a dead rank is replaced
+
+
+def recover(ranks: int) -> None:
+    """The launcher of the first host hears all ranks, as lines of JSON, from hosts of RANKS_A_HOST."""
+    head, told = Head(ranks, 0, "127.0.0.1"), [0]
+
+    def obey(effect: Effect) -> None:
+        told[0] += len(json.dumps(to_message(effect)))
+
+    for first in range(0, ranks, RANKS_A_HOST):
+        head.has_host(range(first, min(first + RANKS_A_HOST, ranks)), obey)
+    sources = {f"/home/somebody/project/package/module_{number}.py": "0123456789abcdef" for number in range(20)}
+
+    def hear(what: str, events: Iterable[LauncherEvent]) -> None:
+        raw = [json.dumps(to_message(event)).encode() + b"\n" for event in events]
+        lines = Lines()
+        with cost() as found:
+            for one in raw:
+                for message in lines.feed(one):
+                    head.hear(event_of(message))
+                head.tick()
+        line(f"{what} ({sum(map(len, raw)) / 1e6:.1f} MB)", found)
+
+    every, rest = range(ranks), range(1, ranks)
+    print(f"\nthe launcher of the first host, {ranks} ranks:")
+    hear("all are there, and enter", (Waiting(rank, sources=sources) for rank in every))
+    hear("all loops have begun", (Begun(rank) for rank in every))
+    deaths = [Ended(0, -9), Waiting(0, sources=sources)]
+    hear("one is replaced, the others leave, all enter", [*(Waiting(rank, 7) for rank in rest), *deaths])
+    hear("all train again", (each for rank in every for each in (Begun(rank), Updated(rank))))
+    assert head.core.generation == 1
+    print(f"{told[0] / 1e6:.1f} MB of orders")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
@@ -298,6 +338,7 @@ def main() -> int:
     print(f"before: {peak_mib():.0f} MiB of memory")
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
         measure(arguments.ranks, arguments.tensors, Path(directory))
+    recover(arguments.ranks)
     print(f"\none rank with {arguments.one_rank} tensors:")
     for what, found in zip(("its file's header", "its part.json"), encode_one_rank(arguments.one_rank), strict=True):
         line(what, found)

@@ -12,6 +12,7 @@ and so does a failure after a training loop has come to its end: to begin again 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -167,14 +168,23 @@ class LauncherCore:
     _failures: int = 0
     _deaths: int = 0
     _sources: dict[str, str] = field(default_factory=dict)
+    _places: Counter[Place] = field(default_factory=Counter)
+    """How many ranks are where: with thousands of them, no event may look at all."""
+    _begun: int = 0
+    """How many loops have begun."""
+    _leaving: bool = False
+    """A rank has left `main` since the generation was over."""
+    _earliest_s: float | None = None
+    """No rank is due before."""
 
     def __post_init__(self) -> None:
         self._ranks = {rank: _Rank() for rank in self.world}
+        self._places[Place.STARTING] = len(self._ranks)
 
     @property
     def deadline_s(self) -> float | None:
-        """When a Tick is due."""
-        return min((one.due_s for one in self._ranks.values() if one.due_s is not None), default=None)
+        """When a Tick is due, at the latest."""
+        return self._earliest_s
 
     def place(self, rank: int) -> Place:
         """Where this rank's process is."""
@@ -194,11 +204,11 @@ class LauncherCore:
                     )
                 return self._waiting(rank, step, now_s)
             case Over(rank):
-                self._ranks[rank].begun, self._ranks[rank].over = False, True
+                self._note(rank, begun=False, over=True)
                 return []
             case Begun(rank):
-                self._ranks[rank].begun, self._ranks[rank].over = True, False
-                if all(one.begun for one in self._ranks.values()):
+                self._note(rank, begun=True)
+                if self._begun == len(self._ranks):
                     self._failures = 0
                 return []
             case Updated():
@@ -218,29 +228,29 @@ class LauncherCore:
             effects += self._over(rank, now_s)
         one = self._ranks[rank]
         has_left = one.place is Place.IN_MAIN
-        one.place, one.known, one.begun, one.over = Place.WAITING, True, False, False
-        one.due_s, one.killed = None, False
-        if not self.stopped and all(each.place is Place.WAITING for each in self._ranks.values()):
+        self._note(rank, begun=False)
+        self._put(rank, Place.WAITING)
+        one.known = True
+        if not self.stopped and self._are_all(Place.WAITING):
             return [*effects, *self._enter()]
-        if has_left:
+        if has_left and not self._leaving:
+            self._leaving = True
             self._others_leave_by(now_s + LEAVE_S)
         return effects
 
     def _enter(self) -> list[Effect]:
-        self._healing = False
-        for one in self._ranks.values():
-            one.place, one.due_s, one.killed = Place.IN_MAIN, None, False
+        self._healing = self._leaving = False
+        self._earliest_s = None
+        for rank in self._ranks:
+            self._put(rank, Place.IN_MAIN)
         return [Enter(self.generation)]
 
     def _ended(self, rank: int, code: int, now_s: float) -> list[Effect]:
         one = self._ranks[rank]
-        if code == 0 and not self._healing:
-            one.place = Place.DONE
-            return self._stop(None) if all(each.place is Place.DONE for each in self._ranks.values()) else []
+        if code == 0 and not (self._healing and one.known):
+            self._put(rank, Place.DONE)
+            return self._stop(None) if self._are_all(Place.DONE) else []
         if not one.known:
-            if code == 0:
-                one.place = Place.DONE
-                return self._stop(None) if all(each.place is Place.DONE for each in self._ranks.values()) else []
             return self._stop(f"rank {rank} ended with {code} before it called lastwords.run(main)")
         if one.over:
             return self._stop(f"rank {rank} ended with {code} after its training loop was over")
@@ -251,17 +261,17 @@ class LauncherCore:
                 return self._stop(f"the process that replaces rank {rank} ended with {code} before it entered main()")
         if self.stopped:
             return effects
-        one.begun = False
+        self._note(rank, begun=False)
         return [*effects, self._start(rank, now_s)]
 
     def _start(self, rank: int, now_s: float) -> Effect:
-        one = self._ranks[rank]
-        one.place, one.due_s, one.killed = Place.STARTING, now_s + START_S, False
+        self._put(rank, Place.STARTING)
+        self._due(self._ranks[rank], now_s + START_S)
         return Start(rank)
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
         """This generation is over, and `rank` was the first to show it."""
-        begun = all(one.begun for one in self._ranks.values())
+        begun = self._begun == len(self._ranks)
         self._failures += not begun
         self._deaths += 1
         if self._failures > FAILURES_MAX:
@@ -277,12 +287,14 @@ class LauncherCore:
             if one.place is Place.DONE:
                 effects.append(self._start(other, now_s))
             elif one.place is Place.IN_MAIN and other != rank:
-                one.due_s = now_s + (END_S if begun else LEAVE_S)
+                self._due(one, now_s + (END_S if begun else LEAVE_S))
                 if not begun:
                     effects.append(Abandon(other))
         return effects
 
     def _tick(self, now_s: float) -> list[Effect]:
+        if self._earliest_s is None or now_s < self._earliest_s:
+            return []
         effects: list[Effect] = []
         for rank, one in self._ranks.items():
             if one.due_s is None or now_s < one.due_s:
@@ -292,12 +304,33 @@ class LauncherCore:
             one.due_s, one.killed = now_s + LEAVE_S, True
             what = "has not left main()" if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"
             effects.append(Kill(rank, f"it {what} in time"))
+        self._earliest_s = min((one.due_s for one in self._ranks.values() if one.due_s is not None), default=None)
         return effects
 
     def _others_leave_by(self, deadline_s: float) -> None:
         for one in self._ranks.values():
             if one.place is Place.IN_MAIN and not one.killed:
-                one.due_s = deadline_s if one.due_s is None else min(one.due_s, deadline_s)
+                self._due(one, deadline_s if one.due_s is None else min(one.due_s, deadline_s))
+
+    def _due(self, one: _Rank, at_s: float) -> None:
+        one.due_s = at_s
+        self._earliest_s = at_s if self._earliest_s is None else min(self._earliest_s, at_s)
+
+    def _put(self, rank: int, place: Place) -> None:
+        """Its process has got there, and is due nowhere."""
+        one = self._ranks[rank]
+        self._places[one.place] -= 1
+        self._places[place] += 1
+        one.place, one.due_s, one.killed = place, None, False
+
+    def _are_all(self, place: Place) -> bool:
+        return self._places[place] == len(self._ranks)
+
+    def _note(self, rank: int, *, begun: bool, over: bool = False) -> None:
+        """Where the loop of a rank is."""
+        one = self._ranks[rank]
+        self._begun += begun - one.begun
+        one.begun, one.over = begun, over
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

@@ -37,8 +37,11 @@ GENERATIONS_PER_ROUND = 1000
 SILENCE_S = 20
 """A host that does not answer the kernel's probes for so long is lost."""
 
-STRANGERS_MAX = 64
+STRANGERS_MAX = 512
 """Connections that have not shown the token."""
+
+HOSTS_AT_ONCE = 4096
+"""Launchers that may come in the same moment."""
 
 CONNECT_S = 60.0
 AGAIN_S = 0.2
@@ -130,7 +133,7 @@ class Listener:
         self._token = secrets.token_hex(16)
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        self._server = socket.create_server(("", 0), family=family, backlog=HOSTS_AT_ONCE, dualstack_ipv6=both)
         self._links: list[socket.socket] = []
         self._strangers: list[tuple[Connection, _Introduction]] = []
         selector.register(self._server, selectors.EVENT_READ, self._accept)

@@ -33,21 +33,25 @@ class Recovery:
     _generation: int = 0
     _step: int = 0
     _began_s: float = 0.0
+    _entered_s: float = 0.0
+    _dead: set[int] = field(default_factory=set)
+    _late: set[int] = field(default_factory=set)
+    """Those that have not updated since all entered `main`."""
 
     def died(self, rank: int, code: int, now_s: float) -> None:
         """A process has ended badly. code: as of `Popen.returncode`."""
+        self._dead.add(rank)
         self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code})
 
     def waiting(self, rank: int, step: int, now_s: float) -> None:
         """`rank` is ready to enter `main`. step: the newest one that it knows to be saved."""
         if self._began_s:  # survivors may be out before the end of the dead one's process is seen
-            dead = any(one["what"] == "died" and one["rank"] == rank for one in self._events)
             self._step = max(self._step, step)
-            self._note("ready" if dead else "left", rank, now_s)
+            self._note("ready" if rank in self._dead else "left", rank, now_s)
 
     def entered(self, generation: int, now_s: float) -> None:
         """All ranks enter `main`."""
-        self._generation = generation
+        self._generation, self._entered_s, self._late = generation, now_s, {*self.ranks}
         if self._events:
             self._events.append({"what": "entered", "mono_s": round(now_s, 6)})
         else:
@@ -63,8 +67,8 @@ class Recovery:
         if not self._events:
             return None
         self._note("updated", rank, now_s)
-        entered_s = max((one["mono_s"] for one in self._of("entered")), default=0.0)
-        if {one["rank"] for one in self._of("updated") if one["mono_s"] >= entered_s} < {*self.ranks}:
+        self._late.discard(rank)
+        if self._late:
             return None
         line = json.dumps(
             {
@@ -76,14 +80,12 @@ class Recovery:
                 "events": self._events,
             }
         )
-        self._events, self._step, self._began_s = [], 0, entered_s
+        self._events, self._step, self._began_s = [], 0, self._entered_s
+        self._dead.clear()
         return line
 
     def _note(self, what: str, rank: int, now_s: float) -> None:
         self._events.append({"what": what, "mono_s": round(now_s, 6), "rank": rank})
-
-    def _of(self, what: str) -> list[dict[str, Any]]:
-        return [one for one in self._events if one["what"] == what]
 
 
 def sentence(line: str, incident: Mapping[str, Any] | None) -> str:
