@@ -19,6 +19,7 @@ from lastwords.checkpoint import layout as disk
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import write_part
 from lastwords.checkpoint.publish import Incident, publish, verify_parts
+from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.buffer_capture import BufferCapture
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -107,7 +108,9 @@ class Rank:
 
     def resume(self, root: Path) -> list[str]:
         """Go on from what is in `root`; why it is not exact, but for the rank-local state, which is not saved."""
-        found = resume_from([root], self.world, self.recorder, {}, key=next_prefix(), agreed=None, missing_ok=False)
+        found = resume_from(
+            [root], self.world, self.recorder, RunFacts(), key=next_prefix(), agreed=None, missing_ok=False
+        )
         assert found is not None
         self.recorder.begin(found.global_step, Position(found.epoch, found.step))
         said = map(str, found.reasons)

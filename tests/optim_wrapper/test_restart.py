@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from lastwords.checkpoint import load, starts
+from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.errors import (
     CheckpointError,
     ConfigError,
@@ -94,7 +95,7 @@ def test_a_start_by_hand_takes_its_own_checkpoints_where_the_user_has_named_the_
     monkeypatch.setattr(resume, "open_chosen", lambda roots, world, key, own, missing_ok: asked.append(own))
     unused: Any = None
     agreed: Any = SimpleNamespace(job="mine", jobs=("grandfather",), restarted=False)
-    resume.resume_from([tmp_path], world, unused, {}, key="k", agreed=agreed, missing_ok=False, named=named)
+    resume.resume_from([tmp_path], world, unused, RunFacts(), key="k", agreed=agreed, missing_ok=False, named=named)
     assert asked == [own]
 
 
@@ -231,7 +232,9 @@ def test_what_one_rank_alone_cannot_read_ends_all_ranks_at_once_with_its_cause(
         recorder.buffers.restore.return_value = []
         try:
             world = OneOf(rank, store, lambda: None)
-            resume.resume_from([tmp_path], world, recorder, {}, key="job/start/resume", agreed=None, missing_ok=False)
+            resume.resume_from(
+                [tmp_path], world, recorder, RunFacts(), key="job/start/resume", agreed=None, missing_ok=False
+            )
         except LastWordsError as error:
             return error
         return None
