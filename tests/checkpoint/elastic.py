@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.meta import ExtrasMeta, LocalMeta, UnitMeta
-from lastwords.checkpoint.part import LocalState, UnitState, write_part
+from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.partfile import read_lone_header
-from lastwords.checkpoint.publish import Incident, publish
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.sharding.grouping import unit_name
+from tests.checkpoint.states import published
 
 Array = np.ndarray[Any, Any]
 
@@ -218,7 +217,6 @@ def save_naively(
                 own[f"optim/{fqn}/step"] = Box((), ())
                 own[f"optim/{fqn}/exp_avg"] = held.box
     units[everyone]["buffer/mean"] = whole(job.arrays["buffer/mean"][1].shape)
-    directory = root / layout.tmp_dir_name(step, "job", 1, 1, 1)
     by_writer: dict[int, dict[str, UnitState]] = {}
     for ranks, own in units.items():
         name = "replicated" if ranks == everyone else unit_name(ranks)
@@ -240,8 +238,8 @@ def save_naively(
             more["extras"] = EXTRAS
             tensors.append((TensorSpec("unit/replicated/extra/ema.w", "F32", (3,)), np.arange(3, dtype=np.float32)))
         by_writer.setdefault(ranks[-1], {})[name] = UnitState(tensors, meta_of(job, own, called, **more))
-    for writer, states in by_writer.items():
-        local = {}
+    local = {}
+    for writer in by_writer:
         if writer % 3 != 1:
             spec = TensorSpec(f"local/{writer}/rng/torch", "U8", (5,))
             own_tensors: list[tuple[TensorSpec, Any]] = [(spec, bytes([writer] * 5))]
@@ -249,9 +247,8 @@ def save_naively(
                 count = TensorSpec(f"local/{writer}/buffer/count", "I64", (2,))
                 own_tensors.append((count, np.full(2, writer, np.int64)))
             local[writer] = LocalState(own_tensors, LocalMeta(slot={"epoch": 1, "rank": writer}))
-        write_part(directory, writer, 1, step, step, states, local, {"torch": "2.13"}, job="job", os=os)
-    incident = Incident("job", 1, 1, 1, step, world, tuple(by_writer), "rank 0 died", cause_ranks=(0,))
-    return publish(root, directory, incident, os)
+    known: dict[str, Any] = {"facts": {"torch": "2.13"}, "world_size": world, "reason": "rank 0 died"}
+    return published(root, by_writer, step=step, locals_=local, os=os, cause_ranks=(0,), **known)
 
 
 def gathered(path: Path, os: Os = REAL_OS) -> dict[str, tuple[str, bytes]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,6 +110,30 @@ class Job:
     def again(self, **changes: int | str) -> Job:
         """The same job, started again."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def published(
+    root: Path,
+    states: Mapping[int, Mapping[str, UnitState]],
+    *,
+    step: int = 7,
+    locals_: Mapping[int, LocalState] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    os: Os = REAL_OS,
+    **known: Any,
+) -> Path:
+    """Checkpoint of these units: writer -> unit -> state. Local state of a rank that writes no unit is the first's.
+
+    known: what else the controller says of the incident, `world_size` for one.
+    """
+    directory = layout.tmp_dir(root, step, "job", 1, 1, 1)
+    of_others = {rank: local for rank, local in (locals_ or {}).items() if rank not in states}
+    for writer, units in states.items():
+        own = {**of_others, **{rank: local for rank, local in (locals_ or {}).items() if rank == writer}}
+        write_part(directory, writer, 1, step, step, units, own, facts or {}, job="job", os=os)
+        of_others = {}
+    said = {"world_size": len(states), "reason": "a test", **known}
+    return publish.publish(root, directory, publish.Incident("job", 1, 1, 1, step, writers=tuple(states), **said), os)
 
 
 def content_of(path: Path, os: Os = REAL_OS) -> dict[str, bytes]:

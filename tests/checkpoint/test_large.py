@@ -19,7 +19,7 @@ from lastwords.checkpoint.system import Os
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 from lastwords.optim_wrapper.resume.resume_choice import look_for
 from tests import golden
-from tests.checkpoint.states import Job, content_of, content_written
+from tests.checkpoint.states import Job, content_of, content_written, published
 
 JOB = Job()
 
@@ -48,16 +48,12 @@ class Opened(Os):
 
 def save_many(root: Path, ranks: int, tensors: int = 3, step: int = 1) -> Path:
     """Every rank holds a unit of its own."""
-    directory = layout.tmp_dir(root, step, "job", 1, 1, 1)
+    states, locals_ = {}, {}
     for rank in range(ranks):
         specs = [TensorSpec(f"unit/u{rank}/model/w{number}", "U8", (8,)) for number in range(tensors)]
         unit = UnitState([(spec, bytes([rank % 251]) * 8) for spec in specs], replace(EMPTY_UNIT, holders=[rank]))
-        local = LocalState([], LocalMeta(slot={"rank": rank}))
-        write_part(directory, rank, 1, step, step, {f"u{rank}": unit}, {rank: local}, {}, job="job")
-    units, everybody = [f"u{rank}" for rank in range(ranks)], range(ranks)
-    assert publish.verify_parts(directory, everybody, units, everybody, step) == []
-    incident = publish.Incident("job", 1, 1, 1, step, ranks, tuple(everybody), "a test")
-    return publish.publish(root, directory, incident)
+        states[rank], locals_[rank] = {f"u{rank}": unit}, LocalState([], LocalMeta(slot={"rank": rank}))
+    return published(root, states, step=step, locals_=locals_)
 
 
 def test_what_is_in_a_large_checkpoint_comes_back(tmp_path: Path) -> None:

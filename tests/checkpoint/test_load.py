@@ -20,12 +20,12 @@ from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.part import UnitState, write_part
+from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.system import Os
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 from tests import golden
 from tests.checkpoint.interposed import InterposedOs, counting
-from tests.checkpoint.states import Job, content_of, content_written
+from tests.checkpoint.states import Job, content_of, content_written, published
 
 JOB = Job(elements=9)
 FILE_0, FILE_1 = "rank_0/ttp_rank_0-4_7.ckpt", "rank_1/ttp_rank_1-4_7.ckpt"
@@ -294,9 +294,7 @@ def big_checkpoint(root: Path, *, small: int = 0) -> Path:
         (TensorSpec(f"unit/u/model/w{index:05}", "F32", (size,)), np.random.default_rng(index).random(size, np.float32))
         for index, size in enumerate(sizes)
     ]
-    directory = JOB.tmp_dir(root, 1)
-    write_part(directory, 0, 1, 1, 1, {"u": UnitState(tensors)}, {}, {})
-    return publish.publish(root, directory, replace(JOB.facts(1), writers=(0,)))
+    return published(root, {0: {"u": UnitState(tensors)}}, step=1, world_size=2)
 
 
 def expected(checkpoint: load.Checkpoint) -> dict[str, bytes]:

@@ -457,10 +457,10 @@ def _factored(root: Path, whole: Whole, one: Strategy, two: Strategy) -> Path:
     """A checkpoint whose state has rows of its own in each shard."""
     from lastwords.checkpoint import layout
     from lastwords.checkpoint.format import TensorSpec
-    from lastwords.checkpoint.part import UnitState, write_part
-    from lastwords.checkpoint.publish import Incident, publish
+    from lastwords.checkpoint.part import UnitState
+    from tests.checkpoint.states import published
 
-    directory = root / layout.tmp_dir_name(7, "job", 1, 1, 1)
+    states = {}
     for rank in range(2):
         unit = "replicated" if rank == 0 else "rank-1"
         name = layout.unit_tensor_name
@@ -473,8 +473,8 @@ def _factored(root: Path, whole: Whole, one: Strategy, two: Strategy) -> Path:
         meta = replace(
             EMPTY_UNIT, optimizer="Adafactor", parameters={"w": "float32"}, optimizer_state=state, holders=[rank]
         )
-        write_part(directory, rank, 1, 7, 7, {unit: UnitState(tensors, meta)}, {}, {}, job="job", os=QUICK)
-    return publish(root, directory, Incident("job", 1, 1, 1, 7, 2, (0, 1), "a test"), QUICK)
+        states[rank] = {unit: UnitState(tensors, meta)}
+    return published(root, states, os=QUICK)
 
 
 # ------------------------------------------------------------------ while it runs

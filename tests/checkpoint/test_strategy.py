@@ -217,10 +217,10 @@ def test_a_checkpoint_has_its_own_strategy_and_a_moment_lies_where_its_parameter
     import numpy as np
 
     from lastwords.checkpoint import layout
-    from lastwords.checkpoint.part import UnitState, write_part
-    from lastwords.checkpoint.publish import Incident, publish
+    from lastwords.checkpoint.part import UnitState
+    from tests.checkpoint.states import published
 
-    directory = layout.tmp_dir(tmp_path, 1, "job", 1, 1, 1)
+    states = {}
     for rank in range(2):
         unit = f"rank-{rank}"
         name = layout.unit_tensor_name
@@ -229,11 +229,8 @@ def test_a_checkpoint_has_its_own_strategy_and_a_moment_lies_where_its_parameter
             (TensorSpec(name(unit, "optim", "w", "exp_avg"), "F32", (2,)), np.zeros(2, np.float32)),
             (TensorSpec(name(unit, "optim", "w", "step"), "F32", ()), np.zeros((), np.float32)),
         ]
-        write_part(
-            directory, rank, 1, 1, 1, {unit: UnitState(tensors, replace(EMPTY_UNIT, holders=[rank]))}, {}, {}, job="job"
-        )
-    publish(tmp_path, directory, Incident("job", 1, 1, 1, 1, 2, (0, 1), "a test"))
-    path = layout.checkpoint_dir(tmp_path, 1)
+        states[rank] = {unit: UnitState(tensors, replace(EMPTY_UNIT, holders=[rank]))}
+    path = published(tmp_path, states)
     strategy = strategy_of(open_checkpoint(path).manifest)
     halves = (Held(Box((0,), (2,)), (0,)), Held(Box((2,), (2,)), (1,)))
     assert strategy.tensors["model/w"].held == strategy.tensors["optim/w/exp_avg"].held == halves

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from lastwords._pb import group_info_pb2 as pb
-from lastwords.checkpoint import publish
-from lastwords.checkpoint.part import UnitState, write_part
+from lastwords.checkpoint.part import UnitState
 from lastwords.cli.main import ExitCode, main
 from lastwords.sharding.declare import units_from_mesh
 from lastwords.sharding.group_info import write_group_info
 from lastwords.vocabulary import UNIT_REPLICATED
-from tests.checkpoint.states import Job
+from tests.checkpoint.states import Job, published
 from tests.sharding.tables import Table, eight_ranks, table_of, tables_of
 
 Capture = pytest.CaptureFixture[str]
@@ -219,10 +218,7 @@ def test_holders_that_cannot_be_meant_are_damage(capsys: Capture, tmp_path: Path
 
 def test_what_is_called_replicated_was_held_by_all_ranks(capsys: Capture, tmp_path: Path) -> None:
     """Pure data parallelism: the checkpoint has this one unit, and no list of its holders."""
-    job = Job()
-    directory = job.tmp_dir(tmp_path, 37)
-    write_part(directory, 0, 1, 37, 37, {UNIT_REPLICATED: job.unit(UNIT_REPLICATED, 37)}, {}, {}, job=job.name)
-    path = publish.publish(tmp_path, directory, replace(job.facts(37), writers=(0,)))
+    path = published(tmp_path, {0: {UNIT_REPLICATED: Job().unit(UNIT_REPLICATED, 37)}}, world_size=2)
     code, found = run_json(capsys, path)
     assert code == ExitCode.OK
     assert [unit["holders"] for unit in found["units"]] == [[0, 1]]

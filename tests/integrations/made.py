@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, UnitMeta
-from lastwords.checkpoint.part import LocalState, UnitState, write_part
-from lastwords.checkpoint.publish import Incident, publish
+from lastwords.checkpoint.part import UnitState
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, spec_of
+from tests.checkpoint.states import published
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape."""
@@ -57,23 +56,6 @@ def saved(root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
     """Checkpoint of a job of one rank."""
     root.mkdir(parents=True, exist_ok=True)
     return published(root, {0: {"replicated": UnitView(model, optimizer).state()}}, step=step)
-
-
-def published(
-    root: Path,
-    states: Mapping[int, Mapping[str, UnitState]],
-    *,
-    step: int = 7,
-    locals_: Mapping[int, LocalState] | None = None,
-    world_size: int = 1,
-) -> Path:
-    """Checkpoint of these units: writer -> unit -> state."""
-    directory = root / layout.tmp_dir_name(step, "job", 1, 1, 1)
-    for place, (writer, units) in enumerate(states.items()):
-        own = dict(locals_ or {}) if place == 0 else {}
-        write_part(directory, writer, 1, step, step, units, own, {}, job="job")
-    incident = Incident("job", 1, 1, 1, step, max(world_size, len(states)), tuple(states), "a test")
-    return publish(root, directory, incident)
 
 
 def unit(name: str, pieces: Sequence[tuple[str, torch.Tensor, Box | None]], holders: Sequence[int] = (0,)) -> UnitState:

@@ -19,11 +19,11 @@ import torch
 import xxhash
 from torch import nn
 
-from lastwords.checkpoint import layout, load, publish
+from lastwords.checkpoint import load, publish
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import LocalMeta
-from lastwords.checkpoint.part import LocalState, UnitState, write_part
+from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
 from lastwords.checkpoint.reshard.strategy import load_sound_strategy
 from lastwords.checkpoint.reshard.strategy_needs import Needs
@@ -44,6 +44,7 @@ from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_in
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.pieces import Members, UnitTable
 from tests.checkpoint.elastic import QUICK, random_strategy, random_whole, save_naively
+from tests.checkpoint.states import published
 
 FORGERIES = int(os.environ.get("LASTWORDS_FORGERIES", "10"))
 """Of each kind of checkpoint and version: up to 0.15 s each. More of them to look for what these do not meet."""
@@ -82,10 +83,8 @@ class Live:
         }
         own = [(TensorSpec("local/0/rng/torch", "U8", (5,)), bytes(5))]
         local = LocalState(own, LocalMeta(kind="step", slot=slot, epoch_start={"epoch": 1}))
-        directory = layout.tmp_dir(root, 3, "job", 1, 1, 1)
         facts = {"torch": "2", "buckets": {}, "ddp": {}}
-        write_part(directory, 0, 1, 3, 3, {"replicated": unit}, {0: local}, facts, job="job", os=QUICK)
-        return publish.publish(root, directory, publish.Incident("job", 1, 1, 1, 3, 1, (0,), "a test"), QUICK)
+        return published(root, {0: {"replicated": unit}}, step=3, locals_={0: local}, facts=facts, os=QUICK)
 
     def decode(self, checkpoint: load.Checkpoint) -> None:
         """What `resume` does with a manifest, but for what needs other ranks."""
