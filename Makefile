@@ -14,6 +14,7 @@
 #   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble, MODE=heal runs under lastwords run
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
 #   make bench     measures the budgets, beside the machine's own limits
+#   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover and lastwords in turn: make bench-peers N=20; hours
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
 
@@ -30,7 +31,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench proto clean
+.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench bench-peers proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -98,10 +99,19 @@ zoo: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/run.py $(ARGS)
 
+# The other systems are in an environment of their own, beside the same torch.
+bench-peers: .venv-peers/.ready
+	.venv-peers/bin/python -W ignore -m bench.peers.bench_peers --n $(N) $(ARGS)
+
+.venv-peers/.ready: pyproject.toml constraints.txt bench/peers/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -c constraints.txt -e . matplotlib -r bench/peers/requirements.txt
+	@touch $@
+
 proto: $(READY)
 	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist src/lastwords.egg-info demo/out bench/out ttp_checkpoints
+	rm -rf $(VENV) .venv-torch-* .venv-peers build dist src/lastwords.egg-info demo/out bench/out ttp_checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

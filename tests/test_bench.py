@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from bench import incident, scale
+from bench.peers.job import Update
+from bench.peers.verdict import first_difference, verdict
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import read_manifest
 
@@ -35,3 +37,65 @@ def test_the_copies_of_one_part_are_as_if_every_rank_had_written_its_own(
     assert path is not None
     assert load.verify(path) == []
     assert read_manifest(path).holders_of("u11") == (11,)
+
+
+KILLED_MONO_NS = 1_000_000_000
+VICTIM_PID = 102
+
+
+def updates(steps: range, pids: list[int], first_mono_ns: int, ranks: int = 4) -> list[Update]:
+    """A step every 100 ms; a line of each process, a millisecond after the one before."""
+    return [
+        Update(first_mono_ns + number * 100_000_000 + place * 1_000_000, pid, place, step, ranks, loss=step)
+        for number, step in enumerate(steps)
+        for place, pid in enumerate(pids)
+    ]
+
+
+def before_the_kill() -> list[Update]:
+    return updates(range(1, 6), [100, 101, 102, 103], 500_000_000)
+
+
+def test_a_rank_that_is_replaced_alone_loses_no_update_and_keeps_three_processes() -> None:
+    log = before_the_kill() + updates(range(6, 9), [100, 101, 200, 103], 2_000_000_000)
+    reference = {(update.rank, update.step): update for update in log}
+    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, reference)
+    assert (found["full_s"], found["fewer_s"]) == (1.003, None)
+    assert (found["updates_lost"], found["pids_kept"], found["first_difference"]) == (0, 3, None)
+    assert found["steps_compared"] == 3
+
+
+def test_a_restart_from_an_older_checkpoint_loses_the_updates_since() -> None:
+    log = before_the_kill() + updates(range(4, 9), [200, 201, 202, 203], 3_000_000_000)
+    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    assert (found["full_s"], found["updates_lost"], found["pids_kept"]) == (2.003, 2, 0)
+    assert found["steps_compared"] == 0
+
+
+def test_survivors_that_go_back_to_a_checkpoint_lose_updates_too() -> None:
+    log = before_the_kill() + updates(range(5, 9), [100, 101, 103, 104], 3_000_000_000)
+    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    assert (found["updates_lost"], found["pids_kept"]) == (1, 3)
+
+
+def test_an_update_that_was_running_when_the_rank_died_is_no_recovery() -> None:
+    running = updates(range(6, 7), [100, 101, 103], 1_001_000_000)
+    log = before_the_kill() + running + updates(range(7, 9), [100, 101, 200, 103], 2_000_000_000)
+    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    assert (found["full_s"], found["updates_lost"]) == (1.003, 0)
+
+
+def test_steps_with_fewer_ranks_are_counted_until_all_are_back() -> None:
+    log = before_the_kill() + updates(range(6, 8), [100, 101, 103], 1_500_000_000, ranks=3)
+    log += updates(range(8, 10), [100, 101, 200, 103], 2_000_000_000)
+    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    assert (found["fewer_s"], found["full_s"], found["steps_with_fewer"]) == (0.502, 1.003, 2)
+
+
+def test_a_loss_that_differs_on_one_rank_is_found_and_a_repeated_step_counts_as_it_was_repeated() -> None:
+    log = before_the_kill()
+    reference = {(update.rank, update.step): update for update in log}
+    assert first_difference(log, reference) is None
+    other = Update(KILLED_MONO_NS, 200, rank=2, step=4, ranks=4, loss=-1)
+    assert first_difference([*log, other], reference) == 4
+    assert first_difference([*log, other, reference[2, 4]], reference) is None
