@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
+from lastwords.clock import wall_ns
 from lastwords.launcher.core import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.host import Host
@@ -39,6 +40,12 @@ SOCKET_PATH_MAX = 80
 
 STOP_S = 5.0
 
+PREFIX = "lastwords-"
+"""Of the directories with launchers' sockets."""
+
+ABANDONED_S = 60.0
+"""Age from which a socket without a listener is one that a killed launcher has left."""
+
 
 class HealingAgent(LocalElasticAgent):
     """spares: how many processes without a rank are kept ready on this host."""
@@ -51,7 +58,9 @@ class HealingAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         short = len(tempfile.gettempdir()) < SOCKET_PATH_MAX
-        directory = Path(tempfile.mkdtemp(prefix="lastwords-", dir=None if short else "/tmp"))
+        parent = Path(tempfile.gettempdir() if short else "/tmp")
+        remove_abandoned(parent)
+        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         server = socket.socket(socket.AF_UNIX)
         server.bind(str(directory / "agent"))
         server.listen(worker_group.spec.local_world_size + self._spares_wanted)
@@ -60,6 +69,11 @@ class HealingAgent(LocalElasticAgent):
         self._round = _Round(worker_group, self._pcontext, server, self._spares_wanted, self._rounds)
         self._rounds += 1
         return pids
+
+    def pass_on(self, number: int) -> None:
+        """A signal for the ranks of this host, as of a handler."""
+        if self._round is not None:
+            self._round.host.signal_all(number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._round is not None
@@ -165,3 +179,16 @@ class _Round:
         self.host.tick()
         if self._head is not None:
             self._head.tick()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Sockets of launchers that were killed."""
+    for path in parent.glob(f"{PREFIX}*/agent"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if path.stat().st_uid != os.getuid() or wall_ns() - path.stat().st_mtime_ns < ABANDONED_S * 1e9:
+                continue
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                path.parent.rmdir()

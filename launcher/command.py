@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -18,6 +20,9 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from lastwords.errors import ConfigError
 from lastwords.launcher.agent import HealingAgent
+
+SPARE_BYTES = 200_000_000
+"""What Python and torch alone take of memory that no other process shares."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +45,12 @@ def run(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     if arguments.spares < 0:
         raise ConfigError(f"--spares is {arguments.spares}; it is a number of processes, from 0")
+    memory_bytes = available_memory_bytes()
+    if arguments.spares * SPARE_BYTES > memory_bytes:
+        raise ConfigError(
+            f"--spares is {arguments.spares}; a spare takes {SPARE_BYTES / 1e9:g} GB of memory and more, and this host "
+            f"has {memory_bytes / 1e9:.1f} GB left: leave room for {memory_bytes // SPARE_BYTES} at most"
+        )
     fewest, most = parse_min_max_nnodes(arguments.nnodes)
     if fewest != most:
         raise ConfigError(
@@ -54,6 +65,12 @@ def run(argv: Sequence[str]) -> None:
     if not isinstance(command, str):
         raise ConfigError("--run-path runs the script in the launcher's own process, which cannot be replaced")
     _launch(config, command, command_arguments, arguments.spares)
+
+
+def available_memory_bytes() -> int:
+    """What the kernel says that new processes of this host may take."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares: int) -> None:
@@ -93,6 +110,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
         spares=spares,
         **patience,
     )
+    signal.signal(signal.SIGUSR1, lambda number, frame: agent.pass_on(number))
     try:
         result = agent.run()
     except SignalException:

@@ -15,10 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
 from lastwords.clock import mono_s
-from lastwords.controller import launch as controller_launch
 from lastwords.errors import FormatError
 from lastwords.launcher.core import (
     Abandon,
@@ -35,6 +32,7 @@ from lastwords.launcher.core import (
     Waiting,
 )
 from lastwords.launcher.link import SPARE, Lines, send
+from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +73,9 @@ class Host:
             rank: context.subprocess_handlers[local].proc for rank, local in self._local.items()
         }
         self._spares_wanted, self._spares_died = spares, 0
-        self._spares: list[_Spare] = []
+        self._spares: list[Spare] = []
         self._links: dict[int, socket.socket] = {}
-        self._controllers = _Controllers()
+        self._controllers = Controllers()
         self._restock_due_s: float | None = None
         self._selector = selector
         self._report = report
@@ -129,6 +127,12 @@ class Host:
                     os.kill(self.processes[rank].pid, signal.SIGKILL)  # Popen.kill would collect it
             case Stop():
                 self.result = effect
+
+    def signal_all(self, number: int) -> None:
+        """Pass a signal on to the ranks of this host. Any thread."""
+        for process in [*self.processes.values()]:
+            if process.poll() is None:
+                process.send_signal(number)
 
     # ------------------------------------------------------------------ workers
 
@@ -216,7 +220,7 @@ class Host:
         elif who.rank is not None and "over" in message:
             self._report(Over(who.rank))
         elif who.rank is not None and "controller" in message:
-            self._hand_out(link, message["controller"])
+            self._hand_out(link, message["controller"], message["asked"])
 
     def _meet(self, who: _Who, link: socket.socket, pid: int) -> None:
         """A process introduces itself. Each one that was started leads a session, also where a shell is around it.
@@ -234,10 +238,10 @@ class Host:
         elif who.rank is not None:
             self._links[who.rank] = link
 
-    def _hand_out(self, link: socket.socket, work: dict[str, str]) -> None:
+    def _hand_out(self, link: socket.socket, work: dict[str, str], asked: int) -> None:
         def answer(found: list[Any] | None) -> None:
             with contextlib.suppress(OSError):  # it has died meanwhile
-                send(link, {"controller": found})
+                send(link, {"controller": found, "asked": asked})
 
         process = self._controllers.hand_out(work)
         self._restock_in(RESTOCK_S)
@@ -262,6 +266,9 @@ class Host:
     def _start(self, rank: int) -> None:
         context, local = self._context, self._local[rank]
         out, err = context.stdouts[local], context.stderrs[local]
+        error_file = Path(context.error_files[local])
+        if error_file.is_file():  # and not /dev/null, where there is no directory for logs
+            error_file.unlink()
         spare = self._take_spare(local)
         if spare is not None:
             process, spare.rank = spare.process, rank
@@ -271,7 +278,7 @@ class Host:
                 send(spare.link, {"become": context.envs[local], "stdout": out, "stderr": err})
         else:
             try:
-                process = _Process(
+                process = Process(
                     context.entrypoint, context.args[local], context.envs[local], None, None, local,
                     context._numa_options, out=out, err=err,
                 )  # fmt: skip
@@ -286,7 +293,7 @@ class Host:
         if spare is not None:
             self._restock_in(RESTOCK_S)
 
-    def _take_spare(self, local: int) -> _Spare | None:
+    def _take_spare(self, local: int) -> Spare | None:
         """One that was started with the arguments of this rank: torchrun's macros may differ by rank."""
         context = self._context
         for one in self._spares:
@@ -309,16 +316,16 @@ class Host:
         unknown = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), NO_RANK)
         env = {**context.envs[0], **unknown, SPARE: "1"}
         try:
-            handler = _Process(context.entrypoint, context.args[0], env, None, None, 0, context._numa_options)
+            handler = Process(context.entrypoint, context.args[0], env, None, None, 0, context._numa_options)
         except OSError as error:
             _log.warning("no spare can be started: %s", error)
             return False
-        spare = _Spare(handler)
+        spare = Spare(handler)
         self._spares.append(spare)
         self._at_the_end_of(handler.proc, lambda: self._spare_ended(spare))
         return True
 
-    def _spare_ended(self, spare: _Spare) -> None:
+    def _spare_ended(self, spare: Spare) -> None:
         if spare not in self._spares:
             return  # it has become a rank, whose end is seen as such
         self._spares.remove(spare)
@@ -331,86 +338,9 @@ class Host:
             self._start_spare()
 
 
-class _Process(SubprocessHandler):
-    """A worker that was started after the others; its output goes on in the file of the one that it replaces."""
-
-    def __init__(self, *args: Any, out: str = "", err: str = "") -> None:
-        self._out, self._err = out, err
-        super().__init__(*args)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        with contextlib.ExitStack() as files:
-            streams = [files.enter_context(open(one, "ab")) if one else None for one in (self._out, self._err)]
-            return subprocess.Popen(args, env=env, stdout=streams[0], stderr=streams[1], start_new_session=True)
-
-
-class _Controllers:
-    """One process that has imported what a controller needs, and those that were handed out."""
-
-    def __init__(self) -> None:
-        self._ready: subprocess.Popen[bytes] | None = None
-        self._out: list[subprocess.Popen[bytes]] = []
-        self._wanted = False
-
-    def prepare(self) -> None:
-        """For the next generation, where there was one: the host whose rank has asked is that of the next, too."""
-        self._out = [one for one in self._out if one.poll() is None]
-        if not self._wanted or (self._ready is not None and self._ready.poll() is None):
-            return
-        command, environment = controller_launch.waiting_command()
-        pipe = subprocess.PIPE
-        with contextlib.suppress(OSError):  # then rank 0 starts its controller itself
-            self._ready = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True)
-
-    def hand_out(self, work: dict[str, str]) -> subprocess.Popen[bytes] | None:
-        """It is a controller from now on; None if there is none."""
-        self._wanted = True
-        process, self._ready = self._ready, None
-        if process is None or process.poll() is not None:
-            return None
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died: the other end of its answers says so
-            process.stdin.write(json.dumps(work).encode() + b"\n")
-            process.stdin.close()
-        self._out.append(process)
-        return process
-
-    def end(self) -> None:
-        """The one that nobody needs any more; a controller ends with its job."""
-        if self._ready is not None:
-            self._ready.kill()
-            self._ready.wait()
-
-
 class _Who:
     """Who is at the other end of a link."""
 
     def __init__(self) -> None:
         self.rank: int | None = None
-        self.spare: _Spare | None = None
-
-
-class _Spare:
-    """A process that has imported the script and waits for a rank."""
-
-    def __init__(self, process: _Process) -> None:
-        self.process = process
-        self.link: socket.socket | None = None
-        self.ready = False
-        self.rank: int | None = None
-
-    def end(self) -> None:
-        kill_group(self.process.proc.pid)
-        self.process.proc.wait()
-
-
-def ended_badly(pid: int) -> bool:
-    """Of a process that has ended and has not been collected."""
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    return found is None or found.si_code != os.CLD_EXITED or found.si_status != 0
-
-
-def kill_group(pid: int) -> None:
-    """All processes of the group that this one leads."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        self.spare: Spare | None = None

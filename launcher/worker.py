@@ -59,6 +59,11 @@ def run(main: Callable[[], object]) -> None:
             )
         main()
         return
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "init_process_group() was called before lastwords.run(main): its group would belong to the first processes "
+            "only; call it in main()"
+        )
     Worker(path).run(main)
 
 
@@ -164,7 +169,8 @@ class Worker:
         self._become: dict[str, Any] | None = None
         self._entered: tuple[int, int] | None = None
         self._gone = False
-        self._controller: list[tuple[int, dict[str, object]] | None] = []
+        self._asked = 0
+        self._controller: dict[int, tuple[int, dict[str, object]] | None] = {}
         self._stay: Stay | None = None
         self._saved_step = 0
         self._record = ""
@@ -221,14 +227,13 @@ class Worker:
     def _become_controller(self, work: dict[str, str]) -> tuple[int, dict[str, object]] | None:
         """The launcher has a process that has imported what a controller needs."""
         with self._condition:
-            self._controller.clear()
+            self._asked += 1  # an answer may come after the stay in main that has asked for it
             try:
-                send(self._socket, {"controller": work})
+                send(self._socket, {"controller": work, "asked": self._asked})
             except OSError:  # the launcher has gone: this process starts the controller itself
                 return None
-            if not self._condition.wait_for(lambda: self._controller or self._gone, CONTROLLER_S) or self._gone:
-                return None
-            return self._controller[0]
+            self._condition.wait_for(lambda: self._asked in self._controller or self._gone, CONTROLLER_S)
+            return self._controller.pop(self._asked, None)
 
     def _listen(self) -> None:
         lines = Lines()
@@ -255,7 +260,7 @@ class Worker:
                 self._become = message
             if "controller" in message:
                 found = message["controller"]
-                self._controller.append(None if found is None else (int(found[0]), found[1]))
+                self._controller[message["asked"]] = None if found is None else (int(found[0]), found[1])
             if "enter" in message:
                 self._entered, self._abandoned = (message["enter"], message["port"]), False
             self._condition.notify_all()

@@ -22,6 +22,7 @@ import lastwords
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 DEATHS = {(int(rank), int(step), phase) for rank, step, phase in (one.split(":") for one in sys.argv[3:])}
 WORKERS = 2 if "LOADER_WORKERS" in os.environ else 0
+kept: list[BaseException] = []
 
 
 def die(step: int, phase: str) -> None:
@@ -37,6 +38,11 @@ def main() -> None:
     """The script as it would be without healing."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    print(f"rank={rank} pid={os.getpid()}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGUSR1, lambda *_: (DIRECTORY / f"told-{rank}").touch())
+    if "FORKS" in os.environ and os.fork() == 0:
+        signal.sigtimedwait((), 20)
+        os._exit(0)
     die(0, "main")
     torch.manual_seed(7)
     net = torch.nn.Sequential(
@@ -53,17 +59,23 @@ def main() -> None:
         point = tft.resume(missing_ok=True)
         if point is not None and not point.exact:
             raise SystemExit(f"the resume is not exact: {point.reasons}")
-        for _, step, (batch,) in tft.steps(loader, epochs=1):
-            optimizer.zero_grad()
-            loss = model(batch).pow(2).mean()
-            die(step, "parent")
-            die(step, "fwd")
-            loss.backward()
-            die(step, "bwd")
-            optimizer.step()
-            die(step, "win")
-            with (DIRECTORY / f"trace-{rank}").open("a", encoding="utf-8") as file:
-                file.write(f"{step} {loss.item()!r} {os.getpid()} {time.monotonic()}\n")
+        try:
+            for _, step, (batch,) in tft.steps(loader, epochs=1):
+                optimizer.zero_grad()
+                loss = model(batch).pow(2).mean()
+                die(step, "parent")
+                die(step, "fwd")
+                loss.backward()
+                die(step, "bwd")
+                optimizer.step()
+                die(step, "win")
+                with (DIRECTORY / f"trace-{rank}").open("a", encoding="utf-8") as file:
+                    file.write(f"{step} {loss.item()!r} {os.getpid()} {time.monotonic()}\n")
+        except BaseException as error:
+            kept.append(error)  # as a library for error reports may do
+            raise
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
+    (DIRECTORY / f"children-{rank}").write_text(" ".join(children), encoding="utf-8")
     digest = hashlib.sha256()
     state = [*net.parameters(), *(one for each in optimizer.state.values() for one in each.values())]
     for tensor in state:

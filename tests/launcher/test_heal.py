@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tests.launcher.healed_training"
 RANKS, STEPS = 3, 16
+OLD_STORE_S = 40.0
+"""Many times what a whole run takes."""
 
 
 def environment() -> dict[str, str]:
@@ -98,3 +101,38 @@ def test_only_the_dead_are_replaced_and_nothing_differs(
             died[int(rank)] = died.get(int(rank), 0) + (step != "0")
     assert {death.split(":")[1] for death in deaths} == {path.name.split("-")[2] for path in tmp_path.glob("died-*")}
     check_equal(tmp_path, undisturbed, died)
+
+
+@pytest.mark.thorough
+def test_loader_workers_and_forks_of_main_do_not_stand_in_the_way_and_output_goes_where_it_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADER_WORKERS", "2")
+    run(tmp_path / "whole", launcher=("torch.distributed.run",))
+    monkeypatch.setenv("FORKS", "1")
+    healed = tmp_path / "healed"
+    said = run(healed, "1:5:bwd", "0:9:win", spares=1, tee=3, log_dir=tmp_path / "logs")
+    check_equal(healed, tmp_path / "whole", {0: 1, 1: 1})
+    for rank, deaths in ((0, 1), (1, 1), (2, 0)):
+        assert len(pids(healed, rank)) == 1 + deaths
+        for pid in pids(healed, rank):
+            assert f"[default{rank}]:rank={rank} pid={pid}" in said
+    # The fork of each of three stays in main, and on rank 0 a controller: no loader's worker is left of any stay.
+    assert len((healed / "children-2").read_text().split()) == 3
+
+
+@pytest.mark.thorough
+def test_in_the_store_of_the_generation_before_nobody_goes_on(tmp_path: Path) -> None:
+    """Why each generation has a store of its own: torch finds the addresses of the dead there."""
+    command = [sys.executable, "-m", "tests.launcher.old_store", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += ["--spares", "1", "-m", SCRIPT, str(tmp_path), str(STEPS), "1:5:bwd"]
+    launcher = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # they look for the dead, or give up
+            launcher.communicate(timeout=OLD_STORE_S)
+    finally:
+        launcher.terminate()
+        launcher.communicate()
+    assert launcher.returncode != 0
+    assert (tmp_path / "died-1-5-bwd").exists()
+    assert max(trace(tmp_path, 0)) <= 5

@@ -39,9 +39,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def nobody_watches(self: Host, process: Any, ended: Callable[[], None]) -> None:
         pass
 
-    monkeypatch.setattr(module, "_Process", process)
+    monkeypatch.setattr(module, "Process", process)
     monkeypatch.setattr(Host, "_at_the_end_of", nobody_watches)
-    monkeypatch.setattr(module._Controllers, "prepare", lambda self: found.append("controller"))
+    monkeypatch.setattr(module.Controllers, "prepare", lambda self: found.append("controller"))
     return found
 
 

@@ -54,10 +54,12 @@ def job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_launcher_that_is_terminated_passes_it_on_and_nothing_is_lost(
+def test_a_launcher_passes_signals_on_and_when_it_is_terminated_nothing_is_lost(
     job: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     workers = [pids(tmp_path, rank)[0] for rank in range(RANKS)]
+    job.send_signal(signal.SIGUSR1)
+    until(lambda: all((tmp_path / f"told-{rank}").exists() for rank in range(RANKS)), "all ranks have got SIGUSR1")
     job.terminate()
     assert job.wait(60) != 0
     assert load.latest(tmp_path / "ckpt") is not None, (tmp_path / "log").read_text()

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from lastwords.controller import launch as controller_launch
+from lastwords.errors import ConfigError
 from lastwords.launcher import worker
 from lastwords.launcher.link import VARIABLE, Lines
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor.departure import EXIT_NOT_SAVED
+from tests import golden
 from tests.launcher.test_unblock import pair
 
 
@@ -134,3 +136,26 @@ def test_the_users_own_files_are_compared_and_installed_ones_are_not() -> None:
     found = worker.source_digests()
     assert str(Path(__file__)) in found
     assert not any("site-packages" in path for path in found)
+
+
+def test_a_process_group_from_before_run_is_refused(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.dist, "is_initialized", lambda: True)
+    with golden.raises(ConfigError):
+        worker.run(lambda: None)
+
+
+def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this_one(launcher: socket.socket) -> None:
+    one = worker.Worker(os.environ[VARIABLE])
+    link, _ = launcher.accept()
+    one._asked = 6
+    one._take({"controller": [41, {"port": 1}], "asked": 6})  # its stay in main was over by then
+
+    def answer() -> None:
+        link.recv(1 << 20)
+        one._take({"controller": [42, {"port": 2}], "asked": 7})
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert one._become_controller({}) == (42, {"port": 2})
+    thread.join()
+    link.close()

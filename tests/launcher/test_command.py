@@ -1,0 +1,48 @@
+"""Flags of `lastwords run` that cannot work, and what killed launchers leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from lastwords.errors import ConfigError
+from lastwords.launcher import command
+from lastwords.launcher.agent import ABANDONED_S, remove_abandoned
+from tests import golden
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "flags", [["--spares", "-1"], ["--spares", "100"], ["--nnodes", "1:4"], ["--run-path"]], ids=" ".join
+)
+def test_flags_that_cannot_work_are_refused_before_anything_starts(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "available_memory_bytes", lambda: 2 * GIB)
+    with golden.raises(ConfigError):
+        command.run([*flags, "train.py"])
+
+
+def test_memory_is_what_the_kernel_says() -> None:
+    assert 0 < command.available_memory_bytes() < 1 << 50
+
+
+def test_sockets_of_killed_launchers_are_removed_and_no_others(tmp_path: Path) -> None:
+    servers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    for server, name in zip(servers, ("lives", "killed", "begins"), strict=True):
+        (tmp_path / f"lastwords-{name}").mkdir()
+        server.bind(str(tmp_path / f"lastwords-{name}" / "agent"))
+    servers[0].listen()
+    servers[1].close()
+    long_ago_s = time.time() - 2 * ABANDONED_S
+    for name in ("lives", "killed"):
+        os.utime(tmp_path / f"lastwords-{name}" / "agent", (long_ago_s, long_ago_s))
+    remove_abandoned(tmp_path)
+    for server in servers:
+        server.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lastwords-begins", "lastwords-lives"]
