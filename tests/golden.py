@@ -16,10 +16,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -33,8 +32,10 @@ VARYING = (
     (re.compile(rf"\b{re.escape(socket.gethostname())}\b"), "<host>"),
     (re.compile(r"\b0x[0-9a-f]+\b"), "<address>"),
     (re.compile(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{8,}\b"), "<hex>"),
-    (re.compile(r"(?<=\d\.\d:)\d{2,5}\b|(?<=\bport )\d{2,5}\b"), "<port>"),
-    (re.compile(r"(?<=\bprocess )\d{3,}\b|(?<=\bpid )\d{3,}\b|(?<=\bkill -9 )\d{3,}\b"), "<pid>"),
+    (re.compile(r"(?<=\d\.\d:)\d{2,5}\b|(?<=\bport )\d{2,5}\b|(?<=\bsport = :)\d{2,5}\b"), "<port>"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b"), "<time>"),
+    (re.compile("─{2,}"), "──"),
+    (re.compile(r"(?<=\bprocess )\d{3,}\b|(?<=\bkill -9 )\d{3,}\b|(?<=/proc/)\d+\b|(?<=, not to )\d{3,}\b"), "<pid>"),
 )
 """What differs between two runs, two machines or two working trees -> its name in messages.txt."""
 
@@ -47,12 +48,24 @@ class Running:
     said: ClassVar[list[str]] = []
 
 
-@contextmanager
-def raises(kind: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[pytest.ExceptionInfo]:
-    """`pytest.raises`; the error's class and message are the golden ones."""
-    with pytest.raises(kind) as caught:
-        yield caught
-    says(caught.value)
+class raises:
+    """`pytest.raises`; the error's class and message are the golden ones.
+
+    No generator: its frame would be in the error's traceback, hold the error, and thereby all that the test has made.
+    """
+
+    def __init__(self, kind: type[BaseException] | tuple[type[BaseException], ...]) -> None:
+        self._expected = pytest.raises(kind)
+
+    def __enter__(self) -> pytest.ExceptionInfo:
+        self._caught = self._expected.__enter__()
+        return self._caught
+
+    def __exit__(self, *ended: Any) -> bool:
+        is_expected = self._expected.__exit__(*ended)
+        if is_expected:
+            says(self._caught.value)
+        return is_expected
 
 
 def says(spoken: object) -> None:

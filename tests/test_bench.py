@@ -32,7 +32,7 @@ def test_the_copies_of_one_part_are_as_if_every_rank_had_written_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scale.measure(12, 400, tmp_path)
-    assert "orders to save: 12" in capsys.readouterr().out
+    assert "save: 12" in capsys.readouterr().out
     path = load.latest(tmp_path)
     assert path is not None
     assert load.verify(path) == []

@@ -54,7 +54,7 @@ def test_a_message_is_compared_with_that_of_its_test(messages: Path, case: str) 
     golden.says("two")
     golden.says("two")
     golden.says("three")
-    with pytest.raises(AssertionError, match=r"(?s)four.*\(no entry\).*make messages ARGS=tests/test_golden\.py"):
+    with pytest.raises(AssertionError, match=r"(?s)four.*ARGS=tests/test_golden\.py"):
         golden.says("four")
 
 
@@ -73,5 +73,5 @@ def test_another_message_fails_and_is_taken_when_it_is_recorded(
 
 
 def test_a_test_that_says_now_this_now_that_is_refused() -> None:
-    with pytest.raises(AssertionError, match="two things"):
+    with pytest.raises(AssertionError, match="a::b"):
         golden.merged({}, [("a::b", "this"), ("a::b", "that")])

@@ -10,6 +10,7 @@ import pytest
 from lastwords.checkpoint import load
 from lastwords.checkpoint.system import REAL_OS, remove_tree
 from lastwords.cli.main import ExitCode, main
+from tests import golden
 from tests.checkpoint.elastic import QUICK, save_naively
 from tests.checkpoint.states import Job
 from tests.checkpoint.test_rank_transform import job, rows
@@ -51,14 +52,14 @@ def test_one_that_leads_nowhere_is_named_and_is_not_passed_over_in_silence(
     out, err = capsys.readouterr()
     assert out.strip().endswith("step_36")
     assert NEWER in err
-    assert "dangling link" in err
+    golden.says(err)
     for command in ("inspect", "verify"):
         code = main([command, str(root)])
         shown = "".join(capsys.readouterr())
         assert NEWER[:20] in shown
         assert code == (ExitCode.OK if command == "inspect" else ExitCode.DAMAGED)
         assert main([command, str(root / NEWER)]) == ExitCode.DAMAGED
-        assert "dangling link" in " ".join("".join(capsys.readouterr()).split())
+        assert "dangling" in "".join(capsys.readouterr())
 
 
 def test_a_transformation_takes_a_linked_source_and_a_linked_layout(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lastwords.vocabulary import (
     Status,
     Welcome,
 )
+from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
 
@@ -173,8 +174,7 @@ def test_unequal_loops_are_refused_with_ranks_and_numbers(other: tuple[int, int,
     job.hear(LoopBegin(2, GENERATION, 10, 2, 0))
     refused = job.sent(Refused)
     assert sorted(refused) == [0, 1, 2]
-    assert "ranks 0 and 2: 2 epochs of 10 steps" in refused[0].reason
-    assert f"rank 1: {other[1]} epochs of {other[0]} steps, starting after step {other[2]}" in refused[0].reason
+    golden.says(refused[0].reason)
 
 
 def test_a_rank_that_never_begins_is_named() -> None:
@@ -253,7 +253,7 @@ def test_a_rank_that_left_early_is_an_incident_when_nobody_moves() -> None:
     job.hear(Status(0, GENERATION, computing(6)))
     job.wait(1.1)
     assert sorted(job.sent(Freeze)) == [0, 1, 2]
-    assert "rank 2 left the training loop early" in job.sent(Freeze)[0].reason
+    golden.says(job.sent(Freeze)[0].reason)
 
 
 def test_a_rank_that_has_done_all_its_steps_waits_longer() -> None:
@@ -264,7 +264,7 @@ def test_a_rank_that_has_done_all_its_steps_waits_longer() -> None:
     assert job.core.state is State.WATCHING
     job.wait(2.0)
     assert job.core.state is State.SETTLING
-    assert "rank 1 did not finish the training loop" in job.sent(Freeze)[0].reason
+    golden.says(job.sent(Freeze)[0].reason)
 
 
 def finishing(shape: tuple[int, int], done: tuple[int, ...], step: int, ranks: int = 3) -> JobDriver:
@@ -300,7 +300,7 @@ def test_several_that_stand_still_before_the_last_step_may_wait_for_one_that_lef
     """Negative control."""
     job = finishing((10, 3), (2,), 20)
     job.wait(31.0)
-    assert "rank 2 left the training loop early" in job.sent(Freeze)[0].reason
+    golden.says(job.sent(Freeze)[0].reason)
 
 
 @pytest.mark.parametrize("done", [(1, 2), (2,)], ids=["one", "two"])
@@ -310,7 +310,7 @@ def test_who_stands_in_a_loop_of_ones_own_that_others_have_left_is_not_waited_fo
     """It may wait in a collective for one that has left too early, and nobody can tell from outside."""
     job = finishing((0, 0), done, 20)
     job.wait(601.0)
-    assert "no other rank has made progress for 600 s" in job.sent(Freeze)[0].reason
+    golden.says(job.sent(Freeze)[0].reason)
 
 
 def test_the_death_of_the_rank_that_is_not_done_is_a_death() -> None:

@@ -17,6 +17,7 @@ from lastwords.controller import handover
 from lastwords.controller.handover import RunFile, RunRecord, await_address, read_run_file, run_file_path
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.liveness import process_id
+from tests import golden
 
 HOST = "127.0.0.1"
 
@@ -176,8 +177,9 @@ def test_a_run_file_of_a_process_that_is_gone_stops_nobody(tmp_path: Path, free_
 
 def test_something_else_on_the_port_is_named_with_a_remedy(tmp_path: Path, held: socket.socket) -> None:
     port = held.getsockname()[1]
-    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1 port {port} is in use.*ss -ltnp"):
+    with golden.raises(ConfigError) as error:
         await_address(HOST, port, root=tmp_path, sleep=Clockwork())
+    assert f"port {port} " in str(error.value)
 
 
 def test_a_controller_that_just_closes_its_port_is_waited_for(tmp_path: Path, held: socket.socket) -> None:
@@ -214,20 +216,22 @@ def test_a_controller_with_living_ranks_keeps_its_address(
     tmp_path: Path, free_port: int, sleeper: subprocess.Popen[bytes]
 ) -> None:
     write(tmp_path, free_port, record_of(sleeper.pid, stage="watching", live=3))
-    with pytest.raises(ConfigError, match=rf"job digits.*process {sleeper.pid}.*3 living ranks"):
+    with golden.raises(ConfigError) as error:
         await_address(HOST, free_port, root=tmp_path, live_grace_s=0.0, sleep=Clockwork())
+    assert f"process {sleeper.pid}" in str(error.value)
 
 
 def test_a_controller_that_does_not_move_is_given_up(
     tmp_path: Path, free_port: int, busy: subprocess.Popen[bytes]
 ) -> None:
     write(tmp_path, free_port, record_of(busy.pid, stage="publishing"))
-    with pytest.raises(UnavailableError, match=rf"publishing without progress.*kill -9 {busy.pid}"):
+    with golden.raises(UnavailableError) as error:
         await_address(HOST, free_port, root=tmp_path, stall_s=0.05, sleep=Clockwork())
+    assert f"kill -9 {busy.pid}" in str(error.value)
 
 
 def test_an_address_of_another_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not an address of this host"):
+    with golden.raises(ConfigError):
         handover.port_is_free("192.0.2.1", 30051)
 
 
@@ -242,7 +246,7 @@ def test_a_host_name_that_means_loopback_here_is_warned_about(
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 30051))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     handover.resolve("node-3", 30051)
-    assert "other hosts cannot reach" in caplog.text
+    golden.says(caplog.messages)
     caplog.clear()
     handover.resolve("localhost", 30051)
     assert not caplog.text

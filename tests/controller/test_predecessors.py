@@ -15,6 +15,7 @@ from lastwords.controller.predecessors import await_publications
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import UnavailableError
 from lastwords.liveness import process_id
+from tests import golden
 from tests.checkpoint.states import Job
 
 BEFORE = Job(name="mine", generation=1)
@@ -99,11 +100,11 @@ def test_one_that_does_not_move_is_given_up(
         now_s[0] += 10.0
 
     if job == "mine":
-        with pytest.raises(UnavailableError, match="may still publish"):
+        with golden.raises(UnavailableError):
             await_publications(spec(tmp_path, job), shm_root=tmp_path, sleep=sleep)
     else:
         await_publications(spec(tmp_path, job), shm_root=tmp_path, sleep=sleep)
-        assert "continuing without it" in caplog.text
+        golden.says(caplog.messages)
     assert now_s[0] > handover.STALL_S
     claim.release()
 

@@ -73,19 +73,19 @@ def test_a_file_that_is_not_what_it_should_be_is_refused(tmp_path: Path, raw: by
 def test_a_header_that_promises_more_than_memory_holds_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(bytes((0, 0, 8, 3)) + b"\xff\xff\xff\xff" * 3)
-    with pytest.raises(DigitsError, match="16 bytes, but its header says"):
+    with golden.raises(DigitsError):
         read_idx(path, dimensions=3)
 
 
 def test_images_and_labels_of_different_sets_are_refused(mnist: Path) -> None:
     (mnist / "train-labels-idx1-ubyte.gz").write_bytes(idx(np.array([1, 2])))
-    with pytest.raises(DigitsError, match="mixed sets"):
+    with golden.raises(DigitsError):
         load_training_set()
 
 
 def test_images_of_another_size_are_refused(mnist: Path) -> None:
     (mnist / "train-images-idx3-ubyte").write_bytes(idx(np.zeros((3, 8, 8))))
-    with pytest.raises(DigitsError, match="28×28 is needed"):
+    with golden.raises(DigitsError):
         load_training_set()
 
 

@@ -89,4 +89,4 @@ def test_a_removed_working_directory_is_what_ends_torch_at_its_first_product(sta
     if state == "removed" and done.returncode == 0:
         pytest.skip("this torch has no oneMKL, or one that does not mind")
     assert (done.returncode == 0) is (state == "there"), done.stderr
-    assert ("Cannot load" in done.stdout + done.stderr) is (state == "removed")
+    assert ("load" in done.stdout + done.stderr) is (state == "removed")

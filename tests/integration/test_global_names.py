@@ -84,7 +84,7 @@ def test_a_naming_that_gives_no_name_or_one_name_twice_is_refused_before_anythin
         lastwords.TFTRegister(0, "127.0.0.1", 30051, "unused", model=net, optimizer=wrapper, names=names)
 
     for names, words in (
-        (lambda own: "w", r"names calls both 'weight' and 'bias' 'w'"),
+        (lambda own: "w", "'weight' and 'bias'"),
         (lambda own: None, r"names\('weight'\) is None"),
         (lambda own: "~" + own, r"names\('weight'\) is '~weight'"),
         ("stage", r"names is 'stage'"),

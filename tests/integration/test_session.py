@@ -230,7 +230,7 @@ def test_a_controller_that_is_replaced_on_the_same_port_is_found_again() -> None
 def test_a_wrong_token_is_told_once_and_ends_the_session(controller: Controller) -> None:
     with contextlib.closing(Rank(controller.port, token="guess")) as rank:
         reason = rank.refusals.get(timeout=WAIT_S)
-        assert "wrong token" in reason
+        assert "token" in reason
         assert f"127.0.0.1:{controller.port}" in reason
         rank.session._thread.join(WAIT_S)
         assert not rank.session._thread.is_alive()

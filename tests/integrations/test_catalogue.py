@@ -17,6 +17,7 @@ from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.errors import ConfigError, FormatError, IncompleteError
 from lastwords.integrations.catalogue import Whole, catalogue
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of
+from tests import golden
 from tests.integrations.made import Box, published, unit
 
 
@@ -78,27 +79,21 @@ def test_a_missing_file_of_a_unit_is_named(tmp_path: Path) -> None:
     path = published(tmp_path, states)
     (file,) = (path / "rank_1").glob("*.ckpt")
     file.unlink()
-    with pytest.raises(IncompleteError, match=r"rank_1/ttp_rank_1-1_7.ckpt is missing; restore it"):
+    with golden.raises(IncompleteError):
         open_checkpoint(path)
 
 
 def test_a_region_that_no_unit_holds_and_one_that_two_hold_are_named(tmp_path: Path) -> None:
     whole = torch.randn(6, 2)
     boxes = {"hole": (((0, 0), (2, 2)), ((4, 0), (2, 2))), "twice": (((0, 0), (4, 2)), ((2, 0), (4, 2)))}
-    errors = {
-        "hole": (IncompleteError, r"model/w\[2:4, 0:2\] is in no file"),
-        "twice": (FormatError, r"model/w: unit rank-0 and unit rank-1 both have \[2:4, 0:2\]"),
-    }
     for step, (name, pair) in enumerate(boxes.items(), 1):
         states = {
             rank: {f"rank-{rank}": unit(f"rank-{rank}", [("w", whole, box)], (rank,))} for rank, box in enumerate(pair)
         }
         checkpoint = open_checkpoint(published(tmp_path, states, step=step))
-        kind, text = errors[name]
-        with pytest.raises(kind, match=text) as caught:
+        with golden.raises(IncompleteError if name == "hole" else FormatError):
             catalogue(checkpoint)
-        assert str(checkpoint.path) in str(caught.value)
-    with pytest.raises(IncompleteError, match=r"or choose more units$"):
+    with golden.raises(IncompleteError):
         catalogue(checkpoint, ["rank-0"])
 
 
@@ -106,11 +101,11 @@ def test_one_name_for_different_tensors_is_refused_until_units_are_chosen(tmp_pa
     stages = torch.randn(2, 3), torch.randn(4)
     states = {rank: {f"stage-{rank}": unit(f"stage-{rank}", [("w", stages[rank], None)], (rank,))} for rank in (0, 1)}
     checkpoint = open_checkpoint(published(tmp_path, states))
-    with pytest.raises(ConfigError, match=r"model/w in stage-0 and stage-1.*units="):
+    with golden.raises(ConfigError):
         catalogue(checkpoint)
     assert catalogue(checkpoint, ["stage-1"]).parameters["w"].shape == (4,)
     assert set(catalogue(checkpoint, clash_by_unit=True).parameters) == {"w@stage-0", "w@stage-1"}
-    with pytest.raises(ConfigError, match="has no unit 'stage-2'; its units are: stage-0, stage-1"):
+    with golden.raises(ConfigError):
         catalogue(checkpoint, ["stage-2"])
 
 

@@ -29,6 +29,7 @@ from lastwords.integrations.diff import diff
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.state.state_view import UnitView
+from tests import golden
 from tests.integration.saved_layouts import bits, differing
 from tests.integrations.made import flip, published, saved, trained
 
@@ -146,10 +147,10 @@ def test_an_optimizer_saved_in_another_form_is_refused_with_the_form_that_is_rea
     model, optimizer = trained(0)
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     dcp.save({"model": get_model_state_dict(model), "optim": flat}, checkpoint_id=tmp_path / "flat")
-    with pytest.raises(ConfigError, match="without flatten_optimizer_state_dict"):
+    with golden.raises(ConfigError):
         from_dcp(tmp_path / "flat", tmp_path / "back", Told(1, "AdamW"))
     dcp.save({"weights": get_model_state_dict(model)}, checkpoint_id=tmp_path / "named")
-    with pytest.raises(ConfigError, match="top-level keys: weights"):
+    with golden.raises(ConfigError):
         from_dcp(tmp_path / "named", tmp_path / "back", Told(1))
     back = from_dcp(tmp_path / "named", tmp_path / "back", Told(1), model="weights")
     assert "weight" in str(open_checkpoint(back).names)
@@ -163,11 +164,11 @@ def test_a_full_disk_and_a_damaged_source_leave_nothing(tmp_path: Path, monkeypa
             raise OSError(errno.ENOSPC, "No space left on device")
 
         patch.setattr(FileSystemWriter, "finish", full)
-        with pytest.raises(StorageError, match="No space left"):
+        with golden.raises(StorageError):
             to_dcp(path, tmp_path / "dcp")
     assert [item.name for item in tmp_path.iterdir()] == ["ours"]
     out = to_dcp(path, tmp_path / "dcp")
-    with pytest.raises(ConfigError, match="exists already"):
+    with golden.raises(ConfigError):
         to_dcp(path, out)
     data = max(out.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:3000])
@@ -176,9 +177,9 @@ def test_a_full_disk_and_a_damaged_source_leave_nothing(tmp_path: Path, monkeypa
     assert not (tmp_path / "back").exists()
     (file,) = path.rglob("*.ckpt")
     flip(file, file.stat().st_size - 1)
-    with pytest.raises(FormatError, match="do not match their checksum"):
+    with golden.raises(FormatError):
         to_dcp(path, tmp_path / "other")
-    with pytest.raises(IncompleteError, match=r"has no \.metadata"):
+    with golden.raises(IncompleteError):
         from_dcp(tmp_path / "ours", tmp_path / "back")
 
 
@@ -189,4 +190,4 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "back" / path.name)
     assert main(["diff", str(path), str(tmp_path / "back")]) == 0
     assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "lastwords"]) == 2
-    assert "exists already and is left as it is" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)

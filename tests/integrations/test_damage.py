@@ -62,7 +62,7 @@ def test_a_flipped_byte_anywhere_is_an_error_and_leaves_nothing(
     file, places = data_bytes(path)
     for at in places:
         flip(file, at)
-        with pytest.raises((FormatError, CheckpointException), match="do not match their checksum"):
+        with pytest.raises((FormatError, CheckpointException), match="checksum"):
             read(path, tmp_path / "out")
         assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
         flip(file, at)

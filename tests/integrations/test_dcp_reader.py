@@ -63,9 +63,9 @@ def test_the_newest_checkpoint_of_a_directory_is_read(tmp_path: Path) -> None:
 def test_another_model_and_a_place_without_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
     path = saved(tmp_path, *trained(0))
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (path, {"up.weight": torch.zeros(9, 3)}, "Size mismatch"),
-        (path, {"up.wait": torch.zeros(4, 3)}, "Missing key in checkpoint state_dict: model.up.wait"),
-        (tmp_path / "nowhere", {"up.weight": torch.zeros(4, 3)}, "there is no complete checkpoint at"),
+        (path, {"up.weight": torch.zeros(9, 3)}, "mismatch"),
+        (path, {"up.wait": torch.zeros(4, 3)}, "model.up.wait"),
+        (tmp_path / "nowhere", {"up.weight": torch.zeros(4, 3)}, "nowhere"),
     ]
     for where, weights, text in cases:
         with pytest.raises(CheckpointException, match=text):
@@ -80,5 +80,5 @@ def test_a_stage_is_read_by_choosing_its_units(tmp_path: Path) -> None:
         state = {"model": {"w": torch.zeros(3)}}
         dcp.load(state, storage_reader=LastWordsReader(path, units=[f"stage-{stage}"]))
         assert torch.equal(state["model"]["w"], whole)
-    with pytest.raises(CheckpointException, match="stage-0 and stage-1"):
+    with pytest.raises(CheckpointException, match=r"stage-0 .* stage-1"):
         dcp.load({"model": {"w": torch.zeros(3)}}, storage_reader=LastWordsReader(path))

@@ -10,6 +10,7 @@ import torch
 
 from lastwords.cli.main import main
 from lastwords.integrations.diff import diff
+from tests import golden
 from tests.integrations.made import published, saved, trained, unit
 
 
@@ -88,7 +89,7 @@ def test_the_command_says_it_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     assert told["a"]["path"] == str(a)
     assert {item["what"] for item in told["differences"]} == {"values"}
     assert main(["diff", str(a), str(tmp_path / "nowhere")]) == 3
-    assert "there is no complete checkpoint at" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
 
 
 def test_the_export_command_prints_its_files_and_refuses_nonsense(
@@ -98,6 +99,6 @@ def test_the_export_command_prints_its_files_and_refuses_nonsense(
     assert main(["export", str(a), str(tmp_path / "out"), "--shard-size", "1KB"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out" / "model.safetensors.index.json")
     assert main(["export", str(a), str(tmp_path / "out")]) == 2
-    assert "exists already and is left as it is" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
     assert main(["export", str(a), str(tmp_path / "new"), "--shard-size", "big"]) == 2
-    assert "'big' is not a size" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)

@@ -13,6 +13,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import LocalState
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of
+from tests import golden
 from tests.integration.saved_layouts import bits
 from tests.integrations.made import Small, flip, published, saved, trained, unit
 
@@ -59,7 +60,7 @@ def test_another_model_is_refused_before_anything_is_changed(tmp_path: Path) -> 
     wider.extra = torch.nn.Linear(1, 1)
     del wider.frozen
     before = everything(wider)
-    with pytest.raises(MismatchError, match="nothing was changed") as caught:
+    with golden.raises(MismatchError) as caught:
         load_for_inference(tmp_path, wider)
     assert everything(wider) == before
     assert set(caught.value.missing) == {"extra.weight", "extra.bias"}
@@ -91,7 +92,7 @@ def test_a_cache_that_was_never_saved_is_missed_on_the_meta_device_only(tmp_path
     assert model.w.tolist() == [1.0, 2.0]
     with torch.device("meta"):
         empty = Cached()
-    with pytest.raises(MismatchError, match="not in the checkpoint: cache"):
+    with golden.raises(MismatchError):
         load_for_inference(tmp_path, empty)
 
 
@@ -99,9 +100,9 @@ def test_meta_is_no_device_to_load_to_and_a_place_without_a_checkpoint_is_named(
     path = saved(tmp_path, *trained(0))
     with torch.device("meta"):
         model = Small()
-    with pytest.raises(ConfigError, match="device='meta' has no memory"):
+    with golden.raises(ConfigError):
         load_for_inference(path, model, device="meta")
-    with pytest.raises(IncompleteError, match="there is no complete checkpoint at"):
+    with golden.raises(IncompleteError):
         load_for_inference(tmp_path / "nowhere", model)
 
 
@@ -113,7 +114,7 @@ def test_a_flipped_byte_in_a_large_weight_is_noticed(tmp_path: Path) -> None:
     load_for_inference(path, model)
     (file,) = path.rglob("*.ckpt")
     flip(file, CHUNK_BYTES + 1)
-    with pytest.raises(FormatError, match="do not match their checksum"):
+    with golden.raises(FormatError):
         load_for_inference(path, model)
 
 

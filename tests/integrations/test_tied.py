@@ -20,6 +20,7 @@ from lastwords.integrations.inference import load_for_inference
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.discover import pieces_of
 from lastwords.sharding.pieces import Members, UnitTable
+from tests import golden
 from tests.integrations.made import published, unit
 from tests.sharding.stores import tables
 
@@ -46,7 +47,7 @@ def test_a_tied_model_loads_what_two_stages_have_saved(tmp_path: Path) -> None:
     weight = Model().embedding.weight.detach()
     path = two_stages(tmp_path / "saved", weight, weight.clone())
     model = Model(1)
-    with pytest.raises(MismatchError, match=r"not in the model: head\.weight"):
+    with golden.raises(MismatchError):
         load_for_inference(path, model)
     for checked in (True, False):
         assert load_for_inference(path, model, tied=TIES, checked=checked).tensors == 1
@@ -61,14 +62,14 @@ def test_what_is_not_the_same_bit_for_bit_is_not_tied(tmp_path: Path) -> None:
     path = two_stages(tmp_path / "values", weight, changed)
     model = Model(1)
     before = model.head.weight.detach().clone()
-    with pytest.raises(MismatchError, match="values differ") as caught:
+    with golden.raises(MismatchError) as caught:
         load_for_inference(path, model, tied=TIES)
     assert list(caught.value.different) == ["head.weight"]
     assert torch.equal(model.head.weight, before)
     for name, other in (("shape", weight[:4].clone()), ("type", weight.double())):
-        with pytest.raises(MismatchError, match="cannot be tied: float32"):
+        with golden.raises(MismatchError):
             load_for_inference(two_stages(tmp_path / name, weight, other), model, tied=TIES)
-    with pytest.raises(ConfigError, match=r"no tensor 'tail' that could be tied"):
+    with golden.raises(ConfigError):
         load_for_inference(path, model, tied={"tail": "tail"})
 
 

@@ -36,6 +36,7 @@ from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.diff import diff
 from lastwords.integrations.transform import Outcome, transform
 from lastwords.integrations.transform_files import transform_all, transform_checkpoints
+from tests import golden
 from tests.checkpoint.elastic import QUICK, content_of, gathered, save_naively
 from tests.checkpoint.test_rank_transform import W, columns, job, rows
 from tests.integrations.made import flip, saved, trained
@@ -133,10 +134,10 @@ def test_several_hosts_share_the_ranks_and_the_last_one_publishes(rooms: Rooms) 
 
 def test_another_source_or_strategy_for_the_same_step_is_refused_with_what_to_do(rooms: Rooms) -> None:
     rooms.move(ranks=[0])
-    with pytest.raises(ConfigError, match=r"unfinished transformation of another strategy .*or remove the directory"):
+    with golden.raises(ConfigError):
         rooms.move(rooms.two)
     other = save_naively(rooms.tmp / "other", job(), rows(4), os=QUICK)
-    with pytest.raises(ConfigError, match="unfinished transformation of another checkpoint"):
+    with golden.raises(ConfigError):
         rooms.move(source=other)
     assert rooms.move().path is not None
 
@@ -216,9 +217,9 @@ def test_another_checkpoint_of_the_same_step_in_the_destination_is_refused_and_t
     first = rooms.move()
     again = rooms.move()
     assert (again.path, again.written, again.already) == (first.path, (), (0, 1, 2))
-    with pytest.raises(ConfigError, match=f"{STEP} exists already and is not .* not changed"):
+    with golden.raises(ConfigError):
         rooms.move(rooms.two)
-    with pytest.raises(ConfigError, match="exists already"):
+    with golden.raises(ConfigError):
         rooms.move(out=rooms.source.parent)
     assert load.latest(rooms.out) == first.path
 
@@ -226,7 +227,7 @@ def test_another_checkpoint_of_the_same_step_in_the_destination_is_refused_and_t
 def test_a_flipped_byte_of_the_source_is_never_carried_over(rooms: Rooms) -> None:
     [file] = rooms.source.glob("rank_2/*.ckpt")
     flip(file, file.stat().st_size - 1)
-    with pytest.raises(FormatError, match="do not match their checksum"):
+    with golden.raises(FormatError):
         rooms.move()
     assert load.scan(rooms.out) == []
 
@@ -242,7 +243,7 @@ def test_a_source_that_is_replaced_while_it_is_read_is_an_error(rooms: Rooms) ->
             fd: int = super().create(path, direct=direct)
             return fd
 
-    with pytest.raises(ReplacedError, match="was replaced or removed while it was read; nothing is damaged"):
+    with golden.raises(ReplacedError):
         transform(rooms.source, rooms.out, rooms.three, os=Replacing())
     assert load.scan(rooms.out) == []
 
@@ -294,14 +295,14 @@ def test_strategies_that_do_not_fit_are_refused_before_anything_is_written(rooms
     twice = Strategy(1, {**columns(1).tensors, "optim/w": Cut("", W, (Held(Box((0, 0), W), (1,)),))})
     save_strategy_file(twice, rooms.tmp / "rank 1 of 1", QUICK)
     kinds: dict[str, Any] = {
-        "empty": (StrategyError, "is empty"),
-        "nothing": (StrategyError, "no strategy file"),
-        "gap": (StrategyError, r"gap: model/w\[7:8, 0:6\] is held by no rank; save the strategy again"),
-        "other model": (MismatchError, "only the source has model/w; only the destination has model/v"),
-        "rank 1 of 1": (StrategyError, "held by rank 1, but there are only 1 ranks"),
+        "empty": StrategyError,
+        "nothing": StrategyError,
+        "gap": StrategyError,
+        "other model": MismatchError,
+        "rank 1 of 1": StrategyError,
     }
-    for name, (kind, match) in kinds.items():
-        with pytest.raises(kind, match=match):
+    for name, kind in kinds.items():
+        with golden.raises(kind):
             rooms.move(rooms.tmp / name)
     assert not rooms.out.exists()
 
@@ -310,7 +311,7 @@ def test_ranks_and_jobs_that_make_no_sense_are_refused(rooms: Rooms) -> None:
     for ranks in ([], [3], [-1]):
         with pytest.raises(ConfigError, match="ranks 0 to 2"):
             rooms.move(ranks=ranks)
-    with pytest.raises(ConfigError, match="at least 1, not"):
+    with golden.raises(ConfigError):
         rooms.move(jobs=0)
 
 
@@ -322,7 +323,7 @@ def test_a_rank_that_fails_among_several_at_once_is_an_error_and_the_others_are_
             fd: int = super().create(path, direct=direct)
             return fd
 
-    with pytest.raises(StorageError, match="no space left"):
+    with golden.raises(StorageError):
         transform(rooms.source, rooms.out, rooms.three, jobs=3, os=Full())
     assert rooms.move().path is not None
 
@@ -335,16 +336,16 @@ def test_the_command_prints_the_path_and_diff_says_the_same(rooms: Rooms, capsys
     assert main(["transform", source, out, "--to", str(rooms.three), "--ranks", "0,2"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "the files of 1 of 3 ranks are missing (1)" in printed.err
+    golden.says(printed.err)
     assert main(["transform", source, out, "--to", str(rooms.three), "--jobs", "2"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{rooms.out / STEP}\n"
-    assert "2 rank(s) had been written before" in printed.err
+    golden.says(printed.err)
     assert main(["diff", source, out]) == 0
     assert main(["verify", out]) == 0
     capsys.readouterr()
     assert main(["inspect", str(rooms.out / STEP)]) == 0
-    assert "4; its units were moved to 3" in capsys.readouterr().out
+    golden.says(capsys.readouterr().out)
     assert main(["groups", out]) == 0
     assert "3 rank(s)" in capsys.readouterr().out
 
@@ -357,16 +358,16 @@ def test_the_command_says_by_its_exit_code_what_is_wrong(rooms: Rooms, capsys: p
     file = next((rooms.out / STEP).rglob("*.ckpt"))
     flip(file, file.stat().st_size - 1)
     assert main(["transform", source, out, "--to", "whole", "--verify"]) == 3
-    assert "do not match their checksum" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
     assert main(["transform", source, out, "--to", str(rooms.two)]) == 2
     assert main(["transform", str(rooms.tmp / "nothing"), out, "--to", "whole"]) == 3
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", str(rooms.tmp / "nothing")]) == 3
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", "whole", "--ranks", "7-3"]) == 2
-    assert "write the smaller number first" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
     assert main(["transform", source, str(rooms.tmp / "new"), "--to", "whole", "--ranks", "0-99999999"]) == 2
-    assert "not a range of ranks: the highest rank is 1048575" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
     assert main(["transform", str(rooms.three), str(rooms.tmp / "new"), "--to", "whole"]) == 2
-    assert "three is a file; pass a checkpoint's directory" in capsys.readouterr().err
+    golden.says(capsys.readouterr().err)
 
 
 def test_a_dry_run_says_what_would_be_written_and_read_and_touches_nothing(
@@ -380,7 +381,7 @@ def test_a_dry_run_says_what_would_be_written_and_read_and_touches_nothing(
     assert main([*command, "--dry-run", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert main([*command, "--dry-run"]) == 0
-    assert "nothing was touched" in capsys.readouterr().out
+    golden.says(capsys.readouterr().out)
     assert everything() == before
     assert main([*command, "--ranks", "1"]) == 1
     assert main([*command, "--dry-run", "--json", "--ranks", "0,1"]) == 0
@@ -415,7 +416,7 @@ def test_all_files_appear_at_once_under_upstream_s_names(rooms: Rooms) -> None:
     assert sorted(str(path.relative_to(rooms.out)) for path in rooms.out.rglob("*.ckpt")) == [
         f"rank_{rank}/ms-{rank}.ckpt" for rank in range(3)
     ]
-    with pytest.raises(ValueError, match="exists already"):
+    with golden.raises(ValueError):
         transform_checkpoints(str(rooms.source), str(rooms.out), "ms-", None, str(rooms.three))
 
 
@@ -426,7 +427,7 @@ def test_the_newest_file_of_each_rank_is_taken_by_the_step_that_stands_in_it(roo
     transform_all(str(later), str(rooms.tmp / "new"), "b", None, str(rooms.two), os=QUICK)
     newer = (rooms.tmp / "new/rank_0/b0.ckpt").rename(files / "rank_0/b0.ckpt")
     posix.utime(newer, (1, 1))  # old by its time
-    with pytest.raises(MismatchError, match=r"rank 0 is of global step 12 .*rank 1 of step 7"):
+    with golden.raises(MismatchError):
         transform_all(str(files), str(rooms.out), "c", str(rooms.two), str(rooms.three), os=QUICK)
     (rooms.tmp / "new/rank_1/b1.ckpt").rename(files / "rank_1/b1.ckpt")
     (files / "rank_1/.tmp-c.ckpt").write_bytes(b"half")
@@ -438,25 +439,25 @@ def test_a_missing_rank_of_a_directory_is_named_and_nothing_appears(rooms: Rooms
     files = rooms.tmp / "files"
     transform_all(str(rooms.source), str(files), "a", None, str(rooms.two), os=QUICK)
     (files / "rank_1/a1.ckpt").unlink()
-    with pytest.raises(IncompleteError, match=r"model/w\[4:8, 0:6\] .*source rank 1 is missing"):
+    with golden.raises(IncompleteError):
         transform_checkpoints(str(files), str(rooms.out), "c", str(rooms.two), str(rooms.three))
     assert not rooms.out.exists()
     for source in (rooms.tmp / "nothing", rooms.tmp / "three"):
-        with pytest.raises(IncompleteError, match="there is no directory"):
+        with golden.raises(IncompleteError):
             transform_checkpoints(str(source), str(rooms.out), "c")
     (rooms.tmp / "hollow/rank_0").mkdir(parents=True)
-    with pytest.raises(IncompleteError, match=r"has no rank_N/\*\.ckpt"):
+    with golden.raises(IncompleteError):
         transform_checkpoints(str(rooms.tmp / "hollow"), str(rooms.out), "c")
 
 
 def test_a_strategy_that_is_not_the_checkpoint_s_own_is_refused(rooms: Rooms) -> None:
     other = Strategy(1, {"model/w": Cut("BF16", W, (Held(Box((0, 0), W), (0,)),))})
     save_strategy_file(other, rooms.tmp / "other", QUICK)
-    with pytest.raises(ValueError, match="the checkpoint contains its own strategy"):
+    with golden.raises(ValueError):
         transform_checkpoints(str(rooms.source), str(rooms.out), "c", str(rooms.tmp / "other"), None)
     with pytest.raises(TypeError):
         transform_checkpoints(3, str(rooms.out), "c")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="without any '/'"):
+    with golden.raises(ValueError):
         transform_checkpoints(str(rooms.source), str(rooms.out), "../c")
 
 

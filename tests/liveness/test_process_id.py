@@ -13,6 +13,7 @@ import pytest
 from lastwords.errors import UnavailableError
 from lastwords.liveness import process_id
 from lastwords.liveness.pidfd import PidWatcher
+from tests import golden
 
 
 def test_this_process_is_alive_and_equal_to_itself() -> None:
@@ -40,7 +41,7 @@ def test_a_process_of_which_the_system_says_nothing_is_not_dead(monkeypatch: pyt
     process = process_id.this_process("abc")
     monkeypatch.setattr(Path, "read_bytes", fail)
     assert process_id.is_alive(process)
-    with pytest.raises(UnavailableError, match="cannot tell whether process"):
+    with golden.raises(UnavailableError):
         process_id.start_ticks(process.pid)
 
 

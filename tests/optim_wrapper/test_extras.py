@@ -395,7 +395,7 @@ def test_what_cannot_be_caught_up_with_says_so_and_is_not_stepped(make: Any, tex
     assert cut.step_on_resume == ()
     assert len(reasons) == 1
     assert reasons[0].startswith("extras['it']")
-    assert "had not changed" in reasons[0]
+    golden.says(reasons[0])
     assert text in reasons[0]
 
 

@@ -14,6 +14,7 @@ from lastwords.optim_wrapper.capture.captured_buffer import NO_FORMS
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
 from lastwords.optim_wrapper.capture.zeroed_gradients import NAME
+from tests import golden
 from tests.optim_wrapper.test_state_watch import Job
 
 
@@ -265,7 +266,7 @@ def test_gradients_that_outlive_their_update_are_kept_and_come_back(tmp_path: Pa
     job = Halving(tmp_path)
     job.run(1)
     job.compute()
-    assert any("gradients may have been carried" in one for one in job.save(step=1)[1])
+    golden.says(job.save(step=1)[1])
     job.run(3)
     regions = job.regions()
     assert job.save()[1] == []
@@ -320,4 +321,4 @@ def test_another_number_of_trained_parameters_is_named(tmp_path: Path) -> None:
     again.net.trained.bias.requires_grad_(False)
     again.optimizer.param_groups[0]["params"].pop()
     (reason,) = again.recorder.restore_own(job.regions(), NO_FORMS)
-    assert "2 parameters had a gradient" in reason
+    golden.says(reason)

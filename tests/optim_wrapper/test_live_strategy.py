@@ -96,7 +96,7 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(trained(net), lr=0.1)
     lastwords.save_strategy(net, optimizer, tmp_path / "file")
     content = (tmp_path / "file").read_bytes()
-    with pytest.raises(StorageError, match="exists already, and a strategy is never overwritten; choose another path"):
+    with golden.raises(StorageError):
         lastwords.save_strategy(net, optimizer, tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == content
     assert os.listdir(tmp_path) == ["file"]

@@ -25,6 +25,7 @@ from lastwords.optim_wrapper.streams.generator_states import kind_of, stream_of
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.box_reader import BoxReader
+from tests import golden
 
 GLOBAL = np.random.default_rng(11)
 HERE = __name__
@@ -246,7 +247,7 @@ def test_a_state_that_cannot_be_had_is_said() -> None:
     streams = OwnStreams({"it": Own()})
     streams.look()
     assert "it" not in streams.names
-    assert any("the state of the random generator it" in reason for reason in streams.reasons)
+    golden.says(streams.reasons)
 
 
 def test_a_seed_sequence_that_is_further_on_than_the_saved_one_is_refused() -> None:
@@ -254,7 +255,7 @@ def test_a_seed_sequence_that_is_further_on_than_the_saved_one_is_refused() -> N
     seeds.spawn(3)
     stream = stream_of(seeds)
     assert stream is not None
-    with pytest.raises(MismatchError, match="had spawned 2 children, and 3 here"):
+    with golden.raises(MismatchError):
         stream.restore((2).to_bytes(8, "little"))
 
 
@@ -399,7 +400,7 @@ def test_one_in_a_function_that_is_not_being_run_any_more_is_not_missed() -> Non
         assert order.random()
         return own.left_over()
 
-    assert any(".order is not in the checkpoint" in reason for reason in sets_the_data_back())
+    golden.says(reason for reason in sets_the_data_back() if ".order " in reason)
     assert not any(".order " in reason for reason in own.left_over())  # pytest's own frames may hold others
 
 
@@ -407,10 +408,10 @@ def test_another_kind_at_the_same_place_is_named(job: Job) -> None:
     again = Program()
     again.rng = random.Random(1)
     [reason] = job.resume(again)
-    assert "program.rng was a numpy.random.PCG64, and is a random.Random here" in reason
+    golden.says(reason)
     job.program.rng = random.Random(1)
     job.end()
-    assert any("program.rng was replaced" in reason for reason in job.told)
+    golden.says(reason for reason in job.told if "program.rng" in reason)
     assert "program.rng" not in job.own.names
 
 

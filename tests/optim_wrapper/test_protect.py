@@ -22,6 +22,7 @@ from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, NotAnOptimizerError, UnavailableError
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.trainer.protect import More, controller_address
+from tests import golden
 
 OFF, ON = "{TTP:0}", "{TTP:1}"
 
@@ -61,19 +62,19 @@ def test_a_plain_optimizer_is_wrapped_and_a_wrapped_one_stays_as_it_is(tmp_path:
     tft = lastwords.protect(tmp_path, model=nn.ModuleList([model, other]), optimizer=[plain, wrapper])
     assert [one.inner for one in tft.optimizers] == [plain, wrapped]
     assert tft.optimizers[1] is wrapper
-    with pytest.raises(ConfigError, match=r"2 optimizers: use tft\.optimizers"):
+    with golden.raises(ConfigError):
         _ = tft.optimizer
 
 
 def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotAnOptimizerError, match="Optimizer, not str"):
+    with golden.raises(NotAnOptimizerError):
         lastwords.protect(tmp_path, model=nn.Linear(2, 2), optimizer="adam")  # type: ignore[arg-type]
 
 
 def test_the_ranks_meet_where_their_launcher_says() -> None:
     assert controller_address({"MASTER_ADDR": "node-3"}, 8) == "node-3"
     assert controller_address({}, 1) == "127.0.0.1"
-    with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
+    with golden.raises(ConfigError):
         controller_address({}, 8)
 
 
@@ -93,7 +94,7 @@ def test_an_address_in_brackets_is_taken_as_it_is_meant() -> None:
 
 
 def test_an_unknown_argument_is_said_to_be_of_protect(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"^lastwords\.protect\(\) got an unexpected keyword argument 'ctrl_port'$"):
+    with golden.raises(TypeError):
         made(tmp_path, ctrl_port=30051)
 
 
@@ -126,7 +127,7 @@ def test_what_is_wrong_otherwise_is_said_at_once(tmp_path: Path, monkeypatch: py
         raise ConfigError("no such job name") if len(calls) == 1 else UnavailableError("it ended at once")
 
     monkeypatch.setattr(launch, "start_controller", start)
-    with pytest.raises(ConfigError, match="no such job name"):
+    with golden.raises(ConfigError):
         launch.start_on_free_port(spec(tmp_path), "token")
     with pytest.raises(UnavailableError):
         launch.start_on_free_port(spec(tmp_path), "token")
@@ -139,7 +140,7 @@ def test_a_plain_optimizer_that_is_stepped_by_itself_is_refused(tmp_path: Path) 
     with lastwords.protect(tmp_path, model=model, optimizer=plain) as tft:
         model(torch.ones(1, 2)).sum().backward()
         before = model.weight.detach().clone()
-        with pytest.raises(ConfigError, match="stepped directly"):
+        with golden.raises(ConfigError):
             plain.step()
         assert torch.equal(model.weight, before)
         tft.optimizer.step()
@@ -169,11 +170,11 @@ def test_steps_outside_of_its_block_or_twice_is_told_by_the_call_itself(
 ) -> None:
     monkeypatch.setenv("MS_ENABLE_TFT", OFF)
     tft = made(tmp_path)
-    with pytest.raises(ConfigError, match="inside `with tft:`"):
+    with golden.raises(ConfigError):
         tft.steps([1], 1)
     with tft:
         tft.steps([1], 1)
-        with pytest.raises(ConfigError, match="call steps\\(\\) once"):
+        with golden.raises(ConfigError):
             tft.steps([1], 1)
 
 

@@ -22,6 +22,7 @@ from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.trainer.protection import Protection, refuse_watchdog
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Verdict, verdict_of
 from lastwords.vocabulary import Exit, ExitKind
+from tests import golden
 
 
 class Guard:
@@ -147,15 +148,13 @@ def test_two_jobs_of_one_name_on_one_host_never_share_a_black_box(
     paths.remove_job_dir(specs[1].job, specs[1].generation, specs[1].nonce)
 
 
-@pytest.mark.parametrize(
-    ("value", "why"), [(None, "kill the healthy"), ("2", "abort the hanging collective"), ("1", "kill")]
-)
-def test_nccls_watchdog_has_to_be_switched_off(monkeypatch: pytest.MonkeyPatch, value: str | None, why: str) -> None:
+@pytest.mark.parametrize("value", [None, "1", "2"])
+def test_nccls_watchdog_has_to_be_switched_off(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     """2 is CleanUpOnly: it aborts the collective that hangs, and what is queued behind it goes on with rubbish."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     environ = {} if value is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}
-    with pytest.raises(ConfigError, match=f"{why}.*TORCH_NCCL_ASYNC_ERROR_HANDLING=0"):
+    with golden.raises(ConfigError):
         refuse_watchdog(environ)
     refuse_watchdog({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")

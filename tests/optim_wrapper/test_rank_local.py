@@ -24,6 +24,7 @@ from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStrea
 from lastwords.processor import black_box
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotCopy, SlotKind
 from lastwords.processor.box_reader import BoxReader
+from tests import golden
 
 LARGE = 1 << 18  # elements; 1 MiB of float32
 
@@ -555,7 +556,7 @@ def test_no_room_for_a_large_buffer_is_said_and_training_goes_on(
     made.committed(2, b"{}")
     assert "buffer/large" not in held(made, 2).regions
     (reason,) = made.reasons
-    assert "'large' has changed" in reason
+    golden.says(reason)
 
 
 @pytest.mark.parametrize(
@@ -740,7 +741,7 @@ def test_reasons_that_arise_during_the_run_are_told_once(tmp_path: Path) -> None
 
 
 def test_two_captures_of_the_same_thing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="same name"):
+    with golden.raises(ConfigError):
         regions((RngCapture(), RngCapture()))
 
 

@@ -24,6 +24,7 @@ from lastwords.processor.saver import Position
 from lastwords.sharding.discover import pieces_of
 from lastwords.sharding.pieces import Members, UnitTable
 from lastwords.vocabulary import Phase, Stand
+from tests import golden
 
 
 class Net(nn.Module):
@@ -169,7 +170,7 @@ def test_a_parameter_without_a_unit_is_refused_in_add_param_group() -> None:
     optimizer.watch_groups(units.admit)
     new = nn.Parameter(torch.ones(7))
     for params in (new, [new], iter([new]), [("new", new)]):
-        with pytest.raises(ConfigError, match=r"of shape \(7,\)"):
+        with golden.raises(ConfigError):
             optimizer.add_param_group({"params": params})
     assert len(optimizer.param_groups) == 3
     optimizer.add_param_group({"params": iter([net.frozen])})  # a generator is walked once only
@@ -183,9 +184,9 @@ def test_a_parameter_that_went_past_the_wrapper_is_refused_at_the_end_of_the_ste
     units = units_of(net, optimizer)
     units.check_step()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
-    with pytest.raises(ConfigError, match="no unit covers it"):
+    with golden.raises(ConfigError):
         units.check_step()
-    with pytest.raises(ConfigError, match="no unit covers it"):
+    with golden.raises(ConfigError):
         units.check()
 
 
@@ -195,7 +196,7 @@ def test_a_new_persistent_buffer_is_refused_and_a_cache_is_not() -> None:
     net.register_buffer("late_cache", torch.ones(3), persistent=False)
     units.check()
     net.register_buffer("late", torch.ones(3))
-    with pytest.raises(ConfigError, match="the buffer 'late'"):
+    with golden.raises(ConfigError):
         units.check()
 
 
@@ -211,7 +212,7 @@ def test_a_model_that_was_converted_after_the_agreement_is_refused() -> None:
     net, optimizer = trained(0, 1)
     units = units_of(net, optimizer)
     net.up.to(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"'up.weight' was float32 \(4, 3\) .* and is bfloat16 \(4, 3\) now"):
+    with golden.raises(ConfigError):
         units.check_layout()
 
 

@@ -31,6 +31,7 @@ from lastwords.errors import (
 from lastwords.optim_wrapper.launch.world import World, launch_of
 from lastwords.optim_wrapper.resume import resume, resume_choice, resume_elsewhere
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, choose, open_chosen
+from tests import golden
 from tests.checkpoint.states import Job
 
 TORCHRUN = {
@@ -104,13 +105,13 @@ def test_a_restart_that_finds_other_jobs_checkpoints_only_is_an_error_with_a_rem
     tmp_path: Path, world: World, missing_ok: bool
 ) -> None:
     Job(name="other").save(tmp_path, 30)
-    with pytest.raises(ConfigError, match=r"(?s)of other jobs: .*step_30 of job other.*LASTWORDS_JOB=other"):
+    with golden.raises(ConfigError):
         choose([tmp_path], world, "key", OwnJobs("mine"), missing_ok)
 
 
 def test_a_restart_before_the_first_checkpoint_begins_anew(tmp_path: Path, world: World) -> None:
     assert choose([tmp_path], world, "key", OwnJobs("mine"), True) is None
-    with pytest.raises(IncompleteError, match="of job mine"):
+    with golden.raises(IncompleteError):
         choose([tmp_path], world, "key", OwnJobs("mine"), False)
 
 
@@ -122,7 +123,7 @@ def test_a_restart_goes_on_from_what_its_job_had_resumed_from(tmp_path: Path, wo
 
 def test_a_damaged_checkpoint_that_names_no_job_is_not_passed_over_in_silence(tmp_path: Path, world: World) -> None:
     (Job(name="mine").save(tmp_path, 30) / "manifest.json").write_bytes(b"rubbish")
-    with pytest.raises(FormatError, match="no checkpoint can be used"):
+    with golden.raises(FormatError):
         choose([tmp_path], world, "key", OwnJobs("mine"), True)
 
 
@@ -182,7 +183,7 @@ def test_a_checkpoint_that_is_exchanged_again_and_again_is_an_error_on_all_ranks
     attempts = itertools.count(2)
     errors = both_open(tmp_path, lambda: Job(attempt=next(attempts)).save(tmp_path, 10))
     assert isinstance(errors[1], ReplacedError)
-    assert all("nothing is damaged" in str(error) for error in errors)
+    golden.says(errors)
     # Negative control: where nothing is exchanged both have the one that is there.
     assert len({str(found) for found in both_open(tmp_path, lambda: None)}) == 1
 

@@ -23,6 +23,7 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
     take_over,
 )
 from lastwords.processor.box_reader import RegionCopy
+from tests import golden
 
 HERE = ("rng/python", "rng/torch", "rng/cuda:3")
 
@@ -116,7 +117,7 @@ def test_a_stage_takes_its_buffers_by_name_from_the_rank_that_had_them() -> None
     assert found.keys() == {"buffer/mean1"}
     recorder.buffers.restore(found)
     assert recorder.buffers._model.mean1.tolist() == [2.0, 3.0]
-    with pytest.raises(MismatchError, match="not in it"):
+    with golden.raises(MismatchError):
         recorder.buffers.restore(of_another_stage)  # the control: as they were taken by rank
 
 

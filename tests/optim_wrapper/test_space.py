@@ -13,6 +13,7 @@ from lastwords.checkpoint.system import Os
 from lastwords.errors import ConfigError, StorageError
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.space import check_space, checkpoint_bytes
+from tests import golden
 
 ROOTS = (Path("/ckpt"), Path("/fallback"))
 MB = 1_000_000
@@ -32,16 +33,16 @@ class Disks(Os):
 
 def test_a_directory_without_room_is_named_with_both_sizes(caplog: pytest.LogCaptureFixture) -> None:
     check_space(ROOTS[:1], 25 * MB, require=False, os=Disks(ckpt=20 * MB))
-    assert "needs about 25.0 MB (an estimate), and /ckpt has 20.0 MB free" in caplog.text
+    golden.says(caplog.messages)
 
 
 def test_the_setting_refuses_only_where_no_directory_has_room(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(StorageError, match=r"/ckpt has 20\.0 MB free.*/fallback has 1\.0 MB free"):
+    with golden.raises(StorageError):
         check_space(ROOTS, 25 * MB, require=True, os=Disks(ckpt=20 * MB, fallback=MB))
     assert not caplog.text
     check_space(ROOTS, 25 * MB, require=True, os=Disks(ckpt=20 * MB, fallback=30 * MB))
     assert "/ckpt" in caplog.text
-    assert "/fallback has" not in caplog.text
+    golden.says(caplog.messages)
 
 
 def test_room_enough_and_a_file_system_that_does_not_say_are_no_problem(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,5 +93,5 @@ def test_the_setting_is_a_switch() -> None:
 
     assert not config().require_space
     assert config(LASTWORDS_REQUIRE_SPACE="1").require_space
-    with pytest.raises(ConfigError, match="LASTWORDS_REQUIRE_SPACE='yes': must be 0 or 1"):
+    with golden.raises(ConfigError):
         config(LASTWORDS_REQUIRE_SPACE="yes")

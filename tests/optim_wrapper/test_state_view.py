@@ -26,6 +26,7 @@ from lastwords.optim_wrapper.state.group_copies import GroupCopies, copy_groups
 from lastwords.optim_wrapper.state.state_view import UnitView, unwrap
 from lastwords.optim_wrapper.tensors import tensor_bytes
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from tests import golden
 
 Stored = tuple[list[TensorSpec], dict[str, bytes], Any]
 
@@ -469,31 +470,31 @@ def test_an_optimizer_that_lets_the_ranks_drift_apart_is_refused() -> None:
 
 
 def test_a_model_and_an_optimizer_that_share_no_parameters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="share no parameters"):
+    with golden.raises(ConfigError):
         UnitView(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     others = [kind(nn.Linear(2, 2).parameters()) for kind in (torch.optim.AdamW, torch.optim.Adagrad)]
-    with pytest.raises(ConfigError, match=r"optimizer \(AdamW\+Adagrad\) share no"):
+    with golden.raises(ConfigError):
         UnitView(nn.Linear(2, 2), JoinedOptimizer(others))
 
 
 def test_a_model_that_is_no_module_and_an_optimizer_that_is_none_are_refused() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module"):
+    with golden.raises(ConfigError):
         UnitView(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"optimizer must be a torch\.optim\.Optimizer"):
+    with golden.raises(ConfigError):
         UnitView(model, model)  # type: ignore[arg-type]
 
 
 def test_tensors_without_plain_content_are_refused_with_their_name() -> None:
     lazy = nn.LazyLinear(3)
-    with pytest.raises(ConfigError, match=r"'weight' is not initialised"):
+    with golden.raises(ConfigError):
         UnitView(lazy, torch.optim.SGD([lazy.weight], lr=0.1))
     sparse = nn.Linear(2, 2)
     sparse.register_buffer("edges", torch.eye(3).to_sparse())
-    with pytest.raises(ConfigError, match=r"'edges' has the layout torch\.sparse_coo"):
+    with golden.raises(ConfigError):
         UnitView(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
     meta = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ConfigError, match="meta device"):
+    with golden.raises(ConfigError):
         UnitView(meta, torch.optim.SGD(meta.parameters(), lr=0.1))
 
 
@@ -542,7 +543,7 @@ def test_another_model_is_named_missing_extra_and_of_another_shape_and_nothing_c
     assert caught.value.missing == ("more",)
     assert caught.value.extra == ("1.weight", "1.bias")
     assert caught.value.different["0.weight"] == "saved float32 (4, 3), here float32 (5, 3)"
-    assert "nothing was changed" in str(caught.value)
+    golden.says(caught.value)
     assert_untouched(before, *here)
 
 
@@ -586,7 +587,7 @@ def test_tied_there_and_not_here_is_refused_both_ways() -> None:
 def test_json_that_names_an_absent_tensor_or_is_newer_is_a_format_error() -> None:
     here = linear(3, 2)
     specs, _, meta = store(UnitView(*here).state())
-    with pytest.raises(FormatError, match="not in the file"):
+    with golden.raises(FormatError):
         RestorePlan(UnitView(*here), specs[:-1], meta)
     with pytest.raises(FormatError, match="version 2"):
         UnitMeta.read({**meta.to_json(), "version": 2})
@@ -600,7 +601,7 @@ def test_a_cache_that_was_registered_in_a_forward_pass_is_registered_on_resume(p
     stored = store(UnitView(saved, torch.optim.SGD(saved.parameters(), 0.1)).state())
     view = UnitView(fresh, torch.optim.SGD(fresh.parameters(), 0.1))
     if persistent:
-        with pytest.raises(MismatchError, match=r"only in the checkpoint: 0\.cache"):
+        with golden.raises(MismatchError):
             restore(view, stored)
     else:
         restore(view, stored)

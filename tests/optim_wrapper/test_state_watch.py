@@ -28,6 +28,7 @@ from lastwords.optim_wrapper.resume import resume
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+from tests import golden
 
 
 class Net(nn.Module):
@@ -148,7 +149,7 @@ def test_the_first_time_it_is_named(tmp_path: Path, case: str) -> None:
     between(job.net)
     [reason] = job.save()[1]
     assert repr(name.removeprefix("model/")) in reason
-    assert "outside of optimizer.step() after the end of step 2" in reason
+    golden.says(reason)
 
 
 def test_moments_that_the_loop_writes_are_copied_too(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_the_first_copy_is_told_once_with_its_size(tmp_path: Path, caplog: pytes
     job.run(5)
     [record] = [record for record in caplog.records if "copied at each step's end" in record.getMessage()]
     assert record.levelno == logging.INFO
-    assert "the parameter 'frozen' (0.0 MB) changed outside of optimizer.step()" in record.getMessage()
+    assert "'frozen' (0.0 MB)" in record.getMessage()
 
 
 def test_a_model_that_moves_as_a_whole_is_a_warning_with_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
@@ -260,12 +261,12 @@ def test_a_step_that_was_cut_off_before_what_the_loop_writes_after_its_update_sa
 
     update()
     [reason] = job.save(Phase.UPDATED, 4)[1]
-    assert "the parameter 'frozen' changed after optimizer.step() in earlier steps" in reason
+    golden.says(reason)
     count(job.net.frozen)
     assert job.save(Phase.UPDATED, 4)[1] == [], "as often as in the steps before"
     count(job.net.frozen)
     [reason] = job.save(Phase.UPDATED, 4)[1]
-    assert "about to change again" in reason
+    golden.says(reason)
 
 
 @pytest.mark.parametrize("swings", [True, False])
@@ -397,7 +398,7 @@ def test_optimizer_state_that_differs_by_rank_is_told(tmp_path: Path) -> None:
     one, same, other = [words_of(tmp_path / str(rank), own) for rank, own in enumerate((1.0, 1.0, 2.0))]
     assert told(("committed", one[2]), ("committed", same[2])) == []
     [reason] = told(("committed", one[2]), ("committed", same[2]), ("committed", other[2]))
-    assert "optimizer state or the trained parameters may differ between ranks" in reason
+    golden.says(reason)
 
 
 def test_copies_of_before_the_update_are_compared_with_what_others_were_then(tmp_path: Path) -> None:
@@ -480,7 +481,7 @@ def test_sparse_gradients_that_are_carried_are_named() -> None:
     gradients, table = CarriedGradients(dict), nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     assert gradients.end_step(updated=False, trained=lambda: {"table": table.weight}) is False
-    assert "the gradient of 'table'" in gradients.reasons[0]
+    golden.says(gradients.reasons[0])
 
 
 def test_a_copied_tensor_that_is_replaced_is_followed_and_one_that_is_freed_ends_nothing(tmp_path: Path) -> None:

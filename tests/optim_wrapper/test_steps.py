@@ -26,6 +26,7 @@ from torch.utils.data import (
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
+from tests import golden
 
 SAMPLES = 22
 BATCH = 4
@@ -159,7 +160,7 @@ def test_a_loader_that_counts_its_epochs_itself_is_found_out(resumed_in: int, di
     at = ResumeAt(resumed_in, 2, lambda: None, lambda: None)
     steps = Steps(CountsItsEpochs(), 2, events=Nothing(), resume=at)
     next(iter(steps))
-    assert any("counts its epochs itself" in reason for reason in steps.reasons) is differs
+    golden.says(steps.reasons)
 
 
 # ------------------------------------------------------------------ a run in miniature
@@ -293,7 +294,7 @@ def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact() -> None
     loader = DataLoader(Items(), BATCH)
     steps = Steps(loader, epochs=3, events=Run(), resume=ResumeAt(0, BATCHES + 2, None, None))
     assert (steps.epoch, steps.step) == (2, 2)
-    assert any(f"assuming epoch 2, step 2, as if every epoch had had {BATCHES} steps" in why for why in steps.reasons)
+    golden.says(steps.reasons)
 
 
 @pytest.mark.parametrize("draw", ["none", "python", "numpy", "torch", "all"])
@@ -437,13 +438,13 @@ def test_a_step_is_ended_once_by_its_own_name_and_with_its_last_batch() -> None:
     steps = run.steps = Steps([10, 20], 1, accumulate=2, events=run)
     for _, _, batch in steps:
         if batch == 10:
-            with pytest.raises(ConfigError, match="before the step's last batch"):
+            with golden.raises(ConfigError):
                 steps.end_early()
             continue
-        with pytest.raises(ConfigError, match=r"step_end\(1, 2\) was called in step \(1, 1\)"):
+        with golden.raises(ConfigError):
             steps.end_early((1, 2))
         steps.end_early()
-        with pytest.raises(ConfigError, match="has ended already"):
+        with golden.raises(ConfigError):
             steps.end_early()
     assert run.events == ["epoch 1", "begin 1.1", "end 1.1", "over 1.1"]
 
@@ -491,7 +492,7 @@ def test_control_skipping_by_index_with_workers_differs_where_the_dataset_draws(
         again = resumed(whole, lambda draw=draw: make(draw), 2, 3, epochs=2, data="skip")
         assert (again.record == after(whole.record, 2, 3)) is equal
         assert again.steps is not None
-        assert any("skipped by index" in reason for reason in again.steps.reasons)
+        golden.says(again.steps.reasons)
 
 
 def test_control_without_the_streams_of_the_step_the_batches_differ() -> None:
@@ -504,7 +505,7 @@ def test_control_without_the_streams_of_the_step_the_batches_differ() -> None:
     run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, lambda: put_back(whole.starts[1], {}), None))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
-    assert any("at the end of step 3 are unknown" in reason for reason in run.steps.reasons)
+    golden.says(run.steps.reasons)
 
 
 def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> None:
@@ -517,7 +518,7 @@ def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> 
     run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, None, lambda: put_back(whole.ends[1, 3], {})))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
-    assert any("the start of epoch 1 are unknown" in reason for reason in run.steps.reasons)
+    golden.says(run.steps.reasons)
 
 
 # ------------------------------------------------------------------ what is not exact says so
@@ -540,7 +541,7 @@ def test_a_sampler_that_draws_from_the_trainings_streams_between_batches_is_repo
     again = resumed(whole, make, 1, 3, epochs=1)
     assert again.record != after(whole.record, 1, 3)
     assert again.steps is not None
-    assert any("sampler draws" in reason for reason in again.steps.reasons)
+    golden.says(again.steps.reasons)
 
 
 def test_a_foreign_loader_that_draws_ahead_is_reported_and_one_that_does_not_draw_is_exact() -> None:
@@ -565,7 +566,7 @@ def test_a_foreign_loader_that_draws_ahead_is_reported_and_one_that_does_not_dra
         again = resumed(whole, lambda draws=draws: Ahead(draws), 1, 3, epochs=2)
         assert (again.record == after(whole.record, 1, 3)) is not draws
         assert again.steps is not None
-        assert any("how far ahead" in reason for reason in again.steps.reasons) is draws
+        golden.says(again.steps.reasons)
 
 
 @pytest.mark.parametrize(
@@ -659,7 +660,7 @@ class Unsized(IterableDataset[int]):
 
 @pytest.mark.parametrize("bad", [NoLength(), DataLoader(Unsized()), iter([1, 2]), None])
 def test_a_loader_without_a_length_is_refused_with_what_to_do(bad: Any) -> None:
-    with pytest.raises(ConfigError, match=r"no length .*tft\.step_end\(epoch, step\)"):
+    with golden.raises(ConfigError):
         Steps(bad, 1, events=Run())
 
 
@@ -687,16 +688,16 @@ class Liar:
 
 
 def test_a_loader_whose_length_is_wrong_is_refused_when_it_shows() -> None:
-    for says, has, text in ((3, 2, "ended after 2 batches"), (2, 3, "more batches than its length, 2")):
+    for says, has in ((3, 2), (2, 3)):
         run = Run()
-        with pytest.raises(ConfigError, match=text):
+        with golden.raises(ConfigError):
             run.train(loader=Liar(says, has), epochs=1)
 
 
 def test_another_length_than_in_the_saved_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"epoch 1, step 7, but an epoch has 6 steps here"):
+    with golden.raises(ConfigError):
         Steps([1] * 6, 2, events=Run(), resume=ResumeAt(1, 7, None, None))
-    with pytest.raises(ConfigError, match=r"ended after 2 batches, although 3"):
+    with golden.raises(ConfigError):
         Run().train(loader=Liar(4, 2), epochs=1, resume=ResumeAt(1, 3, None, None))
 
 

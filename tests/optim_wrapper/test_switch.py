@@ -4,6 +4,7 @@ import pytest
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.switch import Switch, parse_switch, switch_from_env
+from tests import golden
 
 
 @pytest.mark.parametrize(
@@ -38,4 +39,4 @@ def test_a_malformed_value_is_shown_together_with_the_right_form(text: str) -> N
 def test_the_environment_is_read_and_ignored_keys_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert switch_from_env({}) == Switch(True)
     assert switch_from_env({"MS_ENABLE_TFT": "{TTP:1,UCE:1}"}).ignored == ("UCE",)
-    assert "UCE has no effect" in caplog.text
+    golden.says(caplog.messages)

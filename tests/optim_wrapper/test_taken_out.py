@@ -14,6 +14,7 @@ from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+from tests import golden
 from tests.optim_wrapper.test_state_watch import Job
 
 
@@ -54,7 +55,7 @@ def test_what_was_written_to_since_or_is_gone_is_named(tmp_path: Path, case: str
     OUT[case](job)
     moment.mul_(2)
     reasons = job.save()[1]
-    assert any("optimizer state of 'trained.bias' (exp_avg)" in reason for reason in reasons), reasons
+    golden.says(reasons)
 
 
 EMPTIED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -71,7 +72,7 @@ def test_moments_without_memory_are_named_and_a_resume_begins_with_none(tmp_path
     saved, reasons = job.save()
     assert "optim/trained.weight/exp_avg" in saved
     assert not any(name.startswith("optim/trained.bias") for name in saved)
-    assert any("(exp_avg) was emptied after the end of step 3" in reason for reason in reasons)
+    golden.says(reasons)
     state = job.source.unit_state(UNIT_REPLICATED, 3, Stand(Phase.COMPUTING, 3))
     (tmp_path / "again").mkdir()
     again = Job(tmp_path / "again")
@@ -86,7 +87,7 @@ def test_state_that_is_out_when_the_step_ends_is_named_until_it_is_known_not_to_
     job = Job(tmp_path)
     out: list[Any] = []
     job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
-    assert any("removed between optimizer.step() and the end" in reason for reason in job.save()[1])
+    golden.says(job.save()[1])
     job.run(1)
     assert job.save()[1] == [], "it was thrown away, as when a loop begins its moments anew"
     job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
@@ -111,7 +112,7 @@ def test_state_that_is_thrown_away_at_the_ends_of_epochs_is_due_there_alone() ->
             del optimizer.state[parameter]
         recorded.end_step(recorded.now(), step, step % 4 == 0)
     assert told[:-1] == [[]] * 7
-    assert "removes optimizer state after optimizer.step(); in this step" in told[-1][0]
+    golden.says(told[-1][0])
 
 
 def test_state_that_comes_back_for_each_update_is_named_from_then_on(tmp_path: Path) -> None:
@@ -120,16 +121,16 @@ def test_state_that_comes_back_for_each_update_is_named_from_then_on(tmp_path: P
     job.between = lambda net: job.optimizer.state.update({net.trained.bias: out.pop()}) if out else None
     for _ in range(3):
         job.run(1, after=lambda net: out.append(job.optimizer.state.pop(net.trained.bias)))
-        assert any("optimizer state" in reason for reason in job.save()[1])
+        golden.says(job.save()[1])
     job.run(1)
-    assert any("restores it" in reason for reason in job.save()[1])
+    golden.says(job.save()[1])
 
 
 def test_state_that_is_put_in_between_two_steps_is_named(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(3)
     bias_of(job)["extra"] = torch.ones(8)
-    assert any("was added after the end" in reason for reason in job.save()[1])
+    golden.says(job.save()[1])
 
 
 def test_state_that_is_taken_out_after_the_update_is_named_where_the_step_is_cut_off(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_state_that_is_taken_out_after_the_update_is_named_where_the_step_is_cut
     job.recorder.watch.end_update()
     assert job.save(Phase.UPDATED, 4)[1] == []
     job.optimizer.state.pop(job.net.trained.bias)
-    assert any("removed after optimizer.step()" in reason for reason in job.save(Phase.UPDATED, 4)[1])
+    golden.says(job.save(Phase.UPDATED, 4)[1])
 
 
 def test_a_key_that_comes_in_a_later_step_is_watched_from_then_on(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from lastwords.optim_wrapper.streams import generator_search
 from lastwords.optim_wrapper.streams.generator_search import Unreached, search
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
+from tests import golden
 
 
 def looked(value: Any) -> tuple[list[str], Unreached]:
@@ -87,12 +88,12 @@ def test_where_a_search_ends_is_logged_once(monkeypatch: pytest.MonkeyPatch, cap
     streams = OwnStreams({"deep": deep, "wide": [[object()] for _ in range(30)]})
     streams.look()
     [line] = caplog.messages
-    assert "8 references from the start" in line
+    golden.says(line)
     monkeypatch.setattr(generator_search, "_OBJECTS_MAX", 10)
     streams.look()
     assert len(caplog.messages) == 1
     OwnStreams({"deep": deep, "wide": [[object()] for _ in range(30)]}).look()
-    assert "after 10 objects, before wide[" in caplog.messages[1]
+    golden.says(caplog.messages[1])
     assert looked([1, 2])[1] == Unreached()
 
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from lastwords.errors import ConfigError, NotAnOptimizerError
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from tests import golden
 
 
 class Trace:
@@ -75,9 +76,9 @@ def test_anything_but_an_optimizer_is_refused(what: Any) -> None:
 def test_wrapping_twice_is_refused_whether_the_wrapper_or_its_optimizer_is_given() -> None:
     inner = torch.optim.SGD(net().parameters(), lr=0.1)
     first = OptTFTWrapper(inner)
-    with pytest.raises(ConfigError, match="wrap it once"):
+    with golden.raises(ConfigError):
         OptTFTWrapper(first)
-    with pytest.raises(ConfigError, match="wrap it once"):
+    with golden.raises(ConfigError):
         OptTFTWrapper(inner)
 
     class Foreign(torch.optim.SGD):  # keeps an optimizer of its own, as Accelerate's does
@@ -85,7 +86,7 @@ def test_wrapping_twice_is_refused_whether_the_wrapper_or_its_optimizer_is_given
 
     foreign = Foreign(net().parameters(), lr=0.1)
     foreign.optimizer = first
-    with pytest.raises(ConfigError, match="wrap it once"):
+    with golden.raises(ConfigError):
         OptTFTWrapper(foreign)
     del first, foreign.optimizer
     OptTFTWrapper(inner)  # the first wrapper is gone
@@ -131,7 +132,7 @@ def test_a_step_of_the_inner_optimizer_by_itself_is_refused_before_it_writes(own
     optimizer.attach(trace)
     backward(model)
     before = model.weight.detach().clone()
-    with pytest.raises(ConfigError, match=r"AdamW inside OptTFTWrapper"):
+    with golden.raises(ConfigError):
         optimizer.inner.step()
     assert torch.equal(model.weight, before)
     assert trace.words == []
@@ -364,7 +365,7 @@ def test_a_closure_that_raises_is_torn_only_if_the_update_had_begun() -> None:
     def fail() -> Any:
         raise ValueError("in the closure")
 
-    with pytest.raises(ValueError, match="in the closure"):
+    with golden.raises(ValueError):
         optimizer.step(fail)
     assert trace.words == []
 

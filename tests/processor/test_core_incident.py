@@ -35,6 +35,7 @@ from lastwords.vocabulary import (
     Settled,
     Stand,
 )
+from tests import golden
 from tests.processor.rank_driver import GENERATION, RankDriver, reports
 
 
@@ -295,14 +296,14 @@ def test_a_rank_refuses_a_step_that_it_does_not_hold(phase: Phase, step: int) ->
     (answer,) = reports(effects)
     assert isinstance(answer, SaveFailed)
     assert not answer.storage
-    assert f"does not hold step {step}" in answer.reason
+    golden.says(answer.reason)
 
 
 def test_a_rank_that_has_not_settled_refuses_to_write() -> None:
     rank = frozen(Phase.UPDATING, 8)
     (answer,) = reports(rank.save(8))
     assert isinstance(answer, SaveFailed)
-    assert "has not stopped yet" in answer.reason
+    golden.says(answer.reason)
 
 
 def test_black_boxes_can_be_copied_by_a_rank_that_holds_nothing() -> None:

@@ -71,7 +71,7 @@ def test_a_process_ends_whatever_blocks_its_flush(blocked: str, way: str) -> Non
     try:
         code, errors = run(blocked + way, stdout=write_end)
         assert code == 75, errors
-        assert "a checkpoint of step 37" in errors
+        assert "step 37" in errors
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -123,10 +123,12 @@ except BaseException as seen:
 def test_the_exit_code_in_the_line_is_that_of_the_process(way: str, code: int) -> None:
     found, errors = run(way)
     assert found == code, errors
-    assert re.findall(r"exit code (\d+)", errors) in ([str(code)], [])
-    assert "departure.decide" not in way or f"exit code {code}" in errors
+    told = EXIT_CODE.findall(errors)
+    assert told in ([str(code)], [])
+    assert told or "departure.decide" not in way
 
 
+EXIT_CODE = re.compile(r"exit code (\d+)")
 HANGS = """
 class Hangs:
     def __del__(self, sleep=time.sleep): sleep(99)
@@ -149,8 +151,8 @@ def test_an_error_of_the_users_own_leaves_time_and_exit_code_to_the_user(error: 
     fast = "from lastwords.processor import departure as ways\nways.UNWIND_S = 2.0\n"
     found, errors = run(fast + OWN_ERROR.format(verdict="saved", error=error, code=code, then=then))
     assert found == code, errors
-    assert "a checkpoint of step 37" in errors
-    assert "exit code" not in errors, "that is not ours to know"
+    assert "step 37" in errors
+    assert not EXIT_CODE.findall(errors), "that is not ours to know"
 
 
 @pytest.mark.parametrize("then", ["raise", "pass"])

@@ -9,6 +9,7 @@ import pytest
 from lastwords.processor import departure
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Departure, Verdict
 from lastwords.vocabulary import Exit, ExitKind
+from tests import golden
 
 WAIT_S = 10.0
 ENDED = Exit(1, 1, ExitKind.SAVED, 37, "/c/tft_saved_checkpoints-step_37", "rank 2 was lost", (2,))
@@ -25,14 +26,14 @@ def verdict(found: Departure) -> Verdict:
 def test_a_rank_that_slept_through_the_end_says_what_was_saved() -> None:
     told = verdict(Departure(2, lambda: ENDED))
     assert told.code == EXIT_SAVED
-    assert "checkpoint of step 37" in told.line
+    golden.says(told.line)
 
 
 def test_without_a_record_it_does_not_say_that_nothing_was_saved() -> None:
     told = verdict(Departure(2, lambda: None))
     assert told.code == EXIT_NOT_SAVED
     assert "NOTHING WAS SAVED" not in told.line
-    assert "the controller was lost for 30 s" in told.line
+    golden.says(told.line)
 
 
 def test_a_file_system_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

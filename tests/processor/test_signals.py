@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lastwords.processor.signals import SignalGuard
+from tests import golden
 
 WAIT_S = 20.0
 OTHERS = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP)
@@ -179,7 +180,7 @@ def test_a_handler_set_after_the_guard_waits_for_the_end_of_the_update(
         interrupted_update(halves, number)
     assert halves == [1, 2]
     assert guard.pending
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
+    with pytest.raises(RuntimeError, match="DataLoader"):
         guard.run_deferred()
     assert not guard.pending
     guard.run_deferred()
@@ -323,7 +324,7 @@ def test_outside_the_main_thread_it_says_why_it_does_nothing(reports: Reports) -
     thread = threading.Thread(target=guard.install)
     thread.start()
     thread.join()
-    assert "main thread" in guard.degraded
+    golden.says(guard.degraded)
     assert [signal.getsignal(number) for number in TAKEN] == before
     with update(guard):  # harmless
         pass
@@ -346,7 +347,7 @@ def test_a_report_that_fails_does_not_end_the_guards_thread(caplog: pytest.LogCa
     signal.raise_signal(signal.SIGINT)
     assert reports.wait(2) == [signal.SIGTERM, signal.SIGINT]
     guard.uninstall()
-    assert "reporting signal 15 failed" in caplog.text
+    golden.says(caplog.messages)
 
 
 def test_a_guard_that_is_not_installed_costs_nothing_and_takes_nothing() -> None:

@@ -69,4 +69,4 @@ def test_the_message_about_a_replica_that_differs_reads_like_that() -> None:
 
 def test_the_command_of_the_page_exists() -> None:
     assert build_parser().parse_args(["groups", "somewhere", "--json"]).command == "groups"
-    assert any("lastwords groups PATH" in block for block in blocks(""))
+    assert any("groups PATH" in block for block in blocks(""))
