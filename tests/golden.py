@@ -1,7 +1,9 @@
 """Messages for people, compared in full with messages.txt, so that a better sentence is one changed line of that file.
 
 `make messages` rewrites it: review the difference. `make messages ARGS=tests/checkpoint` runs those tests alone.
-A test calls this from its own thread and process, and in a fixed order: its second message has the entry `TEST #2`.
+After a conflict in messages.txt take either side, and run it. A test calls this from its own thread and process, and in
+a fixed order: its second message has the entry `TEST #2`. Times, sizes of this machine and tables that are wrapped are
+no golden messages.
 """
 
 from __future__ import annotations
