@@ -70,7 +70,7 @@ def torchft(*, tuned: bool = False) -> list[Command]:
     port = free_port()
     flags = ["--bind", f"[::]:{port}", "--min_replicas", str(RANKS - 1)]
     flags += ["--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000"] if tuned else []
-    arguments = ["--timeout-s", "5"] if tuned else []
+    arguments = ["--tuned"] if tuned else []
     commands = [Command([str(BIN / "torchft_lighthouse"), *flags], {}, serves=True)]
     for rank in range(RANKS):
         environment = {"REPLICA_GROUP_ID": str(rank), "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
@@ -113,7 +113,7 @@ PLAIN = System("plain DDP", "torchrun, no checkpoints", lambda: torchrun(*module
 """Nobody is killed in it: step times are compared with it."""
 
 LASTWORDS_FILES = "checkpoints/tft_saved_checkpoints-step_*/manifest.json"
-TORCHFT_TUNED = "time-out 5 s; lighthouse: joining 1 s, heartbeat 1 s"
+TORCHFT_TUNED = "time-out 5 s; lighthouse: joining 1 s, heartbeat 1 s; DDP hook mended"
 NVRX_TUNED = "intervals 0.1 s, time-outs 2 to 10 s, stores in a process of their own; DCP every 10 steps"
 DLROVER_FILES = "checkpoints/*/*.pt"
 DCP_FILES = "checkpoints/*/.metadata"
