@@ -56,11 +56,17 @@ def main() -> int:
         try:
             measure(results, chosen, options.n, options.calm)
         finally:  # what there is after an interruption
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.with_suffix(".json").write_text(compact(results), encoding="utf-8")
+            keep(results, options.out)
+    keep(results, options.out)
     draw(options.out.with_suffix(".svg"), results)
     report(results)
     return 0
+
+
+def keep(results: dict[str, Any], stem: Path) -> None:
+    """Writes the figures."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(compact(results), encoding="utf-8")
 
 
 def compact(results: dict[str, Any]) -> str:
