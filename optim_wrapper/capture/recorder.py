@@ -138,8 +138,9 @@ class StepRecorder:
     ) -> TrainerSource:
         """The writer's view of this rank."""
         self.source = TrainerSource(
-            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch, self.ends_epoch,
-            lambda step: "" if self._box is None else self._box.drawn_since(step), self.gradients.doubts,
+            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch,
+            ends_epoch=self.ends_epoch, gradients_missing=self.gradients.doubts,
+            drawn_since=lambda step: "" if self._box is None else self._box.drawn_since(step),
         )  # fmt: skip
         return self.source
 

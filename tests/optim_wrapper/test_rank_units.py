@@ -42,6 +42,11 @@ class Net(nn.Module):
         self.register_buffer("cache", None, persistent=False)
 
 
+NO_DOUBTS: dict[str, Any] = {
+    "ends_epoch": lambda position: None, "drawn_since": lambda step: "", "gradients_missing": lambda *, ended: [],
+}  # fmt: skip
+"""What a recorder knows and these tests are not about."""
+
 TABLE = UnitTable(
     units={"replicated": (0, 1), "tp0": (0,), "tp1": (1,)},
     mine={
@@ -238,7 +243,7 @@ def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(
     watch.look()
     watch.take(1)
     source = TrainerSource(
-        units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, watch=watch  # type: ignore[arg-type, return-value]
+        units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, watch=watch, **NO_DOUBTS  # type: ignore[arg-type, return-value]
     )  # fmt: skip
     source.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(None)))
     watch.end_update()
