@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.optim
 
-LIMIT_S = 240
+LIMIT_S = 150
+DUMP_S = 5
 
 
 class Failure(str):
@@ -34,6 +38,7 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4, *, toge
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
+        faulthandler.register(signal.SIGUSR1, (tmp_path / f"stacks{rank}").open("w"))
         try:
             dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=rank, world_size=ranks)
             answer = body(rank)
@@ -49,13 +54,25 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4, *, toge
     processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
+    hung = False
     for process in processes:
-        process.join(LIMIT_S)
-        if process.is_alive():
-            process.kill()
+        process.join(0 if hung else LIMIT_S)
+        hung = hung or process.is_alive()
     files = [tmp_path / f"answer{rank}" for rank in range(ranks)]
     answers = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
-    assert not together or all(file.exists() for file in files), "a rank has ended without an answer"
+    stacks = _end(processes, tmp_path) if hung else ""
+    assert not together or all(file.exists() for file in files), f"a rank has ended without an answer\n{stacks}"
     failed = [answer for answer in answers if isinstance(answer, Failure)]
     assert not failed, failed[0]
     return answers
+
+
+def _end(processes: list[Any], tmp_path: Path) -> str:
+    """Kill those that still run, and say where they were."""
+    for process in processes:
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+            process.join(DUMP_S)
+            process.kill()
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(tmp_path.glob("stacks*")))
