@@ -78,6 +78,7 @@ lastwords.no_such_name
 
 
 @pytest.mark.process
+@pytest.mark.thorough
 def test_an_editor_sees_the_types_of_a_user_s_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

@@ -17,6 +17,7 @@ from tests.checkpoint.interposed import CALLS, InterposedOs, counting, failing
 from tests.checkpoint.simulated_disk import Content, SimulatedOs
 from tests.checkpoint.states import Job
 from tests.checkpoint.test_crash import CASES, NEWER, OLDER, ROOT, check, disk_with
+from tests.selection import usually
 
 EIO = OSError(errno.EIO, "Input/output error")
 
@@ -35,7 +36,7 @@ def error_of_a_save(newer: tuple[Job, int], os: Os) -> StorageError | None:
     return None
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", usually(CASES, ["the next step", "the same step of the same job"]))
 def test_any_failing_call_is_a_storage_error_or_does_not_matter(case: str) -> None:
     older, newer, features = CASES[case]
     harmless = set()
@@ -138,7 +139,7 @@ def test_a_file_whose_fsync_failed_is_never_fsynced_again() -> None:
     assert files == 5, "two files, what each says of itself, and one manifest"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", usually(CASES, ["the next step"]))
 def test_a_publication_goes_on_after_any_call_that_failed_once(case: str) -> None:
     """And what it then says is published is durable: power is lost at once, with everything that may get lost."""
     older, newer, features = CASES[case]

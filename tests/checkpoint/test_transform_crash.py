@@ -114,6 +114,7 @@ def test_each_left_out_fsync_is_caught(skip: Callable[[Path], bool]) -> None:
         check_every_loss(made)
 
 
+@pytest.mark.thorough
 def test_killed_at_any_system_call_what_was_finished_is_kept() -> None:
     """The process ends, the machine does not: nothing that was written is lost."""
     kept, fatal, finished = 0, 0, False

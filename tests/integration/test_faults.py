@@ -230,7 +230,8 @@ def await_marks(launch: Launch, names: list[str]) -> None:
     launch.job.wait_for(lambda: all(mark.exists() for mark in marks), 60, f"the marks {names}")
 
 
-@pytest.mark.parametrize("workers", [0, more(2)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [0, 2])
 def test_torchruns_signals_do_not_tear_a_long_update(rig: Rig, workers: int) -> None:
     """torchrun's SIGTERM and the SIGCHLD of the loader's workers reach survivors in the middle of an update."""
     layout = Layout(augment=True, workers=workers)

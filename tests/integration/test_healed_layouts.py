@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.parametrize(
     ("parallel", "kill", "spares"),
     [
-        ("hsdp", ShardedKill("update", 5, (1,)), 1),
+        more("hsdp", ShardedKill("update", 5, (1,)), 1),
         more("pp", ShardedKill("backward", 3, (0,)), 0),
         more("tp", ShardedKill("gate", 4, (3,)), 0),
         more("zero1", ShardedKill("after_update", 5, (2,)), 1),
@@ -41,7 +41,7 @@ def test_only_the_dead_are_replaced_and_nothing_differs(
 @pytest.mark.parametrize(
     "faults",
     [
-        [Fault(1, 3, "backward", ("kill",)), Fault(2, 0, "before_loop", ("kill",), restart=1)],
+        more([Fault(1, 3, "backward", ("kill",)), Fault(2, 0, "before_loop", ("kill",), restart=1)]),
         more([Fault(0, 3, "update", ("kill",)), Fault(0, 4, "forward", ("kill",), restart=1)]),
         more([Fault(rank, 2 + rank, "backward", ("kill",), restart=rank) for rank in range(3)]),
     ],

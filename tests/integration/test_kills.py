@@ -112,7 +112,7 @@ def test_the_selection_covers_every_pair_that_can_be() -> None:
         more("torchrun", Kill("before_step", 6, (0,), "split")),
         more("torchrun", Kill("update", 4, (0, 1, 3), "ahead")),
         more("hand", Kill("backward_last", 6, (1, 3), "split")),
-        ("hand", Kill("update_end", 3, (0,), "behind")),
+        more("hand", Kill("update_end", 3, (0,), "behind")),
     ],
     ids=str,
 )

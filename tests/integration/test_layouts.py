@@ -37,6 +37,10 @@ from lastwords.sharding.zero import stateful
 from lastwords.vocabulary import Phase, Stand
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import FEATURES, LAYOUTS, Net, Trial, build
+from tests.selection import usually
+
+LIKE_OTHERS = {"ddp", "tp", "ddp over tp", "fsdp, two optimizers"}
+"""Layouts whose parts are in the usual run in another combination."""
 
 pytestmark = pytest.mark.process
 
@@ -178,7 +182,7 @@ UNITS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", usually(sorted(LAYOUTS), lambda name: name not in LIKE_OTHERS))
 def test_every_layout_goes_on_bit_for_bit_from_one_file_for_each_unit(name: str, tmp_path: Path) -> None:
     answers = on_ranks(lambda rank: round_trip(name, tmp_path / "ckpt"), tmp_path)
     for rank, answer in enumerate(answers):

@@ -77,7 +77,7 @@ def test_a_killed_run_resumes_with_the_same_bits(rig: Rig, row: Mapping[str, Any
     [
         more(ShardedKill("backward", 5, (0,))),
         more(ShardedKill("gate", 3, (0, 7))),
-        ShardedKill("update", 4, (7,), "split"),
+        more(ShardedKill("update", 4, (7,), "split")),
         more(ShardedKill("end", 1, (3,), "ahead")),
     ],
     ids=str,

@@ -60,6 +60,7 @@ def test_the_dead_of_either_host_are_replaced_and_nothing_differs(tmp_path: Path
     check_equal(tmp_path, undisturbed, {3: 1, 0: 1}, ranks=RANKS)
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_lost_ends_the_job_with_a_checkpoint(tmp_path: Path) -> None:
     launchers = start(tmp_path, 100_000, "3:8:parent")
     try:

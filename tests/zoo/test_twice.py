@@ -45,7 +45,7 @@ def keeper(cluster: Cluster, references: Path, tmp_path: Path) -> Iterator[Keepe
     keeper.close()
 
 
-@pytest.mark.parametrize(("name", "first", "second", "words"), cases("clamp_after_log", "buffer_after_update"))
+@pytest.mark.parametrize(("name", "first", "second", "words"), cases("buffer_after_update"))
 def test_what_the_first_run_had_seen_move_late_is_told_of_the_second(
     keeper: Keeper, name: str, first: str, second: str, words: str
 ) -> None:
