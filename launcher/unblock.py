@@ -1,17 +1,25 @@
 """Ends what a survivor's training thread is stuck in: gloo and the store have no abort, but their sockets can be shut.
 
 Once is not enough: a thread between two collectives enters the next one, and waits there. So it is repeated until the
-thread has left its groups; it ends before the next ones are made.
+thread has left its groups; it ends before the next ones are made. NCCL waits on the device, and torch ends that; this
+follows torch's documentation and has never run on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import socket
 import threading
 from collections.abc import Collection
+
+import torch.distributed as dist
+
+from lastwords.torch_private import abort_process_groups
+
+_log = logging.getLogger(__name__)
 
 AGAIN_S = 0.02
 
@@ -43,6 +51,10 @@ class Unblocker:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            abort_nccl()
+        except RuntimeError as error:
+            _log.warning("NCCL's collectives could not be ended: %s", error)
         while True:
             self._pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
             self._shut()
@@ -57,6 +69,12 @@ class Unblocker:
                 continue
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
                 one.shutdown(socket.SHUT_RDWR)
+
+
+def abort_nccl() -> None:
+    """Where the job's backend is NCCL, ends its collectives; all groups of this process are gone then."""
+    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend() and abort_process_groups:
+        abort_process_groups()
 
 
 def open_sockets() -> list[tuple[int, str]]:

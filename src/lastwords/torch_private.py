@@ -22,6 +22,7 @@ __all__ = [
     "NAMES",
     "NormBase",
     "Store",
+    "abort_process_groups",
     "default_store",
     "foreach_copy",
     "global_step_hooks",
@@ -68,6 +69,7 @@ NAMES = {
     "torch.optim.lr_scheduler.SequentialLR._schedulers": "the same of the schedulers in it",
     # the rest
     "torch.distributed.distributed_c10d._get_default_store": "the job's store; without: ConfigError",
+    "torch.distributed.distributed_c10d._abort_process_group": "ends NCCL's collectives; without: they stay",
     "torch.utils.data.dataloader._BaseDataLoaderIter._sampler_iter": "skips batches unread; without: reads them",
     "torch.utils.data.dataloader._BaseDataLoaderIter._num_yielded": "the same",
     "torch.distributed.checkpoint._nested_dict.flatten_state_dict": "the names of DCP; needed by lastwords.dcp alone",
@@ -78,6 +80,9 @@ NormBase: type[torch.nn.Module] = batchnorm._NormBase
 
 default_store: Callable[[], Any] | None = getattr(distributed_c10d, "_get_default_store", None)
 """The store that `init_process_group` made."""
+
+abort_process_groups: Callable[[], Any] | None = getattr(distributed_c10d, "_abort_process_group", None)
+"""Ends the collectives of all groups of this process, and the groups; gloo's collectives go on."""
 
 global_step_hooks: tuple[dict[int, Any], dict[int, Any]] = (
     getattr(torch_optimizer, "_global_optimizer_pre_hooks", {}),

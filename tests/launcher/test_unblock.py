@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
+from lastwords.launcher import unblock
 from lastwords.launcher.unblock import Unblocker, open_sockets
 
 
@@ -86,3 +87,22 @@ def test_connections_of_a_port_that_is_named_stay(of_c: tuple[int, int]) -> None
     with socket.socket(fileno=os.dup(of_c[0])) as one:
         shut(others, {one.getpeername()[1]})
         assert is_open(one)
+
+
+@pytest.mark.parametrize(("backend", "ended"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 0)])
+def test_nccl_is_ended_by_torch_once_and_a_failure_of_that_stops_nothing(
+    backend: str, ended: int, of_c: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fails() -> None:
+        calls.append(backend)
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(unblock.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(unblock.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(unblock, "abort_process_groups", fails)
+    others = {inode for fd, inode in open_sockets() if fd not in of_c}
+    shut(others, set())
+    assert len(calls) == ended
+    assert os.read(of_c[0], 1) == b""
