@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lastwords.checkpoint import load
 from lastwords.checkpoint.boxes import Box, slabs, whole
 from lastwords.checkpoint.direct_io import Buffer
-from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import Checkpoint
-from lastwords.checkpoint.reshard.saved_units import unit_of
-from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
+from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.meta import Tree
+from lastwords.checkpoint.reshard.saved_state import Saved, join, own_in_each
+from lastwords.checkpoint.reshard.saved_units import SavedUnit, buffers_of_ranks, units_of
+from lastwords.checkpoint.reshard.state_trees import keys_of, leaves, renamed
+from lastwords.checkpoint.reshard_plan import Divided, slices_for
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import stored_shape
-from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_of_code
-from lastwords.optim_wrapper.tensors.tensor_tree import Tree, filled, tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_tree import filled
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _SHOWN_MAX = 8
@@ -70,7 +73,10 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One param group of the optimizer: its place, its parameters' names, its hyperparameters (tensors as Whole)."""
+    """One param group of the optimizer: its place, its parameters' names, its hyperparameters (tensors as Whole).
+
+    Several have one number where units differ in their values.
+    """
 
     number: int
     parameters: tuple[str, ...]
@@ -174,186 +180,155 @@ def _check_same(a: Whole, b: Whole, checkpoint: Checkpoint, checked: bool) -> No
                 raise MismatchError(what + text, different={two: text})
 
 
+def ambiguous_numbers(groups: Sequence[Group]) -> set[int]:
+    """Numbers of which there are several groups: units that differ in their values (stages may) are kept apart."""
+    return {number for number, count in Counter(group.number for group in groups).items() if count > 1}
+
+
 def catalogue(checkpoint: Checkpoint, units: Collection[str] = (), *, clash_by_unit: bool = False) -> Catalogue:
     """Catalogue of `checkpoint`, or of some of its `units` (for stages or shards that use the same names).
 
     ConfigError if one name stands for different tensors in several units, or if `units` names one that is not there.
-    clash_by_unit: such tensors are listed as NAME@UNIT instead. IncompleteError if pieces of a tensor are missing.
+    clash_by_unit: such tensors are listed as NAME@UNIT instead. State of the optimizer that is another one beside each
+    part of its parameter always is, as KEY@UNIT. FormatError where units contradict each other otherwise,
+    IncompleteError if pieces of a tensor are missing.
     """
-    manifest = checkpoint.manifest
+    path, manifest = checkpoint.path, checkpoint.manifest
     unknown = sorted(set(units) - manifest.units.keys())
     if unknown:
+        raise ConfigError(f"{path} has no unit {unknown[0]!r}; its units are: {', '.join(sorted(manifest.units))}")
+    chosen = dict(units_of(path, manifest, set(units)))
+    for name, unit in chosen.items():
+        if unit.meta.holders is not None and unit.meta.group_numbers is None:
+            # An early part, which does not say which groups it lists: better none than wrong ones.
+            chosen[name] = replace(unit, groups=())
+    clashes = _clashes(chosen)
+    ambiguous = {name: among for name, among in clashes.items() if not name.startswith("optim/")}
+    if ambiguous and not clash_by_unit:
+        text = "; ".join(f"{name} in {' and '.join(among)}" for name, among in sorted(ambiguous.items())[:_SHOWN_MAX])
+        more = f" and {len(ambiguous) - _SHOWN_MAX} more" if len(ambiguous) > _SHOWN_MAX else ""
         raise ConfigError(
-            f"{checkpoint.path} has no unit {unknown[0]!r}; its units are: {', '.join(sorted(manifest.units))}"
+            f"in {path} one name refers to different tensors: {text}{more}. This is usual for pipeline stages and "
+            "hand-cut shards; select units with units= (on the command line --unit)"
         )
-    chosen = {unit: entry for unit, entry in manifest.units.items() if not units or unit in units}
-    return _Making(checkpoint, chosen, clash_by_unit).catalogue()
+    parts = [_apart(name, unit, clashes) for name, unit in chosen.items()]
+    parts.append(buffers_of_ranks(_local_specs(manifest, chosen), parts))
+    try:
+        saved = join(parts, copies=manifest.moved, divisible=False)
+        saved.check()
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    except IncompleteError as error:
+        more = "" if len(chosen) == len(manifest.units) else ", or choose more units"
+        raise IncompleteError(f"{path}: {error}{more}", missing=error.missing) from error
+    return _seen(saved, parts, str(path))
 
 
-class _Making:
-    def __init__(self, checkpoint: Checkpoint, units: Mapping[str, UnitEntry], clash_by_unit: bool) -> None:
-        self._path = checkpoint.path
-        self._manifest = checkpoint.manifest
-        # "replicated" first: what all ranks hold goes before what some do.
-        self._units = dict(sorted(units.items(), key=lambda item: (item[0] != UNIT_REPLICATED, item[0])))
-        self._clash_by_unit = clash_by_unit
-        self._found: dict[str, list[tuple[str, str, TensorSpec]]] = {}
-        self._clashes: dict[str, list[str]] = {}
-        self._wholes: dict[str, Whole] = {}
+def _clashes(units: Mapping[str, SavedUnit]) -> dict[str, list[str]]:
+    """Names that stand for another tensor in each of several units, and these units."""
+    found: dict[str, dict[str, tuple[str, TensorSpec]]] = {}
+    for label, unit in units.items():
+        dtypes = {f"model/{name}": dtype for name, dtype in unit.meta.parameters.items()}
+        dtypes |= {f"buffer/{name}": dtype for name, dtype in unit.meta.buffers.items()}
+        nodes = (node for keys in unit.states.values() for node in keys.values())
+        dtypes |= {leaf["tensor"]: leaf["dtype"] for node in nodes for leaf in leaves(node, unit.label)}
+        for name in unit.specs.keys() & dtypes.keys():
+            found.setdefault(name, {})[label] = dtypes[name], unit.specs[name]
+    clashes: dict[str, list[str]] = {}
+    for name, specs in sorted(found.items()):  # parameters before their state
+        forms = {(dtype, spec.dtype, spec.global_shape) for dtype, spec in specs.values()}
+        undivided = sum(spec.shape == spec.global_shape for _, spec in specs.values())
+        parts = sum(spec.shape != spec.global_shape and 0 not in spec.shape for _, spec in specs.values())
+        one = undivided < 2 or any(0 in shape for _, _, shape in forms)
+        if not one and name.startswith("optim/"):
+            # A counter such as Adam's "step" is whole beside each shard of its parameter: all of them are the same.
+            fqn = _owner(name)
+            one = f"model/{fqn}" not in clashes and not own_in_each([units[label] for label in specs], fqn, name)
+        if len(forms) > 1 or (undivided and parts) or not one:
+            clashes[name] = list(specs)
+    return clashes
 
-    def catalogue(self) -> Catalogue:
-        for unit, entry in self._units.items():
-            self._collect(unit, entry)
-        for name, found in self._found.items():
-            self._join(name, found)
-        if self._clashes and not self._clash_by_unit:
-            some = sorted(self._clashes.items())[:_SHOWN_MAX]
-            text = "; ".join(f"{name} in {' and '.join(units)}" for name, units in some)
-            more = f" and {len(self._clashes) - _SHOWN_MAX} more" if len(self._clashes) > _SHOWN_MAX else ""
-            raise ConfigError(
-                f"in {self._path} one name refers to different tensors: {text}{more}. This is usual for "
-                f"pipeline stages and hand-cut shards; select units with units= (on the command line --unit)"
-            )
-        parameters = self._of_kind("model/")
-        buffers = self._of_kind("buffer/") | self._rank_local_buffers()
-        aliases = {alias: name for entry in self._units.values() for alias, name in entry.meta.aliases.items()}
-        volatile = [name for entry in self._units.values() for name in entry.meta.volatile_buffers]
-        kinds = sorted({entry.meta.optimizer for entry in self._units.values()} - {""})
-        return Catalogue(
-            parameters, buffers, aliases, frozenset(volatile), self._state(), self._groups(), ", ".join(kinds)
-        )
 
-    # ------------------------------------------------------------------ tensors
+def _owner(name: str) -> str:
+    return name.removeprefix("optim/").rpartition("/")[0]
 
-    def _collect(self, unit: str, entry: UnitEntry) -> None:
-        meta = entry.meta
-        saved = unit_of(self._path, self._manifest, unit)
-        dtypes = {f"unit/{unit}/model/{name}": dtype for name, dtype in meta.parameters.items()}
-        dtypes |= {f"unit/{unit}/buffer/{name}": dtype for name, dtype in meta.buffers.items()}
-        for tree in (*meta.optimizer_state.values(), *meta.groups):
-            nodes = tensor_nodes(tree, f"{self._path}: optimizer state of unit {unit}")
-            dtypes |= {name: node["dtype"] for name, node in nodes.items()}
-        for spec in saved.specs.values():
-            if spec.name in dtypes:
-                name = self._renumbered(spec.name.removeprefix(f"unit/{unit}/"), entry)
-                self._found.setdefault(name, []).append((unit, dtypes[spec.name], spec))
 
-    def _renumbered(self, name: str, entry: UnitEntry) -> str:
-        """Tensors in param groups are named by the group's place in the unit; here by its place in the optimizer."""
-        prefix = "optim/~groups."
-        if not name.startswith(prefix):
-            return name
-        place, slash, rest = name.removeprefix(prefix).partition("/")
-        return f"{prefix}{entry.meta.numbers[int(place)]}{slash}{rest}"
+def _apart(label: str, unit: SavedUnit, clashes: Collection[str]) -> SavedUnit:
+    """The unit with @UNIT behind every name that stands for another tensor elsewhere."""
 
-    def _join(self, name: str, found: Sequence[tuple[str, str, TensorSpec]]) -> None:
-        _, _, spec = found[0]
-        shapes = {(dtype, stored_whole(one, dtype)) for _, dtype, one in found}
-        undivided = [one for one in found if one[2].shape == one[2].global_shape]
-        parts = [one for one in found if one[2].shape != one[2].global_shape and 0 not in one[2].shape]
-        # A counter such as Adam's "step" is whole beside each shard of its parameter: all of them are the same.
-        copies = 0 in spec.global_shape or (name.startswith("optim/") and self._owner_of(name) not in self._clashes)
-        if len(shapes) > 1 or (undivided and parts) or (len(undivided) > 1 and not copies):
-            self._clashes[name] = [one[0] for one in found]
-            if self._clash_by_unit:
-                for other in found:
-                    self._wholes[f"{name}@{other[0]}"] = self._whole(f"{name}@{other[0]}", [other])
-            return
-        self._wholes[name] = self._whole(name, undivided[:1] or found)
+    def own(kind: str, name: str) -> str:
+        return f"{name}@{label}" if f"{kind}/{name}" in clashes else name
 
-    def _owner_of(self, name: str) -> str:
-        return "model/" + name.removeprefix("optim/").rpartition("/")[0]
+    def called(name: str) -> str:
+        kind, _, rest = name.partition("/")
+        if kind != "optim":
+            return f"{kind}/{own(kind, rest)}"
+        fqn, _, key = rest.rpartition("/")
+        if f"model/{fqn}" in clashes:
+            return f"optim/{fqn}@{label}/{key}"
+        return f"optim/{own(kind, rest)}"
 
-    def _whole(self, name: str, found: Sequence[tuple[str, str, TensorSpec]]) -> Whole:
-        _, dtype, first = found[0]
-        shards = tuple(
-            Shard(spec.name, Box(spec.offsets, spec.shape), f"unit {unit}")
-            for unit, _, spec in sorted(found, key=lambda one: one[2].offsets)
-            if 0 not in spec.shape
-        )
-        divided = Divided(name, first.dtype, first.global_shape, shards)
-        try:
-            check_shards(divided)
-            check_covered([divided])
-        except FormatError as error:
-            raise FormatError(f"{self._path}: {error}") from error
-        except IncompleteError as error:
-            more = "" if len(self._units) == len(self._manifest.units) else ", or choose more units"
-            raise IncompleteError(f"{self._path}: {error}{more}", missing=error.missing) from error
-        return Whole(name, dtype, stored_whole(first, dtype), divided)
+    def key_of(fqn: str, key: str, node: Tree) -> str:
+        apart = any(leaf["tensor"] in clashes for leaf in leaves(node, unit.label))
+        return f"{key}@{label}" if apart and f"model/{fqn}" not in clashes else key
 
-    def _of_kind(self, prefix: str) -> dict[str, Whole]:
-        return {name.removeprefix(prefix): whole for name, whole in self._wholes.items() if name.startswith(prefix)}
+    meta = replace(
+        unit.meta,
+        parameters={own("model", name): dtype for name, dtype in unit.meta.parameters.items()},
+        buffers={own("buffer", name): dtype for name, dtype in unit.meta.buffers.items()},
+    )
+    states = {
+        own("model", fqn): {key_of(fqn, key, node): renamed(node, called, unit.label) for key, node in keys.items()}
+        for fqn, keys in unit.states.items()
+    }
+    return replace(unit, meta=meta, specs={called(name): spec for name, spec in unit.specs.items()}, states=states)
 
-    def _rank_local_buffers(self) -> dict[str, Whole]:
-        """Small buffers that each rank saves for itself: of the lowest rank that has them, as a resume does it."""
-        ranks = {
-            rank
-            for unit, entry in self._units.items()
-            if unit != UNIT_REPLICATED or len(self._units) == 1
-            for rank in entry.meta.holders or range(self._manifest.world_size)
+
+def _local_specs(manifest: Manifest, units: Mapping[str, SavedUnit]) -> dict[str, TensorSpec]:
+    """What ranks of these units save for themselves, lowest first: small buffers are in no unit."""
+    everyone = range(manifest.world_size)
+    ranks = {
+        rank
+        for name, unit in units.items()
+        if name != UNIT_REPLICATED or len(units) == 1
+        for rank in unit.meta.holders or everyone
+    }
+    if not ranks or manifest.moved:  # then the units' holders are not the ranks that saved local state
+        ranks = set(everyone)
+    found = (spec for rank, entry in sorted(manifest.locals.items()) if rank in ranks for spec in entry.tensors)
+    return {spec.name: spec for spec in found}
+
+
+def _seen(saved: Saved, units: Sequence[SavedUnit], path: str) -> Catalogue:
+    where = f"{path}: optimizer state"
+
+    def whole_of(name: str, dtype: str) -> Whole:
+        divided = saved.tensors[name]
+        shards = sorted((shard for shard in divided.shards if shard.box.elements), key=lambda shard: shard.box)
+        shape = stored_shape(TensorSpec(name, divided.dtype, divided.shape), dtype)
+        return Whole(name, dtype, shape, replace(divided, shards=tuple(shards)))
+
+    def values(keys: Mapping[str, Tree]) -> dict[str, Any]:
+        return {
+            key: filled(node, lambda name, leaf: whole_of(name, leaf["dtype"]), where) for key, node in keys.items()
         }
-        if not ranks or self._manifest.moved:  # then the units' holders are not the ranks that saved local state
-            ranks = set(range(self._manifest.world_size))
-        found: dict[str, Whole] = {}
-        for rank, entry in sorted(self._manifest.locals.items()):
-            prefix = f"local/{rank}/buffer/"
-            for spec in entry.tensors if rank in ranks else ():
-                name = spec.name.removeprefix(prefix)
-                if spec.name.startswith(prefix) and name not in found and f"buffer/{name}" not in self._wholes:
-                    found[name] = self._whole(f"buffer/{name}", [("", dtype_of_code(spec.dtype), spec)])
-        return found
 
-    # ------------------------------------------------------------------ the optimizer
-
-    def _state(self) -> dict[str, dict[str, Any]]:
-        state: dict[str, dict[str, Any]] = {}
-        for unit, entry in self._units.items():
-            for parameter, tree in entry.meta.optimizer_state.items():
-                own = parameter
-                if f"model/{parameter}" in self._clashes:
-                    own = f"{parameter}@{unit}"
-                keys = state.setdefault(own, {})
-                for key, node in tree["dict"]:
-                    if key not in keys:
-                        keys[key] = self._value(node, unit, entry)
-        return state
-
-    def _groups(self) -> tuple[Group, ...]:
-        """Param groups, put together from the units: each lists only groups that have one of its parameters."""
-        members: dict[int, dict[str, None]] = {}
-        values: dict[int, dict[str, Any]] = {}
-        for unit, entry in self._units.items():
-            if entry.meta.holders is not None and entry.meta.group_numbers is None:
-                continue  # an early part, which does not say which groups it lists: better none than wrong ones
-            for number, names, tree in zip(
-                entry.meta.numbers, entry.meta.group_parameters, entry.meta.groups, strict=True
-            ):
-                members.setdefault(number, {}).update(dict.fromkeys(names))
-                if number not in values:
-                    values[number] = {key: self._value(node, unit, entry) for key, node in tree["dict"]}
-        return tuple(Group(number, tuple(members[number]), values[number]) for number in sorted(members))
-
-    def _value(self, node: Any, unit: str, entry: UnitEntry) -> Any:
-        def leaf(stored: str, _: Tree) -> Whole:
-            name = self._renumbered(stored.removeprefix(f"unit/{unit}/"), entry)
-            return self._wholes[f"{name}@{unit}" if name in self._clashes else name]
-
-        return filled(node, leaf, f"{self._path}: optimizer state of unit {unit}")
-
-
-def stored_whole(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
-    """Global shape of a stored tensor in elements of its own type."""
-    return spec.global_shape[: len(stored_shape(spec, dtype))]
-
-
-def wholes_in(value: Any) -> Iterator[Whole]:
-    """Every tensor inside a value of `Catalogue.state` or of a group."""
-    if isinstance(value, Whole):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from wholes_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from wholes_in(inner)
+    order = dict.fromkeys(name for unit in units for name in unit.specs)
+    model, buffers = (
+        {
+            name.removeprefix(kind): whole_of(name, dtypes[name.removeprefix(kind)])
+            for name in order
+            if name.startswith(kind) and name.removeprefix(kind) in dtypes
+        }
+        for kind, dtypes in (("model/", saved.parameters), ("buffer/", saved.buffers))
+    )
+    groups = [Group(one.number, one.parameters, values(keys_of(one.tree, where))) for one in saved.groups]
+    return Catalogue(
+        model,
+        buffers,
+        saved.aliases,
+        saved.volatile,
+        {fqn: values(keys) for fqn, keys in saved.states.items()},
+        tuple(sorted(groups, key=lambda group: (group.number, min(group.parameters, default="")))),
+        ", ".join(sorted({unit.meta.optimizer for unit in units} - {""})),
+    )

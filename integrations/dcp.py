@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from lastwords.checkpoint.reading import Stamp, refuse_replaced, stamp_of
 from lastwords.checkpoint.reshard_plan import Slice
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import CheckpointError, IncompleteError
-from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, find_checkpoint
+from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue, find_checkpoint
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named
 
 MODEL = "model"
@@ -153,10 +154,11 @@ def flat_items(found: Catalogue, model: str, optimizer: str) -> tuple[dict[str, 
     """Flat key -> Whole or plain value, and flat key -> path in the nested dict, both as torch's planner makes them.
 
     param_groups stand there twice: as torch nests them, and by parameter, as get_optimizer_state_dict does it with
-    StateDictOptions(flatten_optimizer_state_dict=True).
+    StateDictOptions(flatten_optimizer_state_dict=True); by parameter alone where one number means several groups.
     """
     standing: Standing = {}
-    nested = stand_in(nested_state(found, model, optimizer), standing)
+    nested_groups = () if ambiguous_numbers(found.groups) else found.groups
+    nested = stand_in(nested_state(replace(found, groups=nested_groups), model, optimizer), standing)
     flat, mappings = flatten_state_dict(nested)
     for group in found.groups:
         for name in group.parameters:

@@ -28,8 +28,8 @@ from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.versions import ABOUT_VERSION
-from lastwords.errors import CheckpointError, LastWordsError, StorageError
-from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
+from lastwords.errors import CheckpointError, ConfigError, LastWordsError, StorageError
+from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
 from lastwords.integrations.export import Progress, check_dtype
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, dtype_of_code
@@ -59,8 +59,8 @@ def to_dcp(
     names: patterns; only what has a name that fits one of them, and its state. dtype: such as "bfloat16", for the
     model's floating-point tensors; the optimizer's state keeps its type, as do buffers that no state_dict() has.
     tied: other name -> name, of what was saved twice (see `load_for_inference`); the state of the name that stays.
-    ConfigError if `out` exists; StorageError, FormatError, IncompleteError or ReplacedError (then there is nothing at
-    `out`).
+    ConfigError if `out` exists or units differ in a param group; StorageError, FormatError, IncompleteError or
+    ReplacedError (then there is nothing at `out`).
     """
     check_dtype(dtype)
     refuse_existing(out)
@@ -88,6 +88,13 @@ def _convert(
             found,
             parameters=_typed(found.parameters, dtype),
             buffers=_typed(found.buffers, dtype, found.not_persistent),
+        )
+    ambiguous = ambiguous_numbers(found.groups)
+    if ambiguous:
+        raise ConfigError(
+            f"{checkpoint.path}: units differ in the hyperparameters of param group {min(ambiguous)}, and "
+            "torch.distributed.checkpoint has one group of each number; select units with units= (on the command "
+            "line --unit)"
         )
     standing: Standing = {}
     nested = nested_state(found, model, optimizer) | {EXTENSION: _extension(checkpoint, found)}

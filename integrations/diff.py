@@ -15,7 +15,7 @@ from lastwords.checkpoint.boxes import Box, slabs
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
+from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named
 
 _BLOCK_BYTES = 16 << 20
@@ -94,11 +94,15 @@ def _items(found: Catalogue, *, weights_only: bool) -> dict[str, Any]:
     for name, keys in found.state.items():
         for key, value in keys.items():
             items |= dict(_flat(f"optim/{name}/{key}", value))
+    ambiguous = ambiguous_numbers(found.groups)
     for group in found.groups:
+        name = f"group/{group.number}"
+        if group.number in ambiguous:
+            name += f"@{min(group.parameters, default='')}"
         for key, value in group.values.items():
-            items |= dict(_flat(f"group/{group.number}/{key}", value))
+            items |= dict(_flat(f"{name}/{key}", value))
         # Units list their parameters one after another, so the order in a group depends on the layout.
-        items[f"group/{group.number}/params"] = sorted(group.parameters)
+        items[f"{name}/params"] = sorted(group.parameters)
     return items
 
 

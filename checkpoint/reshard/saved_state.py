@@ -73,19 +73,20 @@ class Saved:
         check_covered(list(self.tensors.values()))
 
 
-def join(units: Sequence[SavedUnit], *, copies: bool) -> Saved:
+def join(units: Sequence[SavedUnit], *, copies: bool, divisible: bool = True) -> Saved:
     """One state out of units, those first that have what all have.
 
     copies: several units may have the very same part of a tensor; any will do. FormatError where units contradict each
-    other, MismatchError where state is divided in a way that is not understood.
+    other; MismatchError where state is divided in a way that is not understood, unless it need not be `divisible`.
     """
-    return _Joining(units, copies).saved()
+    return _Joining(units, copies, divisible).saved()
 
 
 class _Joining:
-    def __init__(self, units: Sequence[SavedUnit], copies: bool) -> None:
+    def __init__(self, units: Sequence[SavedUnit], copies: bool, divisible: bool) -> None:
         self._units = units
         self._copies = copies
+        self._divisible = divisible
         self._tensors: dict[str, Divided] = {}
         self._copied: set[str] = set()
         self._more: dict[str, tuple[int, ...]] = {}
@@ -98,7 +99,7 @@ class _Joining:
     def saved(self) -> Saved:
         for kind, names in (("model", self._parameters), ("buffer", self._buffers)):
             for name in names:
-                self._add(f"{kind}/{name}", volatile=kind == "buffer" and name in self._volatile)
+                self._add(f"{kind}/{name}", alike=kind == "buffer" and name in self._volatile)
         states = self._states()
         groups = self._groups()
         metas = [unit.meta for unit in self._units]
@@ -132,12 +133,13 @@ class _Joining:
                     raise FormatError(f"{label}: {name!r} is {dtype} there, and {found[name]} elsewhere")
         return found
 
-    def _add(self, name: str, *, volatile: bool = False) -> None:
+    def _add(self, name: str, *, alike: bool = False) -> None:
+        """alike: units that have all of it have the same, or any will do."""
         found = [(unit, unit.specs[name]) for unit in self._units if name in unit.specs]
         if not found:
             raise FormatError(f"{self._units[0].label}: its JSON names the tensor {name!r}, but it is not there")
         undivided = [one for one in found if one[1].shape == one[1].global_shape]
-        if undivided and (volatile or name in self._copied):
+        if undivided and (alike or name in self._copied):
             found = undivided[:1]
         self._tensors[name] = self._divided(name, found)
 
@@ -167,19 +169,23 @@ class _Joining:
         states: dict[str, dict[str, Tree]] = {}
         for unit in self._units:
             for fqn, keys in unit.states.items():
+                known = states.setdefault(fqn, {})
                 for key, node in keys.items():
-                    known = states.setdefault(fqn, {})
                     if key not in known:
                         known[key] = self._state(unit, fqn, key, node)
                     elif without_names(_bare(node), unit.label) != without_names(known[key], unit.label):
                         raise FormatError(f"{unit.label}: the optimizer's {key!r} of {fqn!r} differs between shards")
         for fqn, keys in states.items():
             having = [unit for unit in self._units if fqn in unit.states]
-            if not self._copies and any(unit.states[fqn].keys() != keys.keys() for unit in having):
+            if self._divisible and not self._copies and any(unit.states[fqn].keys() != keys.keys() for unit in having):
                 raise FormatError(f"{having[0].label}: the state of {fqn!r} has other keys in each of its shards")
         return states
 
     def _state(self, unit: SavedUnit, fqn: str, key: str, node: Tree) -> Tree:
+        if not self._divisible:
+            for leaf in leaves(node, unit.label):
+                self._add(leaf["tensor"], alike=True)
+            return _bare(node)
         if "tensor" not in node:
             for leaf in leaves(node, unit.label):
                 self._refuse_divided(leaf["tensor"], leaf, fqn, key)
@@ -216,8 +222,7 @@ class _Joining:
     def _refuse_divided(self, name: str, node: Tree, fqn: str, key: str) -> None:
         """MismatchError if a tensor of a shape of its own may be another one in each of its parameter's shards."""
         having = [unit for unit in self._units if name in unit.specs]
-        parts = {(one.offsets, one.shape) for unit in having if (one := unit.specs.get(f"model/{fqn}")) is not None}
-        if "placements" in node or (len(parts) > 1 and unit_bytes(having, name) > _SCALAR_BYTES_MAX):
+        if "placements" in node or own_in_each(having, fqn, name):
             raise MismatchError(
                 f"{having[0].label}: the optimizer's {key!r} of {fqn!r} has the shape {tuple(node['shape'])}, "
                 "unlike its parameter, so lastwords cannot reshard it; resume on the layout of the saved run",
@@ -265,9 +270,10 @@ def plain_extra(name: str) -> str:
     return name if name.startswith("extra/") else name.split("/", 2)[-1]
 
 
-def unit_bytes(units: Sequence[SavedUnit], name: str) -> int:
-    """Bytes of the largest tensor of this name."""
-    return max((unit.specs[name].nbytes for unit in units), default=0)
+def own_in_each(units: Sequence[SavedUnit], fqn: str, name: str) -> bool:
+    """Whether this state tensor, whole in each of these units, may be another one beside each part of its parameter."""
+    parts = {(one.offsets, one.shape) for unit in units if (one := unit.specs.get(f"model/{fqn}")) is not None}
+    return len(parts) > 1 and max(unit.specs[name].nbytes for unit in units) > _SCALAR_BYTES_MAX
 
 
 def _bare(tree: Tree) -> Tree:

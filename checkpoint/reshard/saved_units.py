@@ -6,7 +6,7 @@ parameter's part is a plain tensor, so is its moment, and only the parameter kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -63,13 +63,15 @@ def read_unit(where: str, label: str, meta: UnitMeta, prefix: str, specs: Mappin
     return SavedUnit(label, meta, specs, states, groups)
 
 
-def units_of(path: Path, manifest: Manifest) -> Iterator[tuple[str, SavedUnit]]:
+def units_of(path: Path, manifest: Manifest, chosen: Collection[str] = ()) -> Iterator[tuple[str, SavedUnit]]:
     """Units of a checkpoint, `replicated` and those of its moment of the step first: what all have is taken there.
+
+    chosen: only these; without any, all.
 
     One at a time: of a large checkpoint those of other moments are read twice, and none stays in memory.
     """
     ended = manifest.units[UNIT_REPLICATED].meta.step_ended if UNIT_REPLICATED in manifest.units else None
-    order = sorted(manifest.units, key=lambda name: (name != UNIT_REPLICATED, name))
+    order = sorted(chosen or manifest.units, key=lambda name: (name != UNIT_REPLICATED, name))
     later = []
     for name in order:
         unit = unit_of(path, manifest, name)
