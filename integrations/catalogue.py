@@ -198,10 +198,6 @@ def catalogue(checkpoint: Checkpoint, units: Collection[str] = (), *, clash_by_u
     if unknown:
         raise ConfigError(f"{path} has no unit {unknown[0]!r}; its units are: {', '.join(sorted(manifest.units))}")
     chosen = dict(units_of(path, manifest, set(units)))
-    for name, unit in chosen.items():
-        if unit.meta.holders is not None and unit.meta.group_numbers is None:
-            # An early part, which does not say which groups it lists: better none than wrong ones.
-            chosen[name] = replace(unit, groups=())
     clashes = _clashes(chosen)
     ambiguous = {name: among for name, among in clashes.items() if not name.startswith("optim/")}
     if ambiguous and not clash_by_unit:
@@ -236,52 +232,48 @@ def _clashes(units: Mapping[str, SavedUnit]) -> dict[str, list[str]]:
             found.setdefault(name, {})[label] = dtypes[name], unit.specs[name]
     clashes: dict[str, list[str]] = {}
     for name, specs in sorted(found.items()):  # parameters before their state
+        owner = name.removeprefix("optim/").rpartition("/")[0] if name.startswith("optim/") else ""
+        if owner and f"model/{owner}" in clashes:
+            continue  # it is apart with its parameter
         forms = {(dtype, spec.dtype, spec.global_shape) for dtype, spec in specs.values()}
         undivided = sum(spec.shape == spec.global_shape for _, spec in specs.values())
         parts = sum(spec.shape != spec.global_shape and 0 not in spec.shape for _, spec in specs.values())
-        one = undivided < 2 or any(0 in shape for _, _, shape in forms)
-        if not one and name.startswith("optim/"):
-            # A counter such as Adam's "step" is whole beside each shard of its parameter: all of them are the same.
-            fqn = _owner(name)
-            one = f"model/{fqn}" not in clashes and not own_in_each([units[label] for label in specs], fqn, name)
-        if len(forms) > 1 or (undivided and parts) or not one:
+        # A counter such as Adam's "step" is whole beside each shard of its parameter: all of them are the same.
+        counter = owner and not own_in_each([units[label] for label in specs], owner, name)
+        several = undivided > 1 and not counter and not any(0 in shape for _, _, shape in forms)
+        if len(forms) > 1 or (undivided and parts) or several:
             clashes[name] = list(specs)
     return clashes
-
-
-def _owner(name: str) -> str:
-    return name.removeprefix("optim/").rpartition("/")[0]
 
 
 def _apart(label: str, unit: SavedUnit, clashes: Collection[str]) -> SavedUnit:
     """The unit with @UNIT behind every name that stands for another tensor elsewhere."""
 
-    def own(kind: str, name: str) -> str:
-        return f"{name}@{label}" if f"{kind}/{name}" in clashes else name
-
     def called(name: str) -> str:
-        kind, _, rest = name.partition("/")
-        if kind != "optim":
-            return f"{kind}/{own(kind, rest)}"
-        fqn, _, key = rest.rpartition("/")
-        if f"model/{fqn}" in clashes:
-            return f"optim/{fqn}@{label}/{key}"
-        return f"optim/{own(kind, rest)}"
+        owner, _, key = name.removeprefix("optim/").rpartition("/")
+        if name.startswith("optim/") and f"model/{owner}" in clashes:
+            return f"optim/{owner}@{label}/{key}"
+        return f"{name}@{label}" if name in clashes else name
 
-    def key_of(fqn: str, key: str, node: Tree) -> str:
-        apart = any(leaf["tensor"] in clashes for leaf in leaves(node, unit.label))
-        return f"{key}@{label}" if apart and f"model/{fqn}" not in clashes else key
+    def fqn_of(kind: str, fqn: str) -> str:
+        return called(f"{kind}/{fqn}").removeprefix(f"{kind}/")
+
+    def key_of(key: str, node: Tree) -> str:
+        return f"{key}@{label}" if any(leaf["tensor"] in clashes for leaf in leaves(node, unit.label)) else key
 
     meta = replace(
         unit.meta,
-        parameters={own("model", name): dtype for name, dtype in unit.meta.parameters.items()},
-        buffers={own("buffer", name): dtype for name, dtype in unit.meta.buffers.items()},
+        parameters={fqn_of("model", fqn): dtype for fqn, dtype in unit.meta.parameters.items()},
+        buffers={fqn_of("buffer", fqn): dtype for fqn, dtype in unit.meta.buffers.items()},
     )
     states = {
-        own("model", fqn): {key_of(fqn, key, node): renamed(node, called, unit.label) for key, node in keys.items()}
+        fqn_of("model", fqn): {key_of(key, node): renamed(node, called, unit.label) for key, node in keys.items()}
         for fqn, keys in unit.states.items()
     }
-    return replace(unit, meta=meta, specs={called(name): spec for name, spec in unit.specs.items()}, states=states)
+    # An early part does not say which groups it lists: better none than wrong ones.
+    groups = () if unit.meta.holders is not None and unit.meta.group_numbers is None else unit.groups
+    specs = {called(name): spec for name, spec in unit.specs.items()}
+    return replace(unit, meta=meta, specs=specs, states=states, groups=groups)
 
 
 def _local_specs(manifest: Manifest, units: Mapping[str, SavedUnit]) -> dict[str, TensorSpec]:
@@ -313,19 +305,16 @@ def _seen(saved: Saved, units: Sequence[SavedUnit], path: str) -> Catalogue:
             key: filled(node, lambda name, leaf: whole_of(name, leaf["dtype"]), where) for key, node in keys.items()
         }
 
-    order = dict.fromkeys(name for unit in units for name in unit.specs)
-    model, buffers = (
-        {
-            name.removeprefix(kind): whole_of(name, dtypes[name.removeprefix(kind)])
-            for name in order
-            if name.startswith(kind) and name.removeprefix(kind) in dtypes
-        }
-        for kind, dtypes in (("model/", saved.parameters), ("buffer/", saved.buffers))
-    )
+    found: dict[str, dict[str, Whole]] = {"model": {}, "buffer": {}}
+    dtypes = {"model": saved.parameters, "buffer": saved.buffers}
+    for name in dict.fromkeys(name for unit in units for name in unit.specs):
+        kind, _, fqn = name.partition("/")
+        if fqn in dtypes.get(kind, ()):
+            found[kind][fqn] = whole_of(name, dtypes[kind][fqn])
     groups = [Group(one.number, one.parameters, values(keys_of(one.tree, where))) for one in saved.groups]
     return Catalogue(
-        model,
-        buffers,
+        found["model"],
+        found["buffer"],
         saved.aliases,
         saved.volatile,
         {fqn: values(keys) for fqn, keys in saved.states.items()},
