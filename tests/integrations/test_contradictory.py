@@ -15,7 +15,6 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.part import UnitState
 from lastwords.cli.main import main
-from lastwords.errors import FormatError
 from lastwords.integrations.catalogue import catalogue
 from lastwords.integrations.dcp import LastWordsReader
 from lastwords.integrations.diff import diff
@@ -110,9 +109,7 @@ def test_state_that_differs_between_the_parts_of_its_parameter_is_refused_everyw
     ):
         capsys.readouterr()
         assert main(command) == 3, command
-        assert "the optimizer's 'n' of 'w' differs between shards" in " ".join(capsys.readouterr().err.split())
-    with golden.raises(FormatError):
-        catalogue(open_checkpoint(Path(path)))
+        golden.says(capsys.readouterr().err)
 
 
 def test_a_tensor_of_its_own_beside_each_part_of_a_parameter_is_kept_with_its_unit(tmp_path: Path) -> None:
