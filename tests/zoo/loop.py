@@ -275,10 +275,12 @@ class Card:
     def words(self, phase: str) -> Words:
         """Of which one has to be in the reasons, if the resume is not exact; none: it has to be exact.
 
-        A death at any instant may be one in the window, where the step of an own loop has no name yet.
+        A death at any instant may be one in the window, where the step of an own loop has no name yet, or find others
+        at the end of the step before.
         """
         everywhere = self.told.get("all", ())
-        words = self.told.get(phase, self.told.get("win", everywhere) if phase == "bwd" else everywhere)
+        anywhen = (*self.told.get("win", ()), *self.told.get("end", ())) if phase == "bwd" else ()
+        words = self.told.get(phase, anywhen or everywhere)
         return (*words, NO_NAME) if self.loop.own_loop and phase in ("bwd", "win") else words
 
 
