@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ def run(argv: Sequence[str]) -> None:
     if arguments.master_port is None:
         arguments.master_port = 29500
     config, command, command_arguments = config_from_args(arguments)
+    if config.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node is {config.nproc_per_node}; it is a number of ranks, from 1")
     if not isinstance(command, str):
         raise ConfigError("--run-path runs the script in the launcher's own process, which cannot be replaced")
     _launch(config, command, command_arguments, arguments.spares)
@@ -113,8 +116,9 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     signal.signal(signal.SIGUSR1, lambda number, frame: agent.pass_on(number))
     try:
         result = agent.run()
-    except SignalException:
-        raise  # only this host ends: the rendezvous would be closed for the others, too
+    except SignalException as error:  # only this host ends: the rendezvous would be closed for the others, too
+        sys.stderr.write(f"lastwords run: ended by {error.sigval.name}; its ranks have been told and have ended\n")
+        raise SystemExit(1) from None
     except BaseException:  # handed to the caller
         handler.shutdown()
         raise

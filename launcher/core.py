@@ -167,6 +167,8 @@ class LauncherCore:
     _step: int = 0
     _failures: int = 0
     _deaths: int = 0
+    _ended_since: set[int] = field(default_factory=set)
+    """Ranks whose processes have ended since a step was saved."""
     _sources: dict[str, str] = field(default_factory=dict)
     _places: Counter[Place] = field(default_factory=Counter)
     """How many ranks are where: with thousands of them, no event may look at all."""
@@ -224,6 +226,7 @@ class LauncherCore:
         effects: list[Effect] = []
         if step > self._step:
             self._step, self._deaths = step, 0
+            self._ended_since.clear()
         if not self._healing:
             effects += self._over(rank, now_s)
         one = self._ranks[rank]
@@ -254,6 +257,7 @@ class LauncherCore:
             return self._stop(f"rank {rank} ended with {code} before it called lastwords.run(main)")
         if one.over:
             return self._stop(f"rank {rank} ended with {code} after its training loop was over")
+        self._ended_since.add(rank)
         effects = [] if self._healing else self._over(rank, now_s)
         if one.place is Place.STARTING:
             self._failures += 1
@@ -278,7 +282,8 @@ class LauncherCore:
             return self._stop(f"{self._failures} generations in a row have failed before their training loop began")
         if self._deaths > DEATHS_MAX:
             return self._stop(
-                f"{self._deaths} failures in a row, the last of rank {rank}, and no step after {self._step} was saved"
+                f"{self._deaths} failures in a row, and no step after {self._step} was saved; processes ended of ranks "
+                f"{', '.join(map(str, sorted(self._ended_since))) or 'unknown'}"
             )
         self._healing = True
         self.generation += 1

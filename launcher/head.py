@@ -25,7 +25,20 @@ from torch._C._distributed_c10d import TCPStore
 
 from lastwords.clock import mono_s
 from lastwords.errors import FormatError, UnavailableError
-from lastwords.launcher.core import Begun, Effect, Ended, Enter, Event, LauncherCore, Lost, Stop, Tick, Updated, Waiting
+from lastwords.launcher.core import (
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Event,
+    LauncherCore,
+    Lost,
+    Start,
+    Stop,
+    Tick,
+    Updated,
+    Waiting,
+)
 from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
 from lastwords.launcher.recovery import Recovery, incident_of, sentence
 
@@ -54,6 +67,7 @@ class Head:
         self.core = LauncherCore(tuple(range(size)))
         self._recovery = Recovery(tuple(range(size)))
         self._record: Path | None = None
+        self._codes: dict[int, int] = {}
         self._first = number * GENERATIONS_PER_ROUND
         self._address = address
         self._store: TCPStore | None = None
@@ -102,6 +116,9 @@ class Head:
                 self._tell_all(Enter(number, self._store.port))
             case Stop():
                 self._tell_all(effect)
+            case Start(rank):
+                self._recovery.died(rank, self._codes.pop(rank, 0), mono_s())
+                self._host_of[rank](effect)
             case _:
                 self._host_of[effect.rank](effect)
 
@@ -111,8 +128,8 @@ class Head:
 
     def _note(self, event: Event, now_s: float) -> None:
         match event:
-            case Ended(rank, code) if code:
-                self._recovery.died(rank, code, now_s)
+            case Ended(rank, code):
+                self._codes[rank] = code
             case Waiting(rank, step, record):
                 self._record = Path(record) if record else self._record
                 self._recovery.waiting(rank, step, now_s)

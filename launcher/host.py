@@ -101,9 +101,11 @@ class Host:
             self._controllers.prepare()
 
     def end(self) -> None:
-        """Spares and the controller that waits end; ranks are told nothing."""
+        """Spares and the controller that waits end; ranks go on."""
         for spare in self._spares:
             spare.end()
+        for rank in self.processes:
+            self._tell(rank, {"dismissed": True})
         for link in self._links.values():
             link.close()
         self._controllers.end()

@@ -4,7 +4,8 @@ From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "recor
 "sources": digests by path}, {"begun": true}, {"updated": true} after its first step, {"over": true} after the loop,
 {"controller": work, "asked": number}.
 To a worker: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p},
-{"abandon": true}, and {"controller": [pid, answer] or null, "asked": number}.
+{"abandon": true}, {"dismissed": true} when nobody is replaced any more, and {"controller": [pid, answer] or null,
+"asked": number}.
 Between hosts: {"token": t} once, then events to the head of the job and effects from there, as of core.py, with "kind".
 """
 

@@ -14,13 +14,18 @@ are CLOCK_MONOTONIC, as the controller's are.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-OUTCOME = "RECOVERED"
+from lastwords.vocabulary import ExitKind, Phase, Stand
 
+OUTCOME = "RECOVERED"
+SAVED = ExitKind.SAVED.name
+
+_STAND = re.compile(r"([A-Z_]+)\((\d+)\)")
 _NONE: dict[str, Any] = {"events": []}
 
 
@@ -39,7 +44,7 @@ class Recovery:
     """Those that have not updated since all entered `main`."""
 
     def died(self, rank: int, code: int, now_s: float) -> None:
-        """A process has ended badly. code: as of `Popen.returncode`."""
+        """A process has ended, and another one takes its place. code: as of `Popen.returncode`."""
         self._dead.add(rank)
         self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code})
 
@@ -98,6 +103,11 @@ def sentence(line: str, incident: Mapping[str, Any] | None) -> str:
     >>> sentence(json.dumps(record), {"known_mono_s": 5.0, "step": 31, "events": saved})
     'rank 2 died (SIGKILL): decided after 8 ms, saved after 70 ms, replaced after 0.4 s, training again after 0.7 s; \
 nothing lost, step 31 was saved'
+    >>> refused = {"outcome": "NOT_SAVED", "reason": "disk full", "known_mono_s": 5.0, "events": [
+    ...     {"what": "settled", "mono_s": 5.001, "rank": 0, "stand": "COMPUTING(31)"}]}
+    >>> sentence(json.dumps({**record, "step": 20}), refused)
+    'rank 2 died (SIGKILL): replaced after 0.4 s, training again after 0.7 s; NOT SAVED (disk full): \
+STEPS 21 TO 31 ARE LOST, resumed after step 20'
     """
     record = json.loads(line)
     died_s = min(record["died_mono_s"], incident["known_mono_s"] if incident else record["died_mono_s"])
@@ -107,19 +117,30 @@ nothing lost, step 31 was saved'
     found += [f"training again after {_since(died_s, at)}" for at in _last(record, "updated")]
     dead = {one["rank"]: one["code"] for one in record["events"] if one["what"] == "died"}
     who = ", ".join(f"rank {rank} died ({_end(code)})" for rank, code in dead.items())
-    what = f"nothing lost, step {record['step']} was saved" if incident else f"resumed after step {record['step']}"
-    return f"{who}: {', '.join(found)}; {what}"
+    who = who or (incident or {}).get("reason") or "the ranks have begun again"
+    return f"{who}: {', '.join(found)}; {_saved(record['step'], incident)}"
+
+
+def _saved(step: int, incident: Mapping[str, Any] | None) -> str:
+    """What became of the steps. step: the newest one that was saved."""
+    if incident is not None and incident.get("outcome", SAVED) == SAVED:
+        return f"nothing lost, step {step} was saved"
+    stands = [_STAND.fullmatch(one.get("stand", "")) for one in incident["events"]] if incident is not None else []
+    ended = max((Stand(Phase[found[1]], int(found[2])).ended_step for found in stands if found), default=step)
+    lost = f"STEPS {step + 1} TO {ended} ARE LOST, " if ended > step else ""
+    why = f"NOT SAVED ({incident['reason']}): " if incident is not None and lost else ""
+    return f"{why}{lost}resumed after step {step}" if step else f"{why}{lost}began anew"
 
 
 def incident_of(lines: Iterable[str], line: str) -> dict[str, Any] | None:
-    """Of the lines of incidents.jsonl the one of the failure that this recovery (`line`) has mended, if it saved."""
+    """Of the lines of incidents.jsonl the one of the failure that this recovery (`line`) has mended."""
     began_s = json.loads(line)["began_mono_s"]
     for other in reversed([*lines]):
         try:
             record: dict[str, Any] = json.loads(other)
         except ValueError:
             continue
-        if record.get("outcome") == "SAVED" and record["known_mono_s"] >= began_s:
+        if record.get("outcome") in ExitKind.__members__ and record["known_mono_s"] >= began_s:
             return record
     return None
 

@@ -40,6 +40,8 @@ SOURCES_MAX = 4000
 """Files of the user's code that are compared between a replacement and the other ranks."""
 
 _kept: dict[str, Any] = {}
+_workers: list[Worker] = []
+"""This process under `lastwords run`, once `run` was called."""
 
 
 def run(main: Callable[[], object]) -> None:
@@ -51,6 +53,8 @@ def run(main: Callable[[], object]) -> None:
     only. Raises ConfigError for a `main` that cannot be called so.
     """
     _refuse(main)
+    if _workers:
+        raise ConfigError("lastwords.run(main) was called in this process before: call it once, for all the training")
     path = os.environ.pop(VARIABLE, None)  # not for what this process starts
     if path is None:
         if os.environ.get("RANK", "0") == "0":
@@ -64,7 +68,8 @@ def run(main: Callable[[], object]) -> None:
             "init_process_group() was called before lastwords.run(main): its group would belong to the first processes "
             "only; call it in main()"
         )
-    Worker(path).run(main)
+    _workers.append(Worker(path))
+    _workers[0].run(main)
 
 
 def keep(name: str, make: Callable[[], _T]) -> _T:
@@ -152,7 +157,8 @@ class Stay:
         with self._lock:
             if self._over:
                 return
-        sys.stderr.write(f"lastwords: has not left main() for {LEAVE_S:g} s; this process ends and is replaced\n")
+        rank = os.environ.get("RANK", "?")
+        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {LEAVE_S:g} s; its process is replaced\n")
         os._exit(EXIT_SAVED)
 
 
@@ -169,6 +175,7 @@ class Worker:
         self._become: dict[str, Any] | None = None
         self._entered: tuple[int, int] | None = None
         self._gone = False
+        self._dismissed = False
         self._asked = 0
         self._controller: dict[int, tuple[int, dict[str, object]] | None] = {}
         self._stay: Stay | None = None
@@ -207,6 +214,7 @@ class Worker:
                 stay.leave(0, (), None)
         world.begin_again()
         reentry.use(stay)
+        hook = sys.excepthook
         try:
             main()
         except BaseException as error:  # handed to the caller, unless it is only the news of a failure elsewhere
@@ -218,6 +226,7 @@ class Worker:
             if not stay.leaving:
                 return True
         stay.end()
+        sys.excepthook = hook  # torch wraps it once more at each init_process_group()
         self._saved_step = max(self._saved_step, stay.saved_step)
         self._record = stay.record or self._record
         return False
@@ -246,6 +255,9 @@ class Worker:
                 with self._condition:
                     self._gone = True
                     self._condition.notify_all()
+                if not self._dismissed:
+                    rank = os.environ.get("RANK", "?")
+                    sys.stderr.write(f"lastwords: rank {rank}: the launcher has ended; a failure now ends all ranks\n")
                 return
             for message in lines.feed(data):
                 self._take(message)
@@ -258,6 +270,8 @@ class Worker:
                 self._stay.leave(0, (), None)
             if "become" in message:
                 self._become = message
+            if "dismissed" in message:
+                self._dismissed = True
             if "controller" in message:
                 found = message["controller"]
                 self._controller[message["asked"]] = None if found is None else (int(found[0]), found[1])

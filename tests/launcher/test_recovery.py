@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
 from typing import Any
 
+import pytest
+
+from lastwords.launcher import head
+from lastwords.launcher.core import Begun, Ended, Updated, Waiting
 from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, sentence
 
 KILLED = -9
@@ -86,8 +91,22 @@ def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> Non
     line = json.dumps({"began_mono_s": 10.0})
     older = json.dumps({"outcome": "SAVED", "known_mono_s": 9.0, "step": 3})
     alarm = json.dumps({"outcome": "FALSE_ALARM", "known_mono_s": 12.0})
+    refused = json.dumps({"outcome": "NOT_SAVED", "known_mono_s": 15.0, "step": 0})
     newer = json.dumps({"outcome": "SAVED", "known_mono_s": 20.0, "step": 31})
     assert incident_of([older, alarm, "cut sho"], line) is None
+    assert incident_of([older, refused, alarm], line) == json.loads(refused)
     found = incident_of([older, newer, alarm], line)
     assert found is not None
     assert found["step"] == 31
+
+
+def test_a_process_that_ended_by_itself_and_is_replaced_is_in_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(head, "_tell_of", lambda line, record: lines.put(line))
+    one = head.Head(2, 0, "127.0.0.1")
+    one.has_host(range(2), lambda effect: None)
+    for event in (Waiting(0), Waiting(1), Begun(0), Begun(1), Ended(1, 0), Waiting(0, 7), Waiting(1)):
+        one.hear(event)
+    for rank in (0, 1):
+        one.hear(Updated(rank))
+    assert sentence(lines.get(timeout=60), None).startswith("rank 1 died (exit code 0): replaced after ")

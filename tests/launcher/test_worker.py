@@ -34,6 +34,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     monkeypatch.setattr(worker, "warm_up", lambda: None)
     # What a worker sets for the whole process must not outlive the test.
     monkeypatch.setattr(controller_launch, "_waiting", None)
+    monkeypatch.setattr(worker, "_workers", [])
     monkeypatch.setattr(reentry, "_leaver", None)
     monkeypatch.setattr(world, "_agreements", 0)
     return server
@@ -159,3 +160,22 @@ def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this
     assert one._become_controller({}) == (42, {"port": 2})
     thread.join()
     link.close()
+
+
+@pytest.mark.parametrize("dismissed", [False, True])
+def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
+    launcher: socket.socket, dismissed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = worker.Worker(os.environ[VARIABLE])
+    link, _ = launcher.accept()
+    if dismissed:
+        link.sendall(b'{"dismissed": true}\n')
+    link.close()
+    one._listen()
+    assert ("rank 0" in capfd.readouterr().err) != dismissed
+
+
+def test_a_second_training_in_one_process_is_refused(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_workers", [object()])
+    with golden.raises(ConfigError):
+        worker.run(lambda: None)
