@@ -122,8 +122,9 @@ def test_loader_workers_and_forks_of_main_do_not_stand_in_the_way_and_output_goe
 
 
 @pytest.mark.thorough
-def test_in_the_store_of_the_generation_before_nobody_goes_on(tmp_path: Path) -> None:
-    """Why each generation has a store of its own: torch finds the addresses of the dead there."""
+def test_in_the_store_of_the_generation_before_nobody_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why each generation has a store of its own: of a rank that comes late, torch finds the old address there."""
+    monkeypatch.setenv("LATE_RANK", "2")
     command = [sys.executable, "-m", "tests.launcher.old_store", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["--spares", "1", "-m", SCRIPT, str(tmp_path), str(STEPS), "1:5:bwd"]
     launcher = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
