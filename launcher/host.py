@@ -133,8 +133,9 @@ class Host:
     def signal_all(self, number: int) -> None:
         """Pass a signal on to the ranks of this host. Any thread."""
         for process in [*self.processes.values()]:
-            if process.poll() is None:
-                process.send_signal(number)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)  # Popen.send_signal would collect it, before its end is seen here
 
     # ------------------------------------------------------------------ workers
 

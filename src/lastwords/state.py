@@ -24,7 +24,7 @@ class RankState:
 class ControllerState:
     """A controller at one instant.
 
-    stage: one of "registering", "training", "incident", "ending". incidents: path of incidents.jsonl on its host.
+    stage: as in the table of states of docs/protocol.md, such as "watching". incidents: path of incidents.jsonl there.
     """
 
     job: str

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
+import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ import pytest
 
 from lastwords.launcher import host as module
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
+from lastwords.launcher.processes import ended_badly
 
 
 class Clock:
@@ -78,3 +82,17 @@ def test_where_no_rank_gets_there_it_is_replaced_all_the_same(host: Host, clock:
     clock.now_s += RESTOCK_S
     host.tick()
     assert started == ["spare", "controller"]
+
+
+def test_a_signal_for_all_does_not_collect_a_rank_whose_end_has_not_been_seen(host: Host) -> None:
+    """The way of an ended process is through its pidfd, which has to find it there."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        host.processes[0] = process
+        host.signal_all(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        host.signal_all(signal.SIGUSR1)
+        assert ended_badly(process.pid)
+    finally:
+        process.kill()
+        process.wait()
