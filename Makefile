@@ -14,7 +14,7 @@
 #   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble, MODE=heal runs under lastwords run
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
 #   make bench     measures the budgets, beside the machine's own limits
-#   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover and lastwords in turn: make bench-peers N=20; hours
+#   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover and lastwords in turn: make bench-peers N=20; 75 minutes
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
 

@@ -37,6 +37,8 @@ def typed(value: Any, kind: type[T], path: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise FormatError(_told(value, kind, str(error), path)) from None
+    except UnicodeError:  # half of a surrogate pair, which JSON can say and no UTF-8: the complaint cannot be worded
+        raise FormatError(f"{path}: holds text that is no Unicode") from None
 
 
 def _told(value: Any, kind: Any, message: str, path: str) -> str:
@@ -81,4 +83,6 @@ def _message(value: Any, kind: Any) -> str:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         return str(error)
+    except UnicodeError:
+        return "no Unicode"
     return ""

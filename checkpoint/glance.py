@@ -22,7 +22,8 @@ SIZES_MAX = 256
 """So many files are opened for a look at their sizes; of more it is only seen that their directories are there, unless
 every file is asked for: then its name and size are looked at, and it is not opened."""
 
-_KEYS = ("job", "generation", "global_step", "published_unix_ns", "format_version", "facts")
+_NUMBERS = ("generation", "global_step", "published_unix_ns", "incident", "attempt")
+_KEYS = ("job", "exact", *_NUMBERS, "format_version", "facts")
 _RANK_DIR = re.compile(rb'"path":"(rank_[0-9]+)/')
 
 
@@ -53,9 +54,9 @@ def glance(directory: Path, os: Os, *, every_file: bool = False) -> Claimed | No
         for item in Fields(listed, path).inners("files"):
             entry = FileEntry.from_json(item, path, described=described)
             (check_sizes if few else check_present)(directory, entry, os)
-    step = fields.integer("global_step", least=1)
-    check_name(directory, step)
-    return Claimed(fields.text("job"), fields.integer("generation"), step, fields.integer("published_unix_ns"))
+    check_name(directory, fields.integer("global_step", least=1))
+    numbers = {name: fields.integer(name) for name in _NUMBERS}
+    return Claimed(fields.text("job"), exact=fields.truth("exact"), **numbers)
 
 
 def _check_presence(directory: Path, names: set[str], os: Os) -> None:

@@ -5,6 +5,7 @@
 {root}/tft_saved_checkpoints-step_{N}/rank_{k}/ttp_rank_{k}-{epoch}_{step}.ckpt
 {root}/.tmp-tft_saved_checkpoints-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/rank_{k}/...   while it is written
 {root}/unpublished-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/rank_{k}/...        finished, but never published
+{root}/.removed-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/...                    while it is removed
 {root}/.lastwords-{job}-g{generation}.lock                                           while its controller lives
 {root}/.lastwords-start-g{generation}.json                                           who drew this generation
 ```
@@ -169,6 +170,26 @@ def parse_unpublished(name: str) -> TemporaryName | None:
     if not name.startswith("unpublished-"):
         return None
     return TemporaryName.parse(name.replace("unpublished", ".tmp-tft_saved_checkpoints", 1))
+
+
+def removed_dir(root: Path, name: TemporaryName) -> Path:
+    """Where a published checkpoint lies while it is removed: nobody takes it for one any more.
+
+    >>> removed_dir(Path("/ckpt"), TemporaryName(37, "digits", 0, 0, 2)).name
+    '.removed-step_37-digits-g0-i0-a2'
+    """
+    return root / str(name).replace(".tmp-tft_saved_checkpoints", ".removed", 1)
+
+
+def parse_removed(name: str) -> TemporaryName | None:
+    """Whose checkpoint it was; None for every other name.
+
+    >>> parse_removed(".removed-step_37-digits-g0-i0-a2").attempt
+    2
+    """
+    if not name.startswith(".removed-"):
+        return None
+    return TemporaryName.parse(name.replace(".removed", ".tmp-tft_saved_checkpoints", 1))
 
 
 def rank_dir_name(rank: int) -> str:

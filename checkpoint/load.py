@@ -20,6 +20,7 @@ from lastwords.checkpoint.format import Header, TensorSpec
 from lastwords.checkpoint.glance import check_name, glance
 from lastwords.checkpoint.manifest import Claimed, Manifest, read_published
 from lastwords.checkpoint.partfile import check_header, check_sizes
+from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.retry import NO_FILE, patiently
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.system import REAL_OS, Os, storage_error
@@ -67,10 +68,11 @@ def scan(root: Path, os: Os = REAL_OS, *, job: str | None = None) -> list[Found]
     """Every directory in `root` that has a checkpoint's name, newest first; those without a manifest come last.
 
     Checked are manifest, presence, sizes and, unless the checkpoint is large, headers; `verify` checks the rest. A
-    missing `root` is empty. With `job`, only checkpoints of that job (a directory whose manifest cannot be read belongs
-    to none).
+    missing `root` is empty, and so is what has just been removed. With `job`, only checkpoints of that job (a directory
+    whose manifest cannot be read belongs to none).
     """
-    found = [examine(path, os) for path in _candidates([root], os)]
+    found = [examine(path, os) for path in candidates([root], os)]
+    found = [item for item in found if item.status is not Status.INCOMPLETE or os.exists(item.path)]
     if job is not None:
         found = [item for item in found if item.manifest is not None and item.manifest.job == job]
     return sorted(found, key=lambda item: item.manifest is None)
@@ -97,9 +99,9 @@ def newest(
 
 
 def _newest(roots: Iterable[Path], jobs: Collection[str] | None, os: Os, every_file: bool) -> Path | None:
-    candidates = _candidates(roots, os, Claimed.read)
-    for place, path in enumerate(candidates):
-        found, claimed = _glance(path, os, every_file)
+    paths = candidates(roots, os, Claimed.read)
+    for place, path in enumerate(paths):
+        found, claimed = look(path, os, every_file)
         wanted = claimed is None or jobs is None or claimed.job in jobs
         if wanted and found.status is Status.UNREADABLE:
             raise StorageError(
@@ -110,15 +112,18 @@ def _newest(roots: Iterable[Path], jobs: Collection[str] | None, os: Os, every_f
                 errno=found.errno,
             )
         if claimed is not None and found.status is Status.COMPLETE and wanted:
-            _name_silent(candidates[place + 1 :], claimed.global_step, os)
+            _name_silent(paths[place + 1 :], claimed.global_step, os)
             return path
         if wanted:
             logger.warning("%s is skipped: %s", path, found.why)
     return None
 
 
-def _glance(path: Path, os: Os, every_file: bool) -> tuple[Found, Claimed | None]:
-    """As `examine`, with what the manifest says of itself; of a large checkpoint only what `glance` looks at."""
+def look(path: Path, os: Os, every_file: bool = False) -> tuple[Found, Claimed | None]:
+    """As `examine`, with what the manifest says of itself; of a large checkpoint only what `glance` looks at.
+
+    every_file: see `glance`.
+    """
     try:
         claimed = glance(path, os, every_file=every_file)
         if claimed is not None:
@@ -126,8 +131,7 @@ def _glance(path: Path, os: Os, every_file: bool) -> tuple[Found, Claimed | None
     except CheckpointError as error:
         return _refused(path, error, None), None
     found = examine(path, os)
-    said = found.manifest
-    return found, None if said is None else Claimed(said.job, said.generation, said.global_step, said.published_unix_ns)
+    return found, None if found.manifest is None else Claimed.of(found.manifest)
 
 
 def _name_silent(older: Iterable[Path], global_step: int, os: Os) -> None:
@@ -142,7 +146,8 @@ def newest_first(claims: Mapping[Path, Claimed]) -> list[Path]:
     """Checkpoints in the order in which they are to be tried.
 
     Within a job by generation and step, which no clock can change: its controllers may have run on different hosts. Of
-    several jobs, by their newest wall clock `published_unix_ns`. Never by a file's time.
+    one step, whether periodic or last words, one that resumes exactly goes first, then the one that was published last.
+    Several jobs go by their newest wall clock `published_unix_ns`. Never by a file's time.
     """
     last: dict[str, int] = {}
     for claimed in claims.values():
@@ -150,27 +155,9 @@ def newest_first(claims: Mapping[Path, Claimed]) -> list[Path]:
 
     def place(path: Path) -> tuple[object, ...]:
         own = claims[path]
-        return last[own.job], own.job, own.generation, own.global_step, own.published_unix_ns, path.name
+        return last[own.job], own.job, own.generation, own.global_step, own.exact, own.published_unix_ns, path.name
 
     return sorted(claims, key=place, reverse=True)
-
-
-def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
-    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
-    if os.exists(path / layout.MANIFEST_NAME) or _is_named(path):
-        return path
-    newest = latest(path, os=os)
-    if newest is None:
-        raise IncompleteError(
-            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
-            missing=(str(path),),
-        )
-    return newest
-
-
-def _is_named(path: Path) -> bool:
-    """Whether the path, or what it leads to, has a checkpoint's name."""
-    return any(layout.CheckpointName.parse(name) is not None for name in (path.name, path.resolve().name))
 
 
 def examine(path: Path, os: Os = REAL_OS) -> Found:
@@ -182,9 +169,7 @@ def examine(path: Path, os: Os = REAL_OS) -> Found:
     return _check(path, manifest, os)
 
 
-def _candidates(
-    roots: Iterable[Path], os: Os, claim: Callable[[Path, Os], Claimed] = Claimed.if_readable
-) -> list[Path]:
+def candidates(roots: Iterable[Path], os: Os, claim: Callable[[Path, Os], Claimed] = Claimed.if_readable) -> list[Path]:
     """What has a checkpoint's name, the one that claims to be newest first; nothing of them is checked yet.
 
     A link counts as what it leads to. One that leads nowhere counts too, so that whoever reads it can say so.
@@ -253,15 +238,28 @@ class Checkpoint:
     So have been sizes and headers, unless it is large: then each file is looked at when something of it is wanted, so
     that a rank opens what it reads. Data are checked chunk by chunk while they are read. Methods may be called from any
     thread. What is missing or damaged raises IncompleteError, FormatError or StorageError whenever it is found.
+
+    Nobody prunes it until `close`, or the end of a `with` block, or of this object (`reader_lock`).
     """
 
-    def __init__(self, path: Path, manifest: Manifest, os: Os) -> None:
+    def __init__(self, path: Path, manifest: Manifest, os: Os, held: ReaderLock) -> None:
         self.path = path
         self.manifest = manifest
         self._os = os
+        self._held = held
         self._heads = {entry.path: entry for entry in manifest.files}
         self._opened: dict[str, _OpenedFile] = {}
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Nothing more is read; does nothing the second time."""
+        self._held.release()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close()
 
     def open_all(self) -> None:
         """Check size and header of every file."""
@@ -370,10 +368,18 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, os: Os = REAL_OS) -> Checkpoint:
-    """Opens a checkpoint directory. IncompleteError, FormatError or StorageError say what is wrong and what to do."""
-    checkpoint = Checkpoint(path, _named_manifest(path, os), os)
-    if checkpoint.manifest.tables is None:
-        checkpoint.open_all()
+    """Opens a checkpoint directory. IncompleteError, FormatError or StorageError say what is wrong and what to do.
+
+    BusyError if another process is about to remove it.
+    """
+    held = ReaderLock.take(path, os)
+    try:
+        checkpoint = Checkpoint(path, _named_manifest(path, os), os, held)
+        if checkpoint.manifest.tables is None:
+            checkpoint.open_all()
+    except BaseException:
+        held.release()
+        raise
     return checkpoint
 
 
@@ -381,6 +387,14 @@ def verify(
     path: Path, deep: bool = True, os: Os = REAL_OS, progress: Callable[[int], None] | None = None
 ) -> list[Problem]:
     """Everything that is wrong with a checkpoint, none if it is sound. `deep` reads and checks all data too."""
+    held = ReaderLock.take(path, os)
+    try:
+        return _verify(path, deep, os, progress)
+    finally:
+        held.release()
+
+
+def _verify(path: Path, deep: bool, os: Os, progress: Callable[[int], None] | None) -> list[Problem]:
     try:
         manifest = _named_manifest(path, os)
     except CheckpointError as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,33 @@ from lastwords.checkpoint.versions import MANIFEST_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 
 
+class Kind(enum.Enum):
+    """Why a checkpoint was taken."""
+
+    LAST_WORDS = "last words"
+    PERIODIC = "periodic"
+    CONVERTED = "converted"
+
+    @staticmethod
+    def of(incident: int, attempt: int) -> Kind:
+        """By the two numbers of a manifest: incidents count from 1, and so do the periodic checkpoints of a job.
+
+        >>> Kind.of(1, 1), Kind.of(0, 3), Kind.of(0, 0)
+        (<Kind.LAST_WORDS: 'last words'>, <Kind.PERIODIC: 'periodic'>, <Kind.CONVERTED: 'converted'>)
+        """
+        if incident > 0:
+            return Kind.LAST_WORDS
+        return Kind.PERIODIC if attempt > 0 else Kind.CONVERTED
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Content of manifest.json.
 
     global_step, epoch, step: 1-based; the state is that at the end of this step. Where no writer knew what the loop
-    calls it, epoch is EPOCH_UNKNOWN and step the global one. cause_ranks: the ranks that started
-    the incident. published_unix_ns: wall clock of the controller's host, for people and for ordering checkpoints.
+    calls it, epoch is EPOCH_UNKNOWN and step the global one. incident: 0 where none was the cause, see `Kind`; then
+    attempt counts the job's periodic checkpoints. cause_ranks: the ranks that started the incident. published_unix_ns:
+    wall clock of the controller's host, for people and for ordering checkpoints.
     exact: False if a resume will differ from the uninterrupted run; then `reasons` says why.
     facts: what the numbers depend on beside the state (torch version, threads, DDP options, bucket
     order, data options).
@@ -78,6 +100,16 @@ class Manifest:
     def run(self) -> RunFacts:
         """`facts` as a type. FormatError for what is not as it should be."""
         return RunFacts.read(self.facts)
+
+    @property
+    def kind(self) -> Kind:
+        """Why it was taken."""
+        return Kind.of(self.incident, self.attempt)
+
+    @property
+    def is_periodic(self) -> bool:
+        """True where no incident was the cause, but the settings of the job."""
+        return self.kind is Kind.PERIODIC
 
     @property
     def named(self) -> bool:
@@ -271,12 +303,15 @@ _CLAIMED = {
     "generation": re.compile(rb"([0-9]{1,18})"),
     "global_step": re.compile(rb"([0-9]{1,18})"),
     "published_unix_ns": re.compile(rb"([0-9]{1,20})"),
+    "incident": re.compile(rb"([0-9]{1,18})"),
+    "attempt": re.compile(rb"([0-9]{1,18})"),
+    "exact": re.compile(rb"(true|false)"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What a manifest says of itself, unchecked and fast; "" and 0 where it says nothing.
+    """What a manifest says of itself, unchecked and fast; "", 0 and False where it says nothing.
 
     Good for deciding which manifest to decode first: the claim of one that turns out to be sound is true.
     """
@@ -285,6 +320,24 @@ class Claimed:
     generation: int = 0
     global_step: int = 0
     published_unix_ns: int = 0
+    incident: int = 0
+    attempt: int = 0
+    exact: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """Why it was taken."""
+        return Kind.of(self.incident, self.attempt)
+
+    @property
+    def is_periodic(self) -> bool:
+        """As `Manifest.is_periodic`; False where the manifest says nothing."""
+        return self.kind is Kind.PERIODIC
+
+    @staticmethod
+    def of(manifest: Manifest) -> Claimed:
+        """What a manifest that was checked says."""
+        return Claimed(**{field.name: getattr(manifest, field.name) for field in fields_of(Claimed)})
 
     @staticmethod
     def read(directory: Path, os: Os = REAL_OS) -> Claimed:
@@ -299,7 +352,8 @@ class Claimed:
             raise
         found = {name: match[1] for name, line in lines.items() if (match := _CLAIMED[name].fullmatch(line))}
         job = found.pop("job", b"").decode("ascii", "replace")
-        return Claimed(job, **{name: int(value) for name, value in found.items()})
+        exact = found.pop("exact", b"") == b"true"
+        return Claimed(job, exact=exact, **{name: int(value) for name, value in found.items()})
 
     @staticmethod
     def if_readable(directory: Path, os: Os = REAL_OS) -> Claimed:

@@ -6,7 +6,6 @@ new name will show is durable before the one rename, and nothing of an older che
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from lastwords.checkpoint.manifest import Claimed, Manifest, read_manifest
 from lastwords.checkpoint.part import Part, read_part, write_document
 from lastwords.checkpoint.part_head import PartHead, read_part_head
 from lastwords.checkpoint.partfile import check_present, check_unchanged
+from lastwords.checkpoint.replacing import fence, put_away, rename_into_place
 from lastwords.checkpoint.stale import discard, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, ConfigError, FormatError, IncompleteError, StorageError
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 NO_RANK = -1
 """In a problem: it belongs to no single writer."""
-
-_REPLACED_MAX = 1000
 
 TABLES_BYTES_MAX = 1 << 20
 """Up to here the tables of all parts are gathered in the manifest: some 4000 tensors, decoded in less than 0.1 s. What
@@ -167,7 +165,8 @@ def publish(
     """Makes the parts in `tmp_dir` visible as the checkpoint of their step and returns its path.
 
     To be called after `verify_parts` found no problem. An older checkpoint of the same step and job is replaced in one
-    step; one of another job, or of a later start of this one, is kept as `...-replaced-K`.
+    step; one of another job, of a later start of this one, an exact one where this one is not, or last words where
+    this one is periodic, is kept as `...-replaced-K`. A periodic checkpoint is older than its generation's last words.
     Raises IncompleteError or FormatError if a file is not there any more, or not as long as it was: what is not whole
     takes nobody's place. Raises StorageError; the older checkpoints are untouched then, and the same call goes on where
     it stopped (also if the very last fsync failed, which the message says).
@@ -179,7 +178,10 @@ def publish(
     final = layout.checkpoint_dir(root, incident.global_step)
     if _is_of(final, incident, os):  # an earlier call got so far
         sync_name(final, os)
-        discard(tmp_dir, os)  # what it has taken the place of
+        if os.exists(tmp_dir / layout.MANIFEST_NAME):
+            put_away(tmp_dir, final, read_manifest(final, os), os)  # what it has taken the place of
+        else:
+            discard(tmp_dir, os)
     else:
         if not _is_of(tmp_dir, incident, os) or _has_parts(tmp_dir, incident.writers, os):
             manifest = _describe_anew(root, tmp_dir, incident, os, published_unix_ns, progress, heads or {})
@@ -190,7 +192,7 @@ def publish(
         for entry in manifest.files:
             progress()
             check_present(tmp_dir, entry, os)
-        _rename_into_place(root, tmp_dir, final, incident, os)
+        rename_into_place(root, tmp_dir, final, manifest, os)
     remove_stale(root, incident.job, incident.generation, os)
     return final
 
@@ -207,7 +209,7 @@ def _is_of(directory: Path, incident: Incident, os: Os) -> bool:
     except CheckpointError:
         return False
     wanted = (incident.job, incident.generation, incident.incident, incident.attempt)
-    return (found.job, found.generation, found.incident, found.attempt) == wanted
+    return (found.job, *fence(found)) == wanted
 
 
 def _has_parts(tmp_dir: Path, writers: Collection[int], os: Os) -> bool:
@@ -335,54 +337,3 @@ def _remove_foreign(tmp_dir: Path, writers: Collection[int], os: Os, keep: Colle
         else:
             with storage_errors("removing", tmp_dir / name):
                 os.unlink(tmp_dir / name)
-
-
-def _rename_into_place(root: Path, tmp_dir: Path, final: Path, incident: Incident, os: Os) -> None:
-    try:
-        give_name(tmp_dir, final, os)
-        return
-    except StorageError as error:
-        if error.errno != errno.EEXIST:
-            raise
-    try:
-        found = read_manifest(final, os)
-        is_older = found.job == incident.job and (found.generation, found.incident, found.attempt) < (
-            incident.generation,
-            incident.incident,
-            incident.attempt,
-        )
-    except StorageError:
-        raise
-    except CheckpointError:
-        is_older = False  # unreadable: keep it for a person to look at
-    if is_older:
-        with storage_errors("publishing", final):
-            exchanged = os.exchange(tmp_dir, final)
-        if exchanged:
-            sync_name(final, os)
-            discard(tmp_dir, os)  # now the older checkpoint of this very step
-            return
-    # First the old one gets its new name, under which scans still find it; then the new one is published. A crash in
-    # between leaves the old one visible, under the other name, and the new one not. The fsync keeps their order: were
-    # only the second rename to survive, the old one would be lost.
-    with storage_errors("publishing", final):
-        aside = _free_name(root, final, os)
-        os.rename(final, aside)
-    sync_directory(root, os)
-    give_name(tmp_dir, final, os)
-    if is_older:
-        # Hidden first, and durably so: a crash half-way through removing it must not leave a visible torso.
-        with storage_errors("removing", aside):
-            os.rename(aside, tmp_dir)
-        sync_directory(root, os)
-        discard(tmp_dir, os)
-
-
-def _free_name(root: Path, final: Path, os: Os) -> Path:
-    name = layout.CheckpointName.parse(final.name)
-    assert name is not None
-    for count in range(1, _REPLACED_MAX):
-        aside = root / str(layout.CheckpointName(name.global_step, count))
-        if not os.exists(aside):
-            return aside
-    raise StorageError(f"{root} has {_REPLACED_MAX} replaced checkpoints of one step: remove some")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.load import Checkpoint, find_checkpoint, open_checkpoint
+from lastwords.checkpoint.load import Checkpoint, latest, open_checkpoint
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors
-from lastwords.errors import CheckpointError, MismatchError, ReplacedError
+from lastwords.errors import CheckpointError, IncompleteError, MismatchError, ReplacedError
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,29 @@ def read_checkpoint(path: Path, read: Callable[[Checkpoint], T], os: Os = REAL_O
     return _read_once(path, read, os, checked)
 
 
+def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
+    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
+    if os.exists(path / layout.MANIFEST_NAME) or _is_named(path):
+        return path
+    newest = latest(path, os=os)
+    if newest is None:
+        raise IncompleteError(
+            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
+            missing=(str(path),),
+        )
+    return newest
+
+
+def _is_named(path: Path) -> bool:
+    """Whether the path, or what it leads to, has a checkpoint's name."""
+    return any(layout.CheckpointName.parse(name) is not None for name in (path.name, path.resolve().name))
+
+
 def _read_once(path: Path, read: Callable[[Checkpoint], T], os: Os, checked: bool) -> T:
     found = find_checkpoint(path, os)
-    before = stamp_of(found, os)
-    with damage_told_from_replacement(found, before, os):
-        result = read(open_checkpoint(found, os))
+    before = stamp_of(found, os) if found == path else stamp_of_chosen(found, os)
+    with damage_told_from_replacement(found, before, os), open_checkpoint(found, os) as checkpoint:
+        result = read(checkpoint)
     if not checked:
         refuse_replaced(found, before, os)
     return result
@@ -71,6 +89,17 @@ def stamp_of(path: Path | None, os: Os = REAL_OS) -> Stamp | None:
             return os.stamp(fd)
     finally:
         close(fd, path, os)
+
+
+def stamp_of_chosen(path: Path, os: Os = REAL_OS) -> Stamp | None:
+    """As `stamp_of`, of a checkpoint that was seen to be there: ReplacedError if it is gone."""
+    stamp = stamp_of(path, os)
+    if stamp is None and not os.exists(path):
+        raise ReplacedError(
+            f"{path} has been removed since it was chosen; nothing is damaged (if other hosts still see it, check that "
+            "its disk is mounted here)"
+        )
+    return stamp
 
 
 def refuse_replaced(

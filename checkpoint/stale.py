@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords import clock
-from lastwords.checkpoint import layout
-from lastwords.checkpoint.manifest import Claimed, read_manifest
+from lastwords.checkpoint import layout, removal
+from lastwords.checkpoint.manifest import Claimed, Kind, read_manifest
 from lastwords.checkpoint.part import read_part
 from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import (
@@ -142,8 +142,9 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
     """Removes what ended controllers and their writers left unfinished in `root`; returns what went.
 
     Directories of this job's own and later generations stay, and any in which a living process writes, whose controller
-    may live, or which are a whole checkpoint that only lacks its name. One with a finished part, of a step that its job
-    has not published, is renamed to `unpublished-...`. Failures are only logged.
+    may live, or which are a whole checkpoint that only lacks its name. One with a finished part of last words, of a
+    step that its job has not published, is renamed to `unpublished-...`. What was being pruned goes, whosever it was.
+    Failures are only logged.
     """
     removed: list[Path] = []
     try:
@@ -151,6 +152,7 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
     except OSError as error:
         logger.warning("could not look for stale directories in %s: %s", root, error)
         return removed
+    removed += removal.finish(root, names, os)
     claims = _Claims.look(root, names, (job, generation), os)
     for name in names:
         found = layout.TemporaryName.parse(name)
@@ -322,7 +324,12 @@ def _lacks_only_its_name(root: Path, tmp_dir: Path, step: int, os: Os) -> bool:
 
 
 def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> bool:
-    """Whether finished parts are in it that their controller did not live to publish, or nobody can tell."""
+    """Whether finished parts are in it that their controller did not live to publish, or nobody can tell.
+
+    Parts of a periodic checkpoint are not kept: jobs that end while they write one are nothing unusual.
+    """
+    if Kind.of(name.incident, name.attempt) is Kind.PERIODIC:
+        return False
     final = layout.checkpoint_dir(root, name.global_step)
     if os.leads_to_directory(final) and name.job in ("", Claimed.if_readable(final, os).job):
         return False

@@ -123,6 +123,10 @@ class Os:
             return False
         return True
 
+    def unlock(self, fd: int) -> None:
+        """Gives back what `try_lock` took, for a child that was forked since then as well."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
     def pause(self, seconds: float) -> None:
         """Waits, between two looks at what another process does."""
         time.sleep(seconds)

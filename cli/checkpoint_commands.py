@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
 from lastwords.checkpoint.unpublished import Unpublished, find_unpublished
 from lastwords.cli import reasons, tables
+from lastwords.errors import IncompleteError
 
 
 class Verdict(enum.Enum):
@@ -54,7 +56,12 @@ def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
     if not as_json:
         print(path)
         return Verdict.FINE
-    manifest = load.open_checkpoint(path).manifest
+    try:
+        manifest = load.open_checkpoint(path).manifest
+    except IncompleteError:
+        if path.exists():
+            raise
+        return latest(root, job, as_json=as_json)  # it has just been pruned, so there is a newer one
     print_json({"path": str(path), **_summary_json(manifest)})
     return Verdict.FINE
 
@@ -73,14 +80,9 @@ def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = Fals
 
 def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
     """Checks one checkpoint, or all in a directory, and lists every problem."""
-    chosen = [load.examine(path)] if is_checkpoint(path) else load.scan(path)
-    if not chosen:
+    results = _verified(path, deep) or _verified(path, deep)  # if all were pruned meanwhile, there are newer ones
+    if not results:
         return nothing(path, as_json=as_json, empty={"checkpoints": []})
-    results: list[tuple[load.Found, list[load.Problem]]] = []
-    for found in chosen:
-        total = found.manifest.total_bytes if found.manifest is not None and deep else 0
-        with _progress(found.path.name, total) as progress:
-            results.append((found, load.verify(found.path, deep, progress=progress)))
     if as_json:
         print_json(
             {
@@ -88,6 +90,7 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
                 "checkpoints": [
                     {
                         "path": str(found.path),
+                        "kind": found.manifest.kind.value if found.manifest is not None else None,
                         "sound": not problems,
                         "bytes": found.manifest.total_bytes if found.manifest is not None else None,
                         "problems": [{"file": problem.file, "text": problem.text} for problem in problems],
@@ -98,15 +101,30 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
         )
     else:
         rows = [
-            (found.path.name, Text("sound", "green"), tables.size(found.manifest.total_bytes) if found.manifest else "")
-            if not problems
-            else (found.path.name, Text("not sound", "red"), "\n".join(problem.text for problem in problems))
+            (
+                found.path.name,
+                found.manifest.kind.value if found.manifest else "",
+                Text("not sound", "red") if problems else Text("sound", "green"),
+                "\n".join(problem.text for problem in problems) or _size(found),
+            )
             for found, problems in results
         ]
         what = "every byte" if deep else "manifests, sizes and headers"
-        tables.console().print(tables.table(f"Checked {what}", ("checkpoint", "result", ""), rows))
+        tables.console().print(tables.table(f"Checked {what}", ("checkpoint", "kind", "result", ""), rows))
     verdicts = [_verdict_of(found, problems) for found, problems in results]
     return max(verdicts, key=list(Verdict).index)
+
+
+def _verified(path: Path, deep: bool) -> list[tuple[load.Found, list[load.Problem]]]:
+    """Without those that a job has removed while they were looked at: nothing is wrong with them."""
+    results = []
+    for found in [load.examine(path)] if is_checkpoint(path) else load.scan(path):
+        total = found.manifest.total_bytes if found.manifest is not None and deep else 0
+        with _progress(found.path.name, total) as progress:
+            problems = load.verify(found.path, deep, progress=progress)
+        if not problems or found.path == path or os.path.lexists(found.path):
+            results.append((found, problems))
+    return results
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -154,15 +172,16 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
                 item.path.name,
                 tables.plain(item.status.value, _STYLES[VERDICTS[item.status]]),
                 item.manifest.global_step if item.manifest else "",
+                item.manifest.kind.value if item.manifest else "",
                 tables.moment(item.manifest.published_unix_ns) if item.manifest else "",
-                tables.size(item.manifest.total_bytes) if item.manifest else "",
+                _size(item),
                 item.manifest.job if item.manifest else "",
                 _exact(item.manifest, everything=everything, most=1) if item.manifest else "",
                 item.why or (item.manifest.reason if item.manifest else ""),
             )
             for item in found
         ]
-        columns = ("checkpoint", "state", "step", "published", "size", "job", "exact", "why")
+        columns = ("checkpoint", "state", "step", "kind", "published", "size", "job", "exact", "why")
         made = tables.table(f"Checkpoints in {root}, newest first", columns, rows, right=("step", "size"))
         tables.console().print(made)
         _print_unpublished(kept)
@@ -217,13 +236,14 @@ def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything:
 
 
 def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, everything: bool) -> None:
-    fence = f"generation {manifest.generation}, incident {manifest.incident}, attempt {manifest.attempt}"
+    fence = f"generation {manifest.generation}, {_which(manifest)}"
     parent = f" (resumed from {manifest.parent_job})" if manifest.parent_job else ""
     rows: list[tuple[str, object]] = [
         ("checkpoint", found.path),
         ("state", tables.plain(found.status.value, _STYLES[VERDICTS[found.status]])),
         ("step", f"{manifest.global_step} ({_place(manifest)})"),
         ("published", tables.moment(manifest.published_unix_ns)),
+        ("kind", manifest.kind.value),
         ("because", manifest.reason),
         ("caused by ranks", tables.numbers(manifest.cause_ranks)),
         ("job", f"{manifest.job}{parent}: {fence}"),
@@ -317,6 +337,16 @@ def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MA
     return tables.plain("no, because " + "\n".join(lines), "yellow")
 
 
+def _size(found: load.Found) -> str:
+    return tables.size(found.manifest.total_bytes) if found.manifest else ""
+
+
+def _which(manifest: Manifest) -> str:
+    if manifest.is_periodic:
+        return f"periodic checkpoint {manifest.attempt}"
+    return f"incident {manifest.incident}, attempt {manifest.attempt}"
+
+
 def _place(manifest: Manifest) -> str:
     if not manifest.named:
         return "not known: the loop had not named its epoch and step yet"
@@ -333,6 +363,7 @@ def _summary_json(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step if manifest.named else None,
         "job": manifest.job,
         "generation": manifest.generation,
+        "kind": manifest.kind.value,
         "world_size": manifest.world_size,
         "holders_world_size": manifest.holders_world_size,
         "published_unix_ns": manifest.published_unix_ns,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import json
 import logging
 import math
 import os
@@ -17,7 +18,8 @@ from pathlib import Path
 
 from lastwords import __version__
 from lastwords.cli import checkpoint_commands as commands
-from lastwords.cli import interop_commands, transform_command
+from lastwords.cli import interop_commands, retention_commands, transform_command
+from lastwords.controller.launch import start_successor
 from lastwords.errors import (
     BusyError,
     ConfigError,
@@ -28,6 +30,7 @@ from lastwords.errors import (
     StorageError,
     UnavailableError,
 )
+from lastwords.liveness.paths import STATE_NAME
 
 
 class ExitCode(enum.IntEnum):
@@ -100,8 +103,15 @@ def build_parser() -> argparse.ArgumentParser:
     top.add_argument("--controller", metavar="HOST:PORT", help="as of status")
     top.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="pause between looks (default: 1)")
     top.add_argument("--frames", type=int, default=0, metavar="N", help="end after N looks (default: never)")
+    what = "start the controller of a running job again, on the host where it was killed: docs/troubleshooting.md"
+    controller = bare("controller", what)
+    controller.add_argument(
+        "--recover", type=Path, required=True, metavar="PATH", help="the job's directory in /dev/shm, or the file in it"
+    )
+    controller.add_argument("--json", action="store_true", help="print one JSON document")
     what = "run this host's ranks of a training script; torchrun's flags, and --spares: docs/healing.md"
     subcommands.add_parser("run", help=what, add_help=False)
+    retention_commands.add_parsers(bare)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)
     return parser
@@ -157,7 +167,13 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
 
         top(arguments.controller, every_s=arguments.every, frames=arguments.frames)
         return ExitCode.OK
-    if arguments.command == "latest":
+    if arguments.command == "controller":
+        return _recovered(arguments)
+    if arguments.command == "prune":
+        return _pruned(arguments)
+    if arguments.command == "ls":
+        verdict = retention_commands.listed(arguments.path, as_json=arguments.json)
+    elif arguments.command == "latest":
         verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)
     elif arguments.command == "groups":
         from lastwords.cli.groups_command import groups  # brings protobuf
@@ -175,6 +191,24 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
         commands.Verdict.DAMAGED: ExitCode.DAMAGED,
         commands.Verdict.UNREADABLE: ExitCode.STORAGE,
     }[verdict]
+
+
+def _recovered(arguments: argparse.Namespace) -> ExitCode:
+    path = arguments.recover.absolute()
+    handle = start_successor(path / STATE_NAME if path.is_dir() else path, by_hand=True)
+    if arguments.json:
+        sys.stdout.write(json.dumps({"pid": handle.pid, "log": str(handle.log_path)}) + "\n")
+    else:
+        sys.stdout.write(f"the controller is process {handle.pid}; its log is {handle.log_path}\n")
+    return ExitCode.OK
+
+
+def _pruned(arguments: argparse.Namespace) -> ExitCode:
+    outcomes = retention_commands.prune(arguments)
+    if outcomes is None:
+        return ExitCode.NOTHING_FOUND
+    left = [outcome.left for outcome in outcomes if outcome.left is not None]
+    return max((exit_code_of(error) for error in left), default=ExitCode.OK)
 
 
 def exit_code_of(error: LastWordsError) -> ExitCode:

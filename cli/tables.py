@@ -78,6 +78,20 @@ def size(count: int) -> str:
     return f"{amount:.1f} TiB"
 
 
+def age(seconds: float) -> str:
+    """How long ago, for people; a clock that was set back makes it negative.
+
+    >>> age(59), age(200), age(7300), age(3 * 86400), age(-5)
+    ('59 s', '3 min', '2 h', '3 d', 'in the future')
+    """
+    if seconds < 0:
+        return "in the future"
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def moment(unix_ns: int) -> str:
     """Time in UTC, to the second.
 

@@ -3,6 +3,9 @@
 Arguments: a `ControllerSpec` as JSON, and the number of a pipe that is told, in one line of JSON, that the controller
 serves or why it does not (none: nobody is told). The job's token comes in LASTWORDS_TOKEN, never as an argument.
 
+In place of the settings the path of a state file (`state_file`): the controller that wrote it was killed, and this one
+follows. --by-hand as a third argument: however often that has happened.
+
 With --wait instead: a process that has imported everything, and is told by one line of JSON on its standard input what
 to serve (`spec`, `token`); it answers on its standard output. If nothing comes, it ends.
 """
@@ -22,13 +25,16 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from lastwords.controller import handover
+from lastwords.controller import handover, takeover
 from lastwords.controller.core import ControllerCore
+from lastwords.controller.events import Remember
 from lastwords.controller.server import ControllerShell
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
-from lastwords.errors import ConfigError, LastWordsError
-from lastwords.liveness import process_id
+from lastwords.controller.state_file import StateFile
+from lastwords.errors import BusyError, ConfigError, LastWordsError
+from lastwords.liveness import paths, process_id
 from lastwords.transport import call_metadata, host_port
 
 _log = logging.getLogger("lastwords.controller")
@@ -82,7 +88,23 @@ def _await_work() -> list[str]:
     return [work["spec"], str(ready_fd)]
 
 
-async def _serve(spec: ControllerSpec, token: str, ready: Callable[[], None]) -> None:
+def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, str, StateFile, Remember | None]:
+    """What this process serves, in the place of another one if `argument` is the state file of that."""
+    if argument.startswith("/"):
+        kept = takeover.follow(Path(argument), by_hand=by_hand)
+        spec, token, before = dataclasses.replace(kept.spec, starter_pid=0), kept.token, kept.remembered
+        owner = takeover.this_owner(kept.owner)
+    else:
+        spec, before, owner = ControllerSpec.from_json(argument), None, takeover.this_owner()
+        takeover.hold(paths.make_job_dir(spec.job, spec.generation, spec.nonce))
+    call_metadata(token)
+    path = paths.state_path(spec.job, spec.generation, spec.nonce)
+    return spec, token, StateFile(path, owner, spec, token), before
+
+
+async def _serve(
+    spec: ControllerSpec, token: str, state_file: StateFile, before: Remember | None, ready: Callable[[], None]
+) -> None:
     record = handover.RunRecord(
         address=host_port(spec.ip, spec.port),
         pid=os.getpid(),
@@ -94,8 +116,8 @@ async def _serve(spec: ControllerSpec, token: str, ready: Callable[[], None]) ->
     )
     run_file = handover.RunFile(handover.run_file_path(spec.ip, spec.port), record)
     options = dataclasses.replace(spec.options, has_fallback_target=spec.fallback_root is not None)
-    core = ControllerCore(spec.world_size, spec.generation, options)
-    await ControllerShell(spec, token, core, run_file=run_file).run(ready)
+    core = ControllerCore(spec.world_size, spec.generation, options, before)
+    await ControllerShell(spec, token, core, run_file=run_file, state_file=state_file, before=before).run(ready)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,16 +133,15 @@ def main(argv: list[str] | None = None) -> int:
     ready_fd = int(arguments[1]) if len(arguments) > 1 else -1
     listener = _set_up_logging()
     try:
-        spec = ControllerSpec.from_json(arguments[0] if arguments else "")
-        token = os.environ.pop(TOKEN_VARIABLE, "")
-        call_metadata(token)
+        argument = arguments[0] if arguments else ""
+        work = _begin(argument, os.environ.pop(TOKEN_VARIABLE, ""), "--by-hand" in arguments[2:])
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one socket for each session
         sys.setswitchinterval(0.0005)  # a storage thread must not keep the loop from a death for 5 ms
         with contextlib.suppress(OSError):  # only allowed to some users; it needs little, but that at once
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         gc.freeze()
-        asyncio.run(_serve(spec, token, lambda: _tell(ready_fd, {"ready": True})))
+        asyncio.run(_serve(*work, lambda: _tell(ready_fd, {"ready": True})))
         code = 0
     except ConfigError as error:
         _log.error("%s", error)
@@ -128,7 +149,8 @@ def main(argv: list[str] | None = None) -> int:
         code = 2
     except LastWordsError as error:
         _log.error("%s", error)
-        _tell(ready_fd, {"error": "unavailable", "message": str(error)})
+        kind = "busy" if isinstance(error, BusyError) else "unavailable"
+        _tell(ready_fd, {"error": kind, "message": str(error)})
         code = 1
     except Exception:  # outermost: the log has to say why the process ended
         _log.exception("the controller failed")

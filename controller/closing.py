@@ -51,42 +51,36 @@ class Closing:
     def exit_all(self, incident: Incident, verdict: Ended) -> None:
         """An incident is over."""
         kind, reason, causes = verdict.kind, verdict.reason, incident.causes.ranks
-        self.outcome = Outcome(_OUTCOME_KINDS[kind], verdict.step, verdict.path, reason, causes)
-        self._causes = frozenset(causes)
         what = f"step {verdict.step} is in {verdict.path}" if kind is ExitKind.SAVED else _OUTCOME_KINDS[kind].value
         level = ERROR if kind is ExitKind.NOT_SAVED else INFO
         self._context.log(level, f"incident {incident.number} is over: {what}; {reason}")
-        self._say(
-            State.EXITING,
-            Exit(
-                self._context.generation,
-                incident.number,
-                kind,
-                verdict.step,
-                verdict.path,
-                reason,
-                causes[:NAMED_RANKS_MAX],
-            ),
-        )
+        self.end(Outcome(_OUTCOME_KINDS[kind], verdict.step, verdict.path, reason, causes), incident.number)
 
     def release_all(self, step: int) -> None:
         """All ranks have left the loop at the same step."""
         reason = f"all ranks have left the training loop at step {step}"
-        self.outcome = Outcome(OutcomeKind.RELEASED, step, "", reason, ())
         self._context.log(INFO, reason)
-        self._say(State.RELEASING, Release(self._context.generation))
+        self.end(Outcome(OutcomeKind.RELEASED, step, "", reason, ()))
 
     def refuse_all(self, reason: str) -> None:
         """The job cannot start."""
-        self.outcome = Outcome(OutcomeKind.REFUSED, 0, "", reason, ())
         self._context.log(ERROR, reason)
-        self._say(State.REFUSING, Refused(self._context.generation, reason))
+        self.end(Outcome(OutcomeKind.REFUSED, 0, "", reason, ()))
 
-    def _say(self, state: State, order: Order) -> None:
-        context = self._context
-        context.state = state
-        self.farewell = order
-        context.timers.clear("start", "loop", "leave")
+    def end(self, outcome: Outcome, incident: int = 0) -> None:
+        """It is decided how the job ends, here or by the controller before: tell everybody."""
+        context, causes = self._context, outcome.cause_ranks
+        self.outcome, self._causes = outcome, frozenset(causes)
+        match outcome.kind:
+            case OutcomeKind.RELEASED:
+                context.state, self.farewell = State.RELEASING, Release(context.generation)
+            case OutcomeKind.REFUSED:
+                context.state, self.farewell = State.REFUSING, Refused(context.generation, outcome.reason)
+            case kind:
+                facts = (outcome.step, outcome.path, outcome.reason, causes[:NAMED_RANKS_MAX])
+                exit_kind = next(one for one, other in _OUTCOME_KINDS.items() if other is kind)
+                context.state, self.farewell = State.EXITING, Exit(context.generation, incident, exit_kind, *facts)
+        context.timers.clear("start", "loop", "leave", "begin_notice", "leave_notice")
         context.be_certain()
         context.timers.set("exit", context.now_s + context.options.exit_timeout_s)
         context.timers.set("farewell", context.now_s + self._pause_s)
@@ -115,6 +109,9 @@ class Closing:
     def on_timer(self, name: str) -> None:
         """`farewell`: say it again. `exit`: nobody is waited for any longer."""
         if name == "exit":
+            if self._context.publishing:
+                self._context.timers.set("exit", self._context.now_s + self._context.options.exit_timeout_s)
+                return
             members = self._context.members
             late = sorted(members.living) + [rank for rank in members.missing_ranks if rank not in self._told_strangers]
             self._stop(f"the job has ended; {ranks_text(late)} did not deregister in time")
@@ -135,8 +132,10 @@ class Closing:
         self.stop_if_empty()
 
     def _lingering(self) -> bool:
-        """True while some rank may still have to be told: one that lives, or one that is still to come."""
+        """True while some rank may still have to be told (one that lives, or is still to come), or files be named."""
         members = self._context.members
+        if self._context.publishing:
+            return True
         return bool(members.living) or len(members.members) + len(self._told_strangers) < members.world_size
 
     def _stop(self, reason: str) -> None:

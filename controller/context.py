@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from lastwords.controller.events import ControllerOptions, Effect, Log, NewestKnown, Send, State
-from lastwords.controller.membership import Member, Membership
-from lastwords.vocabulary import ExitKind, Order
+from lastwords.controller.events import INFO, ControllerOptions, Effect, Log, NewestKnown, Send, State
+from lastwords.controller.membership import Life, Member, Membership
+from lastwords.vocabulary import ExitKind, Notice, Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ class Timers:
         """Whether this timer is set."""
         return name in self._at_s
 
+    def at_s(self, name: str) -> float | None:
+        """When this timer is due; None if it is not set."""
+        return self._at_s.get(name)
+
     def pop_due(self, now_s: float) -> list[str]:
         """Timers that are due, in the order of their time; they are stopped."""
         due = sorted((at_s, name) for name, at_s in self._at_s.items() if at_s <= now_s)
@@ -83,6 +88,7 @@ class JobContext:
         self.now_s = 0.0
         self.newest: NewestKnown | None = None  # as far as the shell has looked
         self.certain = False
+        self.publishing = False  # a periodic checkpoint is complete: the controller stays until it has its name
         self.effects: list[Effect] = []
 
     def be_certain(self) -> bool:
@@ -107,6 +113,13 @@ class JobContext:
     def log(self, level: int, text: str) -> None:
         """Say one line to the operator."""
         self.effects.append(Log(level, text))
+
+    def tell_people(self, text: str, *, about: Collection[int] = ()) -> None:
+        """A line in the output of one rank: the lowest, if it can be none of those that it is about."""
+        self.log(INFO, text)
+        living = [rank for rank in self.members.connected_ranks() if self.members.members[rank].life is Life.ALIVE]
+        for rank in sorted(living, key=lambda rank: (rank in about, rank))[:1]:
+            self.send(rank, Notice(self.generation, text))
 
     def send(self, rank: int, order: Order) -> None:
         """Send an order to a rank that has a session; others get it when they return."""

@@ -6,7 +6,7 @@ back to WATCHING if it was a false alarm. See docs/protocol.md.
 
 API::
 
-    core = ControllerCore(world_size, generation, options)
+    core = ControllerCore(world_size, generation, options, before)   # before: what a killed one remembered last
     effects = core.handle(event, now_s)      # now_s: monotonic seconds, never going back
     core.deadline_s                          # when the next Tick is wanted, at the latest
     core.state, core.incident, core.outcome  # for people
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from lastwords.controller.closing import Closing
-from lastwords.controller.context import Ended, JobContext, Resumed
+from lastwords.controller.context import Ended, Resumed
 from lastwords.controller.detection import CERTAIN, death_text, suspicion_text
 from lastwords.controller.events import (
     INFO,
@@ -35,7 +35,6 @@ from lastwords.controller.events import (
     Event,
     FromRank,
     NewestKnown,
-    Outcome,
     Reply,
     SessionClosed,
     State,
@@ -43,12 +42,18 @@ from lastwords.controller.events import (
     Tick,
     Watched,
 )
+from lastwords.controller.hang import HangWatch
 from lastwords.controller.incident import TIMERS, Incident
+from lastwords.controller.job_state import JobState
 from lastwords.controller.loop import LoopWatch, Strayed
-from lastwords.controller.membership import Life, Member, Membership
+from lastwords.controller.membership import Life, Member
+from lastwords.controller.memory import Memory
+from lastwords.controller.periodic import PERIODIC, Periodic
+from lastwords.controller.succession import Succession
 from lastwords.controller.words import ranks_text
 from lastwords.vocabulary import (
     DeathSource,
+    ExitKind,
     Goodbye,
     Hello,
     Left,
@@ -61,8 +66,10 @@ from lastwords.vocabulary import (
     Saved,
     SaveFailed,
     SaveProgress,
+    SaveWanted,
     Settled,
     Signalled,
+    Stack,
     Status,
     Welcome,
 )
@@ -73,46 +80,8 @@ _ENDING: Final = frozenset((State.EXITING, State.RELEASING, State.REFUSING))
 """Everybody has been told to go; nothing is protected any more."""
 
 
-class ControllerCore:
+class ControllerCore(JobState):
     """The controller of one job and generation; see the module's docstring. For one thread."""
-
-    def __init__(self, world_size: int, generation: int, options: ControllerOptions | None = None) -> None:
-        self._context = JobContext(world_size, generation, options or ControllerOptions())
-        self._members = self._context.members
-        self._timers = self._context.timers
-        self._incident: Incident | None = None
-        self._incident_number = 0
-        self._incident_resumed = 0  # newest one that was a false alarm
-        self._closing = Closing(self._context)
-        self._loop = LoopWatch(self._context, self._closing)
-        self._started = False
-
-    # ------------------------------------------------------------------ queries
-
-    @property
-    def state(self) -> State:
-        """Where the job stands."""
-        return self._context.state
-
-    @property
-    def incident(self) -> int:
-        """Number of the newest incident, 0 if there was none."""
-        return self._incident_number
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """How the job ended, once that is decided."""
-        return self._closing.outcome
-
-    @property
-    def members(self) -> Membership:
-        """Who takes part; to be read only."""
-        return self._members
-
-    @property
-    def deadline_s(self) -> float | None:
-        """When the next Tick is due; None if nothing is waited for. Before the first event it is due at once."""
-        return self._timers.next_s if self._started else 0.0
 
     # ------------------------------------------------------------------ events
 
@@ -125,7 +94,7 @@ class ControllerCore:
             return []
         if not self._started:
             self._started = True
-            self._timers.set("start", now_s + context.options.start_timeout_s)
+            self._begin()
         match event:
             case FromRank(report):
                 self._on_report(report)
@@ -133,11 +102,19 @@ class ControllerCore:
                 self._on_session_closed(rank)
             case Died(rank, source):
                 self._on_end(rank, source)
-            case Watched(rank):
-                self._members.members[rank].watched = True
+            case Watched(rank, ended):
+                self._members.members[rank].watched = not ended
+                if ended:
+                    self._timers.set_earlier("suspects", now_s)
+            case _ if isinstance(event, StorageEvent) and event.incident == PERIODIC:
+                self._periodic.on_storage(event)
+                if self._incident is not None:
+                    self._incident.on_storage_moved()
             case _ if isinstance(event, StorageEvent):
                 if (incident := self._current(event.incident)) is not None:
                     incident.on_storage(event)
+                elif self._incident is not None:
+                    self._succession.on_storage(event, self._incident)
             case NewestKnown():
                 context.newest = event
             case Tick():
@@ -145,21 +122,70 @@ class ControllerCore:
         for name in self._timers.pop_due(now_s):
             if not self._closing.stopped:
                 self._on_timer(name)
+        if self._periodic.holds_no_more:
+            self._stray(self._loop.check_left())
         self._follow_verdict()
+        self._closing.stop_if_empty()
         effects, context.effects = context.effects, []
-        return effects
+        return self._remembering(effects)
+
+    def _remembering(self, effects: list[Effect]) -> list[Effect]:
+        """What follows from an event, and before all of it what the next controller has to know of that."""
+        if not effects and self._members.loop_go_sent:
+            return effects  # before that, ranks may say where they start, and nothing follows yet
+        numbers = Memory(
+            incident=self._incident_number,
+            resumed=self._incident_resumed,
+            periodic=self._periodic.newest,
+            outcome=self._closing.outcome,
+        )
+        kept = self._succession.remember(numbers, self._incident)
+        return effects if kept is None else [kept, *effects]
+
+    def _begin(self) -> None:
+        """The first event; perhaps in the place of a controller that was killed."""
+        context, before = self._context, self._succession.before
+        if not self._members.complete:
+            self._timers.set("start", context.now_s + context.options.start_timeout_s)
+        else:
+            context.state = State.WATCHING
+            self._succession.begin()
+        if before is None:
+            return
+        memory = before.memory
+        self._incident_number, self._incident_resumed = memory.incident, memory.resumed
+        if memory.periodic is not None:
+            self._periodic.follow(memory.periodic)
+        if memory.outcome is not None:
+            self._closing.end(memory.outcome, memory.incident)
+        elif not memory.certain:
+            self._incident_resumed = memory.incident  # if it is not over, nothing has been chosen in it
+        else:
+            incident = self._incident_or_new()
+            incident.be_certain()
+            for gone in memory.gone:
+                incident.on_death(gone.rank, gone.source)
+            self._open(incident, f"the controller was killed in incident {memory.incident}")
+            self._succession.publish_first()
 
     def _current(self, number: int) -> Incident | None:
         return self._incident if self._incident is not None and self._incident.number == number else None
 
     def _on_timer(self, name: str) -> None:
-        if name in TIMERS:
+        if name in Succession.TIMERS:
+            for rank in self._succession.take_absent():
+                self._on_silence(self._members.members[rank], DeathSource.STREAM)
+        elif name in TIMERS:
             if self._incident is not None and self._incident.verdict is None:
                 self._incident.on_timer(name)
         elif name in Closing.TIMERS:
             self._closing.on_timer(name)
+        elif name in Periodic.TIMERS:
+            self._periodic.on_timer(name)
         elif name in LoopWatch.TIMERS:
             self._stray(self._loop.on_timer(name))
+        elif name in HangWatch.TIMERS:
+            self._stray(self._hang.on_timer())
         elif name == "suspects":
             self._confirm_suspects()
         elif self._context.state is State.REGISTERING:
@@ -185,8 +211,10 @@ class ControllerCore:
         handler(self, member, report)
 
     def _on_status(self, member: Member, report: Status) -> None:
-        for death in self._loop.on_status(member, report.stand):
+        for death in self._loop.on_status(member, report):
             self._on_death(*death)
+        self._periodic.on_status(report.rank)
+        self._hang.on_status(member, report)
 
     def _on_loop_begin(self, member: Member, report: LoopBegin) -> None:
         self._loop.on_begin(report)
@@ -202,16 +230,25 @@ class ControllerCore:
             current.on_settled(report)
 
     def _on_save_progress(self, member: Member, report: SaveProgress) -> None:
-        if (current := self._current(report.incident)) is not None:
+        if report.incident == PERIODIC:
+            self._periodic.on_progress(report)
+        elif (current := self._current(report.incident)) is not None:
             current.on_save_progress(report)
 
     def _on_saved(self, member: Member, report: Saved) -> None:
-        if (current := self._current(report.incident)) is not None:
+        if report.incident == PERIODIC:
+            self._periodic.on_saved(report)
+        elif (current := self._current(report.incident)) is not None:
             current.on_saved(report.rank, report.attempt, report.step)
 
     def _on_save_failed(self, member: Member, report: SaveFailed) -> None:
-        if (current := self._current(report.incident)) is not None:
+        if report.incident == PERIODIC:
+            self._periodic.on_failed(report)
+        elif (current := self._current(report.incident)) is not None:
             current.on_save_failed(report)
+
+    def _on_save_wanted(self, member: Member, report: SaveWanted) -> None:
+        self._periodic.want()
 
     def _on_raised(self, member: Member, report: Raised) -> None:
         if self._context.state in _ENDING:
@@ -258,6 +295,14 @@ class ControllerCore:
             self._on_return(member)
         else:
             self._catch_up(member)
+        if self._succession.is_last_to_return(member.rank):
+            self._all_are_back()
+
+    def _all_are_back(self) -> None:
+        """Every rank that lives is known to this controller, which follows one that was killed."""
+        self._context.log(INFO, "every living rank has connected again")
+        if self._members.loop_go_sent:
+            self._periodic.begin(self._members.schedule)
 
     def _welcome(self) -> Welcome:
         return Welcome(self._members.generation, self._incident_number, self._members.world_size)
@@ -275,8 +320,10 @@ class ControllerCore:
             self._closing.tell(member.rank)
         elif self._incident is not None:
             self._incident.catch_up(member.rank)
-        elif self._incident_resumed:
-            self._context.send(member.rank, Resume(self._members.generation, self._incident_resumed))
+        else:
+            if self._incident_resumed:
+                self._context.send(member.rank, Resume(self._members.generation, self._incident_resumed))
+            self._periodic.catch_up(member.rank)
 
     # ------------------------------------------------------------------ doubt, death, departure
 
@@ -321,7 +368,9 @@ class ControllerCore:
         self._members.bury(member.rank, source)
         if self._context.state in _ENDING:
             self._closing.stop_if_empty()
-        elif not self._loop.lets_go(member.rank, source):
+        elif self._loop.lets_go(member.rank, source):
+            self._periodic.on_death(member.rank)
+        else:
             self._on_death(member.rank, source)
 
     def _on_death(self, rank: int, source: DeathSource) -> None:
@@ -359,7 +408,8 @@ class ControllerCore:
 
     def _open(self, incident: Incident, words: str) -> None:
         if not incident.opened:
-            self._timers.clear("start", "leave", "loop")
+            self._timers.clear("start", *LoopWatch.TIMERS, *HangWatch.TIMERS)
+            self._periodic.interrupt()
             incident.open(words)
 
     def _follow_verdict(self) -> None:
@@ -370,6 +420,7 @@ class ControllerCore:
                 case Resumed():
                     self._resume_all(incident.number)
                 case Ended() as verdict:
+                    self._succession.clear_up(saved=verdict.kind is ExitKind.SAVED)
                     self._closing.exit_all(incident, verdict)
 
     def _resume_all(self, number: int) -> None:
@@ -380,16 +431,20 @@ class ControllerCore:
         self._context.log(INFO, f"incident {number}: false alarm, every rank continues")
         self._context.send_all(Resume(self._members.generation, number))
         self._loop.check_begin()
+        self._periodic.order_next()
+        self._hang.begin_anew()
         self._stray(self._loop.check_left())
 
 
 _HANDLERS: Final[dict[type, Callable[..., None]]] = {
     LoopBegin: ControllerCore._on_loop_begin,
     Status: ControllerCore._on_status,
+    Stack: lambda core, member, report: core._hang.on_stack(member.rank),
     Settled: ControllerCore._on_settled,
     SaveProgress: ControllerCore._on_save_progress,
     Saved: ControllerCore._on_saved,
     SaveFailed: ControllerCore._on_save_failed,
+    SaveWanted: ControllerCore._on_save_wanted,
     Raised: ControllerCore._on_raised,
     Signalled: ControllerCore._on_signalled,
     Left: ControllerCore._on_left,

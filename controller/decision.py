@@ -145,7 +145,7 @@ def _writers_words(writers: Mapping[int, Assignment]) -> list[str]:
 def nothing_text(base_step: int) -> str:
     """Why there is nothing to save in a job that started at `base_step`."""
     if base_step == 0:
-        return "no step had been completed yet"
+        return "no step had been completed since the start"
     return f"no step had been completed since the start at step {base_step}, whose checkpoint is still the newest"
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lastwords.vocabulary import DeathSource, Order, Report
+
+if TYPE_CHECKING:
+    from lastwords.controller.memory import Memory, Registered
 
 INFO = 20
 WARNING = 30
@@ -46,7 +50,9 @@ class ControllerOptions:
     refused (writing, reading back, publishing) is tried again. leave_timeout_s: how long a rank that left the loop
     early waits while no other rank moves; finish_timeout_s: the same for a rank that has done all its steps.
     exit_timeout_s: from Exit (Release, Refused) to the last closed session. start_timeout_s: for all ranks to
-    register, and for all to begin the loop. has_fallback_target: there is a second directory (target 1).
+    register, and for all to begin the loop. hang_notice_s: without a step that ends until people are told which rank is
+    behind, and never less than some of the job's steps take; hang_timeout_s: until that is an incident, 0: never.
+    has_fallback_target: there is a second directory (target 1).
     """
 
     keepalive_time_s: float = 0.8
@@ -63,6 +69,8 @@ class ControllerOptions:
     finish_timeout_s: float = 600.0
     exit_timeout_s: float = 10.0
     start_timeout_s: float = 300.0
+    hang_notice_s: float = 10.0
+    hang_timeout_s: float = 0.0
     has_fallback_target: bool = False
 
 
@@ -155,9 +163,13 @@ class StorageProgress:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The host watch will tell when the process of this rank ends, so its silence alone is no death."""
+    """The host watch will tell when the process of this rank ends, so its silence alone is no death.
+
+    ended: it has ended, and not by dying. Whether it was allowed to go is for others to say; it only is silent now.
+    """
 
     rank: int
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +339,25 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Prune:
+    """Remove periodic checkpoints of this job beyond those that are kept, as `Schedule` has it. No answer."""
+
+    keep_max: int
+    keep_minutes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep this for the controller that follows if this one is killed, before anything else is done. No answer.
+
+    members: by rank; nobody until all are registered.
+    """
+
+    members: tuple[Registered, ...]
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """One line for an operator. `level` as in `logging`."""
 
@@ -341,4 +372,4 @@ class Stop:
     reason: str
 
 
-Effect = Send | Reply | StartVerify | StartPublish | Discard | Keep | Log | Stop
+Effect = Send | Reply | StartVerify | StartPublish | Discard | Keep | Prune | Remember | Log | Stop

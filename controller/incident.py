@@ -29,7 +29,7 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.saving import Saving
 from lastwords.controller.views import rank_views
-from lastwords.controller.words import newest_text
+from lastwords.controller.words import first_texts, newest_text
 from lastwords.vocabulary import (
     DeathSource,
     ExitKind,
@@ -43,6 +43,9 @@ from lastwords.vocabulary import (
     Signalled,
     Stand,
 )
+
+NOTICE_S = 3.0
+"""From the beginning of an incident until people are told for whom all wait; ranks settle within milliseconds."""
 
 
 class Incident:
@@ -63,7 +66,7 @@ class Incident:
         self._proceeding: dict[int, float] = {}  # rank -> deadline
         self._proceed_step = 0
         self._selected = False
-        self._saving = Saving(context, number)
+        self.saving = Saving(context, number)
         self._told = ""
         self._resend_pause_s = RESEND_INTERVAL_S
 
@@ -75,6 +78,7 @@ class Incident:
         self.opened = True
         self._first_words = words
         self._context.log(WARNING, f"incident {self.number}: {self.words()}; every rank is ordered to stop")
+        self._context.timers.set("notice", self._context.now_s + NOTICE_S)
         self._unsettled = set(self._context.members.living)
         self._send_freeze(self._unsettled)
         self._arm_resend()
@@ -93,20 +97,20 @@ class Incident:
 
     def on_death(self, rank: int, source: DeathSource) -> None:
         """A process has ended (or its suspicion was confirmed)."""
-        self._be_certain()
+        self.be_certain()
         if self.causes.add(rank, death_text(source)) and self.opened:
             self._context.log(WARNING, f"incident {self.number}: rank {rank} {death_text(source)}")
         self._unsettled.discard(rank)
         self._settled.pop(rank, None)
         self._proceeding.pop(rank, None)
-        if self._saving.drop_writer(rank):
+        if self.saving.drop_writer(rank):
             self._context.log(
                 WARNING, (f"incident {self.number}: rank {rank} had not finished writing its files; choosing again")
             )
             self._choose_again()
         self.advance()
 
-    def _be_certain(self) -> None:
+    def be_certain(self) -> None:
         """No Resume any more. Only from here on is a silent rank left out after settle_timeout_s, alive or not."""
         if self._context.be_certain():
             self._context.timers.set("settle", self._context.now_s + self._context.options.settle_timeout_s)
@@ -126,7 +130,7 @@ class Incident:
 
     def on_raised(self, report: Raised) -> None:
         """An exception left the loop of a rank: this incident cannot end in Resume any more."""
-        self._be_certain()
+        self.be_certain()
         if not report.secondary and self.causes.add(report.rank, f"raised {report.summary}") and self.opened:
             self._context.log(WARNING, f"incident {self.number}: rank {report.rank} raised {report.summary}")
         if not report.secondary:  # it has left its loop and comes to no gate any more: its answer stands
@@ -136,14 +140,14 @@ class Incident:
 
     def on_signalled(self, report: Signalled) -> None:
         """A rank was asked to stop."""
-        self._be_certain()
+        self.be_certain()
         if self.causes.add_signal(report.rank, words := signal_text(report.signal_number)) and self.opened:
             self._context.log(INFO, f"incident {self.number}: rank {report.rank} {words}")
         self.advance()
 
     def on_strayed(self, ranks: tuple[int, ...], words: str) -> None:
         """Ranks have left the loop where others cannot follow."""
-        self._be_certain()
+        self.be_certain()
         for rank in ranks:
             self.causes.add(rank, words)
         self.advance()
@@ -158,7 +162,7 @@ class Incident:
         self._send_freeze((rank,))
         if rank in self._proceeding:
             self._context.send(rank, self._proceed())
-        if (writing := self._saving.writing.get(rank)) is not None:
+        if (writing := self.saving.writing.get(rank)) is not None:
             self._context.send(rank, writing.order)
 
     # ------------------------------------------------------------------ settle
@@ -196,7 +200,7 @@ class Incident:
 
     def _exclude(self, rank: int, words: str) -> None:
         """Go on without a living rank: it does not count as a survivor and is told to leave at the end."""
-        self._be_certain()
+        self.be_certain()
         self.excluded[rank] = words
         self._unsettled.discard(rank)
         self._proceeding.pop(rank, None)
@@ -205,7 +209,7 @@ class Incident:
     # ------------------------------------------------------------------ select
 
     def _select(self) -> None:
-        context, saving = self._context, self._saving
+        context, saving = self._context, self.saving
         views = rank_views(context.members, saving, self._settled, self.excluded)
         answer = choose(context, saving, views)
         if saving.tries_writers_later(retry_s(context, saving, views, answer)):
@@ -222,9 +226,11 @@ class Incident:
     def _cannot_save(self, answer: NoDecision) -> None:
         words = f"{self.words()}; {answer.reason}"
         if answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
-            self._end(ExitKind.NOTHING_TO_SAVE, words)
+            # A death before resume() has said where this start goes on; the state is in a checkpoint all the same.
+            known = self._context.newest if not self._context.members.base_step else None
+            self._end(ExitKind.NOTHING_TO_SAVE, f"{words}; {newest_text(known)}" if known and known.path else words)
         else:
-            more = (self._saving.storage_reason, newest_text(self._context.newest))
+            more = (self.saving.storage_reason, newest_text(self._context.newest))
             self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words, *more))))
 
     def _carry_out(self, decision: Decision) -> None:
@@ -247,7 +253,7 @@ class Incident:
             self._arm_resend()
             return
         context.state = State.SAVING
-        self._saving.begin(decision, decision.reason)
+        self.saving.begin(decision, decision.reason)
         self._arm_resend()
         self._verify_if_written()
 
@@ -258,26 +264,26 @@ class Incident:
 
     def on_save_progress(self, report: SaveProgress) -> None:
         """A writer moves."""
-        self._saving.progress(report)
+        self.saving.progress(report)
 
     def on_saved(self, rank: int, attempt: int, step: int) -> None:
         """A writer has finished."""
-        if self._saving.finish(rank, attempt, step):
+        if self.saving.finish(rank, attempt, step):
             self._verify_if_written()
 
     def on_save_failed(self, report: SaveFailed) -> None:
         """A writer has failed: its file system refused, or it could not do it."""
-        if (part := self._saving.fail(report.rank, report.attempt)) is None:
+        if (part := self.saving.fail(report.rank, report.attempt)) is None:
             return
         words = f"rank {report.rank} could not write its files of step {report.step}: {report.reason}"
         if not part.units or report.storage:
             self._context.log(ERROR, f"incident {self.number}: {words}")
         if report.storage:
-            self._saving.refuse(report.rank, words)
+            self.saving.refuse(report.rank, words)
         elif part.units:
             self._exclude(report.rank, f"could not write ({report.reason})")
         else:
-            self._saving.cannot_copy.add(report.rank)  # its own weights are as good as before
+            self.saving.cannot_copy.add(report.rank)  # its own weights are as good as before
         self._choose_again()
 
     def _choose_again(self) -> None:
@@ -286,17 +292,22 @@ class Incident:
         self.advance()
 
     def _verify_if_written(self) -> None:
-        if self._context.state is State.SAVING and not self._saving.writing:
+        if self._context.state is State.SAVING and not self.saving.writing:
             self._context.state = State.VERIFYING
-            self._saving.start_verify()
+            self.saving.start_verify()
             self._await_storage()
 
     def _await_storage(self) -> None:
         self._context.timers.set("storage", self._context.now_s + self._context.options.storage_timeout_s)
 
+    def on_storage_moved(self) -> None:
+        """A periodic checkpoint that was before this one's files in the queue has come further."""
+        if self._context.timers.running("storage"):
+            self._await_storage()
+
     def on_storage(self, event: StorageEvent) -> None:
         """The controller's own work on the finished files goes on, or has an answer; late ones are void."""
-        state = self._context.state if event.attempt == self._saving.attempt else None
+        state = self._context.state if event.attempt == self.saving.attempt else None
         match event:
             case Published(attempt=attempt, path=path):
                 self._on_published(attempt, path)
@@ -313,35 +324,35 @@ class Incident:
 
     def _on_blocked(self, words: str) -> None:
         """The file system did not let the controller do it; perhaps later it does."""
-        views = rank_views(self._context.members, self._saving, self._settled, self.excluded)
-        if not self._saving.tries_files_later(words, files_retry_s(self._context, self._saving, views)):
+        views = rank_views(self._context.members, self.saving, self._settled, self.excluded)
+        if not self.saving.tries_files_later(words, files_retry_s(self._context, self.saving, views)):
             self._give_up_target(words)
 
     def _publish(self) -> None:
         self._context.state = State.PUBLISHING
         self._await_storage()
-        self._saving.start_publish(self.words(), self.causes.ranks)
+        self.saving.start_publish(self.words(), self.causes.ranks)
 
     def _reject(self, problems: tuple[tuple[int, str], ...]) -> None:
         self._context.timers.clear("storage")
-        self._saving.reject(problems)
-        self._context.log(ERROR, f"incident {self.number}: verification failed: {self._saving.storage_reason}")
+        self.saving.reject(problems)
+        self._context.log(ERROR, f"incident {self.number}: verification failed: {self.saving.storage_reason}")
         self._choose_again()
 
     def _on_published(self, attempt: int, path: str) -> None:
-        if self.verdict is None and self._saving.was_publishing(attempt):  # perhaps late, but there it is
-            step = self._saving.published_step(attempt)
-            self._saving.discard_all(published_attempt=attempt)
+        if self.verdict is None and self.saving.was_publishing(attempt):  # perhaps late, but there it is
+            step = self.saving.published_step(attempt)
+            self.saving.discard_all(published_attempt=attempt)
             self.verdict = Ended(ExitKind.SAVED, step, path, self.words())
 
     def _give_up_target(self, words: str) -> None:
         self._context.timers.clear("storage", "again")
         self._context.log(ERROR, f"incident {self.number}: {words}")
-        self._saving.close_target(words)
+        self.saving.close_target(words)
         self._choose_again()
 
     def _end(self, kind: ExitKind, reason: str) -> None:
-        self.verdict = Ended(kind, 0, "", "; ".join(filter(None, (reason, self._saving.keep_finished()))))
+        self.verdict = Ended(kind, 0, "", "; ".join(filter(None, (reason, self.saving.keep_finished()))))
 
     # ------------------------------------------------------------------ time
 
@@ -356,12 +367,14 @@ class Incident:
                 if late:
                     self._context.timers.start("settle", min(self._late[rank] for rank in late))
                 self.advance()
+            case "notice":
+                self._tell_for_whom_all_wait()
             case "proceed":
                 for rank in sorted(self._proceeding):
                     self._exclude(rank, f"did not apply step {self._proceed_step} {within}")
                 self.advance()
             case "writers":
-                if overdue := self._saving.drop_overdue():
+                if overdue := self.saving.drop_overdue():
                     for rank, words in overdue:
                         self._exclude(rank, words)
                     self._choose_again()
@@ -373,19 +386,36 @@ class Incident:
             case "resend":
                 self._resend()
 
+    def _tell_for_whom_all_wait(self) -> None:
+        context, members = self._context, self._context.members
+        silent = members.suspects - self.excluded.keys()
+        awaited = silent | (self._unsettled & members.living) | self._proceeding.keys()
+        if not awaited or context.state not in (State.SETTLING, State.PROCEEDING):
+            return
+        ends_s = [context.timers.at_s("settle"), context.timers.at_s("proceed")]
+        if not context.certain:
+            ends_s = [context.silent_until_s(members.members[rank]) for rank in silent]
+        wait_s = max((at_s - context.now_s for at_s in ends_s if at_s is not None), default=0.0)
+        who = first_texts(
+            (f"rank {rank} (process {members.members[rank].process.pid})" for rank in sorted(awaited)), ", "
+        )
+        why = "no answer, as of a process that is stopped" if silent else "in an update, or hanging"
+        words = f"{self.words()}; all ranks wait for {who}, for {wait_s:.0f} s at most: {why}"
+        context.tell_people(words, about=awaited)
+
     def _try_again(self) -> None:
         if self._context.state in (State.VERIFYING, State.PUBLISHING):
             self._await_storage()
-            self._saving.order_files_again()
+            self.saving.order_files_again()
             return
-        self._saving.forgive()
+        self.saving.forgive()
         self.advance()
 
     def _resend(self) -> None:
         self._send_freeze(self._unsettled)
         for rank in sorted(self._proceeding):
             self._context.send(rank, self._proceed())
-        for writing in self._saving.unanswered():
+        for writing in self.saving.unanswered():
             self._context.send(writing.part.rank, writing.order)
         self._resend_pause_s = min(2 * self._resend_pause_s, RESEND_INTERVAL_MAX_S)  # more orders delay the answers
         self._rearm_resend()
@@ -395,8 +425,8 @@ class Incident:
         self._rearm_resend()
 
     def _rearm_resend(self) -> None:
-        if self._unsettled or self._proceeding or self._saving.unanswered():
+        if self._unsettled or self._proceeding or self.saving.unanswered():
             self._context.timers.start("resend", self._context.now_s + self._resend_pause_s)
 
 
-TIMERS = ("settle", "proceed", "writers", "storage", "again", "resend")  # those that belong to an incident
+TIMERS = ("settle", "notice", "proceed", "writers", "storage", "again", "resend")  # those that belong to an incident

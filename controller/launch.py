@@ -20,11 +20,11 @@ from pathlib import Path
 
 import lastwords
 from lastwords import clock
-from lastwords.controller import handover, predecessors
+from lastwords.controller import handover, predecessors, state_file
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
-from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
+from lastwords.errors import BusyError, ConfigError, LastWordsError, StorageError, UnavailableError
 
-__all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_on_free_port"]
+__all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_on_free_port", "start_successor"]
 
 _log = logging.getLogger(__name__)
 
@@ -86,21 +86,34 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
         raise ConfigError("sys.executable is not set, so the controller's process cannot be started")
     handover.await_address(spec.ip, spec.port)
     predecessors.await_publications(spec)
+    return _start(spec, spec.to_json(), token, ready_timeout_s)
+
+
+def start_successor(path: Path, *, by_hand: bool = False) -> ControllerHandle:
+    """Start a controller in the place of one that was killed and has left its state in `path`; returns once it serves.
+
+    Raises as `state_file.read`, BusyError if there is a controller, ConfigError where it should not be started, and
+    UnavailableError if it does not come up.
+    """
+    return _start(state_file.read(path).spec, str(path), "", READY_TIMEOUT_S, *(["--by-hand"] if by_hand else []))
+
+
+def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: float, *more: str) -> ControllerHandle:
     log_path = spec.log_path
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise StorageError(f"cannot open the controller's log {log_path}: {error}", errno=error.errno or 0) from error
-    if _waiting is not None:
-        found = _waiting({"spec": spec.to_json(), "token": token, "log": str(log_path)})
+    if _waiting is not None and not more:
+        found = _waiting({"spec": argument, "token": token, "log": str(log_path)})
         if found is not None:
             os.close(log)
             return _serving(spec, found[0], found[1], None, ready_timeout_s)
     ready, told = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lastwords.controller", spec.to_json(), str(told)],
+            [sys.executable, "-P", "-m", "lastwords.controller", argument, str(told), *more],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -191,6 +204,8 @@ def _failure(answer: dict[str, object], log_path: Path, timeout_s: float) -> Las
     message = answer.get("message")
     if answer.get("error") == "config":
         return ConfigError(str(message))
+    if answer.get("error") == "busy":
+        return BusyError(str(message))
     if message is None:
         message = f"it did not serve within {timeout_s:g} s" if answer.get("silent") else "it ended at once"
     return UnavailableError(f"the controller did not start: {message}; the end of {log_path}:\n{_tail(log_path)}")

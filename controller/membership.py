@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from lastwords.controller.detection import CERTAIN
 from lastwords.controller.words import first_texts, ranks_text
-from lastwords.vocabulary import DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Stand
+from lastwords.vocabulary import NO_SCHEDULE, DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Schedule, Stand
 
 
 class Life(enum.Enum):
@@ -27,6 +28,7 @@ class LoopShape:
     steps_per_epoch: int
     epochs: int
     start_step: int
+    schedule: Schedule = NO_SCHEDULE
 
     @property
     def last_step(self) -> int:
@@ -35,6 +37,7 @@ class LoopShape:
 
     def __str__(self) -> str:
         start = f"starting after step {self.start_step}"
+        start += f" with {self.schedule}" if self.schedule != NO_SCHEDULE else ""
         if not self.last_step:
             return start
         return f"{self.epochs} epochs of {self.steps_per_epoch} steps, {start}"
@@ -55,6 +58,8 @@ class Member:
     source: DeathSource | None = None  # of the suspicion or death
     watched: bool = False  # the end of its process will be told, so its silence is none
     suspect_since_s: float = 0.0
+    waits_at: str = ""  # the user's line where it has long been in a collective or a backward pass, as it says
+    stands_at: str = ""  # the same of anything else
     left: Stand | None = None
     loop: LoopShape | None = None  # announced, not yet agreed
     loop_agreed: LoopShape | None = None
@@ -75,6 +80,22 @@ class Member:
         return self.connected and not self.buried
 
 
+_INSIDE: Final = {Phase.READY: "before", Phase.UPDATING: "in", Phase.UPDATED: "after"}
+"""Of the update of the step under way; in all other phases the step that has ended last says enough."""
+
+
+def _place(member: Member) -> str:
+    where = f" and in a collective or a backward pass at {member.waits_at}" if member.waits_at else ""
+    where = where or (member.stands_at and f", at {member.stands_at}")
+    inside = _INSIDE.get(member.stand.phase)
+    step = (
+        f"after step {member.stand.ended_step}"
+        if inside is None
+        else f"{inside} the update of step {member.stand.step}"
+    )
+    return f"{step}{where}"
+
+
 class Membership:
     """All ranks of a job of `world_size` ranks."""
 
@@ -85,7 +106,9 @@ class Membership:
         self.suspects: set[int] = set()
         self.base_step = 0  # newest step at which any rank started: there is nothing to save up to it
         self.loop_go_sent = False
+        self.loop: LoopShape | None = None  # what all ranks have agreed upon
         self.living: set[int] = set()
+        self.dead: set[int] = set()
         self._not_left: set[int] = set()
         self._left_early: set[int] = set()
         self._broke_off = False  # one of them, before a last step that is known
@@ -167,6 +190,7 @@ class Membership:
         member.life = Life.ALIVE
         member.source = None
         self.living.add(rank)
+        self.dead.discard(rank)
         self.suspects.discard(rank)
 
     def bury(self, rank: int, source: DeathSource) -> None:
@@ -175,6 +199,7 @@ class Membership:
         member.life = Life.DEAD
         member.source = source
         self.living.discard(rank)
+        self.dead.add(rank)
         self.suspects.discard(rank)
 
     def depart(self, rank: int) -> None:
@@ -190,7 +215,7 @@ class Membership:
     def begin_loop(self, report: LoopBegin) -> bool:
         """Note what a rank announces; True if that very loop has been agreed on before (it missed the answer)."""
         member = self.members[report.rank]
-        shape = LoopShape(report.steps_per_epoch, report.epochs, report.start_step)
+        shape = LoopShape(report.steps_per_epoch, report.epochs, report.start_step, report.schedule)
         if shape == member.loop_agreed:
             return True
         member.loop = shape
@@ -213,6 +238,11 @@ class Membership:
         )
 
     @property
+    def schedule(self) -> Schedule:
+        """Of the periodic checkpoints, as all ranks have agreed."""
+        return NO_SCHEDULE if self.loop is None else self.loop.schedule
+
+    @property
     def anyone_waits(self) -> bool:
         """True if some rank has announced a loop that has not begun."""
         return bool(self._loop_waiting)
@@ -231,7 +261,7 @@ class Membership:
         """All ranks want the same loop: it starts. Returns the ranks to tell, sorted."""
         ranks = self.loop_waiting
         for rank in ranks:
-            self.members[rank].loop_agreed = self.members[rank].loop
+            self.loop = self.members[rank].loop_agreed = self.members[rank].loop
             self.members[rank].loop = None
         self._loop_waiting.clear()
         self.loop_go_sent = True
@@ -285,6 +315,18 @@ class Membership:
         if any(self.members[rank].streamed != here for rank in self._not_left):
             return False
         return len(self._not_left) == 1 or not self._broke_off
+
+    @property
+    def stuck(self) -> bool:
+        """True if all that have not left the loop are in a collective or a backward pass, and have been for long."""
+        return bool(self._not_left) and all(self.members[rank].waits_at for rank in self._not_left)
+
+    def places(self, ranks: Iterable[int]) -> str:
+        """Where these ranks are in their loops, for people; those at the same place together."""
+        by_place: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_place.setdefault(_place(self.members[rank]), []).append(rank)
+        return first_texts((f"{ranks_text(there)}: {place}" for place, there in by_place.items()), ", ")
 
     @property
     def left_early(self) -> list[int]:

@@ -13,7 +13,7 @@ from lastwords.controller import handover
 from lastwords.errors import LastWordsError
 from lastwords.liveness import leftovers, paths, process_id
 from lastwords.liveness.watch import HostWatch
-from lastwords.vocabulary import DeathSource, Hello, ProcessId
+from lastwords.vocabulary import DeathSource, ProcessId
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 class Neighbours:
     """The host watch behind a thread of its own, since adding a watch opens files and may wait for a thread.
 
-    `on_death(rank, source, known_mono_s)` and `on_watched(rank)` come from threads of their own; methods are for the
-    loop's thread.
+    `on_death(rank, source, known_mono_s)`, `on_watched(rank)` and `on_release(rank)` come from threads of their own;
+    methods are for the loop's thread.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Neighbours:
         generation: int,
         on_death: Callable[[int, DeathSource, float], None],
         on_watched: Callable[[int], None],
+        on_release: Callable[[int], None],
         nonce: str = "",
     ) -> None:
         self._job = job
@@ -39,18 +40,18 @@ class Neighbours:
         self._host_id = process_id.host_id()
         self._on_watched = on_watched
         self._watched: dict[int, ProcessId] = {}
-        self._watch = HostWatch(on_death)
+        self._watch = HostWatch(on_death, on_release=on_release)
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")  # one keeps the order of calls
 
     def clear_up(self) -> None:
         """Remove what ended jobs and killed controllers have left on this host."""
         self._jobs.submit(_clear_up)
 
-    def welcome(self, hello: Hello) -> None:
+    def welcome(self, rank: int, process: ProcessId) -> None:
         """An accepted rank: watch its process if it runs on this host, unless that is done already."""
-        if hello.process.host_id == self._host_id and self._watched.get(hello.rank) != hello.process:
-            self._watched[hello.rank] = hello.process
-            self._jobs.submit(self._add, hello.rank, hello.process)
+        if process.host_id == self._host_id and self._watched.get(rank) != process:
+            self._watched[rank] = process
+            self._jobs.submit(self._add, rank, process)
 
     def part_with(self, rank: int) -> None:
         """The rank's process ends with permission; its end is nobody's business."""

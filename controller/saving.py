@@ -324,6 +324,16 @@ class Saving:
         self._directories = {}
         return "; ".join(dict.fromkeys(told))
 
+    @property
+    def attempts(self) -> tuple[Discard, ...]:
+        """The temporary directories of this incident, as what would remove them."""
+        return tuple(Discard(self._incident, attempt, *where) for attempt, where in sorted(self._directories.items()))
+
+    @property
+    def publishing(self) -> StartPublish | None:
+        """The newest order about the finished files, if that was to publish them."""
+        return self._file_order if isinstance(self._file_order, StartPublish) else None
+
     def _discard_unneeded(self) -> None:
         needed = (
             {part.attempt for part in self.plan} | {part.attempt for part in self.finished.values()} | {self.attempt}

@@ -23,8 +23,9 @@ from lastwords.controller.neighbours import Neighbours
 from lastwords.controller.roster import Roster
 from lastwords.controller.sessions import PeerSession, SessionService, connections_max
 from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.state_file import StateFile
 from lastwords.controller.storage import StorageJobs
-from lastwords.controller.timeline import Timeline, sentence
+from lastwords.controller.timeline import Timeline, recorded_exit, sentence
 from lastwords.errors import LastWordsError, UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.state import ControllerState
@@ -69,10 +70,21 @@ class Core(Protocol):
 class ControllerShell:
     """Serves one job until its core stops. Build it and `run` it in one loop; `run` may be called once."""
 
-    def __init__(self, spec: ControllerSpec, token: str, core: Core, *, run_file: RunFile | None = None) -> None:
+    def __init__(
+        self,
+        spec: ControllerSpec,
+        token: str,
+        core: Core,
+        *,
+        run_file: RunFile | None = None,
+        state_file: StateFile | None = None,
+        before: events.Remember | None = None,
+    ) -> None:
         self._spec = spec
         self._core = core
         self._run_file = run_file
+        self._state_file = state_file
+        self._before = before
         self._service = SessionService(token, start_of(spec.job, spec.generation), self)
         self._storage = StorageJobs(spec, self._from_thread)
         self._timeline = Timeline(spec.job, spec.generation)
@@ -93,6 +105,7 @@ class ControllerShell:
             spec.generation,
             self._on_death,
             lambda rank: self._call_soon(self._feed, (events.Watched(rank),)),
+            lambda rank: self._call_soon(self._feed, (events.Watched(rank, ended=True),)),
             spec.nonce,
         )
 
@@ -128,6 +141,7 @@ class ControllerShell:
             address,
         )
         self._feed((events.Tick(),))
+        self._follow()
         self._update_run_file()
         self._neighbours.clear_up()
         self._storage.start()
@@ -145,6 +159,19 @@ class ControllerShell:
             await server.stop(STOP_GRACE_S)
             await self._loop.run_in_executor(None, self._clean_up)
         return self._stop_reason or ""
+
+    def _follow(self) -> None:
+        """In the place of a controller that was killed: its ranks are known, whether they live or not."""
+        if self._before is None:
+            return
+        memory = self._before.memory
+        gone = {one.rank for one in memory.gone}
+        for rank, known in enumerate(self._before.members):
+            if rank not in gone:
+                self._neighbours.welcome(rank, known.process)
+        spec, outcome = self._spec, memory.outcome
+        if outcome is not None and recorded_exit(spec.incidents_path, spec.job, spec.generation) is None:
+            self._timeline.reopen(memory.incident, outcome.reason, clock.mono_s(), clock.wall_ns())
 
     def stop(self, reason: str) -> None:
         """End `run` soon; the first reason counts."""
@@ -253,7 +280,7 @@ class ControllerShell:
             return
         if not any(isinstance(effect, events.Reply) for effect in effects):
             self._roster.bind(session, hello, now_s)
-            self._neighbours.welcome(hello)
+            self._neighbours.welcome(hello.rank, hello.process)
         self._perform(effects, now_s, session, hello.rank)
 
     def _on_died(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
@@ -270,22 +297,8 @@ class ControllerShell:
         self._call_soon(self._on_storage, event)
 
     def _on_storage(self, event: Event) -> None:
-        now_s = clock.mono_s()
         self._progress += 1
-        match event:
-            case events.Verified(attempt=attempt):
-                self._timeline.note("verified", now_s, attempt=attempt)
-            case events.VerifyFailed(attempt=attempt, problems=problems):
-                texts = [f"{rank}: {text}"[:300] for rank, text in problems[:10]]
-                self._timeline.note("verify_failed", now_s, attempt=attempt, problems=texts)
-            case events.VerifyBlocked(attempt=attempt, reason=reason):
-                self._timeline.note("verify_blocked", now_s, attempt=attempt, reason=reason[:300])
-            case events.Published(attempt=attempt, path=path):
-                self._timeline.note("published", now_s, attempt=attempt, path=path)
-            case events.PublishFailed(attempt=attempt, reason=reason):
-                self._timeline.note("publish_failed", now_s, attempt=attempt, reason=reason[:300])
-            case _:
-                pass
+        self._timeline.note_storage(event, clock.mono_s())
         self._feed((event,))
 
     # ------------------------------------------------------------------ the core
@@ -331,6 +344,11 @@ class ControllerShell:
                     self._storage.discard(effect)
                 case events.Keep():
                     self._storage.keep(effect)
+                case events.Prune():
+                    self._storage.prune(effect)
+                case events.Remember():
+                    if self._state_file is not None:
+                        self._state_file.write(effect)
                 case events.Log(level=level, text=text):
                     _log.log(level, "%s", " | ".join(text.splitlines()))
                 case events.Stop(reason=reason):

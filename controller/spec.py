@@ -56,7 +56,7 @@ class ControllerSpec:
                     f"{path} must be an absolute path, since the controller has another working directory"
                 )
         for name, value in dataclasses.asdict(self.options).items():
-            if name.endswith("_s") and not 0 < value < float("inf"):
+            if name.endswith("_s") and not (0 < value < float("inf") or value == getattr(ControllerOptions(), name)):
                 raise ConfigError(f"{name}={value} must be a positive number of seconds")
         return self
 

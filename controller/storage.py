@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lastwords import clock
-from lastwords.checkpoint import layout, load, publish, stale
+from lastwords.checkpoint import layout, load, publish, retention, stale
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
-from lastwords.errors import LastWordsError, StorageError
+from lastwords.errors import LastWordsError, StorageError, named
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,10 @@ class StorageJobs:
     def keep(self, effect: events.Keep) -> None:
         """Put what an attempt has finished out of the way of later starts; gives nothing, the log says where it is."""
         self._submit(f"target {effect.target}", lambda: self._keep(effect))
+
+    def prune(self, effect: events.Prune) -> None:
+        """Remove checkpoints that the schedule does not keep; gives nothing, the log says which."""
+        self._submit("tidying", lambda: self._prune(effect))
 
     def append_line(self, path: Path, line: str) -> None:
         """Append one line to a file, for people; a failure is only logged."""
@@ -169,6 +173,10 @@ class StorageJobs:
 
         return progress
 
+    def _prune(self, effect: events.Prune) -> None:
+        rules = retention.Rules(effect.keep_max, effect.keep_minutes)
+        retention.prune(self._roots, self._spec.job, rules)
+
     def _discard(self, tmp_dir: Path) -> None:
         self._discarded[tmp_dir] = None
         stale.discard(tmp_dir)
@@ -218,7 +226,7 @@ class StorageJobs:
         except Exception as error:  # outermost for this job: the core waits for an answer, whatever happened
             if not isinstance(error, StorageError):
                 _log.exception("verifying attempt %d of incident %d failed", effect.attempt, effect.incident)
-            reason = str(error) if isinstance(error, LastWordsError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, LastWordsError) else named(error)
             self._on_event(events.VerifyBlocked(effect.incident, effect.attempt, reason))
             return
         if problems:
@@ -249,7 +257,8 @@ class StorageJobs:
         except Exception as error:  # outermost for this job: the core waits for an answer, whatever happened
             if not isinstance(error, LastWordsError):
                 _log.exception("publishing attempt %d of incident %d failed", effect.attempt, effect.incident)
-            self._on_event(events.PublishFailed(effect.incident, effect.attempt, str(error)))
+            reason = str(error) if isinstance(error, LastWordsError) else named(error)
+            self._on_event(events.PublishFailed(effect.incident, effect.attempt, reason))
         else:
             self._on_event(events.Published(effect.incident, effect.attempt, str(path)))
 

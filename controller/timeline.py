@@ -7,7 +7,7 @@ One line of JSON for each incident goes to {ckpt root}/logs/incidents.jsonl:
      "known_mono_s", "known_wall_ns", "events": [{"what", "mono_s", "rank"?, "attempt"?, ...}, ...]}
 
 "outcome" is a name of ExitKind or "FALSE_ALARM". Events: known, frozen_sent, suspected, died, raised, signalled,
-settled, proceed_sent, decided, saved, save_failed, verified, verify_failed, verify_blocked, published,
+settled, proceed_sent, stack, decided, saved, save_failed, verified, verify_failed, verify_blocked, published,
 publish_failed, exit_sent, resumed.
 """
 
@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastwords.controller.events import Outcome
+from lastwords.controller.events import (
+    Event,
+    Outcome,
+    Published,
+    PublishFailed,
+    Verified,
+    VerifyBlocked,
+    VerifyFailed,
+)
 from lastwords.vocabulary import (
     Exit,
     ExitKind,
@@ -34,6 +42,7 @@ from lastwords.vocabulary import (
     SaveFailed,
     Settled,
     Signalled,
+    Stack,
 )
 
 EVENTS_MAX = 20_000
@@ -90,8 +99,27 @@ class Timeline:
                 self.note("save_failed", now_s, rank=rank, attempt=attempt, reason=report.reason[:200])
             case Raised(rank=rank, secondary=secondary):
                 self.note("raised", now_s, rank=rank, secondary=secondary)
+            case Stack(rank=rank, text=text):
+                self.note("stack", now_s, rank=rank, text=text)
             case Signalled(rank=rank, signal_number=number):
                 self.note("signalled", now_s, rank=rank, signal=number)
+            case _:
+                pass
+
+    def note_storage(self, event: Event, now_s: float) -> None:
+        """An answer about files. Those of a periodic checkpoint belong to no incident."""
+        match event:
+            case Verified(incident=incident, attempt=attempt) if self._is_open(incident):
+                self.note("verified", now_s, attempt=attempt)
+            case VerifyFailed(incident=incident, attempt=attempt, problems=problems) if self._is_open(incident):
+                texts = [f"{rank}: {text}"[:300] for rank, text in problems[:10]]
+                self.note("verify_failed", now_s, attempt=attempt, problems=texts)
+            case VerifyBlocked(incident=incident, attempt=attempt, reason=reason) if self._is_open(incident):
+                self.note("verify_blocked", now_s, attempt=attempt, reason=reason[:300])
+            case Published(incident=incident, attempt=attempt, path=path) if self._is_open(incident):
+                self.note("published", now_s, attempt=attempt, path=path)
+            case PublishFailed(incident=incident, attempt=attempt, reason=reason) if self._is_open(incident):
+                self.note("publish_failed", now_s, attempt=attempt, reason=reason[:300])
             case _:
                 pass
 
@@ -133,6 +161,11 @@ class Timeline:
         if self._first(f"save {order.attempt}", rank):
             writers.append(rank)
 
+    def reopen(self, number: int, reason: str, now_s: float, wall_ns: int) -> None:
+        """An incident whose end was decided by a controller that did not live to record it."""
+        if number:
+            self._begin(number, reason, now_s, wall_ns)
+
     def close(self, outcome: Outcome | None, reason: str) -> str | None:
         """The controller ends; returns the line of an incident in which nobody was left to be told how it ended.
 
@@ -149,7 +182,7 @@ class Timeline:
             return  # repeated for a rank that came back late
         # Hints of the last second belong to this incident: a death is known a moment before the first order.
         hints = [hint for hint in self._hints if hint["mono_s"] >= now_s - 1.0]
-        known_s = min([hint["mono_s"] for hint in hints], default=now_s)
+        known_s = min([hint["mono_s"] for hint in hints if hint["what"] != "stack"], default=now_s)
         self._hints = []
         self._open = _Incident(number, reason, known_s, wall_ns - int((now_s - known_s) * 1e9))
         self._open.events.append({"what": "known", "mono_s": round(known_s, 6)})

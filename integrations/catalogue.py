@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lastwords.checkpoint import load
 from lastwords.checkpoint.boxes import Box, slabs, whole
 from lastwords.checkpoint.direct_io import Buffer
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
@@ -29,8 +28,6 @@ from lastwords.vocabulary import UNIT_REPLICATED
 _SHOWN_MAX = 8
 _BLOCK_ELEMENTS = 2 << 20
 """Of two tensors that much is in memory at a time while they are compared."""
-
-find_checkpoint = load.find_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

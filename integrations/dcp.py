@@ -31,11 +31,11 @@ from torch.futures import Future
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.load import Checkpoint, open_checkpoint
-from lastwords.checkpoint.reading import Stamp, refuse_replaced, stamp_of
+from lastwords.checkpoint.reading import Stamp, find_checkpoint, refuse_replaced, stamp_of
 from lastwords.checkpoint.reshard_plan import Slice
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.errors import CheckpointError, IncompleteError
-from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue, find_checkpoint
+from lastwords.errors import CheckpointError, IncompleteError, ReplacedError
+from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named
 
 MODEL = "model"
@@ -99,9 +99,22 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
         """Nothing is shared between ranks: each reads its own slices."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """With the checkpoint that this rank has found."""
+        if self._checkpoint is None:
+            return plan
+        said = self._checkpoint.manifest
+        found = (self._checkpoint.path.name, said.job, said.generation, said.incident, said.attempt)
+        return replace(plan, storage_data=found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """ReplacedError where ranks have found different checkpoints, the newest having changed in between."""
+        found = dict.fromkeys(plan.storage_data for plan in plans if plan.storage_data)
+        if len(found) > 1:
+            names = ", ".join(sorted(one[0] for one in found))
+            raise ReplacedError(
+                f"the ranks have found different checkpoints in {self.path}: {names}; one was published meanwhile: "
+                "load again, or give the path of one checkpoint"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -113,6 +126,8 @@ class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
         except CheckpointError as error:
             refuse_replaced(self._checkpoint.path, self._stamp, why=error)
             raise
+        finally:
+            self._checkpoint.close()
         if not self._checked:
             refuse_replaced(self._checkpoint.path, self._stamp)
         done: Future[None] = Future()

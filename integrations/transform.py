@@ -26,14 +26,14 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.document import Fields, damage, decode_document, encode_document
 from lastwords.checkpoint.entries import Entry, LocalEntry
-from lastwords.checkpoint.load import Status, examine, find_checkpoint, open_checkpoint
+from lastwords.checkpoint.load import Status, examine, open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.meta import UnitMeta, json_of
 from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_part
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
-from lastwords.checkpoint.reading import damage_told_from_replacement, stamp_of
+from lastwords.checkpoint.reading import damage_told_from_replacement, find_checkpoint, stamp_of
 from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource, lost_locals
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy
 from lastwords.checkpoint.reshard.streamed import Streamed
@@ -124,8 +124,8 @@ def prepared(
     if os.exists(source) and not os.leads_to_directory(source):
         raise ConfigError(f"{source} is a file; pass a checkpoint's directory, or a directory that holds checkpoints")
     path = find_checkpoint(source, os)
-    with damage_told_from_replacement(path, stamp_of(path, os), os):
-        found = CheckpointSource(open_checkpoint(path, os), os)
+    with damage_told_from_replacement(path, stamp_of(path, os), os), open_checkpoint(path, os) as checkpoint:
+        found = CheckpointSource(checkpoint, os)
         wanted = whole_strategy(found.saved) if to is None else _strategy(to, os)
         check_fit(found.saved, wanted)
         chosen = sorted(range(wanted.world_size) if ranks is None else set(ranks))

@@ -65,13 +65,24 @@ def transform_all(
     said = strategy_or_none("src_strategy_file", src_strategy_file, os)
     wanted = strategy_or_none("dst_strategy_file", dst_strategy_file, os)
     refuse_existing(out, os)
-    source: CheckpointSource | RankFiles
-    if os.exists(source_dir / layout.MANIFEST_NAME):
-        source = CheckpointSource(open_checkpoint(source_dir, os), os)
+    if not os.exists(source_dir / layout.MANIFEST_NAME):
+        _transform_to(out, RankFiles(newest_files(source_dir, os), said, os), wanted, prefix, progress, os)
+        return
+    with open_checkpoint(source_dir, os) as checkpoint:
+        source = CheckpointSource(checkpoint, os)
         if said is not None:
             _refuse_contradiction(source, said)
-    else:
-        source = RankFiles(newest_files(source_dir, os), said, os)
+        _transform_to(out, source, wanted, prefix, progress, os)
+
+
+def _transform_to(
+    out: Path,
+    source: CheckpointSource | RankFiles,
+    wanted: Strategy | None,
+    prefix: str,
+    progress: Progress | None,
+    os: Os,
+) -> None:
     ranks = range(1 if wanted is None else wanted.world_size)
     for rank in ranks:
         source.saved_for(wanted, rank)  # the whole plan is checked before anything is written

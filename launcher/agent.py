@@ -187,6 +187,7 @@ def remove_abandoned(parent: Path) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             if path.stat().st_uid != os.getuid() or wall_ns() - path.stat().st_mtime_ns < ABANDONED_S * 1e9:
                 continue
+            probe.setblocking(False)  # a launcher that is stopped takes no more connections, and has not ended
             try:
                 probe.connect(str(path))
             except ConnectionRefusedError:

@@ -25,6 +25,13 @@ END_S = 3600.0
 START_S = 900.0
 """How long a process that replaces another one may take for its imports."""
 
+LEAVE_NOTICE_S = 5.0
+START_NOTICE_S = 30.0
+"""From the same instants as LEAVE_S and START_S until people are told for whom everybody waits."""
+
+NAMED_RANKS_MAX = 8
+"""Of thousands of late ranks they are told the first ones."""
+
 FAILURES_MAX = 2
 """Generations in a row that may fail before their loop has begun."""
 
@@ -48,9 +55,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The training loop of `rank` has begun, so a controller looks after it."""
+    """The training loop of `rank` has begun after `step`, so a controller looks after it."""
 
     rank: int
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +107,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """All ranks wait: they enter `main` in this generation. port: of its store, which the shell makes."""
+    """All ranks wait: they enter `main` in this generation. port: of its store, which the shell makes.
+
+    step: the newest one that is known to be saved: where the loop has to go on.
+    """
 
     generation: int
     port: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +133,22 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """For people: the others wait for `rank`. what: it has not done; seconds: until it is killed and replaced."""
+
+    rank: int
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Nothing is healed any more. failure: why; None where all ranks have ended well."""
 
     failure: str | None
 
 
-Effect = Start | Enter | Abandon | Kill | Stop
+Effect = Start | Enter | Abandon | Kill | Awaited | Stop
 
 
 class Place(enum.Enum):
@@ -150,8 +171,10 @@ class _Rank:
     """And has come to its end."""
     due_s: float | None = None
     """When it has to have arrived."""
+    told_s: float | None = None
+    """When people are told that it is waited for."""
     killed: bool = False
-    """Since it had not."""
+    """Since it had not arrived."""
 
 
 @dataclass(slots=True)
@@ -208,8 +231,9 @@ class LauncherCore:
             case Over(rank):
                 self._note(rank, begun=False, over=True)
                 return []
-            case Begun(rank):
+            case Begun(rank, step):
                 self._note(rank, begun=True)
+                self._progress(step)
                 if self._begun == len(self._ranks):
                     self._failures = 0
                 return []
@@ -224,9 +248,7 @@ class LauncherCore:
 
     def _waiting(self, rank: int, step: int, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
-        if step > self._step:
-            self._step, self._deaths = step, 0
-            self._ended_since.clear()
+        self._progress(step)
         if not self._healing:
             effects += self._over(rank, now_s)
         one = self._ranks[rank]
@@ -238,15 +260,21 @@ class LauncherCore:
             return [*effects, *self._enter()]
         if has_left and not self._leaving:
             self._leaving = True
-            self._others_leave_by(now_s + LEAVE_S)
+            self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
         return effects
+
+    def _progress(self, step: int) -> None:
+        """A checkpoint of this step exists, of whatever kind: no crash loop."""
+        if step > self._step:
+            self._step, self._deaths = step, 0
+            self._ended_since.clear()
 
     def _enter(self) -> list[Effect]:
         self._healing = self._leaving = False
         self._earliest_s = None
         for rank in self._ranks:
             self._put(rank, Place.IN_MAIN)
-        return [Enter(self.generation)]
+        return [Enter(self.generation, step=self._step)]
 
     def _ended(self, rank: int, code: int, now_s: float) -> list[Effect]:
         one = self._ranks[rank]
@@ -270,7 +298,7 @@ class LauncherCore:
 
     def _start(self, rank: int, now_s: float) -> Effect:
         self._put(rank, Place.STARTING)
-        self._due(self._ranks[rank], now_s + START_S)
+        self._due(self._ranks[rank], now_s + START_S, told_s=now_s + START_NOTICE_S)
         return Start(rank)
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
@@ -292,8 +320,10 @@ class LauncherCore:
             if one.place is Place.DONE:
                 effects.append(self._start(other, now_s))
             elif one.place is Place.IN_MAIN and other != rank:
-                self._due(one, now_s + (END_S if begun else LEAVE_S))
-                if not begun:
+                if begun:
+                    self._due(one, now_s + END_S)
+                else:
+                    self._due(one, now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
                     effects.append(Abandon(other))
         return effects
 
@@ -302,31 +332,37 @@ class LauncherCore:
             return []
         effects: list[Effect] = []
         for rank, one in self._ranks.items():
-            if one.due_s is None or now_s < one.due_s:
+            if one.due_s is None:
                 continue
-            if one.killed:
-                return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
-            one.due_s, one.killed = now_s + LEAVE_S, True
             what = "has not left main()" if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"
-            effects.append(Kill(rank, f"it {what} in time"))
-        self._earliest_s = min((one.due_s for one in self._ranks.values() if one.due_s is not None), default=None)
+            if now_s >= one.due_s and one.killed:
+                return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
+            if now_s >= one.due_s:
+                one.due_s, one.told_s, one.killed = now_s + LEAVE_S, None, True
+                effects.append(Kill(rank, f"it {what} in time"))
+            elif one.told_s is not None and now_s >= one.told_s:
+                one.told_s = None
+                if sum(isinstance(effect, Awaited) for effect in effects) < NAMED_RANKS_MAX:
+                    effects.append(Awaited(rank, what, one.due_s - now_s))
+        instants = (at_s for one in self._ranks.values() for at_s in (one.due_s, one.told_s) if at_s is not None)
+        self._earliest_s = min(instants, default=None)
         return effects
 
-    def _others_leave_by(self, deadline_s: float) -> None:
+    def _others_leave_by(self, deadline_s: float, told_s: float) -> None:
         for one in self._ranks.values():
             if one.place is Place.IN_MAIN and not one.killed:
-                self._due(one, deadline_s if one.due_s is None else min(one.due_s, deadline_s))
+                self._due(one, deadline_s if one.due_s is None else min(one.due_s, deadline_s), told_s)
 
-    def _due(self, one: _Rank, at_s: float) -> None:
-        one.due_s = at_s
-        self._earliest_s = at_s if self._earliest_s is None else min(self._earliest_s, at_s)
+    def _due(self, one: _Rank, at_s: float, told_s: float | None = None) -> None:
+        one.due_s, one.told_s = at_s, told_s
+        self._earliest_s = min(known for known in (self._earliest_s, at_s, told_s) if known is not None)
 
     def _put(self, rank: int, place: Place) -> None:
         """Its process has got there, and is due nowhere."""
         one = self._ranks[rank]
         self._places[one.place] -= 1
         self._places[place] += 1
-        one.place, one.due_s, one.killed = place, None, False
+        one.place, one.due_s, one.told_s, one.killed = place, None, None, False
 
     def _are_all(self, place: Place) -> bool:
         return self._places[place] == len(self._ranks)

@@ -108,12 +108,12 @@ class Head:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Enter(generation):
+            case Enter(generation, step=step):
                 number = self._first + generation
                 self._recovery.entered(number, mono_s())
                 # Each generation has a store of its own: in the one before it, ranks would find addresses of the dead.
                 self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-                self._tell_all(Enter(number, self._store.port))
+                self._tell_all(Enter(number, self._store.port, step))
             case Stop():
                 self._tell_all(effect)
             case Start(rank):
@@ -133,8 +133,8 @@ class Head:
             case Waiting(rank, step, record):
                 self._record = Path(record) if record else self._record
                 self._recovery.waiting(rank, step, now_s)
-            case Begun(rank):
-                self._recovery.begun(rank, now_s)
+            case Begun(rank, step):
+                self._recovery.begun(rank, step, now_s)
             case Updated(rank):
                 if (line := self._recovery.updated(rank, now_s)) is not None:
                     threading.Thread(target=_tell_of, args=(line, self._record), daemon=True).start()
@@ -274,8 +274,9 @@ def _tell_of(line: str, record: Path | None) -> None:
     incident = None
     with contextlib.suppress(OSError, ValueError):
         if record is not None:
-            with record.open("r+", encoding="utf-8") as file:
+            with record.open(encoding="utf-8") as file:
                 incident = incident_of(file, line)
+            with record.open("a", encoding="utf-8") as file:  # controllers append to it, too
                 file.write(line + "\n")
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"lastwords run: {sentence(line, incident)}\n")

@@ -19,6 +19,7 @@ from lastwords.clock import mono_s
 from lastwords.errors import FormatError
 from lastwords.launcher.core import (
     Abandon,
+    Awaited,
     Begun,
     Effect,
     Ended,
@@ -33,6 +34,7 @@ from lastwords.launcher.core import (
 )
 from lastwords.launcher.link import SPARE, Lines, send
 from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
+from lastwords.liveness import process_id
 
 _log = logging.getLogger(__name__)
 
@@ -118,15 +120,20 @@ class Host:
         match effect:
             case Start(rank):
                 self._start(rank)
-            case Enter(generation, port):
+            case Enter(generation, port, step):
                 for rank in self.processes:
-                    self._tell(rank, {"enter": generation, "port": port})
+                    self._tell(rank, {"enter": generation, "port": port, "step": step})
             case Abandon(rank):
                 self._tell(rank, {"abandon": True})
             case Kill(rank, why):
                 _log.warning("rank %d is killed and replaced: %s", rank, why)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.processes[rank].pid, signal.SIGKILL)  # Popen.kill would collect it
+            case Awaited(rank, what, seconds):
+                pid = self.processes[rank].pid
+                stopped = f" and is stopped (`kill -CONT {pid}` lets it go on)" if process_id.is_stopped(pid) else ""
+                wait = f"all others wait for it, and it is killed and replaced in {seconds:.0f} s"
+                _log.warning("rank %d (pid %d) %s%s; %s", rank, pid, what, stopped, wait)
             case Stop():
                 self.result = effect
 
@@ -216,7 +223,7 @@ class Host:
         elif who.rank is not None and "waiting" in message:
             self._report(Waiting(who.rank, int(message["waiting"]), str(message["record"]), message["sources"]))
         elif who.rank is not None and "begun" in message:
-            self._report(Begun(who.rank))
+            self._report(Begun(who.rank, int(message["begun"])))
         elif who.rank is not None and "updated" in message:
             self._restock_in(RESTOCK_AFTER_UPDATE_S)
             self._report(Updated(who.rank))

@@ -1,11 +1,11 @@
 """JSON lines: between a host's launcher and its workers (a Unix socket), and between the launchers of hosts (TCP).
 
 From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "record": path of incidents.jsonl or "",
-"sources": digests by path}, {"begun": true}, {"updated": true} after its first step, {"over": true} after the loop,
-{"controller": work, "asked": number}.
-To a worker: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p},
-{"abandon": true}, {"dismissed": true} when nobody is replaced any more, and {"controller": [pid, answer] or null,
-"asked": number}.
+"sources": digests by path}, {"begun": step after which its loop goes on}, {"updated": true} after its first step,
+{"over": true} after the loop, {"controller": work, "asked": number}.
+To a worker: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p,
+"step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more, and {"controller":
+[pid, answer] or null, "asked": number}.
 Between hosts: {"token": t} once, then events to the head of the job and effects from there, as of core.py, with "kind".
 """
 
@@ -30,7 +30,7 @@ SPARE = "LASTWORDS_SPARE"
 LINE_BYTES_MAX = 1 << 20
 
 _EVENTS = (core.Waiting, core.Begun, core.Updated, core.Over, core.Ended, core.Lost)
-_EFFECTS = (core.Start, core.Enter, core.Abandon, core.Kill, core.Stop)
+_EFFECTS = (core.Start, core.Enter, core.Abandon, core.Kill, core.Awaited, core.Stop)
 
 
 def to_message(what: core.Event | core.Effect) -> dict[str, Any]:

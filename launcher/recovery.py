@@ -62,9 +62,10 @@ class Recovery:
         else:
             self._began_s = now_s
 
-    def begun(self, rank: int, now_s: float) -> None:
-        """The loop of `rank` begins."""
+    def begun(self, rank: int, step: int, now_s: float) -> None:
+        """The loop of `rank` begins after `step`."""
         if self._events:
+            self._step = max(self._step, step)
             self._note("begun", rank, now_s)
 
     def updated(self, rank: int, now_s: float) -> str | None:

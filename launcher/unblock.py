@@ -36,7 +36,6 @@ class Unblocker:
     def __init__(self, before: Collection[str], spare_ports: Collection[int]) -> None:
         self._before = frozenset(before)
         self._spare_ports = frozenset(spare_ports)
-        self._pythons: set[int] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lastwords-unblock", daemon=True)
 
@@ -56,16 +55,17 @@ class Unblocker:
         except RuntimeError as error:
             _log.warning("NCCL's collectives could not be ended: %s", error)
         while True:
-            self._pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
             self._shut()
             if self._over.wait(AGAIN_S):
                 return
 
     def _shut(self) -> None:
-        connected = _connections()
-        for fd, inode in open_sockets():
+        connected, candidates = _connections(), open_sockets()
+        # After the candidates, or one that Python opens in between would be taken for torch's.
+        pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
+        for fd, inode in candidates:
             ports = connected.get(inode)
-            if ports is None or inode in self._before or self._spare_ports & set(ports) or fd in self._pythons:
+            if ports is None or inode in self._before or self._spare_ports & set(ports) or fd in pythons:
                 continue
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
                 one.shutdown(socket.SHUT_RDWR)

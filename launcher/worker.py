@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lastwords.controller import launch as controller_launch
-from lastwords.errors import ConfigError, UnavailableError
+from lastwords.errors import ConfigError
 from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
+from lastwords.launcher.streams import Streams
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
@@ -38,6 +39,8 @@ LEAVE_S = 20.0
 
 SOURCES_MAX = 4000
 """Files of the user's code that are compared between a replacement and the other ranks."""
+
+SHOWN_CHARS_MAX = 60
 
 _kept: dict[str, Any] = {}
 _workers: list[Worker] = []
@@ -76,8 +79,16 @@ def keep(name: str, make: Callable[[], _T]) -> _T:
     """`make()` at the first call in this process, the same object at every later one, also after a failure.
 
     For what is costly and holds no process group: a data set, a tokenizer, a compiled kernel. It must not hold state
-    that training changes.
+    that training changes. Raises ConfigError for a `make` that cannot be called so.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f'lastwords.keep(name, make) takes a name first, such as "data", not {_shown(name)}')
+    if not callable(make):
+        raise ConfigError(
+            f"lastwords.keep({name!r}, make) takes a function that makes the object, not {_shown(make)}: write "
+            f"lastwords.keep({name!r}, lambda: ...), so that it is made once in each process"
+        )
+    _refuse_needed(make, "make", f"keep({name!r}, make)")
     if name not in _kept:
         _kept[name] = make()
     value: _T = _kept[name]
@@ -86,28 +97,42 @@ def keep(name: str, make: Callable[[], _T]) -> _T:
 
 def _refuse(main: Callable[[], object]) -> None:
     if not callable(main) or inspect.iscoroutinefunction(main):
-        raise ConfigError(f"lastwords.run(main) takes a function without arguments, not {main!r}")
-    with contextlib.suppress(ValueError):
+        hint = ": write lastwords.run(main), not lastwords.run(main())" if main is None else ""
+        raise ConfigError(f"lastwords.run(main) takes a function without arguments, not {_shown(main)}{hint}")
+    _refuse_needed(main, "main", "run(main)")
+
+
+def _refuse_needed(function: Callable[[], object], name: str, call: str) -> None:
+    """ConfigError for a function that cannot be called without arguments."""
+    needed: list[str] = []
+    with contextlib.suppress(ValueError, TypeError):  # one in C may not say what it takes
         needed = [
             one.name
-            for one in inspect.signature(main).parameters.values()
+            for one in inspect.signature(function).parameters.values()
             if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         ]
-        if needed:
-            raise ConfigError(
-                f"main() takes {', '.join(needed)}, and lastwords.run(main) has nothing to give: wrap it in a function "
-                "without arguments, such as lambda: main(arguments)"
-            )
+    if needed:
+        raise ConfigError(
+            f"{name}() takes {', '.join(needed)}, and lastwords.{call} has nothing to give: wrap it in a function "
+            f"without arguments, such as lambda: {name}(arguments)"
+        )
+
+
+def _shown(value: object) -> str:
+    """A value in a message: that of a data set may be long."""
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN_CHARS_MAX else f"{shown[: SHOWN_CHARS_MAX - 3]}..."
 
 
 class Stay:
     """One stay in `main`, and the `reentry.Leaver` of what runs in it: whoever is late finds that it is over."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, goes_on_at: int = 0) -> None:
         self.leaving = False
         self.saved_step = 0
         self.record = ""
         self._link = link
+        self._goes_on_at = goes_on_at
         self._lock = threading.Lock()
         self._over = False
         self._left = threading.Event()
@@ -124,10 +149,16 @@ class Stay:
             self._unblocker.begin()
         threading.Thread(target=self._end_if_here, name="lastwords-leave", daemon=True).start()
 
-    def begun(self) -> None:
-        """The training loop begins; a controller looks after this rank."""
+    def begun(self, step: int) -> None:
+        """The training loop begins after `step`; a controller looks after this rank."""
+        if step < self._goes_on_at:
+            raise ConfigError(
+                f"main() was entered again after a failure, and step {self._goes_on_at} is saved, but its training "
+                f"loop begins after step {step}: call tft.resume(missing_ok=True) before the loop, every time"
+            )
+        self._goes_on_at = 0  # of a loop that comes after this one nothing is known
         with contextlib.suppress(OSError):
-            send(self._link, {"begun": True})
+            send(self._link, {"begun": step})
 
     def updated(self) -> None:
         """The first step of this stay is over."""
@@ -170,15 +201,19 @@ class Worker:
         try:
             self._socket.connect(path)
         except OSError as error:
-            raise UnavailableError(f"the launcher does not answer at {path}: {error}") from error
+            _log.info("the launcher does not answer at %s: %s", path, error)
+            raise _without_launcher() from None
         self._condition = threading.Condition()
         self._become: dict[str, Any] | None = None
-        self._entered: tuple[int, int] | None = None
+        self._entered: tuple[int, int, int] | None = None
+        self._streams: Streams | None = None
         self._gone = False
         self._dismissed = False
         self._asked = 0
         self._controller: dict[int, tuple[int, dict[str, object]] | None] = {}
         self._stay: Stay | None = None
+        self._inside = False
+        """The training thread is in `main`."""
         self._saved_step = 0
         self._record = ""
         self._abandoned = False
@@ -187,16 +222,23 @@ class Worker:
     def run(self, main: Callable[[], object]) -> None:
         """Until `main` has returned by itself, or raised what is its own."""
         spare = os.environ.pop(SPARE, "") == "1"
-        send(self._socket, {"rank": None if spare else int(os.environ["RANK"]), "pid": os.getpid()})
+        self._introduce({"rank": None if spare else int(os.environ["RANK"]), "pid": os.getpid()})
         threading.Thread(target=self._listen, name="lastwords-launcher", daemon=True).start()
         self._sources = source_digests()
         warm_up()
+        self._streams = Streams()
         if spare:
-            send(self._socket, {"ready": True})
+            self._introduce({"ready": True})
             self._take_place()
         controller_launch.use_waiting(self._become_controller)
         while not self._enter(main):
             pass
+
+    def _introduce(self, message: dict[str, Any]) -> None:
+        try:
+            send(self._socket, message)
+        except OSError:
+            raise _without_launcher() from None
 
     def _enter(self, main: Callable[[], object]) -> bool:
         """Once: True if `main` has come to its end."""
@@ -205,16 +247,19 @@ class Worker:
         with self._condition:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
             if self._entered is None:  # the launcher has ended: as after any incident
-                raise SystemExit(EXIT_SAVED if self._saved_step else EXIT_NOT_SAVED)
-            os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = map(str, self._entered)
+                raise _without_launcher(self._saved_step, told=self._dismissed)
+            generation, port, step = self._entered
+            os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = str(generation), str(port)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             self._entered = None
-            self._stay = stay = Stay(self._socket)
+            self._stay, self._inside = (stay := Stay(self._socket, step if generation else 0)), True
             if self._abandoned:
                 stay.leave(0, (), None)
         world.begin_again()
         reentry.use(stay)
         hook = sys.excepthook
+        if self._streams is not None:
+            self._streams.put_back()
         try:
             main()
         except BaseException as error:  # handed to the caller, unless it is only the news of a failure elsewhere
@@ -226,6 +271,7 @@ class Worker:
             if not stay.leaving:
                 return True
         stay.end()
+        self._inside = False
         sys.excepthook = hook  # torch wraps it once more at each init_process_group()
         self._saved_step = max(self._saved_step, stay.saved_step)
         self._record = stay.record or self._record
@@ -255,7 +301,7 @@ class Worker:
                 with self._condition:
                     self._gone = True
                     self._condition.notify_all()
-                if not self._dismissed:
+                if self._inside and not self._dismissed:
                     rank = os.environ.get("RANK", "?")
                     sys.stderr.write(f"lastwords: rank {rank}: the launcher has ended; a failure now ends all ranks\n")
                 return
@@ -276,7 +322,8 @@ class Worker:
                 found = message["controller"]
                 self._controller[message["asked"]] = None if found is None else (int(found[0]), found[1])
             if "enter" in message:
-                self._entered, self._abandoned = (message["enter"], message["port"]), False
+                entered = message["enter"], message["port"], message["step"]
+                self._entered, self._abandoned = entered, False
             self._condition.notify_all()
 
     def _take_place(self) -> None:
@@ -292,6 +339,18 @@ class Worker:
                 stream.flush()
                 with open(path, "ab") as file:
                     os.dup2(file.fileno(), stream.fileno())
+
+
+def _without_launcher(saved_step: int = 0, *, told: bool = False) -> SystemExit:
+    """The launcher has ended, and this process is not in `main`, which it can never enter. told: and has said so."""
+    code = EXIT_SAVED if saved_step else EXIT_NOT_SAVED
+    if not told:
+        rank, saved = os.environ.get("RANK", ""), f"step {saved_step} is saved, " if saved_step else ""
+        sys.stderr.write(
+            f"lastwords: {f'rank {rank}' if rank.isdecimal() else 'a spare'}: the launcher has ended, so this process "
+            f"cannot enter main(); {saved}start the job again; exit code {code}\n"
+        )
+    return SystemExit(code)
 
 
 def source_digests() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
     /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/rank_{k}.life   the robust mutex of rank k
     /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/rank_{k}.box    the black box of rank k
+    /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/controller.*    what the controller keeps for its successor
 
 Generations are drawn for each checkpoint directory, so two jobs of one name on one host may have the same one. The
 nonce, random and agreed upon by the ranks of a start, keeps their files apart; "" leaves it out.
@@ -24,7 +25,10 @@ SHM_ROOT = Path("/dev/shm")
 
 _JOB = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NONCE = re.compile(r"[0-9a-f]{0,32}")
-_OURS = re.compile(r"rank_\d+\.(life|box)(\.\d+\.new)?")
+STATE_NAME = "controller.json"
+LOCK_NAME = "controller.lock"
+
+_OURS = re.compile(r"(rank_\d+\.(life|box)|controller\.(json|lock))(\.\d+\.new)?")
 
 
 def check_job(job: str) -> str:
@@ -73,6 +77,15 @@ def box_path(job: str, generation: int, rank: int, nonce: str = "", *, root: Pat
     'rank_3.box'
     """
     return job_dir(job, generation, nonce, root=root) / f"rank_{_check_rank(rank)}.box"
+
+
+def state_path(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
+    """File of what the controller keeps for the one that follows it, on the controller's host.
+
+    >>> state_path("digits", 2).name
+    'controller.json'
+    """
+    return job_dir(job, generation, nonce, root=root) / STATE_NAME
 
 
 @contextlib.contextmanager

@@ -34,16 +34,33 @@ def start_ticks(pid: int) -> int | None:
     True
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        fields = _fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
     except OSError as error:
         raise UnavailableError(f"cannot tell whether process {pid} lives: {error}") from error
-    # The command name stands in parentheses and may itself contain blanks and parentheses.
-    fields = text[text.rfind(b")") + 2 :].split()
     if fields[0] in (b"Z", b"X", b"x"):
         return None
     return int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger holds this process; False where the system does not say.
+
+    >>> is_stopped(os.getpid())
+    False
+    """
+    try:
+        return _fields(pid)[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+def _fields(pid: int) -> list[bytes]:
+    """Of /proc/PID/stat, from the third, the state, on."""
+    text = Path(f"/proc/{pid}/stat").read_bytes()
+    # The command name stands in parentheses and may itself contain blanks and parentheses.
+    return text[text.rfind(b")") + 2 :].split()
 
 
 def this_process(nonce: str) -> ProcessId:

@@ -85,6 +85,10 @@ class HostWatch:
             raise UnavailableError(f"cannot watch rank {rank} on this host: {'; '.join(problems)}")
         return tuple(sources)
 
+    def when_ended(self, process: ProcessId, on_end: Callable[[], None]) -> None:
+        """Call `on_end` once when another process of this host ends, which is no rank. Raises UnavailableError."""
+        self._pids.add(process, on_end)
+
     def remove(self, rank: int) -> None:
         """Stop watching a rank; afterwards its end is not reported. Harmless if it is not watched."""
         with self._lock:

@@ -20,14 +20,28 @@ from lastwords.processor import events, interfaces
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.interfaces import GateLike, PhaseWord, SessionLike
-from lastwords.processor.saver import SaveJob, SaverSpec
-from lastwords.vocabulary import Exit, Hello, Order, Phase, Refused, Report, Save, Stand, Status
+from lastwords.processor.saver import SaverSpec
+from lastwords.processor.whereabouts import Whereabouts
+from lastwords.processor.writers import Writers
+from lastwords.vocabulary import (
+    NO_SCHEDULE,
+    Exit,
+    Hello,
+    Order,
+    PeerDied,
+    Phase,
+    Refused,
+    Report,
+    Schedule,
+    Stand,
+    Status,
+)
 
 _log = logging.getLogger(__name__)
 
 
 class Agent:
-    """Holds a rank's core and everything that moves around it.
+    """Holds a rank's core and everything that moves around it. Made by the training thread.
 
     Calls marked *training thread* must come from the thread that trains. A call that parks returns when the rank may go
     on, and raises `SystemExit` with a documented code where the incident ended in `Exit`.
@@ -43,15 +57,16 @@ class Agent:
         pass_on: Callable[[int], None] = lambda number: None,
         hand_back: Callable[[], None] = lambda: None,
     ) -> None:
-        self._core, self._hello, self._saver, self._departure = core, hello, saver, departure
+        self._core, self._hello, self._departure = core, hello, departure
         self._on_incident, self._pass_on, self._hand_back = on_incident, pass_on, hand_back
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
         self._session: SessionLike | None = None
-        self._save_job: SaveJob | None = None
+        self._writers = Writers(saver, self._handle)
         self._closed, self._in_our_hands, self._own_time = False, 0, clock.OwnTime()
-        self._status_sent: Stand | None = None
+        self._whereabouts = Whereabouts(threading.get_ident())
+        self._status_sent: Status | None = None
         self._pulse = threading.Thread(target=self._run_pulse, name="lastwords-pulse", daemon=True)
 
     # ------------------------------------------------------------------ life
@@ -106,15 +121,34 @@ class Agent:
         """True once all ranks are registered."""
         return self._core.welcomed
 
-    def begin_loop(self, steps_per_epoch: int, epochs: int, start_step: int) -> None:
+    def begin_loop(self, steps_per_epoch: int, epochs: int, start_step: int, schedule: Schedule = NO_SCHEDULE) -> None:
         """Agree with all ranks on the loop's shape; parks until every rank is there.
 
         Raises ConfigError if the ranks disagree, SystemExit if an incident ends the job meanwhile.
         """
         with self._condition:
-            self._core.begin_loop(steps_per_epoch, epochs, start_step)
+            self._core.begin_loop(steps_per_epoch, epochs, start_step, schedule)
             self._settle_calls()
         self._park(lambda: self._core.loop_open)
+
+    def copy_if_due(self) -> None:
+        """A step has ended, and nothing of it is to move on before its state is copied, if a checkpoint is due."""
+        order = self._core.copy_due
+        if order is None:
+            return
+        problem = self._writers.copy(order, self._core.stand)
+        with self._lock:
+            if problem:
+                self._core.mark_not_copied(order, problem)
+            else:
+                self._core.mark_copied(order)
+            self._settle_calls()
+
+    def want_save(self) -> None:
+        """A checkpoint of the next step's end is wanted; any thread."""
+        with self._lock:
+            self._core.want_save()
+            self._settle_calls()
 
     def ready(self) -> None:
         """The gradients of the step under way are final."""
@@ -250,6 +284,12 @@ class Agent:
             self._core.mark_signalled(number)
             self._settle_calls()
 
+    def on_peer_died(self, report: PeerDied) -> None:
+        """A watcher's thread: a process of this host has died."""
+        with self._condition:
+            self._core.mark_peer_died(report)
+            self._settle_calls()
+
     def report(self, report: Report) -> None:
         """Hand a report to the session, if there is one; any thread."""
         if self._session is not None:
@@ -260,14 +300,12 @@ class Agent:
         deadline_mono_s = clock.mono_s() + timeout_s
         with self._condition:
             while not ready():
-                left_s = deadline_mono_s - clock.mono_s()
-                if left_s <= 0 or self._departure.decided:
+                if (left_s := deadline_mono_s - clock.mono_s()) <= 0 or self._departure.decided:
                     break
                 self._condition.wait(min(left_s, interfaces.PARK_POLL_S))
-        if ready():
-            return True
-        self._leave_if_told()
-        return False
+        if not (is_ready := ready()):
+            self._leave_if_told()
+        return is_ready
 
     # ------------------------------------------------------------------ inside
 
@@ -296,29 +334,19 @@ class Agent:
             case events.SayHello():
                 self.report(self._hello(self._core.stand))
             case events.StartSave(order):
-                self._start_save(order)
-            case events.CancelSave() if self._save_job is not None:
-                self._save_job.cancel()
+                self._writers.start(order, self._core.settled_stand)
+            case events.CancelSave(incident):
+                self._writers.cancel(incident)
             case events.Leave(order, reason):
                 self._leave(order, reason)
             case events.PassOn(number):
                 self._pass_on(number)
             case events.Log(level, text):
                 _log.log(level, "%s", text)
+            case events.ShowStack(text):
+                self._whereabouts.show(text, self._core.rank, self._core.generation, self.report)
             case events.Wake() | events.Released():
                 self._condition.notify_all()
-
-    def _start_save(self, order: Save) -> None:
-        self._save_job = SaveJob(
-            order,
-            self._core.settled_stand,
-            self._saver,
-            progress=lambda o, n, syncing: self._handle(events.SaveProgressed(o.incident, o.attempt, n, syncing)),
-            done=lambda o, n: self._handle(events.SaveFinished(o.incident, o.attempt, n)),
-            failed=lambda o, why, storage: self._handle(events.SaveErrored(o.incident, o.attempt, why, storage)),
-            after=self._save_job,
-        )
-        self._save_job.start()
 
     def _leave(self, order: Exit | Refused | None, reason: str) -> None:
         """With the lock: this process has to end. Parked, the training thread ends it; stuck, this thread does."""
@@ -389,11 +417,11 @@ class Agent:
                     core.handle(events.Tick(), now_s)
                     self._settle_calls()
                 stand = core.stand
-            if stand != self._status_sent:
-                self._status_sent = stand
-                self.report(Status(core.rank, core.generation, stand))
+            status = Status(core.rank, core.generation, stand, *self._whereabouts.places(stand, now_s))
+            if status != self._status_sent:
+                self._status_sent = status
+                self.report(status)
             with self._condition:
                 if not self._closed:
-                    due_s, wait_s = core.deadline_s, interfaces.STATUS_INTERVAL_S
-                    wait_s = wait_s if due_s is None else min(wait_s, due_s - now_s)
-                    self._condition.wait(max(wait_s, 0.001))
+                    due_s, latest_s = core.deadline_s, now_s + interfaces.STATUS_INTERVAL_S
+                    self._condition.wait(max(min(latest_s, latest_s if due_s is None else due_s) - now_s, 0.001))

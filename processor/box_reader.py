@@ -152,9 +152,10 @@ class BoxReader:
             found: list[tuple[int, int, SlotCopy]] = []
             torn = False
             for slot in slots:
-                counter = self._words[self._head(slot) + SLOT_COUNTER]
+                head = self._head(slot)
+                counter, written = self._words[head + SLOT_COUNTER], self._words[head + SLOT_SEQUENCE] != 0
                 copy = self._try_slot(slot, step)
-                torn = torn or copy is None
+                torn = torn or (written and copy is None)
                 if copy is not None and copy.step == step and copy.kind in kinds:
                     found.append((-kinds.index(copy.kind), counter, copy))
             if found:

@@ -14,9 +14,11 @@ API::
 
     core = ProcessorCore(rank, generation, start_step, options)
     training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_skipped, mark_gate_failed,
-                     try_end_step, mark_left, mark_raised       any thread: mark_signalled
+                     try_end_step, mark_copied, mark_left, mark_raised       any thread: mark_signalled, mark_peer_died,
+                     want_save
     shell:           handle(event, now_s), take_effects(), has_effects, deadline_s
-    queries:         stand, phase, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed, released, leaving
+    queries:         stand, phase, copy_due, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed,
+                     released, leaving
 
 The calls of the training thread cost well under 2 µs and take no time argument: where one of them starts a timer,
 `deadline_s` is at once due, and the next `handle` (a Tick will do) starts it. `begin_loop` sets the step from which
@@ -45,19 +47,23 @@ from lastwords.processor.events import (
     SaveProgressed,
     SessionDown,
     SessionUp,
+    ShowStack,
     Tick,
     Wake,
 )
 from lastwords.processor.phases import PARKED, TRANSITIONS, misuse, row
 from lastwords.processor.rank_state import RankState
 from lastwords.vocabulary import (
+    NO_SCHEDULE,
     Exit,
     Freeze,
     Goodbye,
     Left,
     LoopBegin,
     LoopGo,
+    Notice,
     Order,
+    PeerDied,
     Phase,
     Proceed,
     Raised,
@@ -65,7 +71,10 @@ from lastwords.vocabulary import (
     Release,
     Resume,
     Save,
+    SaveWanted,
+    Schedule,
     Signalled,
+    Status,
     Welcome,
 )
 
@@ -95,11 +104,11 @@ class ProcessorCore(RankState):
 
     # ------------------------------------------------------------------ training thread
 
-    def begin_loop(self, steps_per_epoch: int, epochs: int, start_step: int) -> None:
+    def begin_loop(self, steps_per_epoch: int, epochs: int, start_step: int, schedule: Schedule = NO_SCHEDULE) -> None:
         """The loop is about to start, `start_step` steps being done; wait for `loop_open`."""
         self._move("begin_loop")
         self._ended_step = start_step
-        self._said.loop = LoopBegin(self.rank, self.generation, steps_per_epoch, epochs, start_step)
+        self._said.loop = LoopBegin(self.rank, self.generation, steps_per_epoch, epochs, start_step, schedule)
         self._said.loop_open = False
         self._outbox.send(self._said.loop)
         self._after_move()
@@ -175,7 +184,21 @@ class ProcessorCore(RankState):
         self._ended_step += 1
         if self._part.incident:
             self._after_move()
+        self._snapshots.on_step_ended(self._ended_step)
         return True
+
+    def mark_copied(self, order: Save) -> None:
+        """The state that `copy_due` asked for is copied."""
+        self._snapshots.copied(order)
+
+    def mark_not_copied(self, order: Save, reason: str) -> None:
+        """It could not be copied; training goes on."""
+        self._snapshots.not_copied(order, reason)
+
+    def want_save(self) -> None:
+        """A checkpoint of the next step's end is wanted."""
+        self._outbox.send(Status(self.rank, self.generation, self.stand))  # the next step is counted from there
+        self._outbox.send(SaveWanted(self.rank, self.generation))
 
     def mark_left(self) -> None:
         """The loop is over on this rank; wait for `released` (or for the end of an incident)."""
@@ -186,6 +209,7 @@ class ProcessorCore(RankState):
         if self._said.left is None:
             self._said.left = Left(self.rank, self.generation, self.stand)
             self._outbox.send(self._said.left)
+            self._snapshots.on_left()
         self._after_move()
 
     def mark_raised(self, text: str, secondary: bool) -> None:
@@ -206,6 +230,11 @@ class ProcessorCore(RankState):
         elif self._said.signalled is None and not self._released:
             self._said.signalled = Signalled(self.rank, self.generation, signal_number, self.stand)
             self._outbox.send(self._said.signalled)
+
+    def mark_peer_died(self, report: PeerDied) -> None:
+        """Any thread: a process of this host has died."""
+        self._said.deaths[report.dead_rank] = report
+        self._outbox.send(report)
 
     def _move(self, method: str) -> None:
         phase = _ROWS[method][self._phase]
@@ -252,12 +281,19 @@ class ProcessorCore(RankState):
             case FromController(order):
                 self._on_order(order)
             case SessionUp():
+                self._snapshots.repeat()
                 if self._said.on_session_up():
                     self._outbox.emit(
                         Log(WARNING, (f"rank {self.rank} has reconnected to its controller and is protected again"))
                     )
             case SessionDown():
                 self._said.on_session_down(now_s)
+            case SaveProgressed(0, attempt, bytes_written, syncing):
+                self._snapshots.on_progressed(attempt, bytes_written, syncing)
+            case SaveFinished(0, attempt, bytes_written):
+                self._snapshots.on_finished(attempt, bytes_written)
+            case SaveErrored(0, attempt, reason, storage):
+                self._snapshots.on_errored(attempt, reason, storage)
             case SaveProgressed(incident, attempt, bytes_written, syncing):
                 self._part.on_save_progressed(incident, attempt, bytes_written, syncing)
             case SaveFinished(incident, attempt, bytes_written):
@@ -280,10 +316,16 @@ class ProcessorCore(RankState):
                 wakes, self._said.loop_open = not self._said.loop_open, self._said.loop is not None
             case Freeze():
                 if self._part.on_freeze(order, self.stand):
+                    self._snapshots.cancel()
                     self._retreated = False
                     self._after_move()
             case Proceed():
                 wakes = self._part.on_proceed(order, self.settled_stand)
+            case Save(incident=0):
+                if not self._part.incident:
+                    self._snapshots.on_save(order, self._ended_step, may_copy=self._phase is _COMPUTING)
+                    if self._said.left is not None:
+                        self._snapshots.on_left()
             case Save():
                 self._part.on_save(order, self.settled_stand)
             case Resume():
@@ -297,11 +339,14 @@ class ProcessorCore(RankState):
             case Release():
                 if self._said.left is not None:
                     self._release()
+            case Notice(text=text, stack=stack):
+                self._outbox.emit(ShowStack(text) if stack else Log(WARNING, text))
         if wakes:  # a void order does nothing at all
             self._outbox.emit(Wake())
 
     def _leave(self, order: Exit | Refused | None, reason: str) -> None:
         self._part.cancel_save()
+        self._snapshots.cancel()
         self._leaving = True
         self._said.closed = True
         self._say_goodbye()
@@ -309,6 +354,7 @@ class ProcessorCore(RankState):
         self._outbox.emit(Wake())
 
     def _release(self) -> None:
+        self._snapshots.cancel()
         self._released = True
         self._said.closed = True
         self._say_goodbye()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from lastwords.processor.events import HELLO_PAUSE_MAX_S, RESEND_INTERVAL_S, ProcessorOptions, SayHello
 from lastwords.processor.grace import Grace
 from lastwords.processor.participation import Outbox, Participation
-from lastwords.vocabulary import Left, LoopBegin, Raised, Report, Signalled
+from lastwords.vocabulary import Left, LoopBegin, PeerDied, Raised, Report, Signalled
 
 
 class Correspondence:
@@ -24,6 +24,7 @@ class Correspondence:
         self.raised: Raised | None = None
         self.signalled: Signalled | None = None
         self.left: Left | None = None
+        self.deaths: dict[int, PeerDied] = {}  # of neighbours, said in each session: another controller may serve
         self.closed = False
         self.session_up = False
         self.unprotected = False  # training goes on without a controller, and that has been said
@@ -83,6 +84,8 @@ class Correspondence:
         self._down_since_s = None
         self._unanswered, self._hello_pause = True, Grace(RESEND_INTERVAL_S)
         self.repeat()
+        for death in self.deaths.values():
+            self._outbox.send(death)
         return was_unprotected
 
     def on_welcome(self) -> None:

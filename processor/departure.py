@@ -95,7 +95,7 @@ def verdict_of(rank: int, order: Exit, *, stays: bool = False) -> Verdict:
             f"training continues with step {order.step + 1}"
         )
         return Verdict(EXIT_SAVED, line, is_cause, order.step)
-    what = "nothing to save yet" if order.kind is ExitKind.NOTHING_TO_SAVE else "NOTHING WAS SAVED"
+    what = "there was nothing new to save" if order.kind is ExitKind.NOTHING_TO_SAVE else "NOTHING WAS SAVED"
     line = f"lastwords: rank {rank}: {order.reason}; {what}"
     return Verdict(EXIT_NOT_SAVED, line, is_cause)
 

@@ -33,7 +33,7 @@ class ProcessorOptions:
     """
 
     step_end_grace_s: float = 0.5
-    unprotected_s: float = 1.5
+    unprotected_s: float = 5.0
     controller_lost_s: float = 30.0
     has_copy: bool = False
     update_grace_s: float = 1.0
@@ -162,4 +162,11 @@ class Log:
     text: str
 
 
-Effect = SendReport | SayHello | StartSave | CancelSave | Wake | Leave | PassOn | Released | Log
+@dataclass(frozen=True, slots=True)
+class ShowStack:
+    """Print `text` and the stack of the training thread below it, and report that stack."""
+
+    text: str
+
+
+Effect = SendReport | SayHello | StartSave | CancelSave | Wake | Leave | PassOn | Released | Log | ShowStack

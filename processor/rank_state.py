@@ -7,7 +7,8 @@ from lastwords.processor.events import ProcessorOptions
 from lastwords.processor.grace import Grace
 from lastwords.processor.participation import Outbox, Participation
 from lastwords.processor.phases import ENDED_PHASES, row
-from lastwords.vocabulary import Phase, Stand
+from lastwords.processor.snapshots import Snapshots
+from lastwords.vocabulary import Phase, Save, Stand
 
 _COMPUTING, _READY, _UPDATED = Phase.COMPUTING, Phase.READY, Phase.UPDATED
 _END_ROW = row("try_end_step")
@@ -26,6 +27,7 @@ class RankState:
         self._ended_step = start_step
         self._outbox = Outbox()
         self._part = Participation(rank, generation, self._outbox)
+        self._snapshots = Snapshots(rank, generation, self._outbox)
         self._said = Correspondence(self._part, self._outbox, self.options)
         self._welcomed = False
         self._released = False
@@ -77,6 +79,14 @@ class RankState:
     def may_train(self) -> bool:
         """True if the training thread may go on with its loop."""
         return not (self._part.incident or self._leaving or self._said.left or self._said.raised)
+
+    @property
+    def copy_due(self) -> Save | None:
+        """The periodic checkpoint for which the state has to be copied now, before anything of it moves on."""
+        order = self._snapshots.due(self._ended_step)
+        if order is None or self._phase is not _COMPUTING or self._part.incident or self._leaving:
+            return None
+        return order
 
     @property
     def may_end_step(self) -> bool:

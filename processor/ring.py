@@ -25,7 +25,7 @@ from lastwords.checkpoint.retry import PAUSES_S, patiently
 from lastwords.checkpoint.system import REAL_OS, storage_errors
 from lastwords.errors import LastWordsError, StorageError
 from lastwords.liveness import paths, process_id
-from lastwords.liveness.robust_mutex import owner_of
+from lastwords.liveness.robust_mutex import owner_of, state_of
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource, PeerDied, ProcessId
 
@@ -76,6 +76,12 @@ class HostRing:
         with self._lock:
             self._after = in_ring_order(self._rank, ranks)
             self._close_ring()
+
+    def when_ended(self, process: ProcessId, on_end: Callable[[], None]) -> None:
+        """Watch another process of this host, too: its end is told once. Raises UnavailableError."""
+        with self._lock:
+            if not self._stopped:
+                self._watch.when_ended(process, on_end)
 
     def stop(self) -> None:
         """Stop watching; what ends from now on is nobody's business here. Harmless in a forked child."""
@@ -153,6 +159,22 @@ def ranks_here(job: str, generation: int, nonce: str = "", *, root: Path = paths
         _log.warning("no rank on this host is watched: %s", error)
         return []
     return sorted(int(found[1]) for name in names if (found := _LIFE.fullmatch(name)))
+
+
+def living_before(rank: int, job: str, generation: int, nonce: str = "", *, root: Path = paths.SHM_ROOT) -> int:
+    """How many ranks of this host that come before `rank` live, by their life lines."""
+    return sum(
+        _lives(paths.life_path(job, generation, other, nonce, root=root))
+        for other in ranks_here(job, generation, nonce, root=root)
+        if other < rank
+    )
+
+
+def _lives(path: Path) -> bool:
+    try:
+        return state_of(path) is None
+    except LastWordsError:
+        return False  # the job is over
 
 
 def _names_in(directory: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from lastwords import clock
 from lastwords.checkpoint import layout, part
 from lastwords.checkpoint.system import SyncWatch
-from lastwords.errors import IncompleteError, StorageError
+from lastwords.errors import IncompleteError, StorageError, named
 from lastwords.vocabulary import Save, Stand
 
 _log = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ PROGRESS_INTERVAL_S = 0.25
 SYNC_INTERVAL_S = 1.0
 """So often a writer inside fsync or close is reported to be there, by another thread: its own cannot."""
 
+
+NICEST = 19
 
 READS_MAX = 5
 """So often a part is written because the loop has changed what was read. It is soon stuck: a rank has died."""
@@ -110,11 +113,18 @@ class SaveJob:
         """Stop at the next chunk; what was written stays in the temporary directory, for the controller to discard."""
         self._cancelled.set()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it reads and writes nothing any more."""
+        return self._over.is_set()
+
     def wait(self) -> None:
         """Wait until the thread has ended; a cancelled one ends at its next chunk."""
         self._thread.join()
 
     def _run(self) -> None:
+        if not self.order.incident:
+            _yield_to_training()
         try:
             if self._after is not None:
                 self._after.wait()
@@ -130,11 +140,12 @@ class SaveJob:
             _log.warning(
                 "rank %s could not write its files of step %s", self._spec.rank, self.order.step, exc_info=True
             )
-            self._fail(f"{type(error).__name__}: {error}", storage=True)
+            self._fail(named(error), storage=True)
         except Exception as error:  # outermost loop of this thread: whatever it was, the controller must hear of it
             _log.exception("rank %s could not write its files of step %s", self._spec.rank, self.order.step)
-            self._fail(f"{type(error).__name__}: {error}", storage=False)
+            self._fail(named(error), storage=False)
         else:
+            self._over.set()
             if not self._cancelled.is_set():
                 self._on_done(self.order, written)
         finally:
@@ -146,6 +157,7 @@ class SaveJob:
                 self._on_progress(self.order, self._written, True)
 
     def _fail(self, reason: str, storage: bool) -> None:
+        self._over.set()
         if not self._cancelled.is_set():
             self._on_failed(self.order, reason, storage)
 
@@ -202,6 +214,17 @@ class SaveJob:
             job=self._spec.job,
             os=self._watch,
         )
+
+
+def _yield_to_training() -> None:
+    """This thread, and those that it starts, get the processor when nobody else wants it: training goes on meanwhile.
+
+    Of a thread's own is what Linux does with a thread's id here (setpriority(2), "C library/kernel differences").
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICEST)
+    except OSError as error:
+        _log.info("the writer behind the training has the training's priority: %s", error)
 
 
 def _reasons(units: Mapping[str, part.UnitState]) -> list[tuple[str, ...]]:

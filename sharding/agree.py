@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from lastwords.errors import ConfigError, LastWordsError, StorageError
+from lastwords.errors import ConfigError, LastWordsError, StorageError, named
 from lastwords.sharding.declare import Unit, check_units
 from lastwords.sharding.grouping import Alike, Division, divide
 from lastwords.sharding.pieces import Members, Piece, UnitTable
@@ -131,7 +131,7 @@ class _Own:
             self._error = error
         except BaseException as error:
             # Of torch, say. The others must not wait for a list that never comes.
-            world.publish(f"{prefix}/pieces/{world.rank}", {"error": f"{type(error).__name__}: {error}"})
+            world.publish(f"{prefix}/pieces/{world.rank}", {"error": named(error)})
             raise
         if len(ranks) == 1:
             return
@@ -185,7 +185,7 @@ def _made(
     except LastWordsError:
         raise
     except BaseException as error:
-        world.publish(key, {"error": f"{type(error).__name__}: {error}"})
+        world.publish(key, {"error": named(error)})
         raise
 
 

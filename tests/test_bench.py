@@ -10,7 +10,7 @@ import pytest
 
 from bench import incident, scale
 from bench.peers.job import Update
-from bench.peers.verdict import first_difference, verdict
+from bench.peers.verdict import Kill, first_difference, verdict
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import read_manifest
 
@@ -43,6 +43,9 @@ KILLED_MONO_NS = 1_000_000_000
 VICTIM_PID = 102
 
 
+KILL = Kill(2, VICTIM_PID, 0, KILLED_MONO_NS, 0, durable=True)
+
+
 def updates(steps: range, pids: list[int], first_mono_ns: int, ranks: int = 4) -> list[Update]:
     """A step every 100 ms; a line of each process, a millisecond after the one before."""
     return [
@@ -59,7 +62,7 @@ def before_the_kill() -> list[Update]:
 def test_a_rank_that_is_replaced_alone_loses_no_update_and_keeps_three_processes() -> None:
     log = before_the_kill() + updates(range(6, 9), [100, 101, 200, 103], 2_000_000_000)
     reference = {(update.rank, update.step): update for update in log}
-    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, reference)
+    found = verdict(log, KILL, None, reference)
     assert (found["full_s"], found["fewer_s"]) == (1.003, None)
     assert (found["updates_lost"], found["pids_kept"], found["first_difference"]) == (0, 3, None)
     assert found["steps_compared"] == 3
@@ -67,29 +70,45 @@ def test_a_rank_that_is_replaced_alone_loses_no_update_and_keeps_three_processes
 
 def test_a_restart_from_an_older_checkpoint_loses_the_updates_since() -> None:
     log = before_the_kill() + updates(range(4, 9), [200, 201, 202, 203], 3_000_000_000)
-    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    found = verdict(log, KILL, None, {})
     assert (found["full_s"], found["updates_lost"], found["pids_kept"]) == (2.003, 2, 0)
     assert found["steps_compared"] == 0
 
 
 def test_survivors_that_go_back_to_a_checkpoint_lose_updates_too() -> None:
     log = before_the_kill() + updates(range(5, 9), [100, 101, 103, 104], 3_000_000_000)
-    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    found = verdict(log, KILL, None, {})
     assert (found["updates_lost"], found["pids_kept"]) == (1, 3)
 
 
 def test_an_update_that_was_running_when_the_rank_died_is_no_recovery() -> None:
     running = updates(range(6, 7), [100, 101, 103], 1_001_000_000)
     log = before_the_kill() + running + updates(range(7, 9), [100, 101, 200, 103], 2_000_000_000)
-    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    found = verdict(log, KILL, None, {})
     assert (found["full_s"], found["updates_lost"]) == (1.003, 0)
 
 
 def test_steps_with_fewer_ranks_are_counted_until_all_are_back() -> None:
     log = before_the_kill() + updates(range(6, 8), [100, 101, 103], 1_500_000_000, ranks=3)
     log += updates(range(8, 10), [100, 101, 200, 103], 2_000_000_000)
-    found = verdict(log, KILLED_MONO_NS, VICTIM_PID, {})
+    found = verdict(log, KILL, None, {})
     assert (found["fewer_s"], found["full_s"], found["steps_with_fewer"]) == (0.502, 1.003, 2)
+
+
+def test_of_several_kills_in_one_run_each_has_its_own_updates() -> None:
+    log = before_the_kill() + updates(range(4, 9), [200, 201, 202, 203], 3_000_000_000)
+    log += updates(range(9, 12), [200, 201, 300, 203], 6_000_000_000)
+    after = Kill(2, 202, 3_000_000_000, 5_000_000_000, 0, durable=True)
+    first, second = verdict(log, KILL, after, {}), verdict(log, after, None, {})
+    assert (first["updates_lost"], first["pids_kept"]) == (2, 0)
+    assert (second["killed_at_step"], second["updates_lost"], second["pids_kept"]) == (8, 0, 3)
+
+
+def test_a_survivor_that_is_ended_later_is_not_kept() -> None:
+    running = updates(range(6, 7), [100, 101, 103], 1_001_000_000)
+    log = before_the_kill() + running + updates(range(6, 9), [200, 201, 202, 203], 3_000_000_000)
+    found = verdict(log, KILL, None, {})
+    assert (found["full_s"], found["pids_kept"]) == (2.003, 0)
 
 
 def test_a_loss_that_differs_on_one_rank_is_found_and_a_repeated_step_counts_as_it_was_repeated() -> None:

@@ -85,7 +85,8 @@ def test_every_command_that_exists_is_on_the_commands_page_and_parses() -> None:
     without_json = {("run", ""), ("top", "")}
     of_two_paths = {("transform", ""), ("convert", ""), ("export", " PATH"), ("diff", "")}
     for command, path in shown - without_json - of_two_paths:
-        build_parser().parse_args([command, *(["somewhere"] if path else []), "--json"])
+        needed = {"prune": ["--keep", "5"], "controller": ["--recover", "somewhere"]}.get(command, [])
+        build_parser().parse_args([command, *(["somewhere"] if path else []), *needed, "--json"])
 
 
 def test_every_timeout_on_the_settings_page_is_one_and_has_that_default() -> None:

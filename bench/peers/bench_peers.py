@@ -4,9 +4,10 @@
 
 Writes STEM.json and STEM.svg, and prints the table; --again does this with the results of an earlier session.
 
-One kill per run: the victim is drawn among the ranks, the instant from the two seconds after step 20. In each round
-every system has one run, so that all meet the same load. Beforehand, and once in each of the first rounds, it runs
-undisturbed beside plain DDP: for the step times, and for the losses and weights with which the killed run is compared.
+The victim is drawn among the ranks, the instant from the two seconds after the 20th update of all ranks, since the
+start or since the recovery before. Four kills fall into one run, but one where a process is kept in reserve, which
+shall be there. The systems have their kills in turn, so that all meet the same load. In each of the first rounds they
+run undisturbed beside plain DDP: for the step times, and for the losses and weights that the killed runs should have.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,12 @@ from typing import Any
 from bench.peers.job import ROOT, Job, JobError, Update
 from bench.peers.picture import draw
 from bench.peers.systems import PLAIN, SYSTEMS, System
-from bench.peers.verdict import first_of, verdict
+from bench.peers.verdict import Kill, first_of, verdict
 from bench.peers.workload import RANKS, WEIGHTS_EVERY
 
-WARM_STEP = 20
+WARM_UPDATES = 20
 SPREAD_S = 2.0
-CALM_STEPS = 160
+CALM_STEPS = 200
 CALM_FROM = 21
 """The step times of the start are not counted."""
 
@@ -92,8 +94,8 @@ def measure(results: dict[str, Any], systems: Sequence[System], kills: int, calm
     """Fills in the figures, a round of all systems after the other."""
     draws = random.Random(results["seed"])
     references: dict[str, dict[tuple[int, int], Update]] = {}
-    for number in range(max(calm, kills)):
-        for system in (PLAIN, *systems) if number < calm else ():
+    for number in range(calm):
+        for system in (PLAIN, *systems):
             try:
                 updates = undisturbed(system)
             except JobError as error:
@@ -103,11 +105,17 @@ def measure(results: dict[str, Any], systems: Sequence[System], kills: int, calm
             times_ms = results["plain_step_ms"] if system is PLAIN else results["systems"][system.name]["step_ms"]
             times_ms.append(round(step_ms(updates), 2))
             progress(f"{number + 1}/{calm} {system.name}, undisturbed: {times_ms[-1]} ms a step")
-        for system in systems if number < kills else ():
-            reference = references.get(system.name, {})
-            found = one_kill(system, draws.randrange(RANKS), draws.random() * SPREAD_S, reference)
-            results["systems"][system.name]["kills"].append(found)
-            progress(f"{number + 1}/{kills} {system.name}: {json.dumps(found)}")
+    plans = [(draws.randrange(RANKS), draws.random() * SPREAD_S) for _ in range(kills)]
+    while waiting := [system for system in systems if len(results["systems"][system.name]["kills"]) < kills]:
+        done = min(len(results["systems"][system.name]["kills"]) for system in waiting)
+        for system in waiting:
+            there = results["systems"][system.name]["kills"]
+            if len(there) > done:
+                continue
+            found = killed(system, plans[done : done + system.kills_per_run], references.get(system.name, {}))
+            there += found
+            for number, one in enumerate(found, done + 1):
+                progress(f"{number}/{kills} {system.name}: {json.dumps(one)}")
     results["load_after"] = round(os.getloadavg()[0], 1)
 
 
@@ -135,31 +143,42 @@ def step_ms(updates: Sequence[Update]) -> float:
     return (times_ns[CALM_STEPS] - times_ns[CALM_FROM]) / 1e6 / (CALM_STEPS - CALM_FROM)
 
 
-def one_kill(
-    system: System, victim_rank: int, delay_s: float, reference: dict[tuple[int, int], Update]
-) -> dict[str, Any]:
-    """What happened after `kill -9` of a rank; {"failed": why} if the system did not recover."""
+def killed(
+    system: System, plans: Sequence[tuple[int, float]], reference: dict[tuple[int, int], Update]
+) -> list[dict[str, Any]]:
+    """What happened after each `kill -9` of a run; the last one is {"failed": why} if the system did not recover."""
+    kills: list[Kill] = []
+    failure: list[dict[str, Any]] = []
     with Job(system) as job:
         try:
-            job.wait_for(lambda updates: all(seen(updates, rank) >= WARM_STEP for rank in range(RANKS)), "start")
-            time.sleep(delay_s)
-            before = job.updates()
-            victim_pid = [update.pid for update in before if update.rank == victim_rank][-1]
-            killed_mono_ns = time.monotonic_ns()
-            os.kill(victim_pid, signal.SIGKILL)
-            world = RANKS if system.full_again else RANKS - 1
-            job.wait_for(lambda updates: first_of(updates, killed_mono_ns, victim_pid, world) is not None, "recovery")
-            durable = [path.name for path in job.durable()]
-            updates = job.updates()
-            updates = job.end((updates[-1].step // WEIGHTS_EVERY + 2) * WEIGHTS_EVERY, world)
+            for victim_rank, delay_s in plans:
+                kills.append(one_kill(job, victim_rank, delay_s, kills[-1].recovered_mono_ns if kills else 0))
+            last_step = (job.updates()[-1].step // WEIGHTS_EVERY + 2) * WEIGHTS_EVERY
+            job.end(last_step, RANKS if system.full_again else RANKS - 1)
         except JobError as error:
-            return {"victim": victim_rank, "failed": str(error)}
-    return {"victim": victim_rank, **verdict(updates, killed_mono_ns, victim_pid, reference), "durable": bool(durable)}
+            del kills[len(plans) - 1 :]  # of which it cannot be said that training went on
+            failure.append({"victim": plans[len(kills)][0], "failed": str(error)})
+        updates = job.updates()
+    afterwards = [*kills[1:], None][: len(kills)]
+    return [verdict(updates, kill, after, reference) for kill, after in zip(kills, afterwards, strict=True)] + failure
 
 
-def seen(updates: Sequence[Update], rank: int) -> int:
-    """The newest step of a rank."""
-    return max((update.step for update in updates if update.rank == rank), default=0)
+def one_kill(job: Job, victim_rank: int, delay_s: float, begun_mono_ns: int) -> Kill:
+    """Kills a rank, and waits until training goes on."""
+    job.wait_for(lambda updates: fewest_updates(updates, begun_mono_ns) >= WARM_UPDATES, "training")
+    time.sleep(delay_s)
+    victim_pid = [update.pid for update in job.updates() if update.rank == victim_rank][-1]
+    world = RANKS if job.system.full_again else RANKS - 1
+    killed_mono_ns = time.monotonic_ns()
+    os.kill(victim_pid, signal.SIGKILL)
+    job.wait_for(lambda updates: first_of(updates, killed_mono_ns, victim_pid, world) is not None, "recovery")
+    return Kill(victim_rank, victim_pid, begun_mono_ns, killed_mono_ns, time.monotonic_ns(), bool(job.durable()))
+
+
+def fewest_updates(updates: Sequence[Update], begun_mono_ns: int) -> int:
+    """Of any rank, since `begun_mono_ns`."""
+    counts = Counter(update.rank for update in updates if update.mono_ns > begun_mono_ns)
+    return min(counts[rank] for rank in range(RANKS))
 
 
 def report(results: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.peers.workload import RANKS
 
-RESTARTS = ("--max-restarts", "3")
+RESTARTS = ("--max-restarts", "5")
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it the restart of torchrun 2.13 itself fails (pytorch#135712)."""
 SHARED_MEMORY = "bench_peers_"
@@ -39,6 +39,7 @@ class System:
     """Glob of the complete checkpoints that training can resume from after all processes have gone."""
     full_again: bool = True
     """Whether a death is followed by updates of all ranks."""
+    kills_per_run: int = 4
 
 
 def free_port() -> int:
@@ -119,11 +120,13 @@ DLROVER_FILES = "checkpoints/*/*.pt"
 DCP_FILES = "checkpoints/*/.metadata"
 
 SYSTEMS = (
-    System("lastwords run --spares 1", "defaults, one spare", lambda: lastwords_run(1), LASTWORDS_FILES),
+    System(
+        "lastwords run --spares 1", "defaults, one spare", lambda: lastwords_run(1), LASTWORDS_FILES, kills_per_run=1
+    ),
     System("lastwords run", "defaults, no spare", lambda: lastwords_run(0), LASTWORDS_FILES),
     System(
         "lastwords, torchrun",
-        "--max-restarts 3, else defaults",
+        "--max-restarts 5, else defaults",
         lambda: torchrun(*module("lastwords_ddp")),
         LASTWORDS_FILES,
     ),
@@ -137,10 +140,16 @@ SYSTEMS = (
     System("torchft", "defaults", torchft),
     System("torchft, tuned", TORCHFT_TUNED, lambda: torchft(tuned=True)),
     System(
-        "NVRx, a reserve", "defaults, gloo's time-out 10 s; DCP every 10 steps", lambda: nvrx(1, tuned=False), DCP_FILES
+        "NVRx, a reserve",
+        "defaults, gloo's time-out 10 s; DCP every 10 steps",
+        lambda: nvrx(1, tuned=False),
+        DCP_FILES,
+        kills_per_run=1,
     ),
-    System("NVRx, a reserve, tuned", NVRX_TUNED, lambda: nvrx(1, tuned=True), DCP_FILES),
-    System("NVRx, no reserve, tuned", NVRX_TUNED, lambda: nvrx(0, tuned=True), DCP_FILES, full_again=False),
+    System("NVRx, a reserve, tuned", NVRX_TUNED, lambda: nvrx(1, tuned=True), DCP_FILES, kills_per_run=1),
+    System(
+        "NVRx, no reserve, tuned", NVRX_TUNED, lambda: nvrx(0, tuned=True), DCP_FILES, full_again=False, kills_per_run=1
+    ),
     System("dlrover", "to memory every 10 steps", dlrover, DLROVER_FILES),
     System(
         "dlrover, every step",

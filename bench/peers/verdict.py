@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.peers.job import Update
 from bench.peers.workload import RANKS
 
 
+@dataclass(frozen=True)
+class Kill:
+    """One of a run's kills; training had begun, or had gone on after the kill before, at `begun_mono_ns`."""
+
+    victim_rank: int
+    victim_pid: int
+    begun_mono_ns: int
+    killed_mono_ns: int
+    recovered_mono_ns: int
+    durable: bool
+
+
 def first_of(
     updates: Sequence[Update], killed_mono_ns: int, victim_pid: int, world: int
 ) -> tuple[int, set[int]] | None:
-    """When the first update of `world` living ranks after the kill was over, and their processes."""
+    """When the first update of `world` living ranks after the kill was over, and their processes.
+
+    A rank lives in the process that has logged for it last: before they are ended, survivors may still log a step to
+    which their successors go back.
+    """
+    living = set({update.rank: update.pid for update in updates}.values()) - {victim_pid}
     times_ns: dict[int, dict[int, int]] = {}
     for update in updates:
-        if update.mono_ns > killed_mono_ns and update.ranks == world and update.pid != victim_pid:
+        if update.mono_ns > killed_mono_ns and update.ranks == world and update.pid in living:
             times_ns.setdefault(update.step, {})[update.pid] = update.mono_ns
     complete = [
         (sorted(by_pid.values())[world - 1], set(by_pid)) for by_pid in times_ns.values() if len(by_pid) >= world
@@ -24,9 +42,12 @@ def first_of(
 
 
 def verdict(
-    updates: Sequence[Update], killed_mono_ns: int, victim_pid: int, reference: dict[tuple[int, int], Update]
+    run: Sequence[Update], kill: Kill, after: Kill | None, reference: dict[tuple[int, int], Update]
 ) -> dict[str, Any]:
-    """The figures of one kill."""
+    """The figures of one kill, from the updates between the recovery before it and the kill `after` it."""
+    killed_mono_ns, victim_pid = kill.killed_mono_ns, kill.victim_pid
+    until_mono_ns = run[-1].mono_ns if after is None else after.killed_mono_ns
+    updates = [update for update in run if kill.begun_mono_ns <= update.mono_ns <= until_mono_ns]
     killed_at_step = max(update.step for update in updates if update.mono_ns <= killed_mono_ns)
     old = {
         update.pid for update in updates if update.mono_ns <= killed_mono_ns and update.step >= killed_at_step - 1
@@ -44,6 +65,7 @@ def verdict(
     before = [update for update in updates if update.mono_ns < new[0].mono_ns and update is not again.get(update.pid)]
     done = max(update.step for update in before if update.pid in old)
     return {
+        "victim": kill.victim_rank,
         "killed_at_step": killed_at_step,
         "full_s": None if full is None else seconds(full[0] - killed_mono_ns),
         "fewer_s": None if fewer is None else seconds(fewer[0] - killed_mono_ns),
@@ -52,6 +74,7 @@ def verdict(
         "pids_kept": len(pids & (old - {victim_pid})),
         "steps_compared": len({step for rank, step in reference if new[0].step <= step <= updates[-1].step}),
         "first_difference": first_difference(updates, reference),
+        "durable": kill.durable,
     }
 
 

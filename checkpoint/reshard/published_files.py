@@ -10,16 +10,18 @@ from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import Header
 from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.partfile import check_header
+from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.system import Os
 from lastwords.errors import FormatError
 
 
 class PublishedFiles:
-    """Manifests beside files, each read once. For one thread."""
+    """Manifests beside files, each read once. For one thread. Nobody prunes their checkpoints while this lives."""
 
     def __init__(self, os: Os) -> None:
         self._os = os
         self._manifests: dict[Path, Manifest] = {}
+        self._held: list[ReaderLock] = []
 
     def entry_of(self, path: Path) -> tuple[FileEntry, Header] | None:
         """Checksums of `path` (CHECKPOINT/rank_N/NAME) and its checked header; None if no manifest lies beside.
@@ -31,6 +33,7 @@ class PublishedFiles:
         if layout.parse_rank_dir(real.parent.name) is None or not self._os.exists(directory / layout.MANIFEST_NAME):
             return None
         if directory not in self._manifests:
+            self._held.append(ReaderLock.take(directory, self._os))
             self._manifests[directory] = read_published(directory, self._os)
         manifest = self._manifests[directory]
         name = f"{real.parent.name}/{real.name}"

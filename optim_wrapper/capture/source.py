@@ -17,7 +17,7 @@ from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, Habits, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reason import Reason
-from lastwords.errors import IncompleteError, LastWordsError, StorageError
+from lastwords.errors import IncompleteError, LastWordsError, StorageError, named
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.capture.device_reader import reader_for
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
@@ -257,7 +257,7 @@ class TrainerSource:
                 return self._read_box(rank, step)
             except (OSError, MemoryError, StorageError) as error:
                 if pause_s is None:
-                    return _nothing(f"{type(error).__name__}: {error}")
+                    return _nothing(named(error))
                 time.sleep(pause_s)
         raise AssertionError("unreachable")
 

@@ -202,15 +202,15 @@ def _with_seconds(options: _Options, environ: Mapping[str, str]) -> _Options:
     for duration in (each.name for each in dataclasses.fields(options) if each.name.endswith("_s")):
         variable = f"{_PREFIX}{duration.upper()}"
         if variable in environ:
-            given[duration] = _positive_seconds(variable, environ[variable])
+            given[duration] = _seconds(variable, environ[variable], or_zero=not getattr(options, duration))
     return dataclasses.replace(options, **given)
 
 
-def _positive_seconds(name: str, text: str) -> float:
+def _seconds(name: str, text: str, *, or_zero: bool) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value < float("inf"):
+    if not (0 < value < float("inf") or (or_zero and value == 0)):
         raise ConfigError(f"{name}={text!r}: must be a positive number of seconds, such as 2.5")
     return value

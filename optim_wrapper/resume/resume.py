@@ -15,7 +15,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Habits, Marks, StepDocument, groups_of
-from lastwords.checkpoint.reading import damage_told_from_replacement
+from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
 from lastwords.errors import FormatError
@@ -106,6 +106,25 @@ def resume_from(
     if opened is None:
         return None
     checkpoint, stamp = opened
+    with checkpoint:
+        resumed = _resume(checkpoint, stamp, world, recorder, facts_here, key)
+    if world.rank == 0:
+        if agreed and resumed.job not in (agreed.job, *agreed.jobs):
+            starts.note_resumed(roots[0], agreed.generation, resumed.job)
+        _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
+        for reason in resumed.reasons:
+            _log.warning("lastwords: not exact, because %s", reason)
+    return resumed
+
+
+def _resume(
+    checkpoint: load.Checkpoint,
+    stamp: Stamp | None,
+    world: World,
+    recorder: StepRecorder,
+    facts_here: RunFacts,
+    key: str,
+) -> Resumed:
     with all_or_none(world, f"{key}/read"):
         fits = fits_as_it_is(checkpoint.manifest, recorder.units.table, world.rank, recorder.view)
     elsewhere = world.problem_anywhere(f"{key}/layout", None if fits else "another layout", STORE_WAIT_S) is not None
@@ -116,14 +135,7 @@ def resume_from(
                 surveyed = survey(checkpoint.path, checkpoint.manifest, places_of(recorder))
                 nothing_left_over = refuse_left_overs(world, key, surveyed.names, recorder)
             nothing_left_over()
-        resumed = _restore(checkpoint, world, recorder, facts_here, key=key, surveyed=surveyed)
-    if world.rank == 0:
-        if agreed and resumed.job not in (agreed.job, *agreed.jobs):
-            starts.note_resumed(roots[0], agreed.generation, resumed.job)
-        _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
-        for reason in resumed.reasons:
-            _log.warning("lastwords: not exact, because %s", reason)
-    return resumed
+        return _restore(checkpoint, world, recorder, facts_here, key=key, surveyed=surveyed)
 
 
 def _restore(

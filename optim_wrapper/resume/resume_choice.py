@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement, stamp_of
+from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement, stamp_of_chosen
 from lastwords.errors import (
     CheckpointError,
     ConfigError,
@@ -74,11 +74,12 @@ def open_chosen(
 
 
 def _open(chosen: Chosen) -> tuple[load.Checkpoint, Stamp | None]:
-    stamp = stamp_of(chosen.path)
+    stamp = stamp_of_chosen(chosen.path)
     with damage_told_from_replacement(chosen.path, stamp):
         checkpoint = load.open_checkpoint(chosen.path)
     found = _identity_of(checkpoint.manifest)
     if found != chosen.identity:
+        checkpoint.close()
         raise ReplacedError(
             f"{chosen.path} was replaced while the ranks opened it; nothing is damaged: rank 0 chose "
             f"{_words(chosen.identity)}, but the directory now holds {_words(found)}"
@@ -124,7 +125,10 @@ def look_for(roots: list[Path], own: OwnJobs | None) -> dict[str, Any]:
         newest = load.newest(roots, own.adopted, every_file=True)
     if newest is None:
         return {"path": "", **_what_is_there(roots, own)}
-    return {"path": str(newest), "identity": _identity_of(read_manifest(newest))}
+    try:
+        return {"path": str(newest), "identity": _identity_of(read_manifest(newest))}
+    except IncompleteError:
+        return look_for(roots, own)  # it has just been pruned, so there is a newer one
 
 
 def chosen_of(word: dict[str, Any], roots: list[Path], own: OwnJobs | None, missing_ok: bool) -> Chosen | None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from lastwords.errors import named
+
 _BACKEND = re.compile(r"\bgloo\b|\bNCCL|\bucc\b|\bmpi\b|ProcessGroup|TCPStore|recvValue|sendBytes")
 """What torch's backends call themselves in the RuntimeErrors that they raise, mostly in the path of a source file."""
 
@@ -52,10 +54,10 @@ def _raised_by_torch_distributed(error: BaseException) -> bool:
 def one_line(error: BaseException, chars_max: int = 300) -> str:
     """Type and message of an exception on one line, for reports to other ranks.
 
-    >>> one_line(ValueError("a\\nb"))
-    'ValueError: a b'
+    >>> one_line(ValueError("a\\nb")), one_line(MemoryError())
+    ('ValueError: a b', 'MemoryError')
     """
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = " ".join(named(error).split())
     return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
 
 

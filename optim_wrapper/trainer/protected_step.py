@@ -68,6 +68,7 @@ class ProtectedStep:
         if self._fence is not None:
             self._fence()
         self._watch.begin_update()
+        self._agent.copy_if_due()
         try:
             # Others may need these gradients: an impatient Ctrl-C must not throw them away at the gate.
             self._signals.begin_update()
@@ -96,6 +97,7 @@ class ProtectedStep:
     def end_step(self, position: Position | None) -> int:
         """The loop ends its step, with an update or without. Returns the number of the step. May park."""
         self._end_several()
+        self._agent.copy_if_due()  # a step without an update
         if self._gate is not None and self._agent.phase is Phase.COMPUTING:
             self._pass(self._gate, self._agent.skip_update)
         updated = self._agent.phase is Phase.UPDATED
@@ -113,6 +115,7 @@ class ProtectedStep:
             self._end_several()
         if self._agent.phase in (Phase.UPDATED, Phase.SKIPPED):
             self.end_step(self._recorder.position_under_way)
+        self._agent.copy_if_due()
 
     # ------------------------------------------------------------------ inside
 

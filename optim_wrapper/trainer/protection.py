@@ -26,6 +26,7 @@ from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.launch import startup
 from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.successor import ControllerWatch
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import exit_code_of
@@ -33,7 +34,7 @@ from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, Departure
-from lastwords.processor.ring import HostRing
+from lastwords.processor.ring import HostRing, living_before
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
@@ -64,6 +65,7 @@ class Protection:
         self._session: Session | None = None
         self._life: LifeLine | None = None
         self._ring: HostRing | None = None
+        self._watch: ControllerWatch | None = None
         self._signals: SignalGuard | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -133,8 +135,19 @@ class Protection:
 
     def _look_after_host(self, agreement: startup.Agreement) -> None:
         """Everybody has said Hello, so every rank of this host has its life line."""
-        self._ring = HostRing(self._world.rank, agreement.job, agreement.generation, self.agent.report, agreement.nonce)
+        self._ring = HostRing(
+            self._world.rank, agreement.job, agreement.generation, self.agent.on_peer_died, agreement.nonce
+        )
         self._ring.start()
+        start = (agreement.job, agreement.generation)
+        self._watch = ControllerWatch(
+            self._world.rank,
+            paths.state_path(*start, agreement.nonce),
+            self._ring.when_ended,
+            lambda: living_before(self._world.rank, *start, agreement.nonce),
+            lambda: not (self.closed or self._departure.decided),
+        )
+        self._watch.start()
         if self._ring.is_first:
             leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
 
@@ -149,6 +162,8 @@ class Protection:
         self._closed = True
         if self._signals is not None and (self._departure.verdict is None or self._departure.process_stays):
             self._signals.uninstall()
+        if self._watch is not None:
+            self._watch.stop()
         if self._ring is not None:
             self._ring.stop()
         if self._agent is not None:

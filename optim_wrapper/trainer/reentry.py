@@ -16,8 +16,8 @@ class Leaver(Protocol):
         incident went. Any thread, returns at once.
         """
 
-    def begun(self) -> None:
-        """The training loop begins."""
+    def begun(self, step: int) -> None:
+        """The training loop begins after `step`. ConfigError where a later one is saved, which it should go on from."""
 
     def updated(self) -> None:
         """Its first step is over."""

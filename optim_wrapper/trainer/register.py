@@ -24,8 +24,20 @@ from lastwords.optim_wrapper.resume.facts import run_facts
 from lastwords.optim_wrapper.resume.resume import resume_from
 from lastwords.optim_wrapper.resume.resume_point import ResumePoint
 from lastwords.optim_wrapper.state.global_names import Naming
+from lastwords.optim_wrapper.trainer.checkpoint_config import (
+    CheckpointConfig,
+    ModelCheckpoint,
+    checked_schedule,
+    schedule_of,
+)
 from lastwords.optim_wrapper.trainer.hold import exit_code_of
-from lastwords.optim_wrapper.trainer.job_shape import CopyMode, GateMode, Options, declared_units, wrappers_of
+from lastwords.optim_wrapper.trainer.job_shape import (
+    CopyMode,
+    GateMode,
+    Options,
+    declared_units,
+    wrappers_of,
+)
 from lastwords.optim_wrapper.trainer.run import ProtectedRun, Run
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.declare import Unit
@@ -225,6 +237,40 @@ class TFTRegister:
         if run.resumed is not None and run.resumed.regions:
             regions = own_loop.without_the_loaders(run.resumed.regions)
             self._recorder.not_exact(self._recorder.rng.restore(regions))
+
+    # ------------------------------------------------------------------ periodic checkpoints
+
+    def every(
+        self,
+        config: CheckpointConfig | ModelCheckpoint | None = None,
+        *,
+        steps: int = 0,
+        seconds: float = 0.0,
+        keep: int | None = None,
+        keep_per_minutes: int = 0,
+    ) -> None:
+        """Write periodic checkpoints behind the training; call it on all ranks, with the same numbers, before the loop.
+
+        steps: after each global step that is a multiple. seconds: so long after the one before. keep: so many of the
+        newest remain (5), all with 0; keep_per_minutes: instead, one in so many minutes. Last words are not counted,
+        and stay. config: instead of these, in MindSpore's words. Each rank copies its part between two steps, which
+        takes host memory of that size, and trains on while a thread writes it. One that becomes due while the one
+        before is being written is left out. Nothing that fails here stops the training. Raises ConfigError for what
+        cannot be meant.
+        """
+        run = self._started("every")
+        if run.begun:
+            raise ConfigError("every() has to be called before the training loop begins")
+        if config is None:
+            run.schedule = checked_schedule(steps, seconds, keep, keep_per_minutes)
+        elif steps or seconds:
+            raise ConfigError("every() takes a config, or steps= and seconds=, not both")
+        else:
+            run.schedule = schedule_of(config, self._config.ckpt_save_path)
+
+    def save(self) -> None:
+        """Write a checkpoint of the end of this step, or of one soon after it, as `every` does; from any rank."""
+        self._started("save").want_save()
 
     # ------------------------------------------------------------------ the loop
 

@@ -29,6 +29,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.box_reader import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.sharding.declare import Unit
+from lastwords.vocabulary import NO_SCHEDULE
 
 
 class Run:
@@ -45,6 +46,8 @@ class Run:
         self.steps: Steps | None = None
         """The loop, unless it is the user's own."""
         self.begun = False
+        self.schedule = NO_SCHEDULE
+        """When periodic checkpoints are due."""
 
     @property
     def agreement(self) -> Agreement | None:
@@ -139,6 +142,9 @@ class Run:
     def end_step(self, position: Position | None) -> None:
         """A step is over. position: what the loop calls it."""
 
+    def want_save(self) -> None:
+        """A checkpoint of the next step's end is wanted."""
+
     # ------------------------------------------------------------------ the end
 
     def stop(self) -> None:
@@ -211,10 +217,11 @@ class ProtectedRun(Run):
         self.recorder.open_box(self.protection.use_box, at_gate=self._layout.gate is not None)
 
     def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
+        # Not before all are here: a rank that has left out its first step would meet the others' next collective.
+        self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
         self._layout.compare_at_start(self.protection.agent.corrupt)
-        self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step)
         if (leaver := reentry.leaver()) is not None:
-            leaver.begun()
+            leaver.begun(self.start_step)
         self._on_first_end = leaver
 
     def under_way(self, epoch: int, step: int) -> None:
@@ -234,6 +241,10 @@ class ProtectedRun(Run):
         """What the loop does after the end of this step is over, too: the copies are taken once more."""
         own_loop.refuse_update_after_end(self.protection.agent.stand)
         self.protection.agent.between_steps(self.recorder.look_again)
+
+    def want_save(self) -> None:
+        """A checkpoint of the next step's end is wanted."""
+        self.protection.agent.want_save()
 
     # ------------------------------------------------------------------ the end
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lastwords.integrations.transform_files import transform_checkpoints
     from lastwords.launcher.worker import keep, run
     from lastwords.optim_wrapper.resume.resume_point import ResumePoint, peek
+    from lastwords.optim_wrapper.trainer.checkpoint_config import CheckpointConfig, ModelCheckpoint
     from lastwords.optim_wrapper.trainer.live_strategy import save_strategy
     from lastwords.optim_wrapper.trainer.protect import protect
     from lastwords.optim_wrapper.trainer.register import TFTRegister
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BusyError",
+    "CheckpointConfig",
     "CheckpointError",
     "ConfigError",
     "FormatError",
@@ -60,6 +62,7 @@ __all__ = [
     "LastWordsReader",
     "LoadedWeights",
     "MismatchError",
+    "ModelCheckpoint",
     "NoStrategiesError",
     "NotARankError",
     "NotAnOptimizerError",
@@ -96,6 +99,8 @@ _WHERE = {
     "LoadedWeights": "lastwords.integrations.inference",
     "load_for_inference": "lastwords.integrations.inference",
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
+    "CheckpointConfig": "lastwords.optim_wrapper.trainer.checkpoint_config",
+    "ModelCheckpoint": "lastwords.optim_wrapper.trainer.checkpoint_config",
     "TFTRegister": "lastwords.optim_wrapper.trainer.register",
     "protect": "lastwords.optim_wrapper.trainer.protect",
     "ResumePoint": "lastwords.optim_wrapper.resume.resume_point",

@@ -27,7 +27,7 @@ from lastwords import vocabulary
 from lastwords._pb import lastwords_pb2 as pb
 from lastwords.errors import ProtocolError
 from lastwords.state import ControllerState, RankState
-from lastwords.vocabulary import Order, Phase, ProcessId, Report, Stand
+from lastwords.vocabulary import Order, Phase, ProcessId, Report, Schedule, Stand
 
 PROTOCOL_VERSION = 1
 TOKEN_KEY = "lastwords-token"
@@ -67,8 +67,11 @@ _INT_BOUNDS: dict[str, tuple[int, int]] = {
     "steps_per_epoch": (0, _I63),
     "epochs": (0, _I63),
     "bytes_written": (0, _I63),
+    "steps": (0, _I63),
+    "keep_max": (0, _U32),
+    "keep_minutes": (0, _U32),
 }
-_INT_BOUNDS_OF = {("Welcome", "incident"): (0, _U32)}
+_INT_BOUNDS_OF = {(name, "incident"): (0, _U32) for name in ("Welcome", "Save", "SaveProgress", "Saved", "SaveFailed")}
 
 _Judge = Callable[[Any], Any]
 
@@ -172,7 +175,7 @@ def _judge_of(cls: type, name: str, hint: Any) -> _Judge:
     if hint is float:
         return _judge_duration(where)
     if hint is str:
-        if name in ("reason", "text", "path"):
+        if name in ("reason", "text", "path", "waits_at", "stands_at"):
             return _judge_text(where)
         if name in ("host_id", "nonce"):
             return _judge_match(where, _OPAQUE_ID, "1 to 256 visible ASCII characters")
@@ -221,7 +224,7 @@ class _Translator:
                 _fail(f"{self.name}.rank", f"{rank} is outside a world of {value.world_size}")
 
 
-_NESTED: dict[type, _Translator] = {cls: _Translator(cls, {}) for cls in (Stand, ProcessId)}
+_NESTED: dict[type, _Translator] = {cls: _Translator(cls, {}) for cls in (Stand, ProcessId, Schedule)}
 
 
 def _table(union: Any) -> dict[type, tuple[str, _Translator]]:

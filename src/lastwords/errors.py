@@ -118,3 +118,13 @@ class StorageError(CheckpointError):
     def __init__(self, message: str, *, errno: int = 0) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+def named(error: BaseException) -> str:
+    """Type and text of any exception, for a message; an assertion or a MemoryError often has no text.
+
+    >>> named(ValueError("too small")), named(MemoryError())
+    ('ValueError: too small', 'MemoryError')
+    """
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text.strip() else type(error).__name__

@@ -13,83 +13,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from lastwords.schedule import NO_SCHEDULE as NO_SCHEDULE
+from lastwords.schedule import Schedule as Schedule
+from lastwords.stand import Phase as Phase
+from lastwords.stand import Stand as Stand
+
 RAISED_TEXT_CHARS_MAX = 200
 """An exception's text in a reason is cut here. The whole traceback is in the rank's own log."""
 
 UNIT_REPLICATED = "replicated"
 """Name of the one unit of a pure data-parallel job."""
-
-
-class Phase(enum.IntEnum):
-    """Where a rank stands inside a global step. `Stand` adds which step."""
-
-    COMPUTING = 1
-    READY = 2
-    UPDATING = 3
-    UPDATED = 4
-    SKIPPED = 5
-    TORN = 6
-    DONE = 7
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Stand:
-    """A phase together with its step.
-
-    `COMPUTING` and `DONE` carry the step that was *ended* last (N); all other phases carry the step that
-    is *under way* (N+1).
-    """
-
-    phase: Phase
-    step: int
-
-    def __str__(self) -> str:
-        return f"{self.phase.name}({self.step})"
-
-    @property
-    def ended_step(self) -> int:
-        """Newest step that this rank has ended.
-
-        >>> Stand(Phase.COMPUTING, 7).ended_step, Stand(Phase.UPDATED, 8).ended_step
-        (7, 7)
-        """
-        return self.step if self.phase in (Phase.COMPUTING, Phase.DONE) else self.step - 1
-
-    @property
-    def begun_step(self) -> int:
-        """Newest step that this rank has ended or begun to update; a torn update does not count.
-
-        >>> Stand(Phase.READY, 8).begun_step, Stand(Phase.UPDATING, 8).begun_step, Stand(Phase.TORN, 8).begun_step
-        (7, 8, 7)
-        """
-        if self.phase in (Phase.UPDATING, Phase.UPDATED, Phase.COMPUTING, Phase.DONE):
-            return self.step
-        return self.step - 1
-
-    @property
-    def reach(self) -> frozenset[int]:
-        """Steps at which this rank, if it is healthy and settled, can hold its units whole.
-
-        >>> sorted(Stand(Phase.READY, 8).reach), sorted(Stand(Phase.TORN, 8).reach)
-        ([7, 8], [])
-        """
-        if self.phase in (Phase.READY, Phase.SKIPPED):
-            return frozenset((self.step - 1, self.step))
-        if self.phase in (Phase.COMPUTING, Phase.UPDATED, Phase.DONE):
-            return frozenset((self.step,))
-        return frozenset()
-
-    def holds(self, step: int) -> bool:
-        """The safety predicate: a settled rank here holds its units whole at global step `step` as they are.
-
-        "Never a torn checkpoint" rests on it, on both sides of the wire: the controller chooses writers by it, and a
-        rank refuses what it does not allow. Every step within `reach` but one: READY(N+1) still has to apply its
-        gradients, on `Proceed`, before it holds N+1.
-
-        >>> Stand(Phase.READY, 8).holds(7), Stand(Phase.READY, 8).holds(8), Stand(Phase.UPDATED, 8).holds(8)
-        (True, False, True)
-        """
-        return step in self.reach and not (self.phase is Phase.READY and self.step == step)
 
 
 class DeathSource(enum.IntEnum):
@@ -151,15 +84,31 @@ class LoopBegin:
     steps_per_epoch: int
     epochs: int
     start_step: int
+    schedule: Schedule = NO_SCHEDULE
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The newest stand of a rank, coalesced: at most ten a second."""
+    """The newest stand of a rank, coalesced: at most ten a second.
+
+    waits_at: file and line of the collective or backward pass that its training thread has long been in, or "".
+    stands_at: the same of anything else that it has long been in.
+    """
 
     rank: int
     generation: int
     stand: Stand
+    waits_at: str = ""
+    stands_at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Answer to a `Notice` that asks for it: the Python frames of this rank's training thread, the outermost first."""
+
+    rank: int
+    generation: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +161,7 @@ class SaveFailed:
     """This rank could not write its part.
 
     storage: the file system refused, or memory or descriptors could not be had; it may work later, or on another rank.
+    missed: it has trained on past the step of a periodic checkpoint.
     """
 
     rank: int
@@ -221,6 +171,7 @@ class SaveFailed:
     step: int
     reason: str
     storage: bool
+    missed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +229,14 @@ class PeerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWanted:
+    """A checkpoint of the next step's end is wanted, beside those that are due."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye:
     """The process leaves on purpose and after permission (`Release` or `Exit`); its end is not a death."""
 
@@ -289,6 +248,7 @@ Report = (
     Hello
     | LoopBegin
     | Status
+    | Stack
     | Settled
     | SaveProgress
     | Saved
@@ -297,6 +257,7 @@ Report = (
     | Signalled
     | Left
     | PeerDied
+    | SaveWanted
     | Goodbye
 )
 
@@ -355,7 +316,8 @@ class Save:
     """Write these units, and the rank-local state of these ranks (read from the black boxes of this host).
 
     target: 0 is the configured directory, 1 the fallback directory.
-    After the first `Save` of an incident a rank never trains on.
+    After the first `Save` of an incident a rank never trains on. incident 0: there is none, this is a periodic
+    checkpoint; the rank copies the state at the end of that step, trains on, and writes behind the training.
     """
 
     generation: int
@@ -400,4 +362,16 @@ class Release:
     generation: int
 
 
-Order = Welcome | Refused | LoopGo | Freeze | Proceed | Save | Resume | Exit | Release
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A line for the people who look at the job's output: for whom it waits, say. The receiver prints it.
+
+    stack: with the Python stack of its training thread, which it answers with (`Stack`), too.
+    """
+
+    generation: int
+    text: str
+    stack: bool = False
+
+
+Order = Welcome | Refused | LoopGo | Freeze | Proceed | Save | Resume | Exit | Release | Notice

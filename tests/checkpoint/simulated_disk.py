@@ -324,6 +324,10 @@ class SimulatedOs(Os):
                 holders[fd] = shared
             return free
 
+    def unlock(self, fd: int) -> None:
+        with self._lock:
+            self._locks.get(self._fds[fd], {}).pop(fd, None)
+
     def pause(self, seconds: float) -> None:
         pass
 

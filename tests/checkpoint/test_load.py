@@ -234,6 +234,13 @@ def test_newest_is_what_was_published_last_and_not_what_was_touched_last(tmp_pat
     assert [found.path for found in load.scan(tmp_path)] == [second, first]
 
 
+@pytest.mark.parametrize("incident", [0, 1])
+def test_the_newest_is_of_either_kind(tmp_path: Path, incident: int) -> None:
+    JOB.again(incident=1 - incident).save(tmp_path, 36)
+    newer = JOB.again(incident=incident).save(tmp_path, 37)
+    assert load.newest([tmp_path]) == newer
+
+
 def test_a_damaged_newest_one_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     older, newer = JOB.save(tmp_path, 36), JOB.save(tmp_path, 37)
     flip(newer / FILE_1, 100)

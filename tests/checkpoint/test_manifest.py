@@ -18,9 +18,11 @@ from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import decode_document, encode_document
 from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
-from lastwords.checkpoint.manifest import Claimed, Manifest, contradiction, read_manifest
+from lastwords.checkpoint.glance import glance
+from lastwords.checkpoint.manifest import Claimed, Kind, Manifest, contradiction, read_manifest
 from lastwords.checkpoint.part import Part, read_part
 from lastwords.checkpoint.reason import Cause, Reason
+from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import FormatError, IncompleteError
 from tests import golden
 from tests.checkpoint.states import Job
@@ -331,3 +333,34 @@ def test_a_number_is_found_across_blocks(tmp_path: Path) -> None:
     for long in range((1 << 20) - 140, (1 << 20) - 40, 7):
         (tmp_path / "manifest.json").write_bytes(encode_document({"files": "x" * long, "published_unix_ns": 10**18}))
         assert Claimed.read(tmp_path).published_unix_ns == 10**18
+
+
+@pytest.mark.parametrize(
+    ("incident", "attempt", "kind"),
+    [(0, 1, Kind.PERIODIC), (0, 0, Kind.CONVERTED), (1, 1, Kind.LAST_WORDS), (2, 0, Kind.LAST_WORDS)],
+)
+def test_what_is_claimed_and_what_is_checked_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incident: int, attempt: int, kind: Kind
+) -> None:
+    path = Job(incident=incident, attempt=attempt).save(tmp_path, 37)
+    manifest, claimed = read_manifest(path), Claimed.read(path)
+    monkeypatch.setattr("lastwords.checkpoint.glance.EXAMINED_BYTES_MAX", 0)
+    assert claimed == Claimed.of(manifest) == glance(path, REAL_OS) != Claimed()
+    assert (manifest.kind, claimed.kind) == (kind, kind)
+    assert manifest.is_periodic is claimed.is_periodic is (kind is Kind.PERIODIC)
+
+
+def test_what_cannot_be_read_is_not_periodic(tmp_path: Path) -> None:
+    assert not Claimed.read(tmp_path).is_periodic
+    assert not Claimed().is_periodic
+
+
+def test_half_a_surrogate_pair_where_a_number_belongs_is_damage(tmp_path: Path) -> None:
+    Job().save(tmp_path, 36)
+    path = Job(attempt=2).save(tmp_path, 37) / layout.MANIFEST_NAME
+    content = json.loads(path.read_bytes())
+    del content["checksum"]
+    path.write_bytes(encode_document({**content, "cause_ranks": "\ud800"}))
+    with golden.raises(FormatError):
+        read_manifest(path.parent)
+    assert load.latest(tmp_path) == layout.checkpoint_dir(tmp_path, 36)

@@ -12,7 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from lastwords.checkpoint import layout, load, publish, stale
+from lastwords.checkpoint import layout, load, publish, removal, stale
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
@@ -25,6 +25,7 @@ from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.states import Job, content_of, content_written
 
 JOB = Job()
+PERIODIC = Job(incident=0, attempt=3, seed=5)
 
 
 # ---------------------------------------------------------------------- what is written
@@ -396,6 +397,50 @@ def test_an_older_start_never_removes_what_a_newer_one_has_published(can_exchang
     assert content_of(found, disk) == content_written(later, 37)
 
 
+@pytest.mark.parametrize("first", [PERIODIC, JOB])
+def test_of_periodic_checkpoints_and_last_words_of_one_step_the_newest_is_what_was_published_last(
+    tmp_path: Path, first: Job
+) -> None:
+    """Last words take the place of a periodic checkpoint; one that is published late pushes the last words aside."""
+    second = PERIODIC if first is JOB else JOB
+    first.save(tmp_path, 37)
+    path = second.save(tmp_path, 37)
+    assert load.latest(tmp_path) == path
+    assert content_of(path) == content_written(second, 37)
+    aside = [] if second is JOB else [f"{path.name}-replaced-1"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == [path.name, *aside]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_periodic_checkpoint_of_a_later_start_deletes_no_last_words(can_exchange: bool) -> None:
+    disk, root = SimulatedOs(can_exchange=can_exchange), Path("/ckpt")
+    disk.mkdir(root)
+    later = PERIODIC.again(generation=2)
+    JOB.save(root, 37, disk)
+    path = later.save(root, 37, disk)
+    aside = root / f"{path.name}-replaced-1"
+    assert content_of(path, disk) == content_written(later, 37)
+    assert content_of(aside, disk) == content_written(JOB, 37)
+    # Negative control: a periodic one of an earlier start is replaced.
+    later.again(generation=3).save(root, 37, disk)
+    assert sorted(disk.listdir(root)) == [path.name, aside.name]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_exact_checkpoint_is_not_replaced_by_one_of_its_step_that_is_not(can_exchange: bool) -> None:
+    disk, root = SimulatedOs(can_exchange=can_exchange), Path("/ckpt")
+    disk.mkdir(root)
+    PERIODIC.save(root, 37, disk)
+    path = JOB.save_inexact(root, 37, disk)
+    assert not load.open_checkpoint(path, disk).manifest.exact
+    newest = load.latest(root, os=disk)
+    assert newest == root / f"{path.name}-replaced-1"
+    assert content_of(newest, disk) == content_written(PERIODIC, 37)
+    # Negative control: where the one that is there is not exact either, nothing is kept aside.
+    JOB.again(attempt=2).save_inexact(root, 37, disk)
+    assert sorted(disk.listdir(root)) == [path.name, newest.name]
+
+
 def test_the_same_step_of_another_job_is_kept_aside(tmp_path: Path) -> None:
     jobs = [JOB, Job(name="second", seed=1), Job(name="third", seed=2)]
     for job in jobs:
@@ -556,7 +601,7 @@ def test_a_newer_part_is_refused_with_the_word_upgrade(tmp_path: Path) -> None:
 def test_too_many_replaced_ones_are_an_error_and_no_endless_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "_REPLACED_MAX", 2)
+    monkeypatch.setattr(removal, "_REPLACED_MAX", 2)
     JOB.save(tmp_path, 37)
     Job(name="second").save(tmp_path, 37)
     with golden.raises(StorageError):

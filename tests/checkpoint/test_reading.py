@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lastwords.checkpoint import load, reading, retention
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.errors import FormatError, IncompleteError, MismatchError, ReplacedError
+from lastwords.optim_wrapper.resume import resume_choice
 from tests import golden
 from tests.checkpoint.elastic import QUICK, Whole, save_naively
+from tests.checkpoint.states import Job
 from tests.checkpoint.test_rank_transform import rows
 from tests.integrations.made import flip
+
+PERIODIC = Job(incident=0, attempt=3)
 
 
 def job(value: float) -> Whole:
@@ -101,3 +108,46 @@ def test_damage_and_another_model_are_what_they_are_and_read_once(tmp_path: Path
     file.unlink()
     with golden.raises(IncompleteError):
         read_checkpoint(path, read)
+
+
+def removed_at(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, root: Path) -> None:
+    """When `module.name` has given its first result, a newer one is published and that one is removed."""
+    inner = getattr(module, name)
+    given: list[object] = []
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        result = inner(*arguments, **named)
+        given.append(result)
+        if len(given) == 1:
+            PERIODIC.again(attempt=4, seed=8).save(root, 38)
+            retention.prune([root], "job", retention.Rules(1))
+        return result
+
+    monkeypatch.setattr(module, name, late)
+
+
+def test_the_newest_that_is_pruned_before_the_first_look_is_chosen_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PERIODIC.save(tmp_path, 37)
+    removed_at(monkeypatch, reading, "latest", tmp_path)
+    assert read_checkpoint(tmp_path, lambda checkpoint: checkpoint.manifest.global_step) == 38
+
+
+def test_one_that_was_named_and_is_not_there_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteError):
+        read_checkpoint(tmp_path / "tft_saved_checkpoints-step_37", first_weight)
+
+
+def test_rank_0_chooses_again_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PERIODIC.save(tmp_path, 37)
+    removed_at(monkeypatch, load, "newest", tmp_path)
+    assert resume_choice.look_for([tmp_path], None)["identity"]["global_step"] == 38
+
+
+def test_a_rank_that_finds_its_checkpoint_gone_asks_for_another_one(tmp_path: Path) -> None:
+    path = PERIODIC.save(tmp_path, 37)
+    word = resume_choice.look_for([tmp_path], None)
+    shutil.rmtree(path)
+    with golden.raises(ReplacedError):
+        resume_choice._open(resume_choice.Chosen(path, word["identity"]))

@@ -237,3 +237,11 @@ def test_finished_parts_of_a_step_that_the_job_has_published_go(tmp_path: Path) 
     directory = OTHER.write(tmp_path, 30)
     replace(OTHER, incident=2).save(tmp_path, 30)
     assert remove_stale(tmp_path, OTHER.name, 3) == [directory]
+
+
+def test_finished_parts_of_a_periodic_checkpoint_that_was_cut_short_go(tmp_path: Path) -> None:
+    """Those of last words stay: `test_finished_parts_of_a_controller_that_was_killed_are_kept`."""
+    directory = replace(OTHER, incident=0, attempt=4).write(tmp_path, 30)
+    assert directory.name.endswith("-i0-a4")
+    assert remove_stale(tmp_path, OTHER.name, 3) == [directory]
+    assert list(tmp_path.iterdir()) == []

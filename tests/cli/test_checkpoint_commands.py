@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, load, publish
+from lastwords.checkpoint import layout, load, publish, retention
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import reasons
 from lastwords.cli.main import EXIT_CODES, ExitCode, exit_code_of, main
@@ -116,6 +116,18 @@ def test_inspect_shows_what_a_person_wants_to_know(capsys: Capture, newest: Path
         assert text in out
     assert "unit/a/model/fc.weight" not in out
     assert "unit/a/model/fc.weight" in run(capsys, "inspect", newest, "--tensors")[1]
+
+
+def test_a_periodic_checkpoint_is_called_one(capsys: Capture, root: Path) -> None:
+    periodic = JOB.again(incident=0, attempt=3).save(root, 39)
+    out = run(capsys, "inspect", periodic)[1]
+    golden.says([line for line in out.splitlines() if line.startswith(("kind", "because", "caused", "job"))])
+    assert run_json(capsys, "inspect", periodic)[1]["kind"] == "periodic"
+    assert run_json(capsys, "latest", periodic.parent)[1]["kind"] == "last words"  # of a later generation
+    assert [item["kind"] for item in run_json(capsys, "inspect", root)[1]["checkpoints"]].count("periodic") == 1
+    assert [item["kind"] for item in run_json(capsys, "verify", root)[1]["checkpoints"]].count("periodic") == 1
+    for command in ("inspect", "verify"):
+        assert run(capsys, command, root)[1].count(" periodic ") == 1
 
 
 def test_inspect_says_why_a_resume_is_not_exact(capsys: Capture, tmp_path: Path) -> None:
@@ -260,6 +272,41 @@ def test_verify_of_a_directory_fails_if_one_of_several_is_damaged(capsys: Captur
     code, found = run_json(capsys, "verify", root)
     assert code == ExitCode.DAMAGED
     assert [checkpoint["sound"] for checkpoint in found["checkpoints"]] == [True, False]
+
+
+def pruning_at(monkeypatch: pytest.MonkeyPatch, name: str, root: Path, *, publishes: bool = False) -> None:
+    """The job prunes, and may publish before, when `load.<name>` is called for the first time."""
+    inner = getattr(load, name)
+    calls: list[object] = []
+
+    def later(path: Path, *arguments: object, **named: object) -> object:
+        calls.append(path)
+        if len(calls) == 1:
+            if publishes:
+                JOB.again(generation=3, incident=0).save(root, 38)
+            retention.prune([root], "job", retention.Rules(1, last_words=True))
+        return inner(path, *arguments, **named)
+
+    monkeypatch.setattr(load, name, later)
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_what_a_job_prunes_meanwhile_is_not_unsound(
+    capsys: Capture, root: Path, monkeypatch: pytest.MonkeyPatch, publishes: bool
+) -> None:
+    pruning_at(monkeypatch, "verify", root, publishes=publishes)
+    code, found = run_json(capsys, "verify", root)
+    assert code == ExitCode.OK
+    left = [f"tft_saved_checkpoints-step_{38 if publishes else 37}"]
+    assert [Path(checkpoint["path"]).name for checkpoint in found["checkpoints"]] == left
+
+
+def test_the_newest_that_is_pruned_meanwhile_is_looked_for_again(
+    capsys: Capture, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruning_at(monkeypatch, "open_checkpoint", root, publishes=True)
+    code, found = run_json(capsys, "latest", root)
+    assert (code, found["global_step"]) == (ExitCode.OK, 38)
 
 
 def test_a_newer_format_is_told_to_upgrade(capsys: Capture, newest: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import load
+from lastwords.checkpoint.reading import find_checkpoint
 from lastwords.checkpoint.system import REAL_OS, remove_tree
 from lastwords.cli.main import ExitCode, main
 from tests import golden
@@ -33,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 def test_all_commands_see_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load.latest(root) == root / NEWER
     assert next(found.path.name for found in load.scan(root)) == NEWER
-    assert load.find_checkpoint(root) == root / NEWER
+    assert find_checkpoint(root) == root / NEWER
     assert load.open_checkpoint(root / NEWER).manifest.global_step == 37
     for command in ("latest", "inspect", "verify", "groups"):
         for path in (root, root / NEWER)[: 1 if command == "latest" else 2]:

@@ -28,6 +28,7 @@ from lastwords.controller.events import (
     VerifyFailed,
 )
 from lastwords.vocabulary import (
+    NO_SCHEDULE,
     DeathSource,
     Hello,
     LoopBegin,
@@ -38,8 +39,10 @@ from lastwords.vocabulary import (
     Saved,
     SaveFailed,
     SaveProgress,
+    Schedule,
     Settled,
     Stand,
+    Status,
 )
 
 GENERATION = 3
@@ -113,10 +116,17 @@ class JobDriver:
         }
         return self.hear(Hello(**(fields | changes)))  # type: ignore[arg-type]
 
-    def begin_loop(self, steps_per_epoch: int = 10, epochs: int = 2, start_step: int = 0) -> None:
+    def begin_loop(
+        self, steps_per_epoch: int = 10, epochs: int = 2, start_step: int = 0, schedule: Schedule = NO_SCHEDULE
+    ) -> None:
         """All ranks begin the same loop."""
         for rank in range(self.ranks):
-            self.hear(LoopBegin(rank, GENERATION, steps_per_epoch, epochs, start_step))
+            self.hear(LoopBegin(rank, GENERATION, steps_per_epoch, epochs, start_step, schedule))
+
+    def at(self, step: int) -> None:
+        """All ranks say that they have ended a step."""
+        for rank in range(self.ranks):
+            self.hear(Status(rank, GENERATION, computing(step)))
 
     def settle(self, rank: int, stand: Stand, incident: int = 1, sequence: int = 0) -> list[Effect]:
         """A Settled, newer than those before unless a sequence is given."""

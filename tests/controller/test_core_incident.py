@@ -619,6 +619,24 @@ def test_the_newest_older_checkpoint_is_named_if_it_is_known() -> None:
     assert lost("AB", dead=(1,), newest=NewestKnown(0, "")).endswith("there is no older checkpoint")
 
 
+def nothing_new(start_step: int | None) -> str:
+    """The reason after a death before a step has ended, with a checkpoint of step 31. None: before resume(), too."""
+    job = JobDriver(2)
+    job.tell(NewestKnown(31, "/ckpt/tft_saved_checkpoints-step_31"))
+    if start_step is not None:
+        job.begin_loop(start_step=start_step)
+    job.kill(1)
+    job.settle(0, computing(start_step or 0))
+    order = job.sent(Exit)[0]
+    assert order.kind is ExitKind.NOTHING_TO_SAVE
+    return order.reason
+
+
+@pytest.mark.parametrize("start_step", [None, 31])
+def test_where_no_step_has_ended_since_the_start_the_checkpoint_that_there_is_is_named(start_step: int | None) -> None:
+    golden.says(nothing_new(start_step))
+
+
 def test_nobody_waits_for_the_search_of_the_older_one() -> None:
     assert "checkpoint" not in lost("AB", dead=(1,))
 

@@ -11,7 +11,6 @@ from lastwords.controller import neighbours as neighbours_module
 from lastwords.controller.neighbours import Neighbours
 from lastwords.errors import UnavailableError
 from lastwords.liveness import process_id
-from lastwords.vocabulary import Hello, Phase, Stand
 
 SOON_S = 10.0
 
@@ -22,7 +21,7 @@ def test_a_rank_that_cannot_be_watched_for_a_moment_is_watched_soon(
 ) -> None:
     monkeypatch.setattr(neighbours_module, "PAUSES_S", (0.01, 0.01))
     done: queue.Queue[int] = queue.Queue()
-    here = Neighbours("job", 1, lambda *death: None, done.put)
+    here = Neighbours("job", 1, lambda *death: None, done.put, done.put)
     left = [UnavailableError("Too many open files")] * failures
 
     def add(rank: int, *rest: Any) -> None:
@@ -32,6 +31,6 @@ def test_a_rank_that_cannot_be_watched_for_a_moment_is_watched_soon(
     monkeypatch.setattr(here._watch, "add", add)
     monkeypatch.setattr(neighbours_module._log, "warning", lambda *words: done.put(-1))
     process = process_id.this_process("nonce")
-    here.welcome(Hello(3, 1, 4, process, ("replicated",), Stand(Phase.COMPUTING, 0)))
+    here.welcome(3, process)
     assert done.get(timeout=SOON_S) == (3 if watched else -1)
     here.stop()

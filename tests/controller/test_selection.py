@@ -167,7 +167,7 @@ def test_only_torn_ranks_left_save_nothing() -> None:
 
 def test_before_the_first_step_there_is_nothing_to_save() -> None:
     answer = select(views([Stand(Phase.READY, 1), computing(0)], ["u", "u"]), ["u"])
-    assert answer == NoDecision(NoDecisionKind.NOTHING_TO_SAVE, "no step had been completed yet")
+    assert answer == NoDecision(NoDecisionKind.NOTHING_TO_SAVE, "no step had been completed since the start")
 
 
 def test_right_after_a_resume_there_is_nothing_to_save() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lastwords.controller.events import Outcome, OutcomeKind
+from lastwords.controller.events import Outcome, OutcomeKind, Published, Verified
 from lastwords.controller.timeline import EVENTS_MAX, Timeline, recorded_exit, sentence
 from lastwords.vocabulary import Exit, ExitKind, Freeze, Phase, Raised, Resume, Save, Saved, Settled, Stand, Status
 from tests import golden
@@ -26,8 +26,8 @@ def incident(timeline: Timeline) -> dict[str, Any]:
     timeline.note_report(Settled(0, 2, 1, 2, AT_7), 10.003)
     timeline.note_order(0, SAVE, 10.004, WALL_NS)
     timeline.note_report(Saved(0, 2, 1, 1, 7, 5_000_000), 10.5)
-    timeline.note("verified", 10.51, attempt=1)
-    timeline.note("published", 10.52, attempt=1, path="/ckpt/step_7")
+    timeline.note_storage(Verified(1, 1), 10.51)
+    timeline.note_storage(Published(1, 1, "/ckpt/step_7"), 10.52)
     line = timeline.note_order(0, EXIT, 10.53, WALL_NS)
     assert line is not None
     record: dict[str, Any] = json.loads(line)
@@ -42,6 +42,15 @@ def test_an_incident_begins_when_it_was_known_and_holds_every_event_once() -> No
         "known", "died", "frozen_sent", "settled", "decided", "saved", "verified", "published", "exit_sent",
     ]  # fmt: skip
     assert (record["outcome"], record["step"], record["bytes"], record["cause_ranks"]) == ("SAVED", 7, 5_000_000, [1])
+
+
+def test_a_periodic_checkpoint_is_no_part_of_an_incident() -> None:
+    timeline = Timeline("digits", 2)
+    timeline.note_storage(Published(0, 4, "/ckpt/step_6"), 9.99)
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    timeline.note_storage(Verified(0, 5), 10.1)
+    record = json.loads(timeline.note_order(0, EXIT, 10.5, WALL_NS) or "")
+    assert [event["what"] for event in record["events"]] == ["known", "frozen_sent", "exit_sent"]
 
 
 def test_the_sentence_counts_from_the_moment_it_was_known() -> None:

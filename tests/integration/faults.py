@@ -11,10 +11,15 @@ Actions, carried out in order:
     await:NAME      wait until a rank has marked NAME
     await_death:2   wait until rank 2 is dead
     await_frozen    wait until lastwords has frozen this rank
+    save            ask for a checkpoint
+    await_saved:3   wait until a checkpoint of step 3 is published
     sleep:0.5       do nothing for so many seconds, in the interpreter
     hang            do nothing until killed
     hold            from now on this rank does not see that a gate is passed, whatever the others do
     stop:1.0        SIGSTOP for so many seconds
+    kill_controller kill -9 of the controller
+    lose_controller the same, and what it has kept for another one is gone
+    await_controller  wait until another one serves than the one that was killed here
     pause:WHO,A,B   in A seconds, SIGSTOP for B seconds; WHO is "self" or "controller"
     trouble:A,B     in A seconds, the file system is ill for B seconds (see trouble.py)
     term            SIGTERM to this process
@@ -27,8 +32,10 @@ Actions, carried out in order:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -66,14 +73,21 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def controller_state(port: int) -> tuple[int, Path]:
+    """The process that serves a job's controller at this port, or did, and the file where it says so."""
+    for path in Path("/dev/shm").glob(f"lastwords-{os.getuid()}-*/controller.json"):
+        with contextlib.suppress(OSError, ValueError):
+            kept = json.loads(path.read_text())
+            if kept["spec"]["port"] == port:
+                return int(kept["owner"]["pid"]), path
+    raise AssertionError(f"no controller serves port {port}")
+
+
 def controller_pid(port: int) -> int:
     """The process that serves a job's controller at this port."""
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            line = entry.read_bytes().decode(errors="replace")
-            if "\0lastwords.controller\0" in line and f'"port":{port},' in line:
-                return int(entry.parent.name)
-    raise AssertionError(f"no controller serves port {port}")
+    pid, _ = controller_state(port)
+    assert not is_gone(pid), f"the controller at port {port} is dead"
+    return pid
 
 
 def restart_count() -> int:
@@ -92,10 +106,13 @@ class Faults:
         self.leave = False
         self.holds_gate = False
         self.frozen: Callable[[], bool] = lambda: False
+        self.save: Callable[[], None] = lambda: None
         self.write_garbage: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
         self._directory = Path(plan.directory)
+        self._checkpoints = Path(plan.checkpoints)
         self._port = plan.ctrl_port
+        self._killed_controller = 0
         restart = restart_count()
         self._armed: dict[tuple[str, int], list[Fault]] = {}
         for fault in plan.faults:
@@ -128,6 +145,13 @@ class Faults:
             timer = threading.Timer(float(value), os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
+        elif verb in ("kill_controller", "lose_controller"):
+            self._killed_controller, state = controller_state(self._port)
+            if verb == "lose_controller":
+                state.unlink()
+            os.kill(self._killed_controller, signal.SIGKILL)
+        elif verb == "await_controller":
+            wait_until(self._another_controller_serves, "another controller")
         elif verb == "raise":
             raise RuntimeError(value) if value else InjectedError(f"injected on rank {self.rank} at step {self.step}")
         elif verb == "exit":
@@ -139,6 +163,10 @@ class Faults:
         elif verb == "await_death":
             pid = self._pid(int(value))
             wait_until(lambda: is_gone(pid), f"the death of rank {value}")
+        elif verb == "await_saved":
+            wait_until((self._checkpoints / f"tft_saved_checkpoints-step_{value}").exists, f"checkpoint {value}")
+        elif verb == "save":
+            self.save()
         elif verb == "await_frozen":
             wait_until(self.frozen, "the freeze")
         elif verb == "sleep":
@@ -168,6 +196,11 @@ class Faults:
             self.flip()
         else:
             raise AssertionError(f"unknown action {action!r}")
+
+    def _another_controller_serves(self) -> bool:
+        pid, _ = controller_state(self._port)
+        with socket.socket() as probe:
+            return pid != self._killed_controller and probe.connect_ex(("127.0.0.1", self._port)) == 0
 
     def _pause(self, who: str, after_s: str, length_s: str) -> None:
         pid = os.getpid() if who == "self" else controller_pid(self._port)

@@ -112,6 +112,8 @@ class Plan:
     missing_ok: bool = False
     data: str = "refetch"
     whole: bool = False  # gather the state, and what the model answers, after a resume and at the end
+    every: int = 0  # a periodic checkpoint after every so many steps; 0: none
+    keep: int = 0  # so many of them, 0: all
     faults: tuple[Fault, ...] = ()
     sabotage: tuple[str, ...] = ()
     bad_extra: bool = False  # register something that cannot be stored

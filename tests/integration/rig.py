@@ -239,7 +239,7 @@ class Rig:
             raise launch.fail(f"the ranks ended with {launch.codes}")
         for rank in set(codes) - set(victims):
             lines = launch.last_words(rank)
-            said = f"{FINAL_PREFIX}{step}" if step else "nothing to save"
+            said = f"{FINAL_PREFIX}{step}" if step else "nothing new to save"
             if len(lines) != 1 or said not in lines[0]:
                 raise launch.fail(f"rank {rank} said {lines}, and should say once {said!r}")
         return step

@@ -332,7 +332,7 @@ def test_a_death_before_the_first_step_is_told_and_leaves_no_directory(rig: Rig,
     assert not launch.checkpoints
     for rank in set(range(4)) - {fault.rank}:
         (line,) = launch.last_words(rank)
-        assert re.search(rf"rank {fault.rank}\b.*nothing to save", line), line
+        assert re.search(rf"rank {fault.rank}\b.*nothing new to save", line), line
 
 
 def test_an_older_checkpoint_survives_a_death_before_the_first_step(rig: Rig) -> None:

@@ -20,6 +20,7 @@ from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.part import write_part
 from lastwords.checkpoint.publish import Incident, publish, verify_parts
 from lastwords.checkpoint.run_facts import RunFacts
+from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.buffer_capture import BufferCapture
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -246,6 +247,42 @@ def test_a_rank_reads_its_own_units_only_and_of_zero_the_weights_of_the_others_t
         of_others = {name.split("/")[2] for name in names["zero1 halves"] if name.split("/")[1] == other}
         assert of_others == {"model"}
         assert {"model", "optim"} <= {name.split("/")[2] for name in names["zero1 halves"] if own in name}
+
+
+@pytest.mark.parametrize("name", usually(["ddp", "hsdp"], ["ddp"]))
+def test_nobody_can_prune_a_checkpoint_while_a_rank_resumes_from_it(name: str, tmp_path: Path) -> None:
+    def body(rank: int) -> tuple[list[bool], bool]:
+        run = Rank(name, seed=0)
+        run.train(1, SAVED)
+        run.save(tmp_path, SAVED)
+        free: list[bool] = []
+        honest = Checkpoint.read_tensors
+
+        def reading(self: Checkpoint, *arguments: Any) -> None:
+            free.append(is_free(self.path))
+            honest(self, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoint, "read_tensors", reading)
+            Rank(name, seed=1).resume(tmp_path)
+        dist.barrier()
+        afterwards = rank > 0 or is_free(disk.checkpoint_dir(tmp_path, SAVED))
+        dist.barrier()
+        return free, afterwards
+
+    for free, afterwards in on_ranks(body, tmp_path):
+        assert free
+        assert not any(free)
+        assert afterwards
+
+
+def is_free(directory: Path) -> bool:
+    """Whether it could be removed now."""
+    fd = REAL_OS.open_lock(directory / disk.MANIFEST_NAME)
+    try:
+        return REAL_OS.try_lock(fd)
+    finally:
+        REAL_OS.close(fd)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp x tp", "ddp over tp"])

@@ -1,4 +1,4 @@
-"""Jobs whose controller is killed: what they say, how they are stopped, and who takes its port."""
+"""Jobs whose controller is killed and cannot be followed: what they say, how they are stopped, who takes its port."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from lastwords.controller.launch import start_controller
 from lastwords.controller.spec import ControllerSpec
 from lastwords.liveness import leftovers
+from tests.integration.faults import controller_state
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Launch, Rig
 
@@ -34,7 +35,8 @@ def kill_controller(launch: Launch, step: int) -> None:
     """kill -9, while every rank is in the forward of `step`."""
     ranks = range(launch.layout.world_size)
     launch.job.wait_for(lambda: all((launch.directory / f"mark-here-{rank}").exists() for rank in ranks), 60, "marks")
-    (pid,) = [int(line.split()[0]) for line in launch.job.processes() if "lastwords.controller" in line]
+    pid, state = controller_state(launch.plan.ctrl_port)
+    state.unlink()  # nothing is left that another controller could know of it
     os.kill(pid, signal.SIGKILL)
 
 

@@ -102,7 +102,7 @@ def fail_clearly(rig: Rig, layout: Layout, kill: ShardedKill) -> Launch:
     for rank in survivors:
         said = " / ".join(launch.last_words(rank))
         names_it = "cannot be saved" in said and all(f"rank {dead} died" in said for dead in kill.victims)
-        if len(launch.last_words(rank)) != 1 or not (names_it or (may_be_too_early and "nothing to save" in said)):
+        if len(launch.last_words(rank)) != 1 or not (names_it or (may_be_too_early and "nothing new to save" in said)):
             raise launch.fail(f"rank {rank} said {said!r}, and should say once what cannot be saved, and who died")
     return launch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -42,6 +43,8 @@ PLAN: dict[str, Any] = {
     "kill": None,  # [rank, step, place]: "forward", "backward" (before the part's collective), "end"
     "kill_after": (),  # [rank, place] each: where others have to be in that step before the kill
     "raises": None,  # [rank, step]: an exception in the forward pass
+    "sleeps": None,  # [rank, step, seconds]: this rank sleeps in its forward pass
+    "stops": None,  # [rank, step, seconds]: this rank is stopped there, and goes on
     "flip": None,  # [rank, step]: one bit of one weight flips at the end of this step
     "late": None,  # [rank, step, seconds]: this rank sleeps before its update
     "slow_end": None,  # [rank, step, seconds]: this rank sleeps after its update
@@ -111,6 +114,11 @@ class Job:
         self.come_by(step, "forward")
         if self.at("raises", step):
             raise ValueError("the data is bad")
+        if self.at("sleeps", step):
+            time.sleep(plan["sleeps"][2])
+        if self.at("stops", step):
+            subprocess.Popen(["sh", "-c", f"sleep {plan['stops'][2]}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
         if plan["closure"]:
             loss = self.optimizer.step(lambda: self.closure(step))
         else:

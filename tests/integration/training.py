@@ -259,6 +259,9 @@ class Trainer:
             sabotage.watch_slots(self.faults)
         self.faults.frozen = lambda: sabotage.is_frozen(tft)
         self.faults.at("before_loop")
+        if self.plan.every:
+            tft.every(steps=self.plan.every, keep=self.plan.keep)
+        self.faults.save = tft.save
         point = None
         if self.plan.recover or restart_count():
             point = tft.resume(**({"missing_ok": True} if self.plan.missing_ok else {}))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,7 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
 )
 
+from lastwords.errors import ReplacedError
 from lastwords.integrations.dcp import LastWordsReader
+from tests import golden
 from tests.integration.saved_layouts import differing
 from tests.integrations.made import published, saved, trained, unit
 
@@ -58,6 +61,21 @@ def test_the_newest_checkpoint_of_a_directory_is_read(tmp_path: Path) -> None:
     state = {"model": {"frozen": torch.zeros_like(model.frozen)}}
     dcp.load(state, storage_reader=LastWordsReader(tmp_path))
     assert torch.equal(state["model"]["frozen"], model.frozen)
+
+
+def test_ranks_that_have_found_different_checkpoints_do_not_load(tmp_path: Path) -> None:
+    older = saved(tmp_path, *trained(0), step=3)
+    readers = [LastWordsReader(tmp_path)]
+    readers[0].read_metadata()
+    saved(tmp_path, *trained(0), step=4)
+    readers.append(LastWordsReader(tmp_path))
+    readers[1].read_metadata()
+    plans = [reader.prepare_local_plan(LoadPlan([])) for reader in readers]
+    with golden.raises(ReplacedError):
+        readers[0].prepare_global_plan(plans)
+    named = LastWordsReader(older)
+    named.read_metadata()
+    assert readers[0].prepare_global_plan([plans[0], named.prepare_local_plan(LoadPlan([]))])
 
 
 def test_another_model_and_a_place_without_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:

@@ -84,8 +84,10 @@ def seen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> dict[str, Any]:
         assert point is not None
         manifest = open_checkpoint(path).manifest
         groups = printed(capsys, "groups", str(path))
+        inspected = printed(capsys, "inspect", str(path), "--tensors")
+        assert inspected.pop("kind") == "last words"  # which is new
         found[name] = {
-            "inspect": printed(capsys, "inspect", str(path), "--tensors"),
+            "inspect": inspected,
             "groups": {**groups, "notes": len(groups["notes"])},  # their words may change
             "peek": repr(dataclasses.replace(point, path="")),
             "holders": {unit: manifest.holders_of(unit) for unit in manifest.units},

@@ -11,9 +11,13 @@ import pytest
 from lastwords.launcher.core import (
     DEATHS_MAX,
     END_S,
+    LEAVE_NOTICE_S,
     LEAVE_S,
+    NAMED_RANKS_MAX,
+    START_NOTICE_S,
     START_S,
     Abandon,
+    Awaited,
     Begun,
     Effect,
     Ended,
@@ -56,14 +60,24 @@ def test_only_the_dead_rank_is_started_and_all_enter_the_next_generation() -> No
     core = training()
     assert core.handle(Ended(1, KILLED), 1.0) == [Start(1)]
     assert wait(core, 0, 2, step=7) == []
-    assert wait(core, 1) == [Enter(1)]
+    assert wait(core, 1) == [Enter(1, step=7)]
 
 
 def test_survivors_may_leave_before_the_death_is_seen() -> None:
     core = training()
     assert wait(core, 0, 2, step=7) == []
     assert core.handle(Ended(1, KILLED), 1.0) == [Start(1)]
-    assert wait(core, 1) == [Enter(1)]
+    assert wait(core, 1) == [Enter(1, step=7)]
+
+
+def test_what_was_resumed_from_counts_as_progress() -> None:
+    core = training(2)
+    for generation, step in enumerate(range(10, 100, 10), 1):
+        assert core.handle(Ended(1, KILLED), 0.0) == [Start(1)]
+        assert [type(effect) for effect in wait(core, 0, 1)] == [Enter]
+        for rank in (0, 1):
+            assert core.handle(Begun(rank, step), 0.0) == []
+        assert core.generation == generation
 
 
 def test_before_the_loop_has_begun_nobody_else_tells_the_survivors() -> None:
@@ -76,11 +90,43 @@ def test_a_survivor_that_does_not_leave_is_killed_and_replaced() -> None:
     core = training()
     core.handle(Ended(1, KILLED), 0.0)
     wait(core, 0)
-    assert core.handle(Tick(), 1.0 + LEAVE_S - 0.1) == []
+    core.handle(Tick(), 1.0 + LEAVE_S - 0.1)
     (kill,) = core.handle(Tick(), 1.0 + LEAVE_S)
     assert isinstance(kill, Kill)
     assert kill.rank == 2
     assert core.handle(Ended(2, KILLED), 40.0) == [Start(2)]
+
+
+def awaited(effects: list[Effect]) -> list[tuple[int, float]]:
+    return [(one.rank, one.seconds) for one in effects if isinstance(one, Awaited)]
+
+
+def test_for_whom_everybody_waits_is_said_once_and_soon() -> None:
+    core = training()
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 0)  # at 1.0: rank 2 is stopped, say
+    assert core.deadline_s == 1.0 + LEAVE_NOTICE_S
+    assert core.handle(Tick(), 0.9 + LEAVE_NOTICE_S) == []
+    assert awaited(core.handle(Tick(), 1.0 + LEAVE_NOTICE_S)) == [(2, LEAVE_S - LEAVE_NOTICE_S)]
+    assert core.deadline_s == START_NOTICE_S
+    assert awaited(core.handle(Tick(), START_NOTICE_S)) == [(1, START_S - START_NOTICE_S)]
+    assert core.handle(Tick(), LEAVE_S) == []
+
+
+def test_nobody_is_named_while_a_checkpoint_is_written_and_none_that_is_there_in_time() -> None:
+    core = training()
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 1)
+    assert core.handle(Tick(), END_S - 1.0) == []
+    wait(core, 0, 2, step=7)
+    assert core.handle(Tick(), END_S) == []
+
+
+def test_of_very_many_late_ranks_a_few_are_named() -> None:
+    core = LauncherCore(tuple(range(100)))
+    wait(core, *range(100))
+    core.handle(Ended(1, KILLED), 0.0)
+    assert len(awaited(core.handle(Tick(), LEAVE_NOTICE_S))) == NAMED_RANKS_MAX
 
 
 def test_where_nobody_leaves_all_are_replaced_in_the_end() -> None:
@@ -125,7 +171,7 @@ def test_deaths_between_which_steps_are_saved_go_on_for_ever() -> None:
     core = training(2)
     for step in range(1, 20):
         assert core.handle(Ended(1, KILLED), 0.0) == [Start(1)]
-        assert wait(core, 0, 1, step=step) == [Enter(step)]
+        assert wait(core, 0, 1, step=step) == [Enter(step, step=step)]
         for rank in (0, 1):
             core.handle(Begun(rank), 0.0)
 
@@ -165,7 +211,7 @@ def test_a_replacement_that_never_arrives_is_killed_and_one_that_does_not_end_st
     core = training()
     core.handle(Ended(1, KILLED), 0.0)
     wait(core, 0, 2, step=7)
-    assert core.handle(Tick(), START_S - 1.0) == []
+    core.handle(Tick(), START_S - 1.0)
     (kill,) = core.handle(Tick(), START_S)
     assert isinstance(kill, Kill)
     assert kill.rank == 1

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = "tests.launcher.healed_training"
 RANKS, STEPS = 3, 16
 OLD_STORE_S = 40.0
+START_S = 200.0
 """Many times what a whole run takes."""
 
 
@@ -128,12 +130,17 @@ def test_in_the_store_of_the_generation_before_nobody_goes_on(tmp_path: Path, mo
     command = [sys.executable, "-m", "tests.launcher.old_store", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["--spares", "1", "-m", SCRIPT, str(tmp_path), str(STEPS), "1:5:bwd"]
     launcher = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    died = tmp_path / "died-1-5-bwd"
+    deadline_mono_s = time.monotonic() + START_S
     try:
+        while not died.exists():
+            assert time.monotonic() < deadline_mono_s, "the job has not come to step 5"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(timeout=0.1)
         with contextlib.suppress(subprocess.TimeoutExpired):  # they look for the dead, or give up
             launcher.communicate(timeout=OLD_STORE_S)
     finally:
         launcher.terminate()
         launcher.communicate()
     assert launcher.returncode != 0
-    assert (tmp_path / "died-1-5-bwd").exists()
     assert max(trace(tmp_path, 0)) <= 5

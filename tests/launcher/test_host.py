@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from lastwords.launcher import host as module
+from lastwords.launcher.core import Awaited
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
 from lastwords.launcher.processes import ended_badly
+from tests import golden
 
 
 class Clock:
@@ -96,3 +98,17 @@ def test_a_signal_for_all_does_not_collect_a_rank_whose_end_has_not_been_seen(ho
     finally:
         process.kill()
         process.wait()
+
+
+def test_who_is_waited_for_and_how_to_let_it_go_on_is_said(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        host.processes[0] = process
+        host.obey(Awaited(0, "has not left main()", 115.0))
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        host.obey(Awaited(0, "has not left main()", 115.0))
+    finally:
+        process.kill()
+        process.wait()
+    golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))

@@ -12,6 +12,7 @@ import pytest
 from lastwords.errors import FormatError
 from lastwords.launcher.core import (
     Abandon,
+    Awaited,
     Begun,
     Effect,
     Ended,
@@ -33,7 +34,7 @@ from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
     "what",
     [
         Waiting(3, 7, "/logs/incidents.jsonl", {"/a": "b"}), Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
-        Start(1), Enter(4, 29500), Abandon(0), Kill(2, "late"), Stop(None), Stop("why"),
+        Start(1), Enter(4, 29500), Abandon(0), Kill(2, "late"), Awaited(2, "late", 5.5), Stop(None), Stop("why"),
     ],
     ids=repr,
 )  # fmt: skip

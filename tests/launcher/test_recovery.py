@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def training(ranks: int = 3) -> Recovery:
         recovery.waiting(rank, 0, 9.0)
     recovery.entered(0, 10.0)
     for rank in range(ranks):
-        recovery.begun(rank, 10.5)
+        recovery.begun(rank, 31, 10.5)
         assert recovery.updated(rank, 11.0) is None
     return recovery
 
@@ -98,6 +99,35 @@ def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> Non
     found = incident_of([older, newer, alarm], line)
     assert found is not None
     assert found["step"] == 31
+
+
+def test_without_a_record_of_the_incident_the_sentence_says_where_training_went_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(head, "_tell_of", lambda line, record: lines.put(line))
+    one = head.Head(1, 0, "127.0.0.1")
+    one.has_host(range(1), lambda effect: None)
+    for event in (Waiting(0), Begun(0), Ended(0, -9), Waiting(0), Begun(0, 10), Updated(0)):
+        one.hear(event)
+    assert sentence(lines.get(timeout=60), None).endswith("resumed after step 10")
+
+
+def test_what_a_controller_writes_meanwhile_stays(tmp_path: Path) -> None:
+    path = tmp_path / "incidents.jsonl"
+    path.write_text(json.dumps({"outcome": "SAVED", "known_mono_s": 0.0}) + "\n")
+    line = recovered_line()
+    with path.open("a") as controller:
+        head._tell_of(line, path)
+        controller.write("{}\n")
+    assert path.read_text().splitlines()[-2:] == [line, "{}"]
+
+
+def recovered_line() -> str:
+    died = {"what": "died", "mono_s": 5.0, "rank": 0, "code": -9}
+    updated = {"what": "updated", "mono_s": 6.0, "rank": 0}
+    record = {"outcome": "RECOVERED", "generation": 1, "step": 3, "began_mono_s": 1.0, "died_mono_s": 5.0}
+    return json.dumps({**record, "events": [died, updated]})
 
 
 def test_a_process_that_ended_by_itself_and_is_replaced_is_in_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

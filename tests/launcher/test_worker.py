@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError
 from lastwords.launcher import worker
 from lastwords.launcher.link import VARIABLE, Lines
+from lastwords.launcher.streams import Streams
+from lastwords.launcher.worker import keep
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor.departure import EXIT_NOT_SAVED
@@ -61,7 +66,7 @@ def play(server: socket.socket, answers: list[bytes]) -> tuple[threading.Thread,
     return thread, heard
 
 
-ENTER = b'{"enter": 0, "port": 1}\n'
+ENTER = b'{"enter": 0, "port": 1, "step": 0}\n'
 
 
 def run(main: Callable[[], None]) -> int | str | None:
@@ -127,10 +132,45 @@ def play_in_turn(
     return thread, heard
 
 
-def test_a_launcher_that_has_gone_ends_a_worker_that_waits(launcher: socket.socket) -> None:
+def test_a_launcher_that_has_gone_ends_a_worker_that_waits(
+    launcher: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
     thread, _ = play(launcher, [])
     assert run(lambda: None) == EXIT_NOT_SAVED
     thread.join(10)
+    golden.says(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_worker_that_starts_when_its_launcher_has_gone_says_so_in_one_line(
+    launcher: socket.socket, listens: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if listens:  # it goes between the connection and the first message
+        connect = socket.socket.connect
+
+        def connect_and_lose(link: socket.socket, path: str) -> None:
+            connect(link, path)
+            launcher.accept()[0].close()
+
+        monkeypatch.setattr(socket.socket, "connect", connect_and_lose)
+    else:
+        launcher.close()
+    assert run(lambda: None) == EXIT_NOT_SAVED
+    golden.says(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(5, dict), ("b", 5), ("b", lambda path: path)], ids=["name", "value", "arguments"]
+)
+def test_what_cannot_be_kept_is_refused_with_what_to_do(arguments: tuple[Any, Any]) -> None:
+    with golden.raises(ConfigError):
+        keep(*arguments)
+
+
+@pytest.mark.parametrize("main", [None, 5, lambda arguments: None], ids=["called", "number", "arguments"])
+def test_what_is_no_main_is_refused_with_what_to_do(main: Any) -> None:
+    with golden.raises(ConfigError):
+        worker.run(main)
 
 
 def test_the_users_own_files_are_compared_and_installed_ones_are_not() -> None:
@@ -171,6 +211,7 @@ def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
     if dismissed:
         link.sendall(b'{"dismissed": true}\n')
     link.close()
+    one._inside = True
     one._listen()
     assert ("rank 0" in capfd.readouterr().err) != dismissed
 
@@ -179,3 +220,23 @@ def test_a_second_training_in_one_process_is_refused(launcher: socket.socket, mo
     monkeypatch.setattr(worker, "_workers", [object()])
     with golden.raises(ConfigError):
         worker.run(lambda: None)
+
+
+def test_every_main_begins_with_the_random_streams_of_a_new_process() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    numpy.random.seed(3)
+    streams = Streams()
+    first = [torch.rand(2).tolist(), random.random(), numpy.random.rand()]
+    streams.put_back()
+    assert [torch.rand(2).tolist(), random.random(), numpy.random.rand()] == first
+
+
+def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
+    near, far = pair()
+    with near, far:
+        stay = worker.Stay(near, goes_on_at=7)
+        with golden.raises(ConfigError):
+            stay.begun(0)
+        stay.begun(7)
+        assert far.recv(100) == b'{"begun": 7}\n'

@@ -54,6 +54,7 @@ def test_signals_wait_from_the_gate_on_and_the_tentative_copy_comes_before_it() 
     begun_update(one)
     assert one.calls == [
         "watch.begin_update",
+        "agent.copy_if_due",
         "signals.begin_update",
         "recorder.tentative",
         "agent.ready",

@@ -432,6 +432,18 @@ def test_facts_may_be_written_while_a_step_is_under_way(box: BlackBox) -> None:
     assert (copy.kind, list(mixed(copy))) == (COMMITTED, [])
 
 
+def test_what_was_never_written_is_not_waited_for(box: BlackBox) -> None:
+    def pause(_: float) -> None:
+        raise AssertionError("nobody writes")
+
+    with BoxReader(box.path, pause=pause) as reader:
+        assert reader.read_epoch(1) is None
+        assert reader.read(1) is None
+    box.begin(SlotKind.EPOCH, 1)
+    with BoxReader(box.path, pause=pause) as reader, pytest.raises(AssertionError):
+        reader.read_epoch(1)
+
+
 def test_epoch_records_hold_only_what_belongs_to_an_epoch(box: BlackBox) -> None:
     slot = box.begin(SlotKind.EPOCH, 7)
     box.region(slot, "rng/torch")[:] = b"e" * 37

@@ -26,6 +26,7 @@ from lastwords.vocabulary import (
     Phase,
     ProcessId,
     Report,
+    Schedule,
     Stand,
     Status,
 )
@@ -49,6 +50,7 @@ class Trainer:
     goal: Stand | None = None
     parked: bool = False
     saving: to_processor.StartSave | None = None
+    behind: to_processor.StartSave | None = None  # the training
 
 
 @dataclass
@@ -119,12 +121,18 @@ class Story:
         self._tell(to_controller.FromRank(hello))
 
     def do_loop(self, *settings: str) -> None:
-        """loop STEPS EPOCHS [start=N] [ranks=...]: the loop is about to begin."""
+        """loop STEPS EPOCHS [start=N] [ranks=...] [every=STEPS]: the loop is about to begin."""
         given = dict(setting.partition("=")[::2] for setting in settings if "=" in setting)
         steps, epochs = (int(setting) for setting in settings if "=" not in setting)
+        schedule = Schedule(steps=int(given.get("every", "0")))
         for rank in _ranks(given.get("ranks", "all"), self.trainers):
-            self.trainers[rank].core.begin_loop(steps, epochs, int(given.get("start", "0")))
+            self.trainers[rank].core.begin_loop(steps, epochs, int(given.get("start", "0")), schedule)
             self._take(rank)
+
+    def do_want(self, rank: str) -> None:
+        """want RANK: it asks for a periodic checkpoint."""
+        self.trainers[int(rank)].core.want_save()
+        self._take(int(rank))
 
     def do_train(self, ranks: str, to: str, goal: str) -> None:
         """train RANKS to PHASE(STEP): the training threads walk there, or until they park."""
@@ -162,6 +170,7 @@ class Story:
         """leave RANKS: their loop is over."""
         for rank in _ranks(ranks, self.trainers):
             self.trainers[rank].goal = None
+            self._copy_if_due(rank)
             self.trainers[rank].core.mark_left()
             self._take(rank)
 
@@ -206,7 +215,7 @@ class Story:
     def do_save(self, rank: str, what: str, *words: str) -> None:
         """save RANK done | BYTES | fails TEXT | refused TEXT"""
         number = int(rank)
-        saving = self.trainers[number].saving
+        saving = self.trainers[number].saving or self.trainers[number].behind
         assert saving is not None, f"rank {rank} is not writing"
         incident, attempt = saving.order.incident, saving.order.attempt
         event: to_processor.Event
@@ -217,7 +226,7 @@ class Story:
         else:
             event = to_processor.SaveProgressed(incident, attempt, int(what))
         if what == "done" or what in ("fails", "refused"):
-            self.trainers[number].saving = None
+            self._end_writer(number, incident)
         self._tell_rank(number, event)
 
     def do_files(self, what: str, *words: str) -> None:
@@ -299,7 +308,7 @@ class Story:
     def _lose_process(self, rank: int) -> None:
         trainer = self.trainers[rank]
         trainer.alive = trainer.parked = False
-        trainer.goal = trainer.saving = None
+        trainer.goal = trainer.saving = trainer.behind = None
 
     def _lose_session(self, rank: int) -> None:
         trainer = self.trainers[rank]
@@ -346,6 +355,8 @@ class Story:
                         self._post((event.report.rank, "down"), order)
                     else:
                         self.lines.append(f"ctl replies  {order_words(order)}")
+                case to_controller.Remember():
+                    pass
                 case _:
                     self.lines.append(controller_line(effect))
                     if isinstance(effect, to_controller.StartVerify | to_controller.StartPublish):
@@ -371,10 +382,25 @@ class Story:
                 case _:
                     line = processor_line(rank, effect)
                     self.lines += [line] if line else []
-                    if isinstance(effect, to_processor.StartSave):
+                    if isinstance(effect, to_processor.StartSave) and effect.order.incident:
                         trainer.saving = effect
+                    elif isinstance(effect, to_processor.StartSave):
+                        trainer.behind = effect
                     if isinstance(effect, to_processor.CancelSave):
-                        trainer.saving = None
+                        self._end_writer(rank, effect.incident)
+
+    def _end_writer(self, rank: int, incident: int) -> None:
+        if incident:
+            self.trainers[rank].saving = None
+        else:
+            self.trainers[rank].behind = None
+
+    def _copy_if_due(self, rank: int) -> None:
+        core = self.trainers[rank].core
+        if (order := core.copy_due) is not None:
+            self.lines.append(f"{rank} copies its state of step {order.step}")
+            core.mark_copied(order)
+            self._take(rank)
 
     def _walk(self, rank: int) -> None:
         """Training thread: one step after the other until the goal, or until it has to park."""
@@ -382,6 +408,8 @@ class Story:
         was_parked, trainer.parked = trainer.parked, False
         before = trainer.core.stand
         while trainer.goal is not None and trainer.core.stand != trainer.goal:
+            if trainer.core.phase is Phase.COMPUTING:
+                self._copy_if_due(rank)
             if not self._take_one_step(trainer.core, trainer.goal):
                 trainer.parked = True
                 break

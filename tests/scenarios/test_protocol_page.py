@@ -47,6 +47,8 @@ WAITS = {
         "of a rank that has done all its steps, or left a custom loop where all others stand, for any to move",
         "an incident",
     ),
+    "hang_notice_s": ("for a step to end on any rank, or some median steps if that is more", "people are told"),
+    "hang_timeout_s": ("the same, if it is set", "an incident"),
     "exit_timeout_s": ("for the last session to end", "the controller ends"),
     "step_end_grace_s": ("for the end of a step after a frozen update", "the rank settles in UPDATED"),
     "unprotected_s": (

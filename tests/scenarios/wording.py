@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from lastwords.controller import events as to_controller
 from lastwords.processor import events as to_processor
 from lastwords.vocabulary import (
+    NO_SCHEDULE,
     Exit,
     Freeze,
     Goodbye,
@@ -14,6 +15,7 @@ from lastwords.vocabulary import (
     Left,
     LoopBegin,
     LoopGo,
+    Notice,
     Order,
     PeerDied,
     Proceed,
@@ -26,8 +28,10 @@ from lastwords.vocabulary import (
     Saved,
     SaveFailed,
     SaveProgress,
+    SaveWanted,
     Settled,
     Signalled,
+    Stack,
     Status,
     Welcome,
 )
@@ -52,18 +56,21 @@ def report_words(report: Report) -> str:
         case Hello():
             return f"Hello {report.stand}"
         case LoopBegin():
-            return f"LoopBegin {report.epochs} x {report.steps_per_epoch} steps after step {report.start_step}"
+            every = f", {report.schedule}" if report.schedule != NO_SCHEDULE else ""
+            return f"LoopBegin {report.epochs} x {report.steps_per_epoch} steps after step {report.start_step}{every}"
         case Status():
             return f"Status {report.stand}"
+        case Stack():
+            return "Stack"
         case Settled():
             return f"Settled i{report.incident} #{report.sequence} {report.stand}"
         case SaveProgress():
-            return f"SaveProgress i{report.incident} a{report.attempt} {report.bytes_written} bytes"
+            return f"SaveProgress {_of(report.incident)} a{report.attempt} {report.bytes_written} bytes"
         case Saved():
-            return f"Saved i{report.incident} a{report.attempt} step {report.step}"
+            return f"Saved {_of(report.incident)} a{report.attempt} step {report.step}"
         case SaveFailed():
-            kind = "storage: " if report.storage else ""
-            return f"SaveFailed i{report.incident} a{report.attempt} step {report.step} ({kind}{report.reason})"
+            kind = "storage: " if report.storage else "missed: " if report.missed else ""
+            return f"SaveFailed {_of(report.incident)} a{report.attempt} step {report.step} ({kind}{report.reason})"
         case Raised():
             return f"Raised{' (secondary)' if report.secondary else ''} {report.stand} ({report.text})"
         case Signalled():
@@ -72,8 +79,14 @@ def report_words(report: Report) -> str:
             return f"Left {report.stand}"
         case PeerDied():
             return f"PeerDied {report.dead_rank} {report.source.name}"
+        case SaveWanted():
+            return "SaveWanted"
         case Goodbye():
             return "Goodbye"
+
+
+def _of(incident: int) -> str:
+    return f"i{incident}" if incident else "periodic"
 
 
 def order_words(order: Order) -> str:
@@ -92,7 +105,7 @@ def order_words(order: Order) -> str:
         case Save():
             where = " in the fallback directory" if order.target else ""
             what = contents(order.units, order.local_ranks)
-            return f"Save i{order.incident} a{order.attempt} step {order.step}{where}: {what}"
+            return f"Save {_of(order.incident)} a{order.attempt} step {order.step}{where}: {what}"
         case Resume():
             return f"Resume i{order.incident}"
         case Exit():
@@ -101,6 +114,8 @@ def order_words(order: Order) -> str:
             return f"Exit i{order.incident} {order.kind.name}{step}{path}: {order.reason}"
         case Release():
             return "Release"
+        case Notice():
+            return f"Notice{' with a stack' if order.stack else ''}: {order.text}"
 
 
 def controller_line(effect: to_controller.Effect) -> str:

@@ -64,7 +64,7 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
         ledger.storage_failures > STORAGE_FAILURES_MAX
         or not ledger.ended
         or ledger.controller_killed
-        or ledger.publications
+        or ledger.last_words
     ):
         return
     if not any(record.life is Life.LEFT and record.farewell.startswith("exit") for record in ledger.ranks):
@@ -103,7 +103,7 @@ def i4_no_survivor_is_set_back(job: Job, ledger: Ledger) -> Iterator[str]:
     A rank that can write nowhere is not asked, and a step that some unit can no longer reach, because a rank has left
     its loop with its gradients not applied, may be given up: losing one step is better than losing all.
     """
-    for publication in ledger.publications:
+    for publication in ledger.last_words:
         for rank, record in enumerate(ledger.ranks):
             if ledger.survives(rank, job.targets) and record.ended > publication.step:
                 gave_up = any(other.gave_up for other in ledger.ranks)
@@ -136,10 +136,17 @@ def i6_nothing_older_changes_anything_newer(job: Job, ledger: Ledger) -> Iterato
                     f"contains a file of generation {file.generation}, incident {file.incident}"
                 )
     newest = 0
-    for publication in ledger.publications:
+    for publication in ledger.last_words:
         if publication.incident <= newest:
             yield f"incident {publication.incident} published after incident {newest}"
         newest = publication.incident
+    for number, publication in enumerate(ledger.publications):
+        for older in ledger.publications[:number]:
+            same = (older.target, older.step) == (publication.target, publication.step)
+            if same and older.incident > publication.incident:
+                yield f"a periodic checkpoint has taken the place of the last words of step {older.step}"
+            elif older.incident == publication.incident == 0 and older.step >= publication.step:
+                yield f"the periodic checkpoint of step {older.step} was followed by that of step {publication.step}"
 
 
 def i7_nobody_waits_for_ever(job: Job, ledger: Ledger) -> Iterator[str]:
@@ -190,12 +197,17 @@ def rank_local_state_is_saved_or_said_to_be_lost(job: Job, ledger: Ledger) -> It
 
 def finished_files_are_never_thrown_away(job: Job, ledger: Ledger) -> Iterator[str]:
     """Where nothing was published, the finished files of the newest step are left for a human."""
-    if not ledger.ended or not ledger.controller_stopped or ledger.publications or not ledger.heard_saved:
+    if not ledger.ended or not ledger.controller_stopped or ledger.last_words or not ledger.heard_saved:
         return
     step = max(step for _, _, step, _ in ledger.heard_saved)
     finished = {saved for saved in ledger.heard_saved if saved[2] == step}
     if finished.isdisjoint(ledger.left_on_disk):
         yield f"nothing was published, and the finished files of step {step} are gone: {sorted(finished)}"
+
+
+def what_a_rank_says_is_so(job: Job, ledger: Ledger) -> Iterator[str]:
+    """No rank says that it has written what it has not."""
+    yield from ledger.untrue
 
 
 def whoever_can_be_told_is_told(job: Job, ledger: Ledger) -> Iterator[str]:
@@ -216,6 +228,7 @@ CHECKERS: tuple[Checker, ...] = (
     rank_local_state_is_saved_or_said_to_be_lost,
     finished_files_are_never_thrown_away,
     whoever_can_be_told_is_told,
+    what_a_rank_says_is_so,
 )
 
 

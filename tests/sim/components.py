@@ -18,6 +18,9 @@ Numbers = tuple[int, ...]
 """A state: the number of each rank's part, and last the number of the shared part."""
 
 Sent = tuple[tuple[int, int], ...]
+WRITTEN = ("written", "written behind")
+"""Actions of a rank that change the disk, too."""
+
 COUNTERS = ("contributed", "gated", "updated", "logged")
 
 
@@ -33,6 +36,7 @@ class Look(NamedTuple):
     collective: int  # index of the counter of the collective that it is in, or -1
     gated: bool  # frozen at the gate: nobody else matters
     writes: bool
+    writes_behind: bool
     may_act_alone: bool  # as far as it is for itself to say
     resumed: int
     box: Any
@@ -90,7 +94,7 @@ class Components:
         up, down, asked, cut, breaks, unannounced, saved = own
         world, life = self.world, saved[0]
         alive = life is Life.ALIVE
-        collective, gated, writes, resumed = -1, False, False, 0
+        collective, gated, writes, writes_behind, resumed = -1, False, False, False, 0
         if alive:
             world.put_own(rank, own)
             trainer = world.trainers[rank]
@@ -98,6 +102,7 @@ class Components:
             collective = COUNTERS.index(entered) if entered is not None else -1
             gated = trainer.at is At.GATE and trainer.core.frozen
             writes = trainer.save is not None
+            writes_behind = trainer.writer is not None
             resumed = world.resumed(rank)
         return Look(
             alive,
@@ -109,7 +114,8 @@ class Components:
             collective,
             gated,
             writes,
-            alive and not writes and (bool(down) or (asked == ASKED and not cut)),
+            writes_behind,
+            alive and not writes and not writes_behind and (bool(down) or (asked == ASKED and not cut)),
             resumed,
             saved[2],
             (life,) if life is Life.KILLED else (life, saved[3]),
@@ -194,13 +200,16 @@ class Components:
         moves = self._own_moves.get((own, complete, broken))
         if moves is None:
             self.put(numbers)
-            actions = [action for action in self.world.own_actions(self.world.trainers[rank]) if action[0] != "written"]
+            actions = self.world.own_actions(self.world.trainers[rank])
+            actions = [action for action in actions if action[0] not in WRITTEN]
             moves = tuple((action, self._alone(rank, numbers, action)) for action in actions)
             self._own_moves[(own, complete, broken)] = moves
         head, tail = numbers[:rank], numbers[rank + 1 :]
         found = [(action, (*head, after, *tail)) for action, after in moves]
         if look.writes:
-            found.append((("written", rank), self._write(rank, numbers, looks)))
+            found.append((("written", rank), self._write(("written", rank), numbers, looks)))
+        if look.writes_behind:
+            found.append((("written behind", rank), self._write(("written behind", rank), numbers, looks)))
         return found
 
     def _faults_of(self, rank: int, numbers: Numbers, looks: list[Look]) -> list[tuple[Action, Numbers]]:
@@ -226,12 +235,13 @@ class Components:
         assert (*after[:rank], *after[rank + 1 :]) == (*numbers[:rank], *numbers[rank + 1 :]), action
         return after[rank]
 
-    def _write(self, rank: int, numbers: Numbers, looks: list[Look]) -> Numbers:
-        key = (numbers[rank], numbers[-1], *(look.box for look in looks))
+    def _write(self, action: Action, numbers: Numbers, looks: list[Look]) -> Numbers:
+        what, rank = action
+        key = (what, numbers[rank], numbers[-1], *(look.box for look in looks))
         result = self._written.get(key)
         if result is None:
             self.put(numbers)
-            self.world.perform(("written", rank))
+            self.world.perform(action)
             after = self.take()
             assert (*after[:rank], *after[rank + 1 : -1]) == (*numbers[:rank], *numbers[rank + 1 : -1])
             result = self._written[key] = (after[rank], after[-1])

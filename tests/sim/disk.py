@@ -100,10 +100,11 @@ class Disk:
         self.attempts.pop((effect.target, effect.step, effect.incident, effect.attempt), None)
 
     def unpublished(self) -> set[tuple[int, int, int, str]]:
-        """(target, writer, step, unit) of whole files without a final name."""
+        """(target, writer, step, unit) of whole files of incidents without a final name."""
         return {
             (target, rank, step, unit)
-            for (target, step, _, _), files in self.attempts.items()
+            for (target, step, incident, _), files in self.attempts.items()
+            if incident
             for rank, file in files.items()
             if file.whole
             for unit, _, _ in file.units

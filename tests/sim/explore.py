@@ -21,11 +21,14 @@ from tests.sim.checkers import complaints
 from tests.sim.components import Components, Numbers
 from tests.sim.job import Job
 from tests.sim.ledger import Life
-from tests.sim.mutants import MUTANTS
-from tests.sim.small_jobs import BROKEN, JOBS
+from tests.sim.mutants import MUTANTS as MUTANTS_OF_INCIDENTS
+from tests.sim.periodic_mutants import MUTANTS as MUTANTS_OF_PERIODIC
+from tests.sim.small_jobs import BROKEN, JOBS, PERIODIC
 from tests.sim.small_world import Action, SmallWorld, Tables
 
 NEVER_S = 1e9
+
+MUTANTS = {**MUTANTS_OF_INCIDENTS, **MUTANTS_OF_PERIODIC}
 
 _SENDING_AGAIN = (
     "lastwords.controller.incident.RESEND_INTERVAL_S",
@@ -85,14 +88,14 @@ def explore(
 
     whole: by the plain definition and without reductions, to show that these lose no end.
     """
-    with reduced(), _without_garbage_collection():
+    with reduced(), without_garbage_collection():
         world = SmallWorld(job, Tables(whole), kills_max, breaks_max, whole)
-        parts = _Plain(world) if whole else Components(world)
-        return _Search(job, parts, bad_max, states_max).run()
+        parts = Plain(world) if whole else Components(world)
+        return Search(job, parts, bad_max, states_max).run()
 
 
 @contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Millions of tuples, none of them in a cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -103,7 +106,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Plain(Components):
+class Plain(Components):
     """The same without looking anything up: the definition itself."""
 
     def following(self, numbers: Numbers) -> list[tuple[Action, Numbers]]:
@@ -116,7 +119,7 @@ class _Plain(Components):
         return found
 
 
-class _Search:
+class Search:
     """Depth first, so that a way back to a state on the path is seen."""
 
     def __init__(self, job: Job, parts: Components, bad_max: int, states_max: int) -> None:
@@ -214,17 +217,19 @@ def _end(world: SmallWorld) -> End:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.explore", description=__doc__.split("\n")[0])
-    parser.add_argument("--job", choices=[*JOBS, *BROKEN], help="one of the table in docs/protocol.md, with its faults")
+    parser.add_argument(
+        "--job", choices=[*JOBS, *PERIODIC, *BROKEN], help="one of the table in docs/protocol.md, with its faults"
+    )
     parser.add_argument("--kills", type=int, help="so many deaths instead")
     parser.add_argument("--breaks", type=int, help="so many broken sessions instead")
     parser.add_argument("--mutant", default="", choices=["", *MUTANTS], help="break this rule of the cores")
     parser.add_argument("--whole", action="store_true", help="without most of the reductions (much slower)")
     parser.add_argument("--states-max", type=int, default=0, help="give up after so many states")
     options = parser.parse_args(arguments)
-    names = [options.job] if options.job else list(JOBS)
+    names = [options.job] if options.job else [*JOBS, *PERIODIC]
     bad = 0
     for name in names:
-        explored = {**JOBS, **BROKEN}[name]
+        explored = {**JOBS, **PERIODIC, **BROKEN}[name]
         kills = explored.kills if options.kills is None else options.kills
         breaks = explored.breaks if options.breaks is None else options.breaks
         with MUTANTS[options.mutant].applied() if options.mutant else contextlib.nullcontext():

@@ -25,9 +25,13 @@ ONLY_FOR_PEOPLE = frozenset(
         ("Incident", "causes"),
         ("Incident", "_first_words"),
         ("Incident", "_told"),
+        ("Succession", "remembered"),
+        ("HangWatch", "_newest"),
+        ("HangWatch", "_paces"),
+        ("HangWatch", "_since_s"),
     }
 )
-"""Fields of the controller's core that are only told or logged: states that differ in nothing else are one.
+"""Fields of the controller's core that are only told, logged or kept: states that differ in nothing else are one.
 
 (`source` also decides whether a dead rank may come back; no rank comes back in the exploration.)"""
 
@@ -182,7 +186,9 @@ class InternedProcessor:
 
     __slots__ = ("effects", "state", "table")
 
-    QUERIES = ("deadline_s", "frozen", "leaving", "may_end_step", "stand", "released", "may_train", "_part._over")
+    QUERIES = (
+        "deadline_s", "frozen", "leaving", "may_end_step", "stand", "released", "may_train", "_part._over", "copy_due",
+    )  # fmt: skip
 
     def __init__(self, table: Table, state: int) -> None:
         self.table = table
@@ -223,6 +229,16 @@ class InternedProcessor:
 
     def mark_raised(self, text: str, secondary: bool) -> None:
         self._call("mark_raised", text, secondary)
+
+    def mark_copied(self, order: Any) -> None:
+        self._call("mark_copied", order)
+
+    def mark_not_copied(self, order: Any, reason: str) -> None:
+        self._call("mark_not_copied", order, reason)
+
+    @property
+    def copy_due(self) -> Any:
+        return self.table.answers[self.state][8]
 
     @property
     def has_effects(self) -> bool:

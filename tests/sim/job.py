@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lastwords.vocabulary import UNIT_REPLICATED, ProcessId
+from lastwords.vocabulary import NO_SCHEDULE, UNIT_REPLICATED, ProcessId, Schedule
 
 TORN = -1
 """Content of weights that an update has begun to overwrite and has not finished."""
@@ -24,6 +24,7 @@ class Job:
     gate_breaks: ranks whose gate fails, rather than hangs, when a peer dies (random schedules draw their own).
     without_gate: deliberately wrong: no gate although there are several units.
     skips_gate: deliberately wrong: a rank that skips a step does not come to its gate.
+    schedule: of the periodic checkpoints.
     """
 
     hosts: tuple[int, ...]
@@ -40,6 +41,7 @@ class Job:
     gate_breaks: frozenset[int] = frozenset()
     without_gate: bool = False
     skips_gate: bool = False
+    schedule: Schedule = NO_SCHEDULE
 
     @property
     def world_size(self) -> int:

@@ -102,6 +102,10 @@ class Ledger:
     """How often a file system has refused so far: the controller does not try for ever."""
     stale_effects: list[str] = field(default_factory=list)
     """Messages of an older incident or generation that made a difference."""
+    periodic_files: set[tuple[int, int]] = field(default_factory=set)
+    """(attempt, rank) of each part of a periodic checkpoint that was ever finished."""
+    untrue: list[str] = field(default_factory=list)
+    """What a rank said that is not so."""
     certain_faults: int = 0
     """Faults after which a job cannot simply train on (a death, an exception, a signal, an early leave)."""
     controller_killed: bool = False
@@ -111,6 +115,11 @@ class Ledger:
     ended: bool = False
     """Nothing can happen any more, or the simulation's horizon has been reached."""
     crossed_horizon: bool = False
+
+    @property
+    def last_words(self) -> list[Publication]:
+        """What incidents have published."""
+        return [publication for publication in self.publications if publication.incident]
 
     def can_write(self, rank: int, targets: tuple[int, ...]) -> bool:
         """Whether some directory that is still in play takes what this rank writes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lastwords.vocabulary import UNIT_REPLICATED
+from lastwords.vocabulary import UNIT_REPLICATED, Schedule
 from tests.sim.job import Job, data_parallel
 
 
@@ -84,6 +84,48 @@ JOBS: dict[str, Explored] = {
         slow=True,
     ),
 }
+
+EVERY_STEP, EVERY_OTHER = Schedule(steps=1), Schedule(steps=2)
+_DDP, _TWO_STEPS = data_parallel(2, 1), data_parallel(2, 2)
+
+PERIODIC: dict[str, Explored] = {
+    "periodic": Explored(
+        "2 ranks, one unit, 2 steps, a checkpoint of each", replace(_TWO_STEPS, schedule=EVERY_STEP), 1
+    ),
+    "periodic-break": Explored(
+        "2 ranks, one unit, 1 step and its checkpoint", replace(_DDP, schedule=EVERY_STEP), 0, 1
+    ),
+    "periodic-death-and-break": Explored(
+        "2 ranks, one unit, 1 step and its checkpoint", replace(_DDP, schedule=EVERY_STEP), 1, 1, slow=True
+    ),
+    "periodic-two-deaths": Explored(
+        "2 ranks, one unit, 2 steps, a checkpoint of each", replace(_TWO_STEPS, schedule=EVERY_STEP), 2
+    ),
+    "periodic-later": Explored(
+        "2 ranks, one unit, 3 steps, a checkpoint of the second", replace(data_parallel(2, 3), schedule=EVERY_OTHER), 1
+    ),
+    "periodic-skip": Explored(
+        "2 ranks, one unit, 2 steps, the second one skipped, a checkpoint of each",
+        replace(_TWO_STEPS, schedule=EVERY_STEP, skipped=frozenset({2})),
+        1,
+    ),
+    "periodic-gate": Explored(
+        "2 ranks, a unit on each, 1 step and its checkpoint", _gated(TWO, schedule=EVERY_STEP), 1
+    ),
+    "periodic-gate-two-steps": Explored(
+        "2 ranks, a unit on each, 2 steps, a checkpoint of each", _gated(TWO, 2, schedule=EVERY_STEP), 1, slow=True
+    ),
+    "periodic-three": Explored(
+        "3 ranks, one unit, 1 step and its checkpoint", replace(data_parallel(3, 1), schedule=EVERY_STEP), 1, slow=True
+    ),
+    "periodic-three-two-deaths": Explored(
+        "3 ranks, one unit, 1 step and its checkpoint", replace(data_parallel(3, 1), schedule=EVERY_STEP), 2, slow=True
+    ),
+    "periodic-mixed": Explored(
+        "3 ranks, units on {0,2} {1}, 1 step and its checkpoint", _gated(MIXED, schedule=EVERY_STEP), 1, slow=True
+    ),
+}
+"""Jobs with periodic checkpoints."""
 
 BROKEN: dict[str, Explored] = {
     "no-gate": Explored("the same without its gate", _gated(MIXED, without_gate=True), 1),

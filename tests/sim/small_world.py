@@ -43,10 +43,12 @@ from lastwords.vocabulary import (
     Release,
     Report,
     Resume,
+    Save,
     SaveProgress,
     Settled,
     Welcome,
 )
+from tests.sim import behind
 from tests.sim.disk import Disk
 from tests.sim.interned import ONLY_FOR_PEOPLE, InternedController, InternedProcessor, Table
 from tests.sim.job import Job
@@ -110,7 +112,7 @@ class SmallWorld(World):
     """
 
     def __init__(self, job: Job, tables: Tables, kills_max: int, breaks_max: int, whole: bool = False) -> None:
-        controller, cores = _registered(job)
+        controller, cores, ordered = _registered(job)
         processors: Any = {
             rank: InternedProcessor(tables.processors, tables.processors.number(core)) for rank, core in cores.items()
         }
@@ -136,6 +138,8 @@ class SmallWorld(World):
             trainer.linked = True
             trainer.at = At.FORWARD
             self.on_moved(trainer)
+        for rank, order in ordered:
+            self.append(rank, order)
 
     # ------------------------------------------------------------------ state
 
@@ -165,6 +169,7 @@ class SmallWorld(World):
             self.stage,
             number(self.verifying),
             number(self.publishing),
+            number(self.periodic_files),
             tuple(sorted(self.bound)),
             self.tables.number_disk(self.disk, self.disk_number),
             number(tuple(ledger.publications)),
@@ -199,6 +204,7 @@ class SmallWorld(World):
             self.stage,
             verifying,
             publishing,
+            periodic_files,
             bound,
             disk,
             publications,
@@ -207,6 +213,7 @@ class SmallWorld(World):
             ledger.controller_stopped,
         ) = shared
         self.verifying, self.publishing = things[verifying], things[publishing]
+        self.periodic_files = things[periodic_files]
         self.bound = dict.fromkeys(bound, 1)
         self.disk_number, self.disk = disk, self.tables.disks[disk]
         saved_publications: tuple[Publication, ...] = things[publications]
@@ -254,8 +261,12 @@ class SmallWorld(World):
         return due_s is not None and due_s < OUT_OF_REACH_S
 
     def storage_actions(self) -> list[Action]:
-        """What the controller's storage thread could finish."""
-        found: list[Action] = [("verify",)] if self.verifying is not None else []
+        """What the controller's storage thread could finish: of one directory, a periodic checkpoint goes first."""
+        found: list[Action] = [("periodic files",)] if self.periodic_files is not None else []
+        if found and (self.publishing is not None or isinstance(self.periodic_files, to_controller.StartVerify)):
+            return found
+        if self.verifying is not None:
+            found.append(("verify",))
         return [*found, ("publish",)] if self.publishing is not None else found
 
     @property
@@ -278,6 +289,8 @@ class SmallWorld(World):
             found.append(("tell", rank))
         if trainer.save is not None:
             found.append(("written", rank))
+        if trainer.writer is not None:
+            found.append(("written behind", rank))
         due_s = trainer.core.deadline_s
         if due_s is not None and due_s < OUT_OF_REACH_S:
             found.append(("tick", rank))
@@ -305,10 +318,11 @@ class SmallWorld(World):
         * that the next order to it is known: one is on its way already, or it has been asked to settle and has not
           answered, so the controller sends it nothing more, whatever it hears from others;
         * that it is not in a collective that others may still complete, or break;
-        * that it is not writing: what it finds in the black boxes of others is for them to change.
+        * that it is not writing: what it finds in the black boxes of others is for them to change, and a part behind
+          the training is for the controller to discard.
         """
         rank = trainer.rank
-        if trainer.record.life is not Life.ALIVE or trainer.save is not None:
+        if trainer.record.life is not Life.ALIVE or trainer.save is not None or trainer.writer is not None:
             return False
         if not self.down[rank] and (self.asked[rank] != ASKED or self.cut[rank]):
             return False
@@ -349,6 +363,11 @@ class SmallWorld(World):
             self.feed(self.trainers[action[1]], to_processor.FromController(order))
         elif kind == "written":
             self.finish_save(self.trainers[action[1]])
+        elif kind == "written behind":
+            behind.writes(self, self.trainers[action[1]])
+        elif kind == "periodic files":
+            assert self.periodic_files is not None
+            behind.files_done(self, self.periodic_files)
         elif kind == "tick":
             due_s = self.trainers[action[1]].core.deadline_s
             assert due_s is not None
@@ -517,6 +536,7 @@ def _rank_state(trainer: Trainer, number: Any) -> State:
         trainer.waking,
         number(trainer.save),
         trainer.save_first,
+        (number(trainer.copying), trainer.copy_then, trainer.memory, number(trainer.writer)),
     )
 
 
@@ -527,17 +547,21 @@ def _restore_rank(trainer: Trainer, saved: State, things: list[Any]) -> None:
     trainer.box_committed, trainer.box_tentative = saved[2]
     if record.life is Life.KILLED:
         record.farewell, record.ill, trainer.at, trainer.save, trainer.waking = "", set(), At.GONE, None, False
+        trainer.copying = trainer.writer = None
         return
     record.held, record.ended, record.reach, record.farewell, ill, record.gave_up = saved[3]
     record.ill = set(ill)
     core: Any = trainer.core
-    trainer.at, core.state, trainer.waking, save, trainer.save_first = saved[4:]
+    trainer.at, core.state, trainer.waking, save, trainer.save_first, copies = saved[4:]
     core.effects = ()
     trainer.save = things[save]
+    copying, trainer.copy_then, trainer.memory, writer = copies
+    trainer.copying, trainer.writer = things[copying], things[writer]
 
 
-def _registered(job: Job) -> tuple[ControllerCore, dict[int, ProcessorCore]]:
-    """Cores of a job whose ranks are all registered and about to compute their first step."""
+def _registered(job: Job) -> tuple[ControllerCore, dict[int, ProcessorCore], list[tuple[int, Order]]]:
+    """Cores of a job whose ranks are all registered and about to compute their first step, and what is ordered."""
+    ordered: list[tuple[int, Order]] = []
     controller = ControllerCore(job.world_size, job.generation, ControllerOptions(has_fallback_target=job.fallback))
     cores = {rank: ProcessorCore(rank, job.generation, job.start_step) for rank in range(job.world_size)}
     for rank, core in cores.items():
@@ -546,10 +570,12 @@ def _registered(job: Job) -> tuple[ControllerCore, dict[int, ProcessorCore]]:
         controller.handle(to_controller.FromRank(hello), 0.0)
     for rank, core in cores.items():
         core.handle(to_processor.FromController(Welcome(job.generation, 0, job.world_size)), 0.0)
-        core.begin_loop(0, 0, job.start_step)
-        report = LoopBegin(rank, job.generation, 0, 0, job.start_step)
-        controller.handle(to_controller.FromRank(report), 0.0)
+        core.begin_loop(0, 0, job.start_step, job.schedule)
+        report = LoopBegin(rank, job.generation, 0, 0, job.start_step, job.schedule)
+        effects = controller.handle(to_controller.FromRank(report), 0.0)
+        sent = [(effect.rank, effect.order) for effect in effects if isinstance(effect, to_controller.Send)]
+        ordered += [(to, order) for to, order in sent if isinstance(order, Save)]
     for core in cores.values():
         core.handle(to_processor.FromController(LoopGo(job.generation)), 0.0)
         core.take_effects()
-    return controller, cores
+    return controller, cores, ordered

@@ -16,6 +16,7 @@ from lastwords.vocabulary import (
     Hello,
     Left,
     LoopGo,
+    Notice,
     Order,
     PeerDied,
     Phase,
@@ -42,8 +43,11 @@ if TYPE_CHECKING:
     from tests.sim.timed import TimedWorld
 
 
-def older_reports(rank: int, generation: int, incident: int, ranks: int, step: int) -> list[Report]:
-    """Reports that only a process of the generation before, or an answer to the incident before, would send."""
+def older_reports(rank: int, generation: int, incident: int, ranks: int, step: int, attempt: int = 0) -> list[Report]:
+    """Reports that only a process of the generation before, or an answer to the incident before, would send.
+
+    attempt: of the periodic checkpoint under way.
+    """
     old, before = generation - 1, incident - 1
     stand = Stand(Phase.COMPUTING, step + 3)
     ghost = ProcessId("host0", 99, 5, "ghost")
@@ -60,6 +64,13 @@ def older_reports(rank: int, generation: int, incident: int, ranks: int, step: i
         PeerDied(rank, old, (rank + 1) % ranks, DeathSource.ROBUST_MUTEX),
         Goodbye(rank, old),
     ]
+    if attempt > 1:
+        reports += [
+            SaveProgress(rank, generation, 0, attempt - 1, 10),
+            Saved(rank, generation, 0, attempt - 1, step, 5),
+            SaveFailed(rank, generation, 0, attempt - 1, step, "old", True),
+            SaveFailed(rank, generation, 0, attempt - 1, step, "old", False, True),
+        ]
     if before > 0:
         reports += [
             Settled(rank, generation, before, 99, stand),
@@ -84,7 +95,7 @@ def older_orders(generation: int, over: int, step: int) -> list[Order]:
             Exit(made_in, incident, ExitKind.SAVED, step, "/old", "old", (0,)),
         ]
     orders += [Welcome(generation - 1, 5, 1), Refused(generation - 1, "old"), LoopGo(generation - 1)]
-    orders.append(Release(generation - 1))
+    orders += [Release(generation - 1), Notice(generation - 1, "old")]
     return orders
 
 
@@ -102,7 +113,8 @@ def fingerprint(core: object) -> bytes:
 def inject(world: TimedWorld, rank: int) -> None:
     """Throw some older messages at the controller and at a rank, chosen by the world's dice."""
     job, dice = world.job, world.dice
-    reports = older_reports(rank, job.generation, world.incident, job.world_size, job.steps)
+    attempt = world.controller._periodic.attempt
+    reports = older_reports(rank, job.generation, world.incident, job.world_size, job.steps, attempt)
     for report in dice.sample(reports, 4):
         if world.controller_lives:
             _inject_above(world, rank, report)
@@ -132,7 +144,10 @@ def _inject_below(world: TimedWorld, rank: int, order: Order) -> None:
 
 
 def _says_it_is_over(effect: Any) -> bool:
-    """A rank that still answers to a false alarm is told again that it is over; to others that says nothing."""
+    """A rank that still answers to a false alarm is told again that it is over; to others that says nothing. And what
+    belongs to a periodic checkpoint that was given up is removed again."""
+    if isinstance(effect, to_controller.Discard):
+        return effect.incident == 0
     return isinstance(effect, to_controller.Send) and isinstance(effect.order, Resume)
 
 

@@ -17,13 +17,13 @@ from tests.sim.explore import Found, explore
 from tests.sim.interned import InternedProcessor, Table
 from tests.sim.job import Job, data_parallel
 from tests.sim.mutants import MUTANTS
-from tests.sim.small_jobs import BROKEN, JOBS, Explored
+from tests.sim.small_jobs import BROKEN, JOBS, PERIODIC, Explored
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 ROW = re.compile(r"^\| `([a-z-]+)` \| (.*) \| (\d+) \| (\d+) \| ([\d,]+) \| make (test|matrix) \|$", re.MULTILINE)
 
 
-def _documented() -> dict[str, tuple[str, int, int, int, bool]]:
+def documented() -> dict[str, tuple[str, int, int, int, bool]]:
     """Words, deaths, broken sessions, states, and whether it is slow."""
     text = PAGE.read_text(encoding="utf-8")
     return {
@@ -40,7 +40,7 @@ def _explore(capsys: pytest.CaptureFixture[str], name: str) -> Found:
     return found
 
 
-def _assert_clean(name: str, found: Found) -> None:
+def assert_clean(name: str, found: Found) -> None:
     story = [f"{text}\n" + "\n".join(f"    {action}" for action in actions) for text, actions in found.bad]
     assert not found.bad, "\n".join([*story, f"replay: python -m tests.sim.explore --job {name}"])
 
@@ -59,8 +59,8 @@ def test_a_small_job_keeps_every_invariant_whatever_happens_in_any_order(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     found = _explore(capsys, name)
-    _assert_clean(name, found)
-    assert found.states == _documented()[name][3], "docs/protocol.md says another number of states"
+    assert_clean(name, found)
+    assert found.states == documented()[name][3], "docs/protocol.md says another number of states"
     job = JOBS[name].job
     if JOBS[name].kills and any(_has_all(job, without=rank) for rank in range(job.world_size)):
         assert _steps_published(found) == set(range(1, job.steps + 1)), "a step that is never published"
@@ -75,13 +75,14 @@ def test_a_larger_small_job_keeps_every_invariant_whatever_happens_in_any_order(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     found = _explore(capsys, name)
-    _assert_clean(name, found)
-    assert found.states == _documented()[name][3], "docs/protocol.md says another number of states"
+    assert_clean(name, found)
+    assert found.states == documented()[name][3], "docs/protocol.md says another number of states"
 
 
 def test_the_protocol_page_names_every_job_that_is_explored() -> None:
-    rows = {name: (words, kills, breaks, slow) for name, (words, kills, breaks, _, slow) in _documented().items()}
-    assert rows == {name: (job.words, job.kills, job.breaks, job.slow) for name, job in JOBS.items()}
+    rows = {name: (words, kills, breaks, slow) for name, (words, kills, breaks, _, slow) in documented().items()}
+    jobs = {**JOBS, **PERIODIC}
+    assert rows == {name: (job.words, job.kills, job.breaks, job.slow) for name, job in jobs.items()}
 
 
 # ------------------------------------------------------------------ what the exploration leaves out
@@ -103,7 +104,7 @@ _SMALLEST = {
 
 @pytest.mark.parametrize("name", _SMALLEST)
 def test_the_reductions_lose_no_end(name: str) -> None:
-    _assert_the_same_ends(_SMALLEST[name])
+    assert_the_same_ends(_SMALLEST[name])
 
 
 _SMALL = {
@@ -119,10 +120,10 @@ _SMALL = {
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", _SMALL)
 def test_the_reductions_lose_no_end_of_larger_jobs(name: str) -> None:
-    _assert_the_same_ends(_SMALL[name])
+    assert_the_same_ends(_SMALL[name])
 
 
-def _assert_the_same_ends(explored: Explored) -> None:
+def assert_the_same_ends(explored: Explored) -> None:
     quickly = explore(explored.job, explored.kills, explored.breaks)
     plainly = explore(explored.job, explored.kills, explored.breaks, whole=True)
     assert quickly.states < plainly.states

@@ -14,7 +14,7 @@ from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions
 from lastwords.processor import events as to_processor
 from lastwords.processor.core import ProcessorCore
-from lastwords.vocabulary import DeathSource, Exit, Freeze, Order, Refused, Release, Report, Resume, Status
+from lastwords.vocabulary import DeathSource, Exit, Freeze, Hello, Order, Refused, Release, Report, Resume, Status
 from tests.sim import stale
 from tests.sim.disk import Disk
 from tests.sim.ledger import Directory, Ledger, Life, Renaming
@@ -51,6 +51,7 @@ UNASKED_S = 5.0
 _STAY_S: Mapping[At, tuple[float, float]] = {
     At.OPENING: (0.0, 0.001),
     At.FORWARD: (0.01, 0.06),
+    At.COPY: (0.0, 0.01),
     At.REDUCE: (0.0002, 0.01),
     At.BACK: (0.0, 0.0004),
     At.READY: (0.0, 0.0004),
@@ -431,7 +432,8 @@ class TimedWorld(World):
             return
         if self._controller_is_busy(self._arrive_up, rank, session, report):
             return
-        if self.paused_until_s[rank] <= self.now_s:  # what it had said before it was stopped is no sign of life
+        listened_to = type(report) is Hello or self.bound.get(rank) == session
+        if listened_to and self.paused_until_s[rank] <= self.now_s:  # not what it had said before it was stopped
             self._heard(rank)
         self.known.add(rank)
         if self.story is not None:
@@ -550,10 +552,14 @@ class TimedWorld(World):
         if self.publishing is not None:
             if not self.plan.hanging_publish:
                 delay_s = 0.001 + 0.03 * self.dice.random() + self.troubles.late_publish_s
-                self.after(delay_s, self._renamed, self.publishing)
+                self.after(self.in_line(self.publishing.target, delay_s), self._renamed, self.publishing)
         elif self.verifying is not None and not self.plan.hanging_verify:
             delay_s = 0.001 + 0.05 * self.dice.random() + self.troubles.late_verify_s
-            self.after(delay_s, self._checked, self.verifying)
+            self.after(self.in_line(self.verifying.target, delay_s), self._checked, self.verifying)
+
+    def in_line(self, target: int, delay_s: float) -> float:
+        """When a job in this directory is done that takes so long by itself."""
+        return delay_s
 
     def _checked(self, effect: to_controller.StartVerify) -> None:
         if self._controller_is_busy(self._checked, effect) or self.verifying is not effect:

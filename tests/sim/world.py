@@ -39,6 +39,7 @@ from lastwords.vocabulary import (
     Settled,
     Status,
 )
+from tests.sim import behind
 from tests.sim.disk import Disk
 from tests.sim.job import TORN, Job
 from tests.sim.ledger import Ledger, Life, RankRecord, Written
@@ -66,6 +67,7 @@ class At(enum.IntEnum):
     STUCK_UPDATE = 16  # the same, inside step()
     HELD = 17  # an exception is held until the incident is over
     GONE = 18
+    COPY = 19  # copying its state for a periodic checkpoint
 
 
 class Trainer:
@@ -76,6 +78,8 @@ class Trainer:
         "box_committed",
         "box_tentative",
         "contributed",
+        "copy_then",
+        "copying",
         "core",
         "corrupt_at",
         "gated",
@@ -84,6 +88,7 @@ class Trainer:
         "linked",
         "logged",
         "loop_start",
+        "memory",
         "outbox",
         "raise_at",
         "rank",
@@ -94,6 +99,7 @@ class Trainer:
         "tear_at",
         "updated",
         "waking",
+        "writer",
     )
 
     def __init__(self, rank: int, core: ProcessorCore, record: RankRecord, start_step: int) -> None:
@@ -112,6 +118,10 @@ class Trainer:
         self.outbox: dict[object, Report] = {}
         self.save: Save | None = None
         self.save_first = 0
+        self.copying: Save | None = None  # its state is being copied for this periodic checkpoint
+        self.copy_then = At.BACK  # where the training thread goes on after that
+        self.memory = behind.NOTHING  # the copy
+        self.writer: behind.Writer | None = None  # behind the training
         self.raise_at = (-1, At.FORWARD)  # step, and FORWARD, READY or END: an exception of the user's code comes
         self.tear_at = -1  # step in whose update an exception comes
         self.corrupt_at = -1  # step before which its replicas find that its weights are wrong
@@ -170,6 +180,7 @@ class World:
         self.stage = ""  # of the incident, as the controller's effects show it
         self.verifying: to_controller.StartVerify | None = None
         self.publishing: to_controller.StartPublish | None = None
+        self.periodic_files: behind.FilesJob | None = None  # what is done about a periodic checkpoint
 
     # ------------------------------------------------------------------ the training loop
 
@@ -253,7 +264,7 @@ class World:
         self._move_to(trainer, At.HELD)
 
     def _from_start(self, trainer: Trainer) -> None:
-        trainer.core.begin_loop(0, 0, trainer.loop_start)
+        trainer.core.begin_loop(0, 0, trainer.loop_start, self.job.schedule)
         self._move_to(trainer, At.OPENING)
 
     def _from_opening(self, trainer: Trainer) -> None:
@@ -280,6 +291,15 @@ class World:
         self._move_to(trainer, At.BACK)
 
     def _from_back(self, trainer: Trainer) -> None:
+        skips = trainer.record.ended + 1 in self.job.skipped and not self.job.skips_inside
+        if (skips and not self.job.has_gate) or not behind.begins_copy(self, trainer, At.BACK, At.COPY):
+            self._copied_before_update(trainer)
+
+    def _from_copy(self, trainer: Trainer) -> None:
+        behind.ends_copy(trainer)
+        _AFTER_COPY[trainer.copy_then](self, trainer)
+
+    def _copied_before_update(self, trainer: Trainer) -> None:
         step = trainer.record.ended + 1
         if step not in self.job.skipped or self.job.skips_inside:
             trainer.core.mark_ready()
@@ -358,6 +378,10 @@ class World:
         self._move_to(trainer, At.END)
 
     def _from_end(self, trainer: Trainer) -> None:
+        if not behind.begins_copy(self, trainer, At.END, At.COPY):  # a step without an update
+            self._copied_before_end(trainer)
+
+    def _copied_before_end(self, trainer: Trainer) -> None:
         if trainer.raise_at == (trainer.record.ended + 1, At.END):
             self._raise(trainer, "could not log the loss", secondary=False)
         elif trainer.core.may_end_step:
@@ -391,15 +415,18 @@ class World:
             self._next_step(trainer)
 
     def _next_step(self, trainer: Trainer) -> None:
-        if trainer.record.ended >= self.job.steps or trainer.record.ended == trainer.leave_after:
-            if trainer.record.ended < self.job.steps:
-                self.ledger.certain_faults += 1
-            trainer.core.mark_left()
-            if trainer.rank % 2:
-                trainer.core.mark_left()  # the generator's end, and then __exit__
-            self._move_to(trainer, At.LEFT)
-        else:
+        if trainer.record.ended < self.job.steps and trainer.record.ended != trainer.leave_after:
             self._move_to(trainer, At.FORWARD)
+        elif not behind.begins_copy(self, trainer, At.LEFT, At.COPY):
+            self._leave_loop(trainer)
+
+    def _leave_loop(self, trainer: Trainer) -> None:
+        if trainer.record.ended < self.job.steps:
+            self.ledger.certain_faults += 1
+        trainer.core.mark_left()
+        if trainer.rank % 2:
+            trainer.core.mark_left()  # the generator's end, and then __exit__
+        self._move_to(trainer, At.LEFT)
 
     def raise_after_loop(self, trainer: Trainer) -> None:
         """An exception of the user's code while this rank waits for the others to be done."""
@@ -431,7 +458,7 @@ class World:
 
     def _end_process(self, trainer: Trainer) -> None:
         trainer.at = At.GONE
-        trainer.save = None
+        trainer.save = trainer.writer = trainer.copying = None
         trainer.outbox.clear()
         self.on_ended(trainer)
 
@@ -496,6 +523,10 @@ class World:
                     if trainer.at in _WOKEN:
                         trainer.waking = True
                         self.on_woken(trainer)
+                elif kind is to_processor.StartSave and not effect.order.incident:  # type: ignore[union-attr]
+                    behind.starts(self, trainer, effect.order)  # type: ignore[union-attr]
+                elif kind is to_processor.CancelSave and not effect.incident:  # type: ignore[union-attr]
+                    behind.cancels(self, trainer)
                 elif kind is to_processor.StartSave:
                     trainer.save = effect.order  # type: ignore[union-attr]
                     trainer.save_first = trainer.record.held
@@ -557,6 +588,9 @@ class World:
 
     def _note_saved(self, report: Saved) -> None:
         """The controller knows of a finished file. It owes no use of the file of a rank that it had to give up."""
+        if not report.incident:
+            behind.note_saved(self, report)
+            return
         if self.ledger.ranks[report.rank].ill & {"silent", "said to be dead"}:
             return
         for (target, step, incident, attempt), files in self.disk.attempts.items():
@@ -588,6 +622,10 @@ class World:
             order = effect.order  # type: ignore[union-attr]
             self._note_stage(order)
             self.send_down(effect.rank, order)  # type: ignore[union-attr]
+        elif behind.is_of_none(effect) and isinstance(effect, behind.FilesJob):  # type: ignore[arg-type]
+            self.periodic_files = effect
+            self.on_periodic("verifying it" if kind is to_controller.StartVerify else "publishing it")
+            self.on_periodic_files(effect)
         elif kind is to_controller.StartVerify:
             self._enter_stage("verifying")
             self.verifying = effect  # type: ignore[assignment]
@@ -597,7 +635,7 @@ class World:
             self.publishing = effect  # type: ignore[assignment]
             self.on_controller_job()
         elif kind is to_controller.Discard:
-            self.disk.discard(effect)  # type: ignore[arg-type]
+            self.discard(effect)  # type: ignore[arg-type]
         elif kind is to_controller.Keep:
             pass  # it gets another name, and nobody looks at it any more
         elif kind is to_controller.Stop:
@@ -610,7 +648,9 @@ class World:
 
     def _note_stage(self, order: Order) -> None:
         kind = type(order)
-        if kind is Freeze:
+        if behind.is_of_none(order):
+            self.on_periodic("ordered")
+        elif kind is Freeze:
             self.incident = max(self.incident, order.incident)  # type: ignore[union-attr]
             if self.stage == "":
                 self._enter_stage("settling")
@@ -676,8 +716,12 @@ class World:
         """SIGKILL of the controller; what its storage thread was about to do does not happen."""
         self.ledger.controller_killed = True
         self.controller_lives = False
-        self.verifying = self.publishing = None
+        self.verifying = self.publishing = self.periodic_files = None
         self.on_controller_ended()
+
+    def discard(self, effect: to_controller.Discard) -> None:
+        """The controller's storage thread removes what an attempt has written."""
+        self.disk.discard(effect)
 
     # ------------------------------------------------------------------ what a driver has to bring
 
@@ -707,6 +751,24 @@ class World:
 
     def on_save_started(self, trainer: Trainer) -> None:
         """A saver has begun to read and write."""
+
+    def on_periodic(self, stage: str) -> None:
+        """A periodic checkpoint is ordered, copied, written, verified, or published."""
+
+    def on_writer_started(self, trainer: Trainer) -> None:
+        """A writer behind the training has begun."""
+
+    def on_copy_refused(self, trainer: Trainer, order: Save) -> None:
+        """The memory for the copy is still being read."""
+
+    def on_writer_cancelled(self, trainer: Trainer) -> None:
+        """It is to stop."""
+
+    def on_periodic_files(self, effect: behind.FilesJob) -> None:
+        """`periodic_files` is set."""
+
+    def on_published(self, effect: to_controller.StartPublish) -> None:
+        """A periodic checkpoint has its name."""
 
     def on_controller_job(self) -> None:
         """`verifying` or `publishing` is set."""
@@ -758,4 +820,11 @@ _MOVES = {
     At.PARK_END: World._from_park_end,
     At.PARK_ENDED: World._from_park_ended,
     At.LEFT: World._from_left,
+    At.COPY: World._from_copy,
+}
+
+_AFTER_COPY = {
+    At.BACK: World._copied_before_update,
+    At.END: World._copied_before_end,
+    At.LEFT: World._leave_loop,
 }

@@ -1,7 +1,8 @@
 """One rank of a recipe: `python -m tests.zoo.rank PLAN.json`.
 
 The plan: recipe (its name, or several names joined by `+`), plain, recover, checkpoints, port, out, kill ([rank, step,
-phase, delay in milliseconds] or null), without (mechanisms that are taken out).
+phase, delay in milliseconds] or null), without (mechanisms that are taken out), every (steps between two periodic
+checkpoints, if there are any).
 """
 
 from __future__ import annotations
@@ -160,6 +161,8 @@ def protected(plan: dict[str, Any], loop: Loop) -> Iterator[Any]:
 def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: Stage) -> None:
     """With lastwords, resumed or not."""
     with protected(plan, loop) as tft:
+        if plan.get("every"):
+            tft.every(steps=plan["every"])
         done = 0
         if plan["recover"]:
             point = tft.resume()

@@ -108,11 +108,28 @@ class Keeper:
                 return Verdict("broken", f"the ranks ended with {codes}\n{toy.report()}")
             if not toy.manifests():
                 return Verdict("nothing", toy.report())
-        codes = toy.run("resumed", env=SETTINGS, recover=True, kill=None, **plan)
+        return self._resumed(card, reference, toy, {**plan, "kill": None})
+
+    def _resumed(self, card: Card, reference: Track, toy: Toy, plan: dict[str, Any]) -> Verdict:
+        codes = toy.run("resumed", env=SETTINGS, recover=True, **plan)
         resumed = Track(self.directory / "resumed", card.loop.ranks)
         if any(codes.values()) or resumed.one(0, "resumed") is None:
             return Verdict("broken", f"the resumed ranks ended with {codes}\n{toy.report()}")
         return compared(card, reference, resumed, toy)
+
+    def judge_periodic(self, name: str, every: int) -> Verdict:
+        """Train to the end with periodic checkpoints, resume from the newest, and compare both runs."""
+        card = mixtures.card_of(name)
+        reference = self.reference(card)
+        toy = self.toy(self.directory, card.loop.ranks)
+        plan: dict[str, Any] = {"recipe": name, "plain": False, "kill": None, "without": []}
+        codes = toy.run("trained", env=SETTINGS, recover=False, every=every, **plan)
+        difference = first_difference(reference, Track(self.directory / "trained", card.loop.ranks))
+        if any(codes.values()) or difference is not None:
+            return Verdict("broken", f"with checkpoints the ranks ended with {codes}; {difference}\n{toy.report()}")
+        if not toy.manifests():
+            return Verdict("nothing", toy.report())
+        return self._resumed(card, reference, toy, plan)
 
     def close(self) -> None:
         """End everything."""

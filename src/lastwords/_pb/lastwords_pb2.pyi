@@ -59,6 +59,18 @@ class Stand(_message.Message):
     step: int
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ...) -> None: ...
 
+class Schedule(_message.Message):
+    __slots__ = ("steps", "seconds", "keep_max", "keep_minutes")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_MAX_FIELD_NUMBER: _ClassVar[int]
+    KEEP_MINUTES_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    seconds: float
+    keep_max: int
+    keep_minutes: int
+    def __init__(self, steps: _Optional[int] = ..., seconds: _Optional[float] = ..., keep_max: _Optional[int] = ..., keep_minutes: _Optional[int] = ...) -> None: ...
+
 class ProcessId(_message.Message):
     __slots__ = ("host_id", "pid", "start_ticks", "nonce")
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -78,7 +90,7 @@ class FromRank(_message.Message):
     def __init__(self, reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("hello", "loop_begin", "status", "settled", "save_progress", "saved", "save_failed", "raised", "signalled", "left", "peer_died", "goodbye")
+    __slots__ = ("hello", "loop_begin", "status", "settled", "save_progress", "saved", "save_failed", "raised", "signalled", "left", "peer_died", "goodbye", "save_wanted", "stack")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOOP_BEGIN_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +103,8 @@ class Report(_message.Message):
     LEFT_FIELD_NUMBER: _ClassVar[int]
     PEER_DIED_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    SAVE_WANTED_FIELD_NUMBER: _ClassVar[int]
+    STACK_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     loop_begin: LoopBegin
     status: Status
@@ -103,7 +117,9 @@ class Report(_message.Message):
     left: Left
     peer_died: PeerDied
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., loop_begin: _Optional[_Union[LoopBegin, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., save_progress: _Optional[_Union[SaveProgress, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., raised: _Optional[_Union[Raised, _Mapping]] = ..., signalled: _Optional[_Union[Signalled, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., peer_died: _Optional[_Union[PeerDied, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    save_wanted: SaveWanted
+    stack: Stack
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., loop_begin: _Optional[_Union[LoopBegin, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., save_progress: _Optional[_Union[SaveProgress, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., raised: _Optional[_Union[Raised, _Mapping]] = ..., signalled: _Optional[_Union[Signalled, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., peer_died: _Optional[_Union[PeerDied, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., save_wanted: _Optional[_Union[SaveWanted, _Mapping]] = ..., stack: _Optional[_Union[Stack, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("rank", "generation", "world_size", "process", "units", "stand")
@@ -122,28 +138,52 @@ class Hello(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., process: _Optional[_Union[ProcessId, _Mapping]] = ..., units: _Optional[_Iterable[str]] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ...) -> None: ...
 
 class LoopBegin(_message.Message):
-    __slots__ = ("rank", "generation", "steps_per_epoch", "epochs", "start_step")
+    __slots__ = ("rank", "generation", "steps_per_epoch", "epochs", "start_step", "schedule")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     steps_per_epoch: int
     epochs: int
     start_step: int
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., steps_per_epoch: _Optional[int] = ..., epochs: _Optional[int] = ..., start_step: _Optional[int] = ...) -> None: ...
+    schedule: Schedule
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., steps_per_epoch: _Optional[int] = ..., epochs: _Optional[int] = ..., start_step: _Optional[int] = ..., schedule: _Optional[_Union[Schedule, _Mapping]] = ...) -> None: ...
+
+class SaveWanted(_message.Message):
+    __slots__ = ("rank", "generation")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    generation: int
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("rank", "generation", "stand")
+    __slots__ = ("rank", "generation", "stand", "waits_at", "stands_at")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STAND_FIELD_NUMBER: _ClassVar[int]
+    WAITS_AT_FIELD_NUMBER: _ClassVar[int]
+    STANDS_AT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     stand: Stand
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ...) -> None: ...
+    waits_at: str
+    stands_at: str
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., waits_at: _Optional[str] = ..., stands_at: _Optional[str] = ...) -> None: ...
+
+class Stack(_message.Message):
+    __slots__ = ("rank", "generation", "text")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    generation: int
+    text: str
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Settled(_message.Message):
     __slots__ = ("rank", "generation", "incident", "sequence", "stand")
@@ -192,7 +232,7 @@ class Saved(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., bytes_written: _Optional[int] = ...) -> None: ...
 
 class SaveFailed(_message.Message):
-    __slots__ = ("rank", "generation", "incident", "attempt", "step", "reason", "storage")
+    __slots__ = ("rank", "generation", "incident", "attempt", "step", "reason", "storage", "missed")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +240,7 @@ class SaveFailed(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     incident: int
@@ -207,7 +248,8 @@ class SaveFailed(_message.Message):
     step: int
     reason: str
     storage: bool
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., reason: _Optional[str] = ..., storage: bool = ...) -> None: ...
+    missed: bool
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., reason: _Optional[str] = ..., storage: bool = ..., missed: bool = ...) -> None: ...
 
 class Raised(_message.Message):
     __slots__ = ("rank", "generation", "text", "secondary", "stand")
@@ -280,7 +322,7 @@ class AddressedOrder(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., order: _Optional[_Union[Order, _Mapping]] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("welcome", "refused", "loop_go", "freeze", "proceed", "save", "resume", "exit", "release")
+    __slots__ = ("welcome", "refused", "loop_go", "freeze", "proceed", "save", "resume", "exit", "release", "notice")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOOP_GO_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +332,7 @@ class Order(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     EXIT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     loop_go: LoopGo
@@ -299,7 +342,8 @@ class Order(_message.Message):
     resume: Resume
     exit: Exit
     release: Release
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., loop_go: _Optional[_Union[LoopGo, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    notice: Notice
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., loop_go: _Optional[_Union[LoopGo, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("generation", "incident", "world_size")
@@ -398,6 +442,16 @@ class Release(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     generation: int
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("generation", "text", "stack")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    STACK_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    text: str
+    stack: bool
+    def __init__(self, generation: _Optional[int] = ..., text: _Optional[str] = ..., stack: bool = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ()

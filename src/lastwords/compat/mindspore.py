@@ -10,11 +10,14 @@ from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_
 from lastwords.checkpoint.reshard.strategy import merge_pipeline_strategys
 from lastwords.checkpoint.reshard.strategy_needs import rank_list_for_transform
 from lastwords.integrations.transform_files import transform_checkpoints
+from lastwords.optim_wrapper.trainer.checkpoint_config import CheckpointConfig, ModelCheckpoint
 from lastwords.optim_wrapper.trainer.register import TFTRegister
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.group_info import get_ckpt_path_with_strategy, restore_group_info_list
 
 __all__ = [
+    "CheckpointConfig",
+    "ModelCheckpoint",
     "OptTFTWrapper",
     "TFTRegister",
     "get_ckpt_path_with_strategy",

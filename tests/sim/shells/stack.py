@@ -43,7 +43,7 @@ from lastwords.processor.departure import EXIT_SAVED, Departure
 from lastwords.processor.saver import Position, SaverSpec
 from lastwords.processor.session import Session
 from lastwords.transport import grpc, start_of
-from lastwords.vocabulary import DeathSource, Hello, Stand
+from lastwords.vocabulary import DeathSource, Hello, ProcessId, Stand
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.states import Job as OlderJob
 from tests.sim.checkers import complaints
@@ -257,7 +257,7 @@ class Watch:
 
     def clear_up(self) -> None: ...
 
-    def welcome(self, hello: Hello) -> None: ...
+    def welcome(self, rank: int, process: ProcessId) -> None: ...
 
     def part_with(self, rank: int) -> None: ...
 

@@ -1,0 +1,212 @@
+"""Which checkpoints of a job are kept, and the removal of the others.
+
+`chosen` is the rule, pure: no clock and no file decides anything. `plan` looks at directories, `carry_out` removes.
+Never removed are: the newest complete checkpoint of the job, one that is being read, and what is no whole checkpoint of
+this job. So whatever several processes prune at once, each holds the newest one that it knows as a reader does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastwords.checkpoint import layout, load, removal
+from lastwords.checkpoint.manifest import Claimed, Kind
+from lastwords.checkpoint.reader_lock import ReaderLock
+from lastwords.checkpoint.reading import Stamp, stamp_of
+from lastwords.checkpoint.system import REAL_OS, Os, storage_errors
+from lastwords.errors import BusyError, CheckpointError, ConfigError, StorageError
+
+logger = logging.getLogger(__name__)
+
+_NS_PER_MINUTE = 60 * 1_000_000_000
+_SAME_MOMENT_NS = 1_000_000
+"""Publishing takes longer. Stamps that are closer were given where a clock had been set back (`later_than_all`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to keep of a job's checkpoints beside the newest.
+
+    keep_max: so many of the newest. keep_per_minutes: if that is 0, one in so many minutes. Both 0: all of them.
+    last_words: they are counted, and go, as periodic ones; otherwise they stay, and do not count.
+    """
+
+    keep_max: int = 5
+    keep_per_minutes: int = 0
+    last_words: bool = False
+
+    def check(self) -> Rules:
+        """This value, if it makes sense; ConfigError otherwise."""
+        for name in ("keep_max", "keep_per_minutes"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ConfigError(f"{name}={number!r} must be a whole number, 0 or more")
+        return self
+
+    @staticmethod
+    def upstream(keep_checkpoint_max: int | None = 5, keep_checkpoint_per_n_minutes: int | None = 0) -> Rules:
+        """As MindSpore's CheckpointConfig understands them: the maximum counts if it is given; without any, it is 1.
+
+        ConfigError, a ValueError, for what is no whole number from 0.
+
+        >>> Rules.upstream(3, 10), Rules.upstream(0, 10).keep_per_minutes, Rules.upstream(None, None).keep_max
+        (Rules(keep_max=3, keep_per_minutes=0, last_words=False), 10, 1)
+        """
+        maximum = 0 if keep_checkpoint_max is None else keep_checkpoint_max
+        minutes = 0 if keep_checkpoint_per_n_minutes is None else keep_checkpoint_per_n_minutes
+        Rules(maximum, minutes).check()
+        if maximum:
+            return Rules(maximum, 0)
+        return Rules(0, minutes) if minutes else Rules(1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A complete checkpoint of the job."""
+
+    path: Path
+    said: Claimed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is kept and what goes, each newest first. others: what is left alone, with the reason of each."""
+
+    keep: tuple[Whole, ...]
+    remove: tuple[Whole, ...]
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a checkpoint that was to go. left: why it is still there; None if it is gone."""
+
+    path: Path
+    said: Claimed
+    left: CheckpointError | None = None
+
+
+def chosen(found: Sequence[Whole], rules: Rules) -> Plan:
+    """The rule. found: the complete checkpoints of one job, newest first."""
+    kinds = {Kind.PERIODIC, Kind.LAST_WORDS} if rules.last_words else {Kind.PERIODIC}
+    counted = [one for one in found if one.said.kind in kinds]
+    kept = set(counted)
+    if rules.keep_max:
+        kept = set(counted[: rules.keep_max])
+    elif rules.keep_per_minutes:
+        kept = _one_in(counted, rules.keep_per_minutes * _NS_PER_MINUTE)
+    goes = [one for one in counted if one not in kept and one != found[0]]
+    return Plan(tuple(one for one in found if one not in goes), tuple(goes))
+
+
+def _one_in(newest_first: Sequence[Whole], pause_ns: int) -> set[Whole]:
+    """The first one of all, and each that was published `pause_ns` after the one that was kept before it.
+
+    Where a clock had been set back, a checkpoint has an earlier time than the one before it, or one that it was given
+    only so that it has a later one: how long after it, and how long before the next, is not known, so both stay.
+    """
+    kept: set[Whole] = set()
+    before: Whole | None = None
+    last_ns, unknown = 0, True
+    for one in reversed(newest_first):
+        at_ns = one.said.published_unix_ns
+        jumped = before is not None and at_ns - before.said.published_unix_ns < _SAME_MOMENT_NS
+        if jumped or unknown or at_ns - last_ns >= pause_ns:
+            kept.add(one)
+            last_ns = at_ns
+        before, unknown = one, jumped
+    return kept
+
+
+def plan(roots: Sequence[Path], job: str, rules: Rules, os: Os = REAL_OS) -> Plan:
+    """What is to be done about the complete checkpoints of `job` in these directories. StorageError.
+
+    Complete is what `resume` takes for complete: the data of its files are not read. A link is never followed.
+    """
+    layout.check_job_name(job)
+    found: dict[Path, Claimed] = {}
+    others: list[str] = []
+    met: set[Stamp] = set()
+    for path in load.candidates(roots, os):
+        if not os.is_directory(path):
+            others.append(f"{path} is a link")
+            continue
+        if Claimed.if_readable(path, os).job not in ("", job):
+            continue
+        seen, said = load.look(path, os, every_file=True)
+        if said is None or seen.status is not load.Status.COMPLETE:
+            others.append(seen.why)
+        elif said.job == job and (stamp := stamp_of(path, os)) is not None and stamp not in met:
+            met.add(stamp)  # two of the roots may lead to one directory
+            found[path] = said
+    # Once more in order: since its place was drawn, a name may have been given to the newest.
+    made = chosen([Whole(path, found[path]) for path in load.newest_first(found)], rules)
+    return Plan(made.keep, made.remove, tuple(others))
+
+
+def carry_out(made: Plan, os: Os = REAL_OS) -> list[Outcome]:
+    """Removes what the plan says, the oldest first. What cannot be removed is said, not raised."""
+    if not made.remove:
+        return []
+    newest = made.keep[0]
+    try:
+        held = ReaderLock.take(newest.path, os)
+    except BusyError as error:
+        return [Outcome(one.path, one.said, error) for one in made.remove]
+    try:
+        why = _unheld(newest, held, os)
+        return [Outcome(one.path, one.said, why or _removed(one, os)) for one in reversed(made.remove)]
+    finally:
+        held.release()
+
+
+def _unheld(newest: Whole, held: ReaderLock, os: Os) -> CheckpointError | None:
+    """Why it is not sure that this one stays; None if it is."""
+    if Claimed.if_readable(newest.path, os) != newest.said:
+        return BusyError(f"nothing is removed, since {newest.path}, which is to stay, is not there any more")
+    if not held.held:
+        return StorageError(f"nothing is removed, since the file system cannot lock {newest.path}, which is to stay")
+    return None
+
+
+def _removed(one: Whole, os: Os) -> CheckpointError | None:
+    try:
+        removal.remove(one.path, one.said, os)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def finish(roots: Sequence[Path], os: Os = REAL_OS) -> None:
+    """Removes what others had begun to remove when they ended. Raises StorageError where nothing can be listed."""
+    for root in roots:
+        with storage_errors("listing", root):
+            names = os.listdir(root) if os.leads_to_directory(root) else []
+        removal.finish(root, names, os)
+
+
+def prune(roots: Sequence[Path], job: str, rules: Rules, os: Os = REAL_OS) -> list[Path]:
+    """For the controller: removes what the rules do not keep, logs a line about each, and raises nothing."""
+    gone: list[Path] = []
+    try:
+        finish(roots, os)
+        made = plan(roots, job, rules, os)
+        for outcome in carry_out(made, os):
+            if outcome.left is not None:
+                logger.info("%s", outcome.left)
+            else:
+                what = outcome.said.kind.value
+                logger.info("removed %s (%s); %d checkpoints of the job are kept", outcome.path, what, len(made.keep))
+                gone.append(outcome.path)
+    except Exception as error:  # outermost: the job goes on, whatever becomes of its old checkpoints
+        logger.warning("old checkpoints are not removed this time: %s", error)
+    return gone
+
+
+def jobs_in(root: Path, os: Os = REAL_OS) -> list[str]:
+    """Whose checkpoints are in `root`, by what they claim."""
+    claims = [Claimed.if_readable(path, os) for path in load.candidates([root], os)]
+    return sorted({said.job for said in claims if said.job})

@@ -1,0 +1,147 @@
+"""`lastwords ls` and `prune`: which checkpoints there are, and the removal of old ones."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from lastwords import clock
+from lastwords.checkpoint import load, retention
+from lastwords.cli import checkpoint_commands as commands
+from lastwords.cli import tables
+from lastwords.cli.checkpoint_commands import Verdict
+from lastwords.errors import ConfigError
+
+Add = Callable[[str, str], argparse.ArgumentParser]
+
+
+def add_parsers(add: Add) -> None:
+    """Adds both commands; `add(name, what)` makes a parser without arguments."""
+    ls = add("ls", "list the checkpoints in PATH, newest first")
+    prune = add("prune", "remove old checkpoints, never the newest, nor one that is being read: docs/commands.md")
+    for command in (ls, prune):
+        command.add_argument("path", type=Path, metavar="PATH", help="the directory that holds the checkpoints")
+        command.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    rule = prune.add_mutually_exclusive_group(required=True)
+    rule.add_argument("--keep", type=_positive, default=0, metavar="N", help="keep so many of the newest")
+    rule.add_argument("--per-minutes", type=_positive, default=0, metavar="M", help="keep one in so many minutes")
+    prune.add_argument("--last-words", action="store_true", help="count and remove last words, too")
+    prune.add_argument("--job", action="append", metavar="JOB", help="whose; needed if there are several jobs")
+    prune.add_argument("--dry-run", action="store_true", help="remove nothing; show what would go")
+
+
+def listed(root: Path, *, as_json: bool) -> Verdict:
+    """Prints every checkpoint in `root`, newest first."""
+    found = load.scan(root)
+    if not found:
+        return commands.nothing(root, as_json=as_json, empty={"checkpoints": []})
+    now_ns = clock.wall_ns()
+    if as_json:
+        commands.print_json({"checkpoints": [_json(one, now_ns) for one in found]})
+    else:
+        columns = ("checkpoint", "step", "kind", "size", "age", "complete", "job", "exact")
+        rows = [_row(one, now_ns) for one in found]
+        tables.console().print(tables.table(f"Checkpoints in {root}", columns, rows, right=("step", "size", "age")))
+    if any(one.status is load.Status.COMPLETE for one in found):
+        return Verdict.FINE
+    return max((commands.VERDICTS[one.status] for one in found), key=list(Verdict).index)
+
+
+def _row(one: load.Found, now_ns: int) -> tuple[object, ...]:
+    complete = Text("yes", "green") if one.status is load.Status.COMPLETE else Text(f"no: {one.status.value}", "red")
+    said = one.manifest
+    if said is None:
+        return (one.path.name, "", "", "", "", complete, "", "")
+    age = tables.age((now_ns - said.published_unix_ns) / 1e9)
+    exact = Text("yes", "green") if said.exact else Text("no", "yellow")
+    size = tables.size(said.total_bytes)
+    return (one.path.name, said.global_step, said.kind.value, size, age, complete, said.job, exact)
+
+
+def _json(one: load.Found, now_ns: int) -> dict[str, Any]:
+    said = one.manifest
+    about: dict[str, Any] = {"path": str(one.path), "complete": one.status is load.Status.COMPLETE, "why": one.why}
+    if said is not None:
+        about |= {
+            "global_step": said.global_step,
+            "kind": said.kind.value,
+            "bytes": said.total_bytes,
+            "published_unix_ns": said.published_unix_ns,
+            "age_s": (now_ns - said.published_unix_ns) / 1e9,
+            "job": said.job,
+            "exact": said.exact,
+        }
+    return about
+
+
+def prune(arguments: argparse.Namespace) -> list[retention.Outcome] | None:
+    """Prunes each of the jobs that were named, or the only one, and prints what went; None if there is none."""
+    root: Path = arguments.path
+    rules = retention.Rules(arguments.keep, arguments.per_minutes, arguments.last_words)
+    jobs = arguments.job or _only_job(root)
+    plans = [retention.plan([root], job, rules) for job in dict.fromkeys(jobs)]
+    if not any(made.keep for made in plans):
+        commands.nothing(root, as_json=arguments.json, empty={"removed": [], "left": [], "kept": []})
+        return None
+    if arguments.dry_run:
+        outcomes = [retention.Outcome(one.path, one.said) for made in plans for one in reversed(made.remove)]
+    else:
+        retention.finish([root])
+        outcomes = [outcome for made in plans for outcome in retention.carry_out(made)]
+    others = dict.fromkeys(text for made in plans for text in made.others)
+    kept = [one for made in plans for one in made.keep]
+    if arguments.json:
+        commands.print_json(_outcomes_json(outcomes, kept, dry_run=arguments.dry_run))
+    else:
+        _print_outcomes(outcomes, kept, dry_run=arguments.dry_run)
+    for text in others:
+        commands.say(f"left as it is: {text}")
+    for outcome in outcomes:
+        if outcome.left is not None:
+            commands.say(str(outcome.left))
+    return outcomes
+
+
+def _only_job(root: Path) -> list[str]:
+    jobs = retention.jobs_in(root)
+    if len(jobs) > 1:
+        raise ConfigError(f"{root} holds checkpoints of the jobs {', '.join(jobs)}: say with --job whose to prune")
+    return jobs
+
+
+def _print_outcomes(outcomes: list[retention.Outcome], kept: list[retention.Whole], *, dry_run: bool) -> None:
+    rows = [
+        (one.path.name, one.said.global_step, one.said.kind.value, one.said.job) for one in outcomes if one.left is None
+    ]
+    if rows:
+        title = "Would be removed" if dry_run else "Removed"
+        columns = ("checkpoint", "step", "kind", "job")
+        tables.console().print(tables.table(title, columns, rows, right=("step",)))
+    else:
+        tables.console().print("nothing to remove" if not outcomes else "nothing was removed")
+    tables.console().print(f"{len(kept)} kept; the newest is {kept[0].path.name}")
+
+
+def _outcomes_json(outcomes: list[retention.Outcome], kept: list[retention.Whole], *, dry_run: bool) -> dict[str, Any]:
+    def one_json(path: Path, said: Any) -> dict[str, Any]:
+        return {"path": str(path), "kind": said.kind.value, **dataclasses.asdict(said)}
+
+    return {
+        "dry_run": dry_run,
+        "removed": [one_json(one.path, one.said) for one in outcomes if one.left is None],
+        "left": [{**one_json(one.path, one.said), "why": str(one.left)} for one in outcomes if one.left is not None],
+        "kept": [one_json(one.path, one.said) for one in kept],
+    }
+
+
+def _positive(text: str) -> int:
+    """Of an option."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value

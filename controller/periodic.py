@@ -1,0 +1,317 @@
+"""Periodic checkpoints: ordered ahead of their step, copied between two steps, written behind the training.
+
+All ranks are told the step in time, so that each copies its own state when it has ended that step, without a word to
+the others. A rank that is past the step by then says so, and another step is chosen: for a checkpoint that is due after
+so many steps their next multiple, for one that is due at a time a later one. One is under way at a time; what becomes
+due meanwhile waits, or is left out. Nothing here stops the training, and a failure is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from lastwords.controller.context import JobContext
+from lastwords.controller.decision import Assignment
+from lastwords.controller.events import (
+    INFO,
+    WARNING,
+    Discard,
+    PartPlan,
+    Prune,
+    Published,
+    PublishFailed,
+    StartPublish,
+    StartVerify,
+    State,
+    StorageEvent,
+    Verified,
+    VerifyBlocked,
+    VerifyFailed,
+)
+from lastwords.controller.membership import Life, Member
+from lastwords.controller.words import first_texts, ranks_text
+from lastwords.vocabulary import NO_SCHEDULE, Save, Saved, SaveFailed, SaveProgress, Schedule
+
+PERIODIC: Final = 0
+"""Number of the incident that periodic checkpoints belong to: none."""
+
+AHEAD_STEPS_MAX: Final = 4096
+"""So far ahead of the newest known step is one chosen, at most, where ranks have been past those before it."""
+
+TARGET: Final = 0
+
+
+class Periodic:
+    """The one checkpoint under way, and when the next one is due. Idle during an incident."""
+
+    TIMERS = ("checkpoint", "behind")
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._schedule = NO_SCHEDULE
+        self._begun = False
+        self._wanted = False  # one is due now
+        self._asked_for = False  # the one under way is no multiple of the schedule's steps: it was wanted
+        self._ahead_steps = 1
+        self._ended = 0  # newest step that some rank has ended, as far as answers to orders say
+        self._troubled = False  # the newest one failed, and that has been said
+        self.attempt = 0
+        self._step = 0
+        self._orders: dict[int, Save] = {}  # of the checkpoint under way, by rank
+        self._missing: set[int] = set()  # ranks whose parts are not finished
+        self._bytes: dict[int, int] = {}  # of the parts that have begun
+        self._syncing = False  # a writer was inside fsync or the like
+        self._holds = False  # all ranks have left the loop, and wait for it
+        self._stage: StartVerify | StartPublish | None = None
+
+    # ------------------------------------------------------------------ when
+
+    def begin(self, schedule: Schedule) -> None:
+        """The loop begins."""
+        self._begun, self._schedule = True, schedule
+        self._rearm()
+        self.order_next()
+
+    def want(self) -> None:
+        """A rank asks for one, beside those that are due. One of a later step than that makes way for it."""
+        self._wanted = True
+        if not self._bytes and self._step > self._next_step:
+            self._drop()
+        self.order_next()
+
+    @property
+    def newest(self) -> Discard | None:
+        """The newest checkpoint that was ordered, as what would remove what is left of it."""
+        return Discard(PERIODIC, self.attempt, self._step, TARGET) if self.attempt else None
+
+    def follow(self, newest: Discard) -> None:
+        """Go on after a controller that was killed: what it had ordered is given up, whatever has become of it."""
+        self.attempt, self._step = newest.attempt, newest.step
+        self._context.emit(newest)
+
+    def interrupt(self) -> None:
+        """An incident: parts that are being written will not be finished. What is complete is published all the same.
+
+        Should it be a false alarm, the step can still be had where nobody is past it."""
+        if self._orders and self._stage is None:
+            self._wanted |= self._asked_for
+            self._drop()
+
+    def holds_release(self, step: int) -> bool:
+        """All ranks have left the loop at `step`: whether they have to stay until a checkpoint is written."""
+        self._holds = bool(self._orders) and self._step <= step
+        if self._holds:
+            self._context.timers.start("behind", self._due_s())
+        else:
+            self._drop()
+        return self._holds
+
+    @property
+    def holds_no_more(self) -> bool:
+        """Whether the checkpoint that the ranks have waited for is over."""
+        return self._holds and not self._orders
+
+    def order_next(self) -> None:
+        """Order the next checkpoint, unless one is under way already or everybody is leaving."""
+        context = self._context
+        if not self._begun or self._orders or context.state is not State.WATCHING or context.members.anyone_left:
+            return
+        if self._wanted:
+            self._order(self._next_step)
+        elif every := self._schedule.steps:
+            self._order(-(-self._next_step // every) * every)
+
+    @property
+    def _next_step(self) -> int:
+        """The first one for which an order should come in time."""
+        members = self._context.members
+        reached = max(members.base_step, *(member.stand.ended_step for member in members.members.values()))
+        return max(reached + self._ahead_steps, self._ended + 1)
+
+    def on_timer(self, name: str) -> None:
+        """`checkpoint`: one is due. `behind`: writers show no progress."""
+        if name == "checkpoint":
+            self._rearm()
+            self.want()
+        elif self._orders:
+            who = ranks_text(self._missing) if self._missing else "the controller"
+            self._give_up(f"{who} made no progress")
+
+    def _rearm(self) -> None:
+        if self._schedule.seconds:
+            self._context.timers.set("checkpoint", self._context.now_s + self._schedule.seconds)
+
+    # ------------------------------------------------------------------ writing
+
+    def _order(self, step: int) -> None:
+        members = self._context.members.members
+        if any(member.life is not Life.ALIVE for member in members.values()):
+            return
+        self._wanted, self._asked_for, self._step = False, self._wanted, step
+        self.attempt += 1
+        for rank, share in shares(members.values()).items():
+            order = self._orders[rank] = Save(
+                generation=self._context.generation,
+                incident=PERIODIC,
+                attempt=self.attempt,
+                step=step,
+                units=share.units,
+                local_ranks=share.local_ranks,
+                target=TARGET,
+                reason="a periodic checkpoint is due",
+            )
+            self._context.send(rank, order)
+        self._missing = set(self._orders)
+
+    def catch_up(self, rank: int) -> None:
+        """A rank has a new session: an order may have been lost with the old one."""
+        if rank in self._missing:
+            self._context.send(rank, self._orders[rank])
+
+    def on_progress(self, report: SaveProgress) -> None:
+        """A rank has the order, or has copied its state and is writing."""
+        if self._expects(report.rank, report.attempt):
+            syncing, self._syncing = self._syncing, self._syncing or report.syncing
+            if report.bytes_written > self._bytes.get(report.rank, 0) or self._syncing is not syncing:
+                self._note(report.rank, report.bytes_written)
+
+    def on_status(self, rank: int) -> None:
+        """A rank has moved: past the step, it has copied what it was told to, and should soon be heard of."""
+        if rank in self._missing and self._owes(rank):
+            self._context.timers.start("behind", self._due_s())
+
+    def on_saved(self, report: Saved) -> None:
+        """A part is on disk."""
+        if report.attempt < self.attempt or not self._orders:  # of one that was given up before the part was finished
+            self._context.emit(Discard(PERIODIC, report.attempt, report.step, TARGET))
+            return
+        if not self._expects(report.rank, report.attempt) or report.step != self._step:
+            return
+        self._missing.discard(report.rank)
+        if not self._missing:
+            self._enter(StartVerify(PERIODIC, self.attempt, self._step, TARGET, self._parts()))
+        self._note(report.rank, report.bytes_written)
+
+    def on_failed(self, report: SaveFailed) -> None:
+        """A rank has no part of this checkpoint."""
+        if not self._expects(report.rank, report.attempt):
+            return
+        self._ended = max(self._ended, self._step)
+        if not report.missed:
+            self._give_up(f"rank {report.rank}: {report.reason}")
+            return
+        self._wanted |= self._asked_for
+        self._ahead_steps = min(2 * self._ahead_steps, AHEAD_STEPS_MAX)
+        self._drop()
+        self.order_next()
+
+    def on_death(self, rank: int) -> None:
+        """A rank has gone without an incident: all are done with their steps."""
+        if rank in self._missing:
+            self._give_up(f"rank {rank} has ended")
+
+    def _expects(self, rank: int, attempt: int) -> bool:
+        return attempt == self.attempt and rank in self._missing
+
+    def _note(self, rank: int, bytes_written: int) -> None:
+        self._bytes[rank] = bytes_written
+        self._ended = max(self._ended, self._step)
+        self._await()
+
+    def _owes(self, rank: int) -> bool:
+        """Whether a rank has its copy. One that is still at the step may take as long as the step takes."""
+        member = self._context.members.members[rank]
+        return rank in self._bytes or member.stand.ended_step > self._step or member.left is not None
+
+    def _await(self) -> None:
+        """Progress: wait anew, if it is for something that should not take long."""
+        self._context.timers.clear("behind")
+        if self._stage is not None or any(map(self._owes, self._missing)):
+            self._context.timers.set("behind", self._due_s())
+
+    def _due_s(self) -> float:
+        options = self._context.options
+        if self._stage is not None:
+            return self._context.now_s + options.storage_timeout_s
+        return self._context.now_s + (options.sync_timeout_s if self._syncing else options.progress_timeout_s)
+
+    def _parts(self) -> tuple[PartPlan, ...]:
+        ordered = sorted(self._orders.items())
+        return tuple(PartPlan(rank, self.attempt, order.units, order.local_ranks) for rank, order in ordered)
+
+    # ------------------------------------------------------------------ files
+
+    def on_storage(self, event: StorageEvent) -> None:
+        """An answer about the finished files."""
+        if self._stage is None or event.attempt != self.attempt:
+            return
+        self._await()
+        match event:
+            case Verified() if isinstance(self._stage, StartVerify):
+                stage = self._stage
+                self._enter(
+                    StartPublish(
+                        incident=PERIODIC,
+                        attempt=stage.attempt,
+                        step=stage.step,
+                        target=stage.target,
+                        parts=stage.parts,
+                        reason="a periodic checkpoint",
+                        cause_ranks=(),
+                        dead_ranks=(),
+                        lost_local_ranks=(),
+                    )
+                )
+            case Published(path=path):
+                self._published(path)
+            case VerifyFailed(problems=problems):
+                self._give_up(first_texts(f"part of rank {rank}: {text}" for rank, text in problems))
+            case VerifyBlocked(reason=reason) | PublishFailed(reason=reason):
+                self._give_up(reason)
+            case _:
+                pass  # StorageProgress
+
+    def _enter(self, stage: StartVerify | StartPublish) -> None:
+        self._stage = stage
+        self._context.publishing = True
+        self._context.emit(stage)
+
+    def _published(self, path: str) -> None:
+        written = sum(self._bytes.values())
+        self._context.log(INFO, f"checkpoint of step {self._step}: {written / 1e6:.1f} MB in {path}")
+        self._troubled = False
+        self._ahead_steps = max(1, self._ahead_steps // 2)
+        self._forget()
+        if self._schedule.keep_max or self._schedule.keep_minutes:
+            self._context.emit(Prune(self._schedule.keep_max, self._schedule.keep_minutes))
+        self.order_next()
+
+    def _give_up(self, why: str) -> None:
+        text = f"the periodic checkpoint of step {self._step} was not written: {why}; training continues"
+        self._context.log(INFO if self._troubled else WARNING, text)
+        self._troubled = True
+        self._drop()
+        self.order_next()
+
+    def _drop(self) -> None:
+        if self._orders:
+            self._context.emit(Discard(PERIODIC, self.attempt, self._step, TARGET))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._context.timers.clear("behind")
+        self._orders, self._missing, self._bytes, self._syncing, self._stage = {}, set(), {}, False, None
+        self._context.publishing = False
+
+
+def shares(members: Collection[Member]) -> dict[int, Assignment]:
+    """Who writes what: each rank its own rank-local state, each unit the holder that has the fewest yet."""
+    units: dict[int, list[str]] = {member.rank: [] for member in members}
+    holders: dict[str, list[int]] = {}
+    for member in members:
+        for unit in member.units:
+            holders.setdefault(unit, []).append(member.rank)
+    for unit, ranks in sorted(holders.items()):
+        units[min(ranks, key=lambda rank: (len(units[rank]), rank))].append(unit)
+    return {rank: Assignment(tuple(units[rank]), (rank,)) for rank in sorted(units)}

@@ -1,0 +1,68 @@
+"""The writers of a rank: one in an incident, which reads the live state, and one behind the training, from a copy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from lastwords.processor.copied_state import CopiedState, CopyMemory
+from lastwords.processor.events import Event, SaveErrored, SaveFinished, SaveProgressed
+from lastwords.processor.saver import SaveJob, SaverSpec
+from lastwords.vocabulary import Save, Stand
+
+_log = logging.getLogger(__name__)
+
+
+class Writers:
+    """Starts and ends `SaveJob`s; `handle` gets what they have to say, from their threads.
+
+    `copy` belongs to the training thread; `start` and `cancel` are called with the agent's lock.
+    """
+
+    def __init__(self, spec: SaverSpec, handle: Callable[[Event], None]) -> None:
+        self._spec = spec
+        self._handle = handle
+        self._in_incident: SaveJob | None = None
+        self._behind: SaveJob | None = None
+        self._copied: CopiedState | None = None
+        self._memory = CopyMemory()
+
+    def copy(self, order: Save, stand: Stand) -> str:
+        """Copy the state that `order` names; why that was impossible, or nothing."""
+        if self._behind is not None and not self._behind.ended:
+            return "the checkpoint before it is still being written"
+        try:
+            self._copied = CopiedState(self._spec.source, order, stand, self._memory)
+        except Exception as error:  # handed to the controller, and training goes on: it is only a checkpoint
+            _log.warning("rank %d could not copy step %d", self._spec.rank, order.step, exc_info=True)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def start(self, order: Save, stand: Stand) -> None:
+        """Write what `order` names: the copy, if it is a periodic checkpoint, otherwise the state as it is."""
+        if order.incident:
+            self._in_incident = self._job(order, stand, self._spec, self._in_incident)
+        else:
+            assert self._copied is not None, "it is asked for only after `copy`"
+            spec, self._copied = replace(self._spec, source=self._copied), None
+            self._behind = self._job(order, stand, spec, self._behind)
+
+    def cancel(self, incident: int) -> None:
+        """Stop the writer, if there is one."""
+        job = self._in_incident if incident else self._behind
+        if job is not None:
+            job.cancel()
+
+    def _job(self, order: Save, stand: Stand, spec: SaverSpec, after: SaveJob | None) -> SaveJob:
+        job = SaveJob(
+            order,
+            stand,
+            spec,
+            progress=lambda o, n, syncing: self._handle(SaveProgressed(o.incident, o.attempt, n, syncing)),
+            done=lambda o, n: self._handle(SaveFinished(o.incident, o.attempt, n)),
+            failed=lambda o, why, storage: self._handle(SaveErrored(o.incident, o.attempt, why, storage)),
+            after=after,
+        )
+        job.start()
+        return job

@@ -1,0 +1,139 @@
+"""What a controller keeps for the next one: whole, private, and refused where it cannot be believed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastwords.controller import events, state_file
+from lastwords.controller.events import Discard, Outcome, OutcomeKind, PartPlan, Remember, StartPublish
+from lastwords.controller.membership import LoopShape
+from lastwords.controller.memory import Gone, Memory, Registered
+from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.state_file import Owner, StateFile
+from lastwords.errors import ConfigError, FormatError, UnavailableError
+from lastwords.liveness import paths
+from lastwords.vocabulary import DeathSource, Phase, ProcessId, Schedule, Stand
+from tests import golden
+
+PARTS = (PartPlan(0, 3, ("replicated",), (0, 1)),)
+MEMORY = Memory(
+    gone=(Gone(1, DeathSource.ROBUST_MUTEX, Stand(Phase.DONE, 8)), Gone(2, DeathSource.STREAM, None)),
+    base_step=4,
+    loop=LoopShape(10, 2, 4, Schedule(steps=5, keep_max=3)),
+    incident=2,
+    resumed=1,
+    certain=True,
+    attempts=(Discard(2, 1, 8, 0), Discard(2, 3, 8, 1)),
+    publishing=StartPublish(2, 3, 8, 0, PARTS, "rank 1 died", (1,), (1,), ()),
+    periodic=Discard(0, 7, 5, 0),
+    outcome=Outcome(OutcomeKind.SAVED, 8, "/c/step_8", "rank 1 died", (1,)),
+)
+REMEMBERED = Remember(tuple(Registered(ProcessId("host", 100 + r, 7, "n"), ("u", f"u{r}")) for r in range(3)), MEMORY)
+OWNER = Owner(4242, 17, (1.5, 9.25))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    place = paths.state_path("state-file", 2, "5f3a", root=tmp_path)
+    place.parent.mkdir(mode=0o700)
+    return place
+
+
+def spec_of(tmp_path: Path) -> ControllerSpec:
+    options = events.ControllerOptions(lost_confirm_s=3.5)
+    return ControllerSpec("127.0.0.1", 30051, "state-file", 2, 3, tmp_path / "c", tmp_path / "f", 12, options, "5f3a")
+
+
+def written(path: Path, tmp_path: Path, **changes: Any) -> StateFile:
+    """A state file, with fields of its JSON changed afterwards."""
+    file = StateFile(path, OWNER, spec_of(tmp_path), "t0ken")
+    file.write(REMEMBERED)
+    if changes:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return file
+
+
+def test_what_was_written_is_read(path: Path, tmp_path: Path) -> None:
+    written(path, tmp_path)
+    kept = state_file.read(path)
+    assert kept.remembered == REMEMBERED
+    assert (kept.owner, kept.spec, kept.token) == (OWNER, spec_of(tmp_path), "t0ken")
+    assert state_file.owner(path) == OWNER
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(path.parent)) == [path.name]
+
+
+def test_the_newest_counts(path: Path, tmp_path: Path) -> None:
+    file = written(path, tmp_path)
+    file.write(Remember(REMEMBERED.members, Memory(incident=9)))
+    assert state_file.read(path).remembered == Remember(REMEMBERED.members, Memory(incident=9))
+    file.write(Remember((), Memory()))
+    assert state_file.read(path).remembered == Remember((), Memory())
+
+
+def test_what_cannot_be_written_leaves_nothing_older(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = written(path, tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        file.write(Remember((), Memory(incident=1)))
+        file.write(Remember((), Memory(incident=2)))
+        assert sorted(os.listdir(path.parent)) == []
+    assert len(caplog.records) == 1
+    file.write(Remember((), Memory(incident=3)))
+    assert state_file.read(path).memory.incident == 3
+
+
+def test_there_is_none(path: Path) -> None:
+    with golden.raises(UnavailableError):
+        state_file.read(path)
+    assert state_file.owner(path) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"version": 2, "owner": {"host": "x"}}, {"memory": {"incident": "many"}}, {"spec": {}}, {"members": [{"pid": 1}]}],
+    ids=["newer", "memory", "spec", "members"],
+)
+def test_what_cannot_be_believed_is_refused_and_stays(path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    written(path, tmp_path, **changes)
+    before = path.read_bytes()
+    with golden.raises(FormatError):
+        state_file.read(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"version": 1}'], ids=["empty", "torn", "a list", "nothing"])
+def test_what_is_torn_is_refused(path: Path, raw: bytes) -> None:
+    path.write_bytes(raw)
+    with golden.raises(FormatError):
+        state_file.read(path)
+    assert state_file.owner(path) is None
+
+
+def test_the_file_of_another_job_is_refused(path: Path, tmp_path: Path) -> None:
+    written(path, tmp_path)
+    foreign = paths.state_path("another", 2, "5f3a", root=tmp_path)
+    foreign.parent.mkdir()
+    foreign.write_bytes(path.read_bytes())
+    with golden.raises(FormatError):
+        state_file.read(foreign)
+
+
+def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
+    written(path, tmp_path)
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    with golden.raises(ConfigError):
+        state_file.read(link)

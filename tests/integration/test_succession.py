@@ -1,0 +1,131 @@
+"""kill -9 of the controller of real jobs: another one follows, training goes on, and the next death is saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.integration.faults import controller_state, is_gone
+from tests.integration.kills import Kill
+from tests.integration.plan import Fault, Layout
+from tests.integration.rig import Launch, Rig
+from tests.selection import more
+
+pytestmark = pytest.mark.process
+
+LAYOUT = Layout(world_size=3, augment=True)
+KILL = Kill("forward", 6, (2,))
+
+
+def faults(*others: Fault) -> tuple[Fault, ...]:
+    return (*KILL.faults(LAYOUT), *others)
+
+
+def with_the_controller(kill: Kill) -> list[Fault]:
+    """The controller is killed by whom the rank is killed, just before."""
+    return [
+        replace(fault, actions=(*fault.actions[:-1], "kill_controller", "kill")) if "kill" in fault.actions else fault
+        for fault in kill.faults(LAYOUT)
+    ]
+
+
+def survive(rig: Rig, launch: Launch) -> None:
+    """The last words are sound, and the resumed run has the same bits."""
+    launch.finish()
+    step = rig.check_last_words(launch, KILL.victims, KILL.steps_expected(LAYOUT))
+    assert step
+    rig.check_resume(launch, step)
+
+
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+def test_a_job_whose_controller_was_killed_is_saved_all_the_same(rig: Rig, launcher: str) -> None:
+    fault = Fault(1, 4, "forward", ("kill_controller", "await_controller"))
+    survive(rig, rig.launch(LAYOUT, faults=faults(fault), launcher=launcher))
+
+
+def test_without_another_one_nothing_is_saved(rig: Rig) -> None:
+    """The negative control: what the killed one has kept is gone."""
+    fault = Fault(1, 4, "forward", ("lose_controller",))
+    env = {"LASTWORDS_CONTROLLER_LOST_S": "2", "LASTWORDS_UNPROTECTED_S": "0.2"}
+    launch = rig.launch(LAYOUT, faults=faults(fault), env=env)
+    launch.job.wait(120)
+    assert not launch.checkpoints
+
+
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+@pytest.mark.parametrize("victim", [2, 0], ids=["another", "the one that would start it"])
+def test_a_controller_and_a_rank_that_are_killed_at_once_lose_nothing(rig: Rig, victim: int, launcher: str) -> None:
+    kill = Kill("forward", 6, (victim,))
+    launch = rig.launch(LAYOUT, faults=with_the_controller(kill), launcher=launcher)
+    launch.finish()
+    step = rig.check_last_words(launch, kill.victims, kill.steps_expected(LAYOUT))
+    assert step
+    rig.check_resume(launch, step)
+
+
+@pytest.mark.parametrize(
+    "after_s", [0.0, 0.005, 0.01, 0.02, 0.04, *(more(after_s) for after_s in (0.0025, 0.0075, 0.015, 0.03, 0.06, 0.1))]
+)
+def test_a_controller_that_is_killed_in_an_incident_is_followed(rig: Rig, after_s: float) -> None:
+    """Freezing, settling, saving, verifying, publishing, telling: whatever it was doing then."""
+    fault = Fault(1, 6, "forward", ("await_death:2", f"sleep:{after_s}", "kill_controller", "hang"))
+    launch = rig.launch(LAYOUT, faults=faults(fault))
+    survive(rig, launch)
+
+
+def test_a_controller_that_is_killed_while_ranks_wait_at_the_end_releases_them(rig: Rig) -> None:
+    fault = Fault(1, LAYOUT.steps, "end", ("sleep:0.5", "kill_controller"))
+    launch = rig.launch(LAYOUT, faults=[fault])
+    launch.finish()
+    rig.check_untouched(launch)
+
+
+def test_a_controller_that_is_killed_again_and_again_is_started_by_hand(rig: Rig) -> None:
+    again = ("kill_controller", "await_controller")
+    fault = Fault(1, 4, "forward", (*again, *again, "kill_controller", "mark:dead", "await:go"))
+    launch = rig.launch(LAYOUT, faults=faults(fault))
+    launch.job.wait_for(lambda: (launch.directory / "mark-dead").exists(), 60, "the mark")
+    launch.job.wait_for(lambda: "was started 3 times within" in launch.job.report(), 60, "the refusal")
+    pid, state = controller_state(launch.plan.ctrl_port)
+    assert is_gone(pid)
+    command = [sys.executable, "-m", "lastwords.cli", "controller", "--json", "--recover"]
+    done = subprocess.run([*command, str(state.parent)], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["pid"] == controller_state(launch.plan.ctrl_port)[0]
+    refused = subprocess.run([*command, str(state)], check=False, capture_output=True, text=True)
+    assert refused.returncode == 5, refused
+    (launch.directory / "mark-go").touch()
+    survive(rig, launch)
+
+
+def test_one_that_is_stopped_is_ended_before_another_one_serves(rig: Rig) -> None:
+    """It wakes up nevermore: whatever it was about to publish is not published behind the other one's back."""
+    fault = Fault(1, 4, "forward", ("mark:here", "await:go"))
+    launch = rig.launch(LAYOUT, faults=faults(fault))
+    launch.job.wait_for(lambda: (launch.directory / "mark-here").exists(), 60, "the mark")
+    pid, state = controller_state(launch.plan.ctrl_port)
+    os.kill(pid, signal.SIGSTOP)
+    command = [sys.executable, "-m", "lastwords.cli", "controller", "--recover", str(state)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert is_gone(pid)
+    (launch.directory / "mark-go").touch()
+    survive(rig, launch)
+
+
+def test_a_job_that_loses_both_is_healed(rig: Rig) -> None:
+    launch, difference = rig.healed(LAYOUT, with_the_controller(KILL), spares=1)
+    assert difference is None, launch.job.report()
+    assert [incident["outcome"] for incident in launch.incidents() if incident["outcome"] == "SAVED"]
+
+
+def test_periodic_checkpoints_go_on(rig: Rig) -> None:
+    again = ("kill_controller", "await_controller", "sleep:1.5")
+    launch = rig.launch(LAYOUT, faults=[Fault(1, 3, "forward", again)], every=2)
+    launch.finish()
+    assert set(launch.codes.values()) == {0}, launch.job.report()
+    assert launch.saved_step > 3  # of those that come fast one after the other some are left out

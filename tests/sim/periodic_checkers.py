@@ -1,0 +1,71 @@
+"""What has to become of periodic checkpoints where nothing goes wrong: each one that is due comes, or says why not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from tests.sim.job import Job
+from tests.sim.ledger import Ledger
+from tests.sim.periodic_schedule import Behind
+from tests.sim.periodic_world import Record
+from tests.sim.schedule import Plan
+
+LAST_STEPS = 4
+"""So near to the end of the loop one that is wanted may come too late."""
+
+
+def what_is_due_is_published(plan: Plan, behind: Behind, ledger: Ledger, record: Record) -> list[str]:
+    """Complaints about a schedule without faults."""
+    job = plan.job
+    found = [*_multiples(job, record), *_seconds(plan, behind, record), *_wanted(job, record)]
+    found += [f"rank {rank} was {one.farewell}" for rank, one in enumerate(ledger.ranks) if one.farewell != "released"]
+    found += [f"a part of rank {rank} is left of attempt {attempt}" for attempt, rank in record.left_over]
+    return [f"what_is_due_is_published: {text}" for text in found]
+
+
+def _multiples(job: Job, record: Record) -> Iterator[str]:
+    every = job.schedule.steps
+    for step in range(job.start_step + 1, job.steps + 1):
+        if not every or step % every or step in record.published or _made_way(record, step):
+            continue
+        passed_s = record.passed_s.get(step, 0.0)
+        under_way = [attempt for attempt in record.ordered if _is_under_way(record, attempt, passed_s)]
+        if not any(record.ordered[one][0] != step or one in record.missed | record.busy for one in under_way):
+            yield f"step {step} has no checkpoint, and no other one was being written; attempts: {record.ordered}"
+
+
+def _made_way(record: Record, step: int) -> bool:
+    """Whether one that was wanted sooner has taken its place."""
+    return any(
+        ordered == step and attempt + 1 in record.ordered and record.ordered[attempt + 1][0] < step
+        for attempt, (ordered, _) in record.ordered.items()
+    )
+
+
+def _is_under_way(record: Record, attempt: int, at_s: float) -> bool:
+    _step, ordered_s = record.ordered[attempt]
+    return ordered_s <= at_s and record.over_s.get(attempt, at_s) >= at_s
+
+
+def _seconds(plan: Plan, behind: Behind, record: Record) -> Iterator[str]:
+    seconds = plan.job.schedule.seconds
+    if not seconds:
+        return
+    step_s = 0.15 + plan.update_s + plan.log_s + 0.5 * bool(plan.slow_messages)
+    slack_s = 3 * (behind.write_s + 2 * behind.storage_s) + 8 * step_s
+    times = [record.began_s, *sorted(record.published.values()), record.left_s]
+    for before_s, after_s in itertools.pairwise(times):
+        if after_s - before_s > seconds + slack_s:
+            yield f"none was published between {before_s:.2f} s and {after_s:.2f} s, one is due every {seconds} s"
+
+
+def _any_fell_through(record: Record, at_s: float) -> bool:
+    return any(record.over_s.get(attempt, at_s) >= at_s for attempt in record.missed | record.busy)
+
+
+def _wanted(job: Job, record: Record) -> Iterator[str]:
+    for at_s, ended in record.wanted:
+        late = ended > job.steps - LAST_STEPS or _any_fell_through(record, at_s)
+        if not late and not any(published_s > at_s for published_s in record.published.values()):
+            yield f"one was wanted at {at_s:.3f} s in step {ended + 1}, and none came"

@@ -1,0 +1,49 @@
+"""Each recipe of the zoo is resumed from a periodic checkpoint: it is equal in all bits, or it was told why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import cluster, references
+from tests.integration.harness import Cluster
+from tests.selection import usually
+from tests.zoo import mixtures
+from tests.zoo.loop import CARDS
+from tests.zoo.verdict import Keeper, note
+
+__all__ = ["cluster", "references"]
+pytestmark = pytest.mark.process
+
+EVERY = 5
+"""One checkpoint in the eight steps of a recipe: the first step of its second epoch."""
+
+PHASE = "fwd"
+"""A checkpoint that is copied before an update should say what the last words of a death in the forward pass say."""
+
+
+@pytest.fixture
+def keeper(cluster: Cluster, references: Path, tmp_path: Path) -> Iterator[Keeper]:
+    keeper = Keeper(cluster, tmp_path, references)
+    yield keeper
+    keeper.close()
+
+
+def usual_names() -> set[str]:
+    """One of each kind of recipe, in every third kind."""
+    by_kind: dict[str, str] = {}
+    for card in CARDS.values():
+        if not card.heavy:
+            by_kind.setdefault(card.loop.__module__, card.name)
+    return set(list(by_kind.values())[::3])
+
+
+@pytest.mark.parametrize("name", usually(CARDS, usual_names()))
+def test_a_recipe_is_exact_from_a_periodic_checkpoint_or_was_told(keeper: Keeper, name: str) -> None:
+    card = mixtures.card_of(name)
+    verdict = keeper.judge_periodic(name, EVERY)
+    note(name, "periodic", verdict)
+    problem = verdict.problem(card, PHASE)
+    assert not problem, f"{name}: {problem}"
