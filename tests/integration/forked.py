@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -52,8 +53,12 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4, *, toge
             os._exit(0)  # the end of a group with a collective under way may never come
 
     processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    gc.freeze()  # a child that collects a group of ours waits for ever for its threads: they are not forked
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        gc.unfreeze()
     hung = False
     for process in processes:
         process.join(0 if hung else LIMIT_S)
