@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -120,11 +121,11 @@ class Pace:
 
 def view_of(address: str, state: ControllerState, pace: str = "") -> list[RenderableType]:
     """What is printed of a state. pace: steps per second."""
-    columns = ("rank", "process", "host", "stands at", "heard", "")
+    columns = ("rank", "process", "host", "stands at", "work", "heard", "")
     rows = [_row(rank) for rank in state.ranks]
     facts = _facts(address, state) + ([("pace", f"{pace} steps/s")] if pace else [])
     facts += [("recent", "\n".join(found))] if (found := newest_incidents(Path(state.incidents))) else []
-    return [tables.facts(facts), tables.table("", columns, rows, right=("rank", "process", "heard"))]
+    return [tables.facts(facts), tables.table("", columns, rows, right=("rank", "process", "work", "heard"))]
 
 
 def newest_incidents(path: Path, count: int = RECENT) -> list[str]:
@@ -159,12 +160,24 @@ def _facts(address: str, state: ControllerState) -> list[tuple[str, object]]:
 
 def _row(rank: RankState) -> tuple[object, ...]:
     if rank.process is None:
-        return rank.rank, "-", "-", "-", "-", Text("not registered", style="yellow")
+        return rank.rank, "-", "-", "-", "-", "-", Text("not registered", style="yellow")
     if rank.dead:
         word = Text("dead", style="red")
     elif rank.connected:
         word = Text("connected", style="green")
     else:
         word = Text("lost", style="red")
-    host = rank.process.host_id[:8]
-    return rank.rank, rank.process.pid, host, rank.stand or "-", f"{rank.heard_s:.1f} s ago", word
+    for place in _places(rank):
+        word = word.append(f", {place}", style="yellow")
+    host, work = rank.process.host_id[:8], f"{rank.work_s * 1e3:.3g} ms" if rank.work_s else "-"
+    return rank.rank, rank.process.pid, host, rank.stand or "-", work, f"{rank.heard_s:.1f} s ago", word
+
+
+def _places(rank: RankState) -> Iterator[str]:
+    """What there is to say of a rank beside whether it lives."""
+    if rank.slower:
+        yield f"slower than its peers by {rank.slower:.0%}"
+    if rank.waits_at:
+        yield f"in a collective or a backward pass at {rank.waits_at}"
+    elif rank.stands_at:
+        yield f"at {rank.stands_at}"

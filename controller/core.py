@@ -49,6 +49,7 @@ from lastwords.controller.loop import LoopWatch, Strayed
 from lastwords.controller.membership import Life, Member
 from lastwords.controller.memory import Memory
 from lastwords.controller.periodic import PERIODIC, Periodic
+from lastwords.controller.stragglers import Stragglers
 from lastwords.controller.succession import Succession
 from lastwords.controller.words import ranks_text
 from lastwords.vocabulary import (
@@ -186,6 +187,8 @@ class ControllerCore(JobState):
             self._stray(self._loop.on_timer(name))
         elif name in HangWatch.TIMERS:
             self._stray(self._hang.on_timer())
+        elif name in Stragglers.TIMERS:
+            self._stragglers.on_timer()
         elif name == "suspects":
             self._confirm_suspects()
         elif self._context.state is State.REGISTERING:
@@ -215,6 +218,7 @@ class ControllerCore(JobState):
             self._on_death(*death)
         self._periodic.on_status(report.rank)
         self._hang.on_status(member, report)
+        self._stragglers.on_status(member, report)
 
     def _on_loop_begin(self, member: Member, report: LoopBegin) -> None:
         self._loop.on_begin(report)
@@ -246,9 +250,6 @@ class ControllerCore(JobState):
             self._periodic.on_failed(report)
         elif (current := self._current(report.incident)) is not None:
             current.on_save_failed(report)
-
-    def _on_save_wanted(self, member: Member, report: SaveWanted) -> None:
-        self._periodic.want()
 
     def _on_raised(self, member: Member, report: Raised) -> None:
         if self._context.state in _ENDING:
@@ -408,7 +409,7 @@ class ControllerCore(JobState):
 
     def _open(self, incident: Incident, words: str) -> None:
         if not incident.opened:
-            self._timers.clear("start", *LoopWatch.TIMERS, *HangWatch.TIMERS)
+            self._timers.clear("start", *LoopWatch.TIMERS, *HangWatch.TIMERS, *Stragglers.TIMERS)
             self._periodic.interrupt()
             incident.open(words)
 
@@ -444,7 +445,7 @@ _HANDLERS: Final[dict[type, Callable[..., None]]] = {
     SaveProgress: ControllerCore._on_save_progress,
     Saved: ControllerCore._on_saved,
     SaveFailed: ControllerCore._on_save_failed,
-    SaveWanted: ControllerCore._on_save_wanted,
+    SaveWanted: lambda core, member, report: core._periodic.want(),
     Raised: ControllerCore._on_raised,
     Signalled: ControllerCore._on_signalled,
     Left: ControllerCore._on_left,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lastwords.controller.closing import Closing
 from lastwords.controller.context import JobContext
 from lastwords.controller.events import ControllerOptions, Outcome, Remember, State
@@ -10,6 +12,7 @@ from lastwords.controller.incident import Incident
 from lastwords.controller.loop import LoopWatch
 from lastwords.controller.membership import Membership
 from lastwords.controller.periodic import Periodic
+from lastwords.controller.stragglers import Stragglers
 from lastwords.controller.succession import Succession
 
 
@@ -33,6 +36,7 @@ class JobState:
         self._periodic = Periodic(self._context)
         self._loop = LoopWatch(self._context, self._closing, self._periodic)
         self._hang = HangWatch(self._context)
+        self._stragglers = Stragglers(self._context)
         self._succession = Succession(self._context, before)
         self._started = False
 
@@ -55,6 +59,11 @@ class JobState:
     def members(self) -> Membership:
         """Who takes part; to be read only."""
         return self._members
+
+    @property
+    def slower(self) -> Mapping[int, float]:
+        """The ranks that are persistently slower than their peers, and by how much: 0.5 is half as much again."""
+        return self._stragglers.slower
 
     @property
     def deadline_s(self) -> float | None:

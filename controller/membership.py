@@ -60,6 +60,7 @@ class Member:
     suspect_since_s: float = 0.0
     waits_at: str = ""  # the user's line where it has long been in a collective or a backward pass, as it says
     stands_at: str = ""  # the same of anything else
+    work_s: float = 0.0  # of a step until it meets the others, as it says; 0.0: not known
     left: Stand | None = None
     loop: LoopShape | None = None  # announced, not yet agreed
     loop_agreed: LoopShape | None = None

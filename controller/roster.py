@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lastwords.controller.sessions import PeerSession
 from lastwords.state import RankState
-from lastwords.vocabulary import Hello, ProcessId, Report, Stand
+from lastwords.vocabulary import Hello, ProcessId, Report, Stand, Status
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class _Seen:
     stand: Stand
     heard_mono_s: float
     dead: bool = False
+    status: Status | None = None
 
 
 class Roster:
@@ -72,6 +74,8 @@ class Roster:
         stand: Stand | None = getattr(report, "stand", None)
         if stand is not None:
             seen.stand = stand
+        if isinstance(report, Status):
+            seen.status = report
 
     def bury(self, rank: int) -> bool:
         """The process of this rank has died; False if that is known already, or nobody of that rank ever came."""
@@ -81,13 +85,16 @@ class Roster:
         seen.dead = True
         return True
 
-    def views(self, now_s: float) -> tuple[RankState, ...]:
-        """All ranks of the job as people see them."""
-        return tuple(self._view(rank, now_s) for rank in range(self._world_size))
+    def views(self, now_s: float, slower: Mapping[int, float] = MappingProxyType({})) -> tuple[RankState, ...]:
+        """All ranks of the job as people see them. slower: by how much, those that are slower than their peers."""
+        return tuple(self._view(rank, now_s, slower.get(rank, 0.0)) for rank in range(self._world_size))
 
-    def _view(self, rank: int, now_s: float) -> RankState:
+    def _view(self, rank: int, now_s: float, slower: float) -> RankState:
         seen = self._seen.get(rank)
         if seen is None:
             return RankState(rank, None, None, connected=False, dead=False, heard_s=-1.0)
         heard_s = max(0.0, now_s - seen.heard_mono_s)
-        return RankState(rank, seen.process, seen.stand, rank in self._session_of, seen.dead, heard_s)
+        known, connected, said = (rank, seen.process, seen.stand), rank in self._session_of, seen.status
+        if said is None or seen.dead:
+            return RankState(*known, connected, seen.dead, heard_s)
+        return RankState(*known, connected, seen.dead, heard_s, said.waits_at, said.stands_at, said.work_s, slower)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from lastwords import clock, codec
@@ -63,6 +63,9 @@ class Core(Protocol):
 
     @property
     def outcome(self) -> events.Outcome | None: ...
+
+    @property
+    def slower(self) -> Mapping[int, float]: ...
 
     def handle(self, event: Event, now_s: float) -> list[Effect]: ...
 
@@ -404,7 +407,7 @@ class ControllerShell:
                 stage=self._core.state.value,
                 incident=self._core.incident,
                 summary=summary,
-                ranks=self._roster.views(now_s),
+                ranks=self._roster.views(now_s, self._core.slower),
                 incidents=str(self._spec.incidents_path),
             )
         )

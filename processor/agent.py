@@ -21,6 +21,7 @@ from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.interfaces import GateLike, PhaseWord, SessionLike
 from lastwords.processor.saver import SaverSpec
+from lastwords.processor.step_work import StepWork
 from lastwords.processor.whereabouts import Whereabouts
 from lastwords.processor.writers import Writers
 from lastwords.vocabulary import (
@@ -65,7 +66,7 @@ class Agent:
         self._session: SessionLike | None = None
         self._writers = Writers(saver, self._handle)
         self._closed, self._in_our_hands, self._own_time = False, 0, clock.OwnTime()
-        self._whereabouts = Whereabouts(threading.get_ident())
+        self._whereabouts, self.work = Whereabouts(threading.get_ident()), StepWork()
         self._status_sent: Status | None = None
         self._pulse = threading.Thread(target=self._run_pulse, name="lastwords-pulse", daemon=True)
 
@@ -407,7 +408,7 @@ class Agent:
 
     def _run_pulse(self) -> None:
         """Pulse thread: ticks for the core, and the newest status at most ten times a second."""
-        core = self._core
+        core, look = self._core, self._whereabouts.places
         while True:
             with self._condition:
                 if self._closed:
@@ -417,7 +418,7 @@ class Agent:
                     core.handle(events.Tick(), now_s)
                     self._settle_calls()
                 stand = core.stand
-            status = Status(core.rank, core.generation, stand, *self._whereabouts.places(stand, now_s))
+            status = Status(core.rank, core.generation, stand, *look(stand, now_s), self.work.seconds)
             if status != self._status_sent:
                 self._status_sent = status
                 self.report(status)

@@ -136,6 +136,7 @@ def test_the_envelopes_carry_every_report_and_order_and_nothing_else() -> None:
 
 def test_the_state_of_a_controller_survives_the_trip() -> None:
     seen = RankState(0, PROCESS, Stand(Phase.READY, 8), connected=True, dead=False, heard_s=0.25)
+    seen = dataclasses.replace(seen, waits_at="train.py:41", stands_at="data.py:7", work_s=0.041, slower=0.5)
     unseen = RankState(1, None, None, connected=False, dead=False, heard_s=-1.0)
     state = ControllerState(
         "job", 3, 2, 77, 12.5, "registering", 0, "1 of 2 ranks are here", (seen, unseen), "/c/logs/x"

@@ -38,6 +38,7 @@ from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.saver import Position
+from lastwords.processor.step_work import StepWork
 from lastwords.sharding.agree import World
 from lastwords.sharding.declare import Unit
 
@@ -82,7 +83,6 @@ class StepRecorder:
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
         self._unchecked = False
-        self._ended_here = 0
         self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
         self.watch.know(self.own.of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
@@ -96,6 +96,7 @@ class StepRecorder:
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
         self.reasons: list[Reason] = []
+        self.work = StepWork()
         self._box: BoxRecorder | None = None
         self._extras_now: ExtrasSnapshot = self.extras.first()
         self._local_now: ExtrasSnapshot = self.local_extras.first()
@@ -104,7 +105,7 @@ class StepRecorder:
         self._of_all = b"}"  # a document's end: what has to be alike on all ranks, as of the last step's end
         self._named: Position | None = None
         self.names_steps = True
-        self._step = 0
+        self._step = self._ended_here = 0
         self._hook: BeforeCollective | None = None
         self._paused = self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
@@ -406,6 +407,7 @@ class StepRecorder:
     def tentative(self) -> None:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
+            self.work.arrive()
             local = b""
             if self.local_extras:
                 extras = self.local_extras.again(self._local_now)[0]

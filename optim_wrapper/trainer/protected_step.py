@@ -48,6 +48,7 @@ class ProtectedStep:
         self._buckets = buckets
         self._watch = recorder.watch
         self._agent = protection.agent
+        self._work = recorder.work = self._agent.work
         self._signals = protection.signals
         self._gate = gate
         self._ensure_loop: Callable[[], None] | None = ensure_loop
@@ -74,6 +75,7 @@ class ProtectedStep:
             self._signals.begin_update()
             if self._gate is not None:
                 self._pass(self._gate, self._agent.ready)
+            self._work.go_on()
             self._agent.begin_update()
         except BaseException as error:  # handed to the caller
             self._update_refused(error)
@@ -101,6 +103,8 @@ class ProtectedStep:
         if self._gate is not None and self._agent.phase is Phase.COMPUTING:
             self._pass(self._gate, self._agent.skip_update)
         updated = self._agent.phase is Phase.UPDATED
+        if not updated:
+            self._work.go_on()
 
         def commit(step: int) -> None:
             self._recorder.end_step(step, position, updated=updated)

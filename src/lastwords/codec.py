@@ -340,7 +340,10 @@ def state_to_bytes(state: ControllerState) -> bytes:
         incidents=clip_text(state.incidents),
     )
     for view in state.ranks:
-        message = reply.ranks.add(rank=view.rank, connected=view.connected, dead=view.dead, heard_s=view.heard_s)
+        message = reply.ranks.add(
+            rank=view.rank, connected=view.connected, dead=view.dead, heard_s=view.heard_s, work_s=view.work_s,
+            slower=view.slower, waits_at=clip_text(view.waits_at), stands_at=clip_text(view.stands_at),
+        )  # fmt: skip
         if view.process is not None:
             message.process.CopyFrom(_NESTED[ProcessId].encode(view.process))
         if view.stand is not None:
@@ -359,6 +362,10 @@ def state_from_bytes(raw: bytes) -> ControllerState:
             connected=view.connected,
             dead=view.dead,
             heard_s=view.heard_s,
+            waits_at=view.waits_at,
+            stands_at=view.stands_at,
+            work_s=view.work_s,
+            slower=view.slower,
         )
         for view in reply.ranks
     )

@@ -18,6 +18,13 @@ class RankState:
     dead: bool
     heard_s: float
     """Seconds since its last report, -1.0 if there was none."""
+    waits_at: str = ""
+    """The user's line where it has long been in a collective or a backward pass; stands_at: in anything else."""
+    stands_at: str = ""
+    work_s: float = 0.0
+    """Seconds of a step until it meets the others, the median of the newest ones; 0.0: not known."""
+    slower: float = 0.0
+    """By this part of its peers' `work_s`, if it is persistently slower than they are."""
 
 
 @dataclass(frozen=True, slots=True)

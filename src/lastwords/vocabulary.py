@@ -93,6 +93,7 @@ class Status:
 
     waits_at: file and line of the collective or backward pass that its training thread has long been in, or "".
     stands_at: the same of anything else that it has long been in.
+    work_s: what a step takes it until it meets the others, the median of the newest steps; 0.0: not known.
     """
 
     rank: int
@@ -100,6 +101,7 @@ class Status:
     stand: Stand
     waits_at: str = ""
     stands_at: str = ""
+    work_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

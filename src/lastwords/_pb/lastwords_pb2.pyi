@@ -162,18 +162,20 @@ class SaveWanted(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("rank", "generation", "stand", "waits_at", "stands_at")
+    __slots__ = ("rank", "generation", "stand", "waits_at", "stands_at", "work_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STAND_FIELD_NUMBER: _ClassVar[int]
     WAITS_AT_FIELD_NUMBER: _ClassVar[int]
     STANDS_AT_FIELD_NUMBER: _ClassVar[int]
+    WORK_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     stand: Stand
     waits_at: str
     stands_at: str
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., waits_at: _Optional[str] = ..., stands_at: _Optional[str] = ...) -> None: ...
+    work_s: float
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., waits_at: _Optional[str] = ..., stands_at: _Optional[str] = ..., work_s: _Optional[float] = ...) -> None: ...
 
 class Stack(_message.Message):
     __slots__ = ("rank", "generation", "text")
@@ -482,17 +484,25 @@ class StateReply(_message.Message):
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., stage: _Optional[str] = ..., incident: _Optional[int] = ..., summary: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ..., incidents: _Optional[str] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("rank", "process", "stand", "connected", "dead", "heard_s")
+    __slots__ = ("rank", "process", "stand", "connected", "dead", "heard_s", "waits_at", "stands_at", "work_s", "slower")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     STAND_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     DEAD_FIELD_NUMBER: _ClassVar[int]
     HEARD_S_FIELD_NUMBER: _ClassVar[int]
+    WAITS_AT_FIELD_NUMBER: _ClassVar[int]
+    STANDS_AT_FIELD_NUMBER: _ClassVar[int]
+    WORK_S_FIELD_NUMBER: _ClassVar[int]
+    SLOWER_FIELD_NUMBER: _ClassVar[int]
     rank: int
     process: ProcessId
     stand: Stand
     connected: bool
     dead: bool
     heard_s: float
-    def __init__(self, rank: _Optional[int] = ..., process: _Optional[_Union[ProcessId, _Mapping]] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., connected: bool = ..., dead: bool = ..., heard_s: _Optional[float] = ...) -> None: ...
+    waits_at: str
+    stands_at: str
+    work_s: float
+    slower: float
+    def __init__(self, rank: _Optional[int] = ..., process: _Optional[_Union[ProcessId, _Mapping]] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., connected: bool = ..., dead: bool = ..., heard_s: _Optional[float] = ..., waits_at: _Optional[str] = ..., stands_at: _Optional[str] = ..., work_s: _Optional[float] = ..., slower: _Optional[float] = ...) -> None: ...
