@@ -36,12 +36,39 @@ from lastwords.checkpoint.format import TensorSpec, encode_header
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, Part, UnitState, write_part
 from lastwords.controller.core import ControllerCore
-from lastwords.controller.events import Event, FromRank, Published, Send, StartPublish, StartVerify, Tick, Verified
+from lastwords.controller.events import (
+    Died,
+    Event,
+    FromRank,
+    Published,
+    Remember,
+    Send,
+    StartPublish,
+    StartVerify,
+    Tick,
+    Verified,
+)
+from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.state_file import Owner, StateFile
 from lastwords.launcher.core import Begun, Effect, Ended, Updated, Waiting
 from lastwords.launcher.core import Event as LauncherEvent
 from lastwords.launcher.head import Head
 from lastwords.launcher.link import Lines, event_of, to_message
-from lastwords.vocabulary import Exit, Hello, Order, Phase, ProcessId, Raised, Save, Saved, Settled, Stand
+from lastwords.vocabulary import (
+    DeathSource,
+    Exit,
+    Hello,
+    LoopBegin,
+    Order,
+    Phase,
+    ProcessId,
+    Raised,
+    Save,
+    Saved,
+    Settled,
+    Stand,
+    Status,
+)
 
 BUDGET_S = 30.0
 """Planned, verified and published, for 16 384 ranks with 1 000 tensors; fewer ranks have their share."""
@@ -112,6 +139,13 @@ class Core:
         effects = self.core.handle(event, 1.0)
         self.orders += [effect.order for effect in effects if isinstance(effect, Send)]
         return list(effects)
+
+    def train(self) -> None:
+        """All have begun the loop, and ended step 1."""
+        for rank in range(self._ranks):
+            self.tell(FromRank(LoopBegin(rank, 1, 0, 0, 0)))
+        for rank in range(self._ranks):
+            self.tell(FromRank(Status(rank, 1, Stand(Phase.COMPUTING, 1))))
 
     def all_are_told(self) -> None:
         """Everybody got SIGTERM at step 1, and has stopped."""
@@ -292,6 +326,36 @@ def measure(ranks: int, tensors: int, root: Path) -> dict[str, Cost]:
     return costs
 
 
+# ---------------------------------------------------------------------- many ranks die at once
+
+
+def mass_death(ranks: int, directory: Path) -> None:
+    """The second half of the hosts is lost at one moment; what the controller keeps for the next one is written."""
+    core = Core(ranks)
+    core.train()
+    spec = ControllerSpec(JOB, 1, ranks, "127.0.0.1", 1, directory)
+    kept = StateFile(directory / "controller.json", Owner(1, 1), spec, "token")
+    found = [0, 0]
+
+    def tell(event: Event) -> None:
+        for effect in core.tell(event):
+            if isinstance(effect, Remember):
+                kept.write(effect)
+                found[0] += 1
+                found[1] += kept.path.stat().st_size
+
+    print(f"\n{ranks // 2} of {ranks} ranks die at once:")
+    with cost() as deaths:
+        for rank in range(ranks // 2, ranks):
+            tell(Died(rank, DeathSource.ROBUST_MUTEX))
+    line("all deaths are heard", deaths)
+    with cost() as settled:
+        for rank in range(ranks // 2):
+            tell(FromRank(Settled(rank, 1, 1, 1, Stand(Phase.COMPUTING, 1))))
+    line("all others have settled, choice, orders", settled)
+    print(f"kept for the next controller: {found[0]} times, {found[1] / 1e6:.1f} MB in all")
+
+
 # ---------------------------------------------------------------------- a dead rank is replaced
 
 
@@ -330,14 +394,16 @@ def recover(ranks: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--tensors", type=int, default=1000, help="of each rank")
+    parser.add_argument("--tensors", type=int, default=1000, help="of each rank; 0: no checkpoint")
     parser.add_argument("--one-rank", type=int, default=100_000, help="tensors of one rank, to be encoded")
     parser.add_argument("--dir", type=Path, help="where the parts are made; default: a temporary directory")
     arguments = parser.parse_args()
     print(f"a bare loop in Python: another thread waits for up to {bare_pause() * 1000:.0f} ms")
     print(f"before: {peak_mib():.0f} MiB of memory")
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
-        measure(arguments.ranks, arguments.tensors, Path(directory))
+        if arguments.tensors:
+            measure(arguments.ranks, arguments.tensors, Path(directory))
+        mass_death(arguments.ranks, Path(directory))
     recover(arguments.ranks)
     print(f"\none rank with {arguments.one_rank} tensors:")
     for what, found in zip(("its file's header", "its part.json"), encode_one_rank(arguments.one_rank), strict=True):

@@ -52,7 +52,7 @@ class ControllerOptions:
     exit_timeout_s: from Exit (Release, Refused) to the last closed session. start_timeout_s: for all ranks to
     register, and for all to begin the loop. hang_notice_s: without a step that ends until people are told which rank is
     behind, and never less than some of the job's steps take; hang_timeout_s: until that is an incident, 0: never.
-    straggler_notice_s: of being slower than its peers until a rank is named, 0: never.
+    straggler_notice_s: of being slower than its peers until a rank is named.
     has_fallback_target: there is a second directory (target 1).
     """
 

@@ -49,7 +49,7 @@ class Stragglers:
         member.work_s = report.work_s
         context = self._context
         look_s = context.options.straggler_notice_s / LOOKS
-        if report.work_s and look_s and context.state is State.WATCHING and not context.timers.running("stragglers"):
+        if report.work_s and context.state is State.WATCHING and not context.timers.running("stragglers"):
             context.timers.set("stragglers", context.now_s + look_s)
 
     def on_timer(self) -> None:

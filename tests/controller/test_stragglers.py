@@ -39,8 +39,8 @@ class Job(JobDriver):
         return [*notices.items()]
 
 
-def training(ranks: int = 4, *, units: tuple[str, ...] = (), hosts: str = "", notice_s: float = NOTICE_S) -> Job:
-    job = Job(ranks, options=ControllerOptions(straggler_notice_s=notice_s), units=units, hosts=hosts)
+def training(ranks: int = 4, *, units: tuple[str, ...] = (), hosts: str = "") -> Job:
+    job = Job(ranks, units=units, hosts=hosts)
     job.begin_loop(0, 0)
     job.effects = []
     return job
@@ -196,11 +196,6 @@ def test_at_the_end_of_the_loop_nobody_is_named() -> None:
     job.hear(Left(0, GENERATION, Stand(Phase.DONE, job.step)))
     job.train(0.1, 0.1, 0.9, 0.1, looks=LOOKS)
     assert not job.core.slower
-
-
-def test_zero_switches_it_off() -> None:
-    job = training(notice_s=0.0)
-    assert job.train(0.1, 0.1, 0.9, 0.1, looks=3 * LOOKS) == []
 
 
 def test_a_false_alarm_in_between_does_no_harm() -> None:
