@@ -34,7 +34,6 @@ from lastwords.controller.events import (
     Effect,
     Event,
     FromRank,
-    Log,
     NewestKnown,
     Reply,
     SessionClosed,
@@ -133,8 +132,8 @@ class ControllerCore(JobState):
 
     def _remembering(self, effects: list[Effect]) -> list[Effect]:
         """What follows from an event, and before all of it what the next controller has to know of that."""
-        if self._members.loop_go_sent and all(isinstance(effect, Log) for effect in effects):
-            return effects  # of a thousand deaths at once, each is told, but only what is done rests on them
+        if self._succession.may_wait(effects, self._incident):
+            return effects
         numbers = Memory(
             incident=self._incident_number,
             resumed=self._incident_resumed,

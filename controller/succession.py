@@ -7,13 +7,16 @@ old one counts any more; only a checkpoint that was verified, and lacked no more
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lastwords.controller.context import Ended, JobContext
 from lastwords.controller.events import (
     WARNING,
     Discard,
+    Effect,
     Keep,
+    Log,
     Published,
     PublishFailed,
     Remember,
@@ -109,6 +112,19 @@ class Succession:
         self._attempts, self._publishing = (), None
 
     # ------------------------------------------------------------------ for the next one
+
+    def may_wait(self, effects: Sequence[Effect], incident: Incident | None) -> bool:
+        """Whether these effects do nothing that the next controller would have to know of.
+
+        It opens an incident that is certain anew, and misses by itself who has died in it: a thousand deaths at once
+        are kept at once, before what is done about them.
+        """
+        if not effects:
+            return self._context.members.loop_go_sent  # before that, ranks may say where they start
+        kept = None if self.remembered is None else self.remembered.memory
+        if incident is None or kept is None or not kept.certain or kept.incident != incident.number:
+            return False
+        return all(isinstance(effect, Log) for effect in effects)
 
     def remember(self, known: Memory, incident: Incident | None) -> Remember | None:
         """What has to be kept before the effects of an event are carried out; None if that is kept already.
