@@ -15,7 +15,7 @@ from tests.sim.succession import explore_succession
 JOB = JOBS["ddp-two-break"].job
 
 
-@pytest.mark.parametrize(("name", "states"), [("ddp-two-break", 69_015), ("two-break", 50_817)])
+@pytest.mark.parametrize(("name", "states"), [("ddp-two-break", 69_141), ("two-break", 51_099)])
 def test_a_controller_may_be_killed_at_any_instant(name: str, states: int) -> None:
     found = explore_succession(JOBS[name].job, kills_max=1)
     assert found.bad == []
