@@ -5,16 +5,17 @@ g is over: the dead one is started anew, each survivor leaves `main` (told by th
 `Abandon` where no controller protects it yet) and waits. Only when *every* rank waits does g+1 begin, by one `Enter`.
 So no rank of g runs any more when g+1 begins, and whoever resumes finds the checkpoint of g complete.
 
-A rank whose process misses its deadline is killed and replaced as well. What goes wrong again and again ends in `Stop`,
-and so does a failure after a training loop has come to its end: to begin again would be to train again.
+A rank whose process misses its deadline is killed and replaced as well. Where `main` fails each time that it is entered
+again, or would go on with a model that nobody can put back, all processes are replaced. What goes wrong all the same
+ends in `Stop`, and so does a failure after a training loop has come to its end: to begin again would be to train again.
 """
 
 from __future__ import annotations
 
-import enum
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from lastwords.launcher.roster import Place, Rank, Roster
 
 LEAVE_S = 120.0
 """From the first rank that has left `main` until one that has not is killed: `finally` blocks may write files."""
@@ -29,11 +30,19 @@ LEAVE_NOTICE_S = 5.0
 START_NOTICE_S = 30.0
 """From the same instants as LEAVE_S and START_S until people are told for whom everybody waits."""
 
+FIRST_NOTICE_S = 10.0
+"""The same at the first start, from the first rank that waits."""
+
+START_PAUSES_S = (0.0, 1.0, 5.0, 25.0)
+"""Before the first, second, ... process that is started in turn for one rank and never waits; then the job ends."""
+
 NAMED_RANKS_MAX = 8
 """Of thousands of late ranks they are told the first ones."""
 
 FAILURES_MAX = 2
-"""Generations in a row that may fail before their loop has begun."""
+"""Generations in a row that may fail before their loop has begun. The last one is tried in new processes only."""
+
+AGAIN_AND_AGAIN = "main() has failed each time that it was entered again, so all processes are replaced"
 
 DEATHS_MAX = 3
 """Generations in a row that may fail without a step that was saved in between."""
@@ -76,6 +85,13 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """A signal holds the process of `rank`."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The launcher of another host cannot be reached any more."""
 
@@ -95,7 +111,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Waiting | Begun | Updated | Over | Ended | Lost | Tick
+Event = Waiting | Begun | Updated | Over | Ended | Stopped | Lost | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +150,18 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """For people: the others wait for `rank`. what: it has not done; seconds: until it is killed and replaced."""
+    """For people: the others wait for `rank`. what: it has not done; seconds: until it is killed (None: it is not)."""
 
     rank: int
     what: str
-    seconds: float
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Whether the process of `rank` is stopped, which `Stopped` answers; else it may write a checkpoint."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,33 +171,7 @@ class Stop:
     failure: str | None
 
 
-Effect = Start | Enter | Abandon | Kill | Awaited | Stop
-
-
-class Place(enum.Enum):
-    """Where a rank's process is."""
-
-    STARTING = "starting"
-    WAITING = "waiting"
-    IN_MAIN = "in main"
-    DONE = "done"
-
-
-@dataclass(slots=True)
-class _Rank:
-    place: Place = Place.STARTING
-    known: bool = False
-    """It has called `lastwords.run`."""
-    begun: bool = False
-    """Its loop has begun in this generation."""
-    over: bool = False
-    """And has come to its end."""
-    due_s: float | None = None
-    """When it has to have arrived."""
-    told_s: float | None = None
-    """When people are told that it is waited for."""
-    killed: bool = False
-    """Since it had not arrived."""
+Effect = Start | Enter | Abandon | Kill | Awaited | Look | Stop
 
 
 @dataclass(slots=True)
@@ -184,32 +181,27 @@ class LauncherCore:
     world: tuple[int, ...]
     generation: int = 0
     stopped: bool = False
-    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _ranks: Roster = field(init=False)
     _healing: bool = True
     """Between the first sign that a generation is over and the `Enter` of the next one; also at the start."""
     _step: int = 0
     _failures: int = 0
     _deaths: int = 0
     _ended_since: set[int] = field(default_factory=set)
-    """Ranks whose processes have ended since a step was saved."""
+    """Ranks whose processes have ended by themselves since a step was saved."""
     _sources: dict[str, str] = field(default_factory=dict)
-    _places: Counter[Place] = field(default_factory=Counter)
-    """How many ranks are where: with thousands of them, no event may look at all."""
-    _begun: int = 0
-    """How many loops have begun."""
+    _failed_loop: int = 0
+    """Of the loops that `main` has in turn, the one in which processes have ended since the generation is over."""
     _leaving: bool = False
     """A rank has left `main` since the generation was over."""
-    _earliest_s: float | None = None
-    """No rank is due before."""
 
     def __post_init__(self) -> None:
-        self._ranks = {rank: _Rank() for rank in self.world}
-        self._places[Place.STARTING] = len(self._ranks)
+        self._ranks = Roster(self.world)
 
     @property
     def deadline_s(self) -> float | None:
         """When a Tick is due, at the latest."""
-        return self._earliest_s
+        return self._ranks.earliest_s
 
     def place(self, rank: int) -> Place:
         """Where this rank's process is."""
@@ -229,15 +221,21 @@ class LauncherCore:
                     )
                 return self._waiting(rank, step, now_s)
             case Over(rank):
-                self._note(rank, begun=False, over=True)
-                return []
+                return self._loop_over(rank)
             case Begun(rank, step):
-                self._note(rank, begun=True)
+                self._ranks.note(rank, begun=True)
+                self._ranks[rank].loops += 1
+                self._ranks[rank].trained = True
                 self._progress(step)
-                if self._begun == len(self._ranks):
+                if self._ranks.all_begun():
                     self._failures = 0
                 return []
             case Updated():
+                return []
+            case Stopped(rank):
+                one = self._ranks[rank]
+                if one.place is Place.IN_MAIN and one.due_s is not None and one.due_s > now_s + LEAVE_S:
+                    self._ranks.due(one, now_s + LEAVE_S, told_s=now_s)
                 return []
             case Lost(why):
                 return self._stop(why)
@@ -247,20 +245,28 @@ class LauncherCore:
                 return self._tick(now_s)
 
     def _waiting(self, rank: int, step: int, now_s: float) -> list[Effect]:
-        effects: list[Effect] = []
-        self._progress(step)
-        if not self._healing:
-            effects += self._over(rank, now_s)
         one = self._ranks[rank]
+        self._progress(step)
+        if one.place is Place.KILLED:
+            return []  # it has said so before it ends
+        effects = [] if self._healing else self._over(rank, now_s)
+        if self.stopped:
+            return effects
         has_left = one.place is Place.IN_MAIN
-        self._note(rank, begun=False)
-        self._put(rank, Place.WAITING)
-        one.known = True
-        if not self.stopped and self._are_all(Place.WAITING):
-            return [*effects, *self._enter()]
-        if has_left and not self._leaving:
+        self._ranks.note(rank, begun=False)
+        self._ranks.put(rank, Place.WAITING)
+        one.known, one.failed_starts = True, 0
+        if has_left and self._renews():
+            effects.append(self._kill(rank, AGAIN_AND_AGAIN, now_s))
+        elif self._ranks.are_all(Place.WAITING):
+            effects += self._replace_trained(now_s) or self._enter()
+        elif has_left and not self._leaving:
             self._leaving = True
             self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
+        elif self.generation == 0:
+            for _, other in self._ranks.at(Place.STARTING):
+                if other.due_s is None and other.told_s is None and not other.known:
+                    self._ranks.due(other, None, told_s=now_s + FIRST_NOTICE_S)
         return effects
 
     def _progress(self, step: int) -> None:
@@ -271,43 +277,89 @@ class LauncherCore:
 
     def _enter(self) -> list[Effect]:
         self._healing = self._leaving = False
-        self._earliest_s = None
-        for rank in self._ranks:
-            self._put(rank, Place.IN_MAIN)
+        self._failed_loop = 0
+        for rank in self.world:
+            self._ranks.put(rank, Place.IN_MAIN)
+            self._ranks[rank].loops = 0
+        self._ranks.look()
         return [Enter(self.generation, step=self._step)]
+
+    def _replace_trained(self, now_s: float) -> list[Effect]:
+        """Without a checkpoint only a new process has the weights of the beginning, wherever the script makes them."""
+        if self._step:
+            return []
+        why = "it has trained, and nothing is saved that could be loaded"
+        return [self._kill(rank, why, now_s) for rank, one in self._ranks.at(Place.WAITING) if one.trained]
 
     def _ended(self, rank: int, code: int, now_s: float) -> list[Effect]:
         one = self._ranks[rank]
         if code == 0 and not (self._healing and one.known):
-            self._put(rank, Place.DONE)
-            return self._stop(None) if self._are_all(Place.DONE) else []
+            self._ranks.put(rank, Place.DONE)
+            return self._stop(None) if self._ranks.are_all(Place.DONE) else []
         if not one.known:
             return self._stop(f"rank {rank} ended with {code} before it called lastwords.run(main)")
-        if one.over:
+        if self._is_over(one):
             return self._stop(f"rank {rank} ended with {code} after its training loop was over")
-        self._ended_since.add(rank)
-        effects = [] if self._healing else self._over(rank, now_s)
-        if one.place is Place.STARTING:
-            self._failures += 1
-            if self._failures > FAILURES_MAX:
-                return self._stop(f"the process that replaces rank {rank} ended with {code} before it entered main()")
+        effects: list[Effect] = []
+        if one.place is not Place.KILLED:
+            self._ended_since.add(rank)
+            self._failed_loop = max(self._failed_loop, one.loops)
+            effects += [] if self._healing else self._over(rank, now_s)
         if self.stopped:
             return effects
-        self._note(rank, begun=False)
-        return [*effects, self._start(rank, now_s)]
+        one.failed_starts += one.place is Place.STARTING
+        if one.failed_starts >= len(START_PAUSES_S):
+            return self._stop(f"the process that replaces rank {rank} ended with {code} before it entered main()")
+        self._ranks.note(rank, begun=False)
+        return [*effects, *self._start(rank, now_s)]
 
-    def _start(self, rank: int, now_s: float) -> Effect:
-        self._put(rank, Place.STARTING)
-        self._due(self._ranks[rank], now_s + START_S, told_s=now_s + START_NOTICE_S)
+    def _is_over(self, one: Rank) -> bool:
+        """Its loop has come to its end, or that of another rank, which happens when all have."""
+        return one.over or any(other.over and other.loops >= one.loops > 0 for other in self._ranks.ranks.values())
+
+    def _loop_over(self, rank: int) -> list[Effect]:
+        """Nobody looks after this loop any more. All ranks have come to its end, those that have died since as well."""
+        self._ranks.note(rank, begun=False, over=True)
+        one = self._ranks[rank]
+        if self._healing and one.place is Place.IN_MAIN and one.loops >= self._failed_loop > 0:
+            return self._stop("a process has ended after its training loop was over")
+        return []
+
+    def _start(self, rank: int, now_s: float) -> list[Effect]:
+        self._ranks.put(rank, Place.STARTING)
+        one = self._ranks[rank]
+        one.trained, one.loops = False, 0
+        if pause_s := START_PAUSES_S[one.failed_starts]:
+            one.start_s = now_s + pause_s
+            self._ranks.awake_at(one.start_s)
+            return []
+        return [self._start_now(rank, now_s)]
+
+    def _start_now(self, rank: int, now_s: float) -> Effect:
+        self._ranks[rank].start_s = None
+        self._ranks.due(self._ranks[rank], now_s + START_S, told_s=now_s + START_NOTICE_S)
         return Start(rank)
+
+    def _kill(self, rank: int, why: str, now_s: float) -> Effect:
+        self._ranks[rank].failed_starts += self._ranks[rank].place is Place.STARTING
+        self._ranks.put(rank, Place.KILLED)
+        self._ranks.due(self._ranks[rank], now_s + LEAVE_S)
+        return Kill(rank, why)
+
+    def _renews(self) -> bool:
+        """Whether this healing begins all processes anew, since those that have entered `main` again fail in it."""
+        return self._failures == FAILURES_MAX
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
         """This generation is over, and `rank` was the first to show it."""
-        begun = self._begun == len(self._ranks)
+        begun = self._ranks.all_begun()
         self._failures += not begun
         self._deaths += 1
         if self._failures > FAILURES_MAX:
-            return self._stop(f"{self._failures} generations in a row have failed before their training loop began")
+            return self._stop(
+                f"{self._failures} generations in a row have failed before their training loop began, the last one "
+                "with new processes only"
+            )
         if self._deaths > DEATHS_MAX:
             return self._stop(
                 f"{self._deaths} failures in a row, and no step after {self._step} was saved; processes ended of ranks "
@@ -315,63 +367,48 @@ class LauncherCore:
             )
         self._healing = True
         self.generation += 1
-        effects: list[Effect] = []
-        for other, one in self._ranks.items():
-            if one.place is Place.DONE:
-                effects.append(self._start(other, now_s))
-            elif one.place is Place.IN_MAIN and other != rank:
-                if begun:
-                    self._due(one, now_s + END_S)
-                else:
-                    self._due(one, now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
-                    effects.append(Abandon(other))
+        effects = [effect for other, _ in self._ranks.at(Place.DONE) for effect in self._start(other, now_s)]
+        for other, one in self._ranks.at(Place.IN_MAIN):
+            if other == rank:
+                continue
+            if self._renews():
+                effects.append(self._kill(other, AGAIN_AND_AGAIN, now_s))
+            elif begun:
+                self._ranks.due(one, now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
+            else:
+                self._ranks.due(one, now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
+                effects.append(Abandon(other))
         return effects
 
     def _tick(self, now_s: float) -> list[Effect]:
-        if self._earliest_s is None or now_s < self._earliest_s:
+        if self.deadline_s is None or now_s < self.deadline_s:
             return []
         effects: list[Effect] = []
-        for rank, one in self._ranks.items():
-            if one.due_s is None:
-                continue
+        named = 0
+        for rank, one in self._ranks.ranks.items():
             what = "has not left main()" if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"
-            if now_s >= one.due_s and one.killed:
-                return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
-            if now_s >= one.due_s:
-                one.due_s, one.told_s, one.killed = now_s + LEAVE_S, None, True
-                effects.append(Kill(rank, f"it {what} in time"))
+            if one.start_s is not None and now_s >= one.start_s:
+                effects.append(self._start_now(rank, now_s))
+            elif one.due_s is not None and now_s >= one.due_s:
+                if one.place is Place.KILLED:
+                    return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
+                effects.append(self._kill(rank, f"it {what} in time", now_s))
             elif one.told_s is not None and now_s >= one.told_s:
+                seconds = None if one.due_s is None else one.due_s - now_s
+                if one.place is Place.IN_MAIN and seconds is not None and seconds > LEAVE_S:
+                    one.told_s = now_s + START_NOTICE_S
+                    effects.append(Look(rank))
+                    continue
                 one.told_s = None
-                if sum(isinstance(effect, Awaited) for effect in effects) < NAMED_RANKS_MAX:
-                    effects.append(Awaited(rank, what, one.due_s - now_s))
-        instants = (at_s for one in self._ranks.values() for at_s in (one.due_s, one.told_s) if at_s is not None)
-        self._earliest_s = min(instants, default=None)
+                named += 1
+                if named <= NAMED_RANKS_MAX:
+                    effects.append(Awaited(rank, what, seconds))
+        self._ranks.look()
         return effects
 
     def _others_leave_by(self, deadline_s: float, told_s: float) -> None:
-        for one in self._ranks.values():
-            if one.place is Place.IN_MAIN and not one.killed:
-                self._due(one, deadline_s if one.due_s is None else min(one.due_s, deadline_s), told_s)
-
-    def _due(self, one: _Rank, at_s: float, told_s: float | None = None) -> None:
-        one.due_s, one.told_s = at_s, told_s
-        self._earliest_s = min(known for known in (self._earliest_s, at_s, told_s) if known is not None)
-
-    def _put(self, rank: int, place: Place) -> None:
-        """Its process has got there, and is due nowhere."""
-        one = self._ranks[rank]
-        self._places[one.place] -= 1
-        self._places[place] += 1
-        one.place, one.due_s, one.told_s, one.killed = place, None, None, False
-
-    def _are_all(self, place: Place) -> bool:
-        return self._places[place] == len(self._ranks)
-
-    def _note(self, rank: int, *, begun: bool, over: bool = False) -> None:
-        """Where the loop of a rank is."""
-        one = self._ranks[rank]
-        self._begun += begun - one.begun
-        one.begun, one.over = begun, over
+        for _, one in self._ranks.at(Place.IN_MAIN):
+            self._ranks.due(one, deadline_s if one.due_s is None else min(one.due_s, deadline_s), told_s)
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

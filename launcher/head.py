@@ -59,6 +59,9 @@ HOSTS_AT_ONCE = 4096
 CONNECT_S = 60.0
 AGAIN_S = 0.2
 
+STORE_S = 60.0
+"""How long a store for the next generation is tried for, where ports, descriptors or memory are short."""
+
 
 class Head:
     """Directs the ranks 0 .. size - 1. address: of this host, where the stores are. Thread of the selector."""
@@ -112,7 +115,7 @@ class Head:
                 number = self._first + generation
                 self._recovery.entered(number, mono_s())
                 # Each generation has a store of its own: in the one before it, ranks would find addresses of the dead.
-                self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+                self._store = _new_store(self._address)
                 self._tell_all(Enter(number, self._store.port, step))
             case Stop():
                 self._tell_all(effect)
@@ -280,6 +283,21 @@ def _tell_of(line: str, record: Path | None) -> None:
                 file.write(line + "\n")
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"lastwords run: {sentence(line, incident)}\n")
+
+
+def _new_store(address: str) -> TCPStore:
+    """RuntimeError, as of torch, if it cannot be had for `STORE_S`. All ranks wait meanwhile, so this thread may."""
+    deadline_mono_s, said = mono_s() + STORE_S, False
+    while True:
+        try:
+            return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            if mono_s() > deadline_mono_s:
+                raise
+            if not said:
+                _log.warning("no store can be made on this host: %s; it is tried again for %g s", error, STORE_S)
+            said = True
+            time.sleep(AGAIN_S)
 
 
 def _reach(invitation: Callable[[], str]) -> tuple[socket.socket, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -26,9 +27,11 @@ from lastwords.launcher.core import (
     Enter,
     Event,
     Kill,
+    Look,
     Over,
     Start,
     Stop,
+    Stopped,
     Updated,
     Waiting,
 )
@@ -42,7 +45,14 @@ NO_RANK = "not known before lastwords.run(main)"
 """In place of a spare's rank: a script that reads it earlier fails at once, and does not go on as another rank."""
 
 SPARE_DEATHS_MAX = 3
-"""Spares that may die before they are used; then there is none any more."""
+"""Spares in a row that may die before one is used; then there is none any more."""
+
+SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS}
+"""Of descriptors, processes or memory: they pass, and a job is not to end for them."""
+
+SHORTAGE_PAUSE_S = 0.5
+SHORTAGE_TRIES_MAX = 120
+"""What cannot be done for lack of them is tried again after each pause, so often."""
 
 RESTOCK_S = 10.0
 """From the use of a spare or a controller until another one is prepared, which takes seconds of processor time."""
@@ -79,6 +89,8 @@ class Host:
         self._links: dict[int, socket.socket] = {}
         self._controllers = Controllers()
         self._restock_due_s: float | None = None
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._said: set[str] = set()
         self._selector = selector
         self._report = report
         self._server = server
@@ -93,7 +105,8 @@ class Host:
     @property
     def due_in_s(self) -> float | None:
         """When `tick` is wanted."""
-        return None if self._restock_due_s is None else max(0.0, self._restock_due_s - mono_s())
+        dues_s = [due_s for due_s, _ in self._later] + ([] if self._restock_due_s is None else [self._restock_due_s])
+        return max(0.0, min(dues_s) - mono_s()) if dues_s else None
 
     def tick(self) -> None:
         """Time has passed."""
@@ -101,6 +114,11 @@ class Host:
             self._restock_due_s = None
             self._restock()
             self._controllers.prepare()
+        now_s = mono_s()
+        due = [act for due_s, act in self._later if due_s <= now_s]
+        self._later = [one for one in self._later if one[0] > now_s]
+        for act in due:
+            act()
 
     def end(self) -> None:
         """Spares and the controller that waits end; ranks go on."""
@@ -132,8 +150,11 @@ class Host:
             case Awaited(rank, what, seconds):
                 pid = self.processes[rank].pid
                 stopped = f" and is stopped (`kill -CONT {pid}` lets it go on)" if process_id.is_stopped(pid) else ""
-                wait = f"all others wait for it, and it is killed and replaced in {seconds:.0f} s"
-                _log.warning("rank %d (pid %d) %s%s; %s", rank, pid, what, stopped, wait)
+                end = "" if seconds is None else f", and it is killed and replaced in {seconds:.0f} s"
+                _log.warning("rank %d (pid %d) %s%s; all others wait for it%s", rank, pid, what, stopped, end)
+            case Look(rank):
+                if process_id.is_stopped(self.processes[rank].pid):
+                    self._report(Stopped(rank))
             case Stop():
                 self.result = effect
 
@@ -173,14 +194,32 @@ class Host:
         self._at_the_end_of(process, ended)
 
     def _at_the_end_of(self, process: subprocess.Popen[bytes], ended: Callable[[], None]) -> None:
-        pidfd = os.pidfd_open(process.pid)
+        def watch() -> None:
+            pidfd = os.pidfd_open(process.pid)
 
-        def once() -> None:
-            self._selector.unregister(pidfd)
-            os.close(pidfd)
-            ended()
+            def once() -> None:
+                self._selector.unregister(pidfd)
+                os.close(pidfd)
+                ended()
 
-        self._selector.register(pidfd, selectors.EVENT_READ, once)
+            self._selector.register(pidfd, selectors.EVENT_READ, once)
+
+        self._try(f"process {process.pid} cannot be watched", watch)
+
+    def _try(self, failure: str, act: Callable[[], None], tries: int = 1) -> None:
+        """`act`, once more after a pause where something is short. OSError if it is so all the time."""
+        try:
+            act()
+        except OSError as error:
+            if error.errno not in SHORTAGES or tries > SHORTAGE_TRIES_MAX:
+                raise
+            self._say_once(f"{failure}: {error}; it is tried again for {SHORTAGE_TRIES_MAX * SHORTAGE_PAUSE_S:g} s")
+            self._later.append((mono_s() + SHORTAGE_PAUSE_S, lambda: self._try(failure, act, tries + 1)))
+
+    def _say_once(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning("%s", what)
 
     def _forget(self, link: socket.socket) -> None:
         """A process and its link end at the same time, and either may be seen first."""
@@ -188,7 +227,12 @@ class Host:
             self._selector.unregister(link)
 
     def _accept(self) -> None:
+        self._selector.unregister(self._server)  # or a connection that cannot be taken is seen again and again
+        self._try("a process of this job cannot connect", self._take)
+
+    def _take(self) -> None:
         link, _ = self._server.accept()
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         lines, who = Lines(), _Who()
 
         def heard() -> bool:
@@ -293,7 +337,7 @@ class Host:
                     context._numa_options, out=out, err=err,
                 )  # fmt: skip
             except OSError as error:
-                _log.error("no process can be started for rank %d: %s", rank, error)
+                self._say_once(f"no process can be started for rank {rank}: {error}; it is tried again a few times")
                 return self._report(Ended(rank, 1))
         context.subprocess_handlers[local] = process
         self.processes[rank] = process.proc
@@ -309,6 +353,7 @@ class Host:
         for one in self._spares:
             if one.ready and one.process.proc.poll() is None and context.args[local] == context.args[0]:
                 self._spares.remove(one)
+                self._spares_died = 0
                 return one
         return None
 
@@ -328,7 +373,8 @@ class Host:
         try:
             handler = Process(context.entrypoint, context.args[0], env, None, None, 0, context._numa_options)
         except OSError as error:
-            _log.warning("no spare can be started: %s", error)
+            self._say_once(f"no spare can be started: {error}; it is tried again every {RESTOCK_S:g} s")
+            self._restock_in(RESTOCK_S)
             return False
         spare = Spare(handler)
         self._spares.append(spare)
@@ -345,7 +391,7 @@ class Host:
         what = "another one is started" if more else "no other one is started any more"
         _log.warning("a spare (pid %d) ended with %s; %s", spare.process.proc.pid, spare.process.proc.wait(), what)
         if more:
-            self._start_spare()
+            self._restock_in(0.0 if self._spares_died == 1 else RESTOCK_S)
 
 
 class _Who:

@@ -29,8 +29,8 @@ SPARE = "LASTWORDS_SPARE"
 
 LINE_BYTES_MAX = 1 << 20
 
-_EVENTS = (core.Waiting, core.Begun, core.Updated, core.Over, core.Ended, core.Lost)
-_EFFECTS = (core.Start, core.Enter, core.Abandon, core.Kill, core.Awaited, core.Stop)
+_EVENTS = (core.Waiting, core.Begun, core.Updated, core.Over, core.Ended, core.Stopped, core.Lost)
+_EFFECTS = (core.Start, core.Enter, core.Abandon, core.Kill, core.Awaited, core.Look, core.Stop)
 
 
 def to_message(what: core.Event | core.Effect) -> dict[str, Any]:

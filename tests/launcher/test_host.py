@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from lastwords.launcher import host as module
-from lastwords.launcher.core import Awaited
+from lastwords.launcher.core import Awaited, Event, Look, Stopped
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
 from lastwords.launcher.processes import ended_badly
 from tests import golden
@@ -112,3 +113,118 @@ def test_who_is_waited_for_and_how_to_let_it_go_on_is_said(host: Host, caplog: p
         process.kill()
         process.wait()
     golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
+
+
+def test_who_is_looked_at_is_reported_only_if_it_is_stopped(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Event] = []
+    monkeypatch.setattr(host, "_report", reports.append)
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        host.processes[0] = process
+        host.obey(Look(0))
+        assert reports == []
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        host.obey(Look(0))
+        assert reports == [Stopped(0)]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_first_start_waits_for_as_long_as_it_takes_and_says_so(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        host.processes[0] = process
+        host.obey(Awaited(0, "has not reached lastwords.run(main)", None))
+    finally:
+        process.kill()
+        process.wait()
+    golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
+
+
+class Shortage:
+    """An action for which there are no descriptors so many times."""
+
+    def __init__(self, times: int, number: int = errno.EMFILE) -> None:
+        self.times, self.number, self.done = times, number, 0
+
+    def __call__(self) -> None:
+        self.times -= 1
+        if self.times >= 0:
+            raise OSError(self.number, os.strerror(self.number))
+        self.done += 1
+
+
+def test_what_is_short_is_waited_for_and_said_once(host: Host, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    act = Shortage(module.SHORTAGE_TRIES_MAX)
+    host._try("process 7 cannot be watched", act)
+    while not act.done:
+        assert host.due_in_s == pytest.approx(module.SHORTAGE_PAUSE_S)
+        host.tick()
+        clock.now_s += module.SHORTAGE_PAUSE_S
+        host.tick()
+    assert host.due_in_s is None
+    golden.says("\n".join(caplog.messages))
+
+
+def test_a_shortage_that_lasts_and_any_other_failure_are_errors(host: Host, clock: Clock) -> None:
+    with pytest.raises(PermissionError):
+        host._try("process 7 cannot be watched", Shortage(1, errno.EPERM))
+    host._try("process 7 cannot be watched", Shortage(module.SHORTAGE_TRIES_MAX + 1))
+    for _ in range(module.SHORTAGE_TRIES_MAX - 1):
+        clock.now_s += module.SHORTAGE_PAUSE_S
+        host.tick()
+    clock.now_s += module.SHORTAGE_PAUSE_S
+    with pytest.raises(OSError, match="Errno"):
+        host.tick()
+
+
+def test_a_connection_that_cannot_be_taken_is_taken_later(
+    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, shortage = host._server.accept, Shortage(1)
+    monkeypatch.setattr(host, "_server", Accepts(host._server, lambda: (shortage(), accept())[1]))
+    host._selector.register(host._server, selectors.EVENT_READ, host._accept)
+    host._server.listen()
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(host._server.getsockname())
+        host._accept()
+        assert not host._selector.select(0), "or it would be tried again without a pause"
+        clock.now_s += module.SHORTAGE_PAUSE_S
+        host.tick()
+        assert len(host._selector.get_map()) == 2
+
+
+class Accepts:
+    """A socket whose `accept` is another one."""
+
+    def __init__(self, one: socket.socket, accept: Callable[[], object]) -> None:
+        self._one, self.accept = one, accept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._one, name)
+
+
+def test_spares_that_die_in_a_row_are_counted_until_one_is_used(host: Host, clock: Clock, started: list[str]) -> None:
+    def spare_ends() -> None:
+        spare = host._spares[0]
+        spare.process.proc.wait = lambda: 1
+        host._spare_ended(spare)
+        clock.now_s += RESTOCK_S
+        host.tick()
+
+    host._restock()
+    for _ in range(module.SPARE_DEATHS_MAX):
+        spare_ends()
+    used = host._spares[0]
+    used.ready, used.process.proc.poll = True, lambda: None
+    assert host._take_spare(0) is used
+    host._restock()
+    for _ in range(module.SPARE_DEATHS_MAX):
+        spare_ends()
+        assert len(host._spares) == 1
+    spare_ends()
+    assert host._spares == []

@@ -1,0 +1,107 @@
+"""Where the process of each rank is, and when something has to have happened to it; part of core.py, and pure.
+
+With thousands of ranks no event may look at all of them: how many are where is counted as they move.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+class Place(enum.Enum):
+    """Where a rank's process is."""
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    IN_MAIN = "in main"
+    DONE = "done"
+    KILLED = "killed"
+    """By us, and its end has not been seen: whatever the process says is too late."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """What is known of one rank. Times are in seconds, by the caller's clock."""
+
+    place: Place = Place.STARTING
+    known: bool = False
+    """It has called `lastwords.run`."""
+    begun: bool = False
+    """Its loop has begun in this generation."""
+    over: bool = False
+    """And has come to its end."""
+    loops: int = 0
+    """How many have begun in this generation: `main` may have several in turn."""
+    trained: bool = False
+    """A loop has begun in this process."""
+    failed_starts: int = 0
+    """Processes in a row that have ended before they waited."""
+    start_s: float | None = None
+    """When its next process is started."""
+    due_s: float | None = None
+    """When it has to have arrived."""
+    told_s: float | None = None
+    """When people are told that it is waited for."""
+
+
+@dataclass(slots=True)
+class Roster:
+    """All ranks of a job."""
+
+    world: tuple[int, ...]
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    begun: int = 0
+    """How many loops have begun."""
+    earliest_s: float | None = None
+    """Nothing is due before."""
+    _places: Counter[Place] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ranks = {rank: Rank() for rank in self.world}
+        self._places[Place.STARTING] = len(self.ranks)
+
+    def __getitem__(self, rank: int) -> Rank:
+        return self.ranks[rank]
+
+    def at(self, place: Place) -> Iterator[tuple[int, Rank]]:
+        """Those whose process is there; it may move meanwhile."""
+        return ((rank, one) for rank, one in [*self.ranks.items()] if one.place is place)
+
+    def are_all(self, place: Place) -> bool:
+        """No rank is elsewhere."""
+        return self._places[place] == len(self.ranks)
+
+    def put(self, rank: int, place: Place) -> None:
+        """Its process has got there, and is due nowhere."""
+        one = self.ranks[rank]
+        self._places[one.place] -= 1
+        self._places[place] += 1
+        one.place, one.due_s, one.told_s, one.start_s = place, None, None, None
+
+    def note(self, rank: int, *, begun: bool, over: bool = False) -> None:
+        """Where the loop of a rank is."""
+        one = self.ranks[rank]
+        self.begun += begun - one.begun
+        one.begun, one.over = begun, over
+
+    def all_begun(self) -> bool:
+        """A controller looks after every rank."""
+        return self.begun == len(self.ranks)
+
+    def due(self, one: Rank, at_s: float | None, told_s: float | None = None) -> None:
+        """When it has to have arrived (None: whenever it does), and when people are told."""
+        one.due_s, one.told_s = at_s, told_s
+        self.awake_at(at_s, told_s)
+
+    def awake_at(self, *instants_s: float | None) -> None:
+        """Something is due then, where it is not None."""
+        self.earliest_s = min((at_s for at_s in (self.earliest_s, *instants_s) if at_s is not None), default=None)
+
+    def look(self) -> None:
+        """What is due has been done; when is the next?"""
+        self.earliest_s = None
+        for one in self.ranks.values():
+            self.awake_at(one.start_s, one.due_s, one.told_s)

@@ -1,0 +1,324 @@
+"""The launcher's decisions in all schedules of small jobs, with deaths at every point."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from lastwords.launcher.core import (
+    Abandon,
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Event,
+    Kill,
+    LauncherCore,
+    Over,
+    Start,
+    Stop,
+    Tick,
+    Waiting,
+)
+from lastwords.launcher.roster import Place, Rank
+
+KILLED = -9
+ALIVE = ("starting", "waiting", "main")
+
+
+@dataclass
+class Process:
+    """Of one rank: "starting", "waiting", "main", "gone", or "done"."""
+
+    state: str = "starting"
+    known: bool = False
+    entries: int = 0
+    generation: int = -1
+    begun: bool = False
+    trained: bool = False
+    """A loop has begun in it, so what is outside of `main` may have changed."""
+    over: bool = False
+    """It has said that its loop is over."""
+    told: bool = False
+    """To leave main: by the controller once all had begun, or by the launcher."""
+    condemned: bool = False
+    """To be killed; what it does before arrives as well."""
+    unseen: int | None = None
+    """Its exit code, of which the launcher has not heard."""
+
+
+@dataclass
+class World:
+    """A core and the processes that it directs. faulty: `main` raises wherever a process enters it once more."""
+
+    core: LauncherCore
+    deaths_left: int
+    faulty: bool
+    processes: list[Process]
+    step: int = 0
+    """Newest one that is saved; 0: none."""
+    released: bool = False
+    """All loops have come to their end."""
+    said: bool = False
+    """By a rank: those that died before they could are the only ones who knew else."""
+    may_stop: bool = False
+    late: int = 0
+    """How often a deadline may pass although something else could have happened."""
+    now_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def key(self) -> str:
+        core = self.core
+        counts = core.generation, core._failures, core._deaths, core._step, core._failed_loop, self.deaths_left
+        flags = core._healing, core.stopped, core._leaving, self.released, self.said, self.step, self.late
+        return repr((core._ranks.ranks, counts, flags, self.processes))
+
+    def handle(self, event: Event) -> list[Effect]:
+        effects = self.core.handle(event, self.now_s)
+        for effect in effects:
+            match effect:
+                case Start(rank):
+                    self.processes[rank] = Process(known=self.processes[rank].known)
+                case Abandon(rank):
+                    self.processes[rank].told = True
+                case Kill(rank):
+                    self.processes[rank].condemned = True
+                case Enter(generation):
+                    self.enter(generation)
+                case Stop(failure) if failure is not None and not self.may_stop:
+                    self.wrong.append(f"the job is given up: {failure}")
+        return effects
+
+    def enter(self, generation: int) -> None:
+        if self.said:
+            self.wrong.append("a job that has ended trains again")
+        self.released = False
+        for rank, one in enumerate(self.processes):
+            if one.state == "main":
+                self.wrong.append(f"rank {rank} is still in generation {one.generation} when {generation} begins")
+            if one.state != "waiting":
+                continue
+            if one.condemned:
+                self.wrong.append(f"rank {rank} enters main, and is to be killed")
+            if one.trained and not self.core._step:
+                self.wrong.append(f"rank {rank} begins anew in a process that has trained")
+            one.state, one.generation, one.entries = "main", generation, one.entries + 1
+            one.begun = one.told = one.over = False
+
+    def moves(self) -> Iterator[Callable[[World], object]]:
+        all_in = all(one.state == "main" for one in self.processes)
+        trains = all_in and all(one.begun and not one.told for one in self.processes)
+        for rank, one in enumerate(self.processes):
+            if self.deaths_left and one.state in ALIVE:
+                yield lambda world, rank=rank: world.kill(rank)
+                if trains and not self.released and not self.step:
+                    yield lambda world, rank=rank: world.kill(rank, saves=True)
+            if one.condemned and one.state in ALIVE:
+                yield lambda world, rank=rank: world.die(rank, KILLED)
+            if one.unseen is not None:
+                yield lambda world, rank=rank: world.see(rank)
+            elif one.state == "starting":
+                yield lambda world, rank=rank: world.arrive(rank)
+            elif one.state == "main":
+                yield from self.moves_in_main(rank, one, all_in)
+        if trains and not self.released:
+            yield lambda world: world.release()
+        if self.late and any(one.state == "main" and one.told for one in self.processes):
+            yield lambda world: world.be_late()
+
+    def moves_in_main(self, rank: int, one: Process, all_in: bool) -> Iterator[Callable[[World], object]]:
+        fails = self.faulty and one.entries > 1
+        if one.told and (one.over or not self.released):
+            yield lambda world: world.arrive(rank)
+        if self.released and not one.over:
+            yield lambda world: world.end_loop(rank)
+        if self.released and one.over:
+            yield lambda world: world.finish(rank)
+        if fails and not one.told:
+            yield lambda world: world.die(rank, 1)
+        if all_in and not one.begun and not fails:
+            yield lambda world: world.begin(rank)
+
+    def kill(self, rank: int, saves: bool = False) -> None:
+        one = self.processes[rank]
+        self.deaths_left -= 1
+        self.may_stop |= self.released or not one.known
+        self.step += saves
+        self.die(rank, KILLED)
+
+    def die(self, rank: int, code: int) -> None:
+        one = self.processes[rank]
+        trained = all(other.state == "main" and other.begun for other in self.processes) and not self.released
+        one.state, one.unseen = "gone", code
+        for other in self.processes:
+            other.told |= trained and other.state == "main"
+
+    def see(self, rank: int) -> None:
+        code, self.processes[rank].unseen = self.processes[rank].unseen, None
+        assert code is not None
+        self.handle(Ended(rank, code))
+
+    def arrive(self, rank: int) -> None:
+        one = self.processes[rank]
+        left = one.state == "main"
+        one.state, one.begun, one.told, one.known = "waiting", False, False, True
+        self.handle(Waiting(rank, self.step if left else 0))
+
+    def begin(self, rank: int) -> None:
+        self.processes[rank].begun = self.processes[rank].trained = True
+        self.handle(Begun(rank, self.step))
+
+    def release(self) -> None:
+        self.released = True
+
+    def end_loop(self, rank: int) -> None:
+        self.processes[rank].over = self.said = True
+        self.handle(Over(rank))
+
+    def finish(self, rank: int) -> None:
+        self.processes[rank].state, self.processes[rank].unseen = "done", 0
+
+    def be_late(self) -> None:
+        self.late -= 1
+        self.wait()
+
+    def wait(self) -> bool:
+        """Until something is due that changes anything; False if nothing ever is."""
+        while (due_s := self.core.deadline_s) is not None:
+            self.now_s = due_s
+            if {type(effect) for effect in self.handle(Tick())} & {Start, Kill, Stop}:
+                return True
+        return False
+
+
+def explore(
+    ranks: int, deaths: int, make: Callable[[tuple[int, ...]], LauncherCore], faulty: bool = False, late: int = 0
+) -> tuple[int, list[str]]:
+    """Distinct states, and what was wrong in them. With two disturbances a job may be given up."""
+    processes = [Process() for _ in range(ranks)]
+    first = World(make(tuple(range(ranks))), deaths, faulty, processes, may_stop=deaths + faulty + late > 2, late=late)
+    seen, queue, wrong = {first.key()}, [first], []
+    while queue and len(wrong) < 20:
+        world = queue.pop()
+        if world.core.stopped:
+            continue
+        moves = list(world.moves())
+        if not moves:
+            if not world.wait():
+                wrong.append(f"stuck: {world.processes}, {[one.place for one in world.core._ranks.ranks.values()]}")
+            wrong += world.wrong
+            moves = [lambda world: None]
+        for move in moves:
+            after = copied(world)
+            move(after)
+            wrong += after.wrong
+            if after.key() not in seen:
+                seen.add(after.key())
+                queue.append(after)
+    return len(seen), wrong
+
+
+def copied(world: World) -> World:
+    """`copy.deepcopy` takes ten times as long."""
+    core = copy.copy(world.core)
+    core._ended_since, core._sources = set(core._ended_since), {}
+    core._ranks = copy.copy(core._ranks)
+    core._ranks.ranks = {rank: copy.copy(one) for rank, one in core._ranks.ranks.items()}
+    core._ranks._places = copy.copy(core._ranks._places)
+    processes = [copy.copy(one) for one in world.processes]
+    return replace(world, core=core, processes=processes, wrong=[])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "deaths", "faulty", "late"),
+    [
+        (2, 2, False, 0),
+        (3, 1, False, 0),
+        (3, 1, True, 0),
+        (2, 1, True, 1),
+        (3, 1, False, 1),
+        pytest.param(3, 2, False, 1, marks=pytest.mark.thorough),
+    ],
+)
+def test_in_every_schedule_all_ranks_enter_together_or_the_job_stops(
+    ranks: int, deaths: int, faulty: bool, late: int
+) -> None:
+    states, wrong = explore(ranks, deaths, LauncherCore, faulty, late)
+    print(f"{ranks} ranks, {deaths} deaths: {states} states")
+    assert wrong == []
+
+
+class Hasty(LauncherCore):
+    """Enters as soon as somebody waits while nobody starts."""
+
+    def _waiting(self, rank: int, step: int, now_s: float) -> list[Effect]:
+        effects = super()._waiting(rank, step, now_s)
+        if Place.STARTING not in {one.place for one in self._ranks.ranks.values()} and not effects and self._healing:
+            return self._enter()
+        return effects
+
+
+class Forgetful(LauncherCore):
+    """Starts nobody in the place of the dead."""
+
+    def _ended(self, rank: int, code: int, now_s: float) -> list[Effect]:
+        return [effect for effect in super()._ended(rank, code, now_s) if not isinstance(effect, Start)]
+
+
+class Deaf(LauncherCore):
+    """Tells nobody to leave a generation that no controller looks after, and never loses patience."""
+
+    def _over(self, rank: int, now_s: float) -> list[Effect]:
+        return [effect for effect in super()._over(rank, now_s) if not isinstance(effect, Abandon)]
+
+    def _tick(self, now_s: float) -> list[Effect]:
+        self._ranks.earliest_s = None
+        return []
+
+
+class Trusting(LauncherCore):
+    """Lets those that have trained go on without a checkpoint."""
+
+    def _replace_trained(self, now_s: float) -> list[Effect]:
+        return []
+
+
+class Lenient(LauncherCore):
+    """Believes those that are to be killed."""
+
+    def _kill(self, rank: int, why: str, now_s: float) -> Effect:
+        place = self.place(rank)
+        effect = super()._kill(rank, why, now_s)
+        self._ranks.put(rank, place)
+        return effect
+
+
+class Untiring(LauncherCore):
+    """Goes on with healing where the loops have come to their end."""
+
+    def _is_over(self, one: Rank) -> bool:
+        return one.over
+
+    def _loop_over(self, rank: int) -> list[Effect]:
+        self._ranks.note(rank, begun=False, over=True)
+        return []
+
+
+class Conservative(LauncherCore):
+    """Keeps the processes whose `main` fails whenever they enter it again."""
+
+    def _renews(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("broken", [Hasty, Forgetful, Deaf, Trusting, Untiring])
+def test_a_broken_rule_is_found(broken: type[LauncherCore]) -> None:
+    assert explore(3, 1, broken)[1]
+
+
+def test_a_broken_rule_is_found_where_main_fails_or_a_deadline_passes() -> None:
+    assert explore(2, 1, Conservative, faulty=True)[1]
+    assert explore(2, 1, Lenient, late=1)[1]
