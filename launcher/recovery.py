@@ -116,7 +116,10 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
     found = [f"{word} after {_since(died_s, at)}" for what, word in moments for at in _last(incident or _NONE, what)]
     found += [f"replaced after {_since(died_s, at)}" for at in _last(record, "ready")]
     found += [f"training again after {_since(died_s, at)}" for at in _last(record, "updated")]
-    dead = {one["rank"]: one["code"] for one in record["events"] if one["what"] == "died"}
+    dead: dict[int, int] = {}
+    for one in record["events"]:
+        if one["what"] == "died":  # a replacement may have died, too, and matters less
+            dead.setdefault(one["rank"], one["code"])
     who = ", ".join(f"rank {rank} died ({_end(code)})" for rank, code in dead.items())
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
     return f"{who}: {', '.join(found)}; {_saved(record['step'], incident)}"

@@ -88,6 +88,13 @@ def test_a_rank_that_dies_before_all_train_again_belongs_to_the_same_recovery() 
     assert "rank 1 died (SIGKILL), rank 2 died (SIGKILL)" in sentence(json.dumps(record), None)
 
 
+def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_that_of_its_replacements() -> None:
+    recovery = training()
+    recovery.died(1, KILLED, 20.0)
+    recovery.died(1, 1, 20.1)
+    assert sentence(json.dumps(again(recovery)), None).startswith("rank 1 died (SIGKILL): ")
+
+
 def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> None:
     line = json.dumps({"began_mono_s": 10.0})
     older = json.dumps({"outcome": "SAVED", "known_mono_s": 9.0, "step": 3})
