@@ -21,6 +21,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from lastwords.errors import ConfigError
 from lastwords.launcher.agent import HealingAgent
+from lastwords.launcher.claim import claim
 
 SPARE_BYTES = 200_000_000
 """What Python and torch alone take of memory that no other process shares."""
@@ -67,7 +68,13 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(f"--nproc-per-node is {config.nproc_per_node}; it is a number of ranks, from 1")
     if not isinstance(command, str):
         raise ConfigError("--run-path runs the script in the launcher's own process, which cannot be replaced")
-    _launch(config, command, command_arguments, arguments.spares)
+    meeting = [config.rdzv_backend, config.rdzv_endpoint, config.run_id]
+    claimed = claim([command, *map(str, command_arguments)], meeting, most)
+    try:
+        _launch(config, command, command_arguments, arguments.spares)
+    finally:
+        for one in claimed:
+            one.close()
 
 
 def available_memory_bytes() -> int:
