@@ -37,6 +37,7 @@ from lastwords.launcher.core import (
 )
 from lastwords.launcher.link import SPARE, Lines, send
 from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
+from lastwords.launcher.standby import Standby
 from lastwords.liveness import process_id
 
 _log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Host:
         self._spares: list[Spare] = []
         self._links: dict[int, socket.socket] = {}
         self._controllers = Controllers()
+        self._standby = Standby()
         self._restock_due_s: float | None = None
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
@@ -129,6 +131,7 @@ class Host:
         for link in self._links.values():
             link.close()
         self._controllers.end()
+        self._standby.end()
         directory = Path(self._server.getsockname()).parent
         self._server.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -181,6 +184,7 @@ class Host:
                 # that died while it started it would wait for ever: torch asks for its parent a moment too late.
                 kill_group(process.pid)
             code = self.codes[rank] = process.wait()
+            self._standby.ended(rank)
             link = self._links.get(rank)
             if link is not None:
                 self._hear_the_last(link)
@@ -273,6 +277,8 @@ class Host:
             self._report(Updated(who.rank))
         elif who.rank is not None and "over" in message:
             self._report(Over(who.rank))
+        elif who.rank is not None and "state" in message:
+            self._standby.controlled(who.rank, Path(message["state"]))
         elif who.rank is not None and "controller" in message:
             self._hand_out(link, message["controller"], message["asked"])
 

@@ -2,7 +2,8 @@
 
 From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "record": path of incidents.jsonl or "",
 "sources": digests by path}, {"begun": step after which its loop goes on}, {"updated": true} after its first step,
-{"over": true} after the loop, {"controller": work, "asked": number}.
+{"over": true} after the loop, {"state": path of what a controller of this host keeps for the one that follows it},
+{"controller": work, "asked": number}.
 To a worker: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p,
 "step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more, and {"controller":
 [pid, answer] or null, "asked": number}.

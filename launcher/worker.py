@@ -160,6 +160,11 @@ class Stay:
         with contextlib.suppress(OSError):
             send(self._link, {"begun": step})
 
+    def controlled(self, path: Path) -> None:
+        """A controller of this host looks after this rank."""
+        with contextlib.suppress(OSError):
+            send(self._link, {"state": str(path)})
+
     def updated(self) -> None:
         """The first step of this stay is over."""
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ TRIES_MAX = 3
 
 
 class ControllerWatch:
-    """Belongs to a rank; harmless on a host without a controller. `start` and `stop` by any thread.
+    """Harmless on a host without a controller. `start` and `stop` by any thread. name: of the rank, for people.
 
     when_ended: has a process watched. living_before: living ranks of this host that come before this one. wanted:
     whether this rank still needs a controller, which is not so once it knows how its job ends.
@@ -39,13 +39,13 @@ class ControllerWatch:
 
     def __init__(
         self,
-        rank: int,
+        name: str,
         path: Path,
-        when_ended: Callable[[ProcessId, Callable[[], None]], None],
+        when_ended: Callable[[ProcessId, Callable[[], None]], object],
         living_before: Callable[[], int],
         wanted: Callable[[], bool],
     ) -> None:
-        self._rank = rank
+        self._name = name
         self._path = path
         self._when_ended = when_ended
         self._living_before = living_before
@@ -62,7 +62,7 @@ class ControllerWatch:
         try:
             self._when_ended(process, self._on_end)
         except UnavailableError as error:
-            _log.info("rank %d does not watch the controller: %s", self._rank, error)
+            _log.info("%s does not watch the controller: %s", self._name, error)
 
     def stop(self) -> None:
         """A controller that ends from now on is nobody's business here."""
@@ -79,7 +79,7 @@ class ControllerWatch:
             if self._until_another_serves():
                 self.start()
         except Exception:  # outermost frame of this thread: training goes on without a controller
-            _log.exception("rank %d could not see to it that a controller serves", self._rank)
+            _log.exception("%s could not see to it that a controller serves", self._name)
 
     def _until_another_serves(self) -> bool:
         """True once a controller lives; False if none is wanted, or none can be had from here."""
@@ -109,13 +109,13 @@ class ControllerWatch:
             owner = state_file.owner(self._path)
             if owner is None or owner.is_running:
                 return True  # another rank was faster, or the job is over
-            _log.warning("rank %d could not start the controller again: %s", self._rank, error)
+            _log.warning("%s could not start the controller again: %s", self._name, error)
             return self._tries < TRIES_MAX
         self._tries = 0
         _log.warning(
-            "the controller (process %d) was killed; rank %d has started it again as process %d",
+            "the controller (process %d) was killed; %s has started it again as process %d",
             killed_pid,
-            self._rank,
+            self._name,
             handle.pid,
         )
         return True

@@ -140,14 +140,17 @@ class Protection:
         )
         self._ring.start()
         start = (agreement.job, agreement.generation)
+        state_path = paths.state_path(*start, agreement.nonce)
         self._watch = ControllerWatch(
-            self._world.rank,
-            paths.state_path(*start, agreement.nonce),
+            f"rank {self._world.rank}",
+            state_path,
             self._ring.when_ended,
             lambda: living_before(self._world.rank, *start, agreement.nonce),
             lambda: not (self.closed or self._departure.decided),
         )
         self._watch.start()
+        if state_path.exists() and (leaver := reentry.leaver()) is not None:
+            leaver.controlled(state_path)
         if self._ring.is_first:
             leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
 

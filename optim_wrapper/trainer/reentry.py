@@ -16,6 +16,9 @@ class Leaver(Protocol):
         incident went. Any thread, returns at once.
         """
 
+    def controlled(self, path: Path) -> None:
+        """A controller of this host looks after this rank; it keeps its state in `path`."""
+
     def begun(self, step: int) -> None:
         """The training loop begins after `step`. ConfigError where a later one is saved, which it should go on from."""
 

@@ -6,7 +6,8 @@ itself is real time, so a replay with the same seed comes close to the same poin
 Modes: `kill`, nothing but kills and a disturbed rank now and then; `storage`, the file system of the checkpoints
 fails for a moment after a kill; `pause`, a rank or the controller is stopped for up to 10 s, with a kill or without;
 `stranger`, others crowd the controller's port; `jobs`, two jobs save to one directory, and each loses ranks; `heal`,
-one launch under `lastwords run`, where all kills of the story come one after the other.
+one launch under `lastwords run`, where all kills of the story come one after the other; `heal-controller`, the same,
+and the controller is killed a moment before a rank, or after it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.integration.trouble import Trouble, build
 RUNS_MAX = 6
 """Launches of one story: kills that come one after the other, and the run to the end."""
 
-MODES = ("kill", "storage", "pause", "stranger", "jobs", "heal")
+MODES = ("kill", "storage", "pause", "stranger", "jobs", "heal", "heal-controller")
 SILENT_MAX = 400
 """Connections that say nothing, at once."""
 
@@ -83,6 +84,8 @@ def draw_story(seed: int, mode: str = "kill") -> Story:
     if mode in ("kill", "heal"):
         return story
     draw = random.Random(f"{mode} {seed}")
+    if mode == "heal-controller":
+        return dataclasses.replace(story, blows=tuple(draw_controller_kill(draw, blow) for blow in story.blows))
     story = dataclasses.replace(story, blows=story.blows[:1])
     first = story.blows[0][0]
     if mode == "storage":
@@ -96,6 +99,16 @@ def draw_story(seed: int, mode: str = "kill") -> Story:
     assert mode == "jobs", f"unknown mode {mode}, known are {', '.join(MODES)}"
     other = draw_kills(draw)
     return dataclasses.replace(story, other=dataclasses.replace(other, blows=other.blows[:1]))
+
+
+def draw_controller_kill(draw: random.Random, blow: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    """A rank that is to die, or is disturbed, kills the controller a moment before or after."""
+    number = draw.randrange(len(blow))
+    actions = blow[number].actions
+    before = draw.random() < 0.5
+    later = f"sleep:{draw.uniform(0, 0.05):.3f}"
+    changed = ("kill_controller", *actions) if before else (*actions, later, "kill_controller")
+    return (*blow[:number], dataclasses.replace(blow[number], actions=changed), *blow[number + 1 :])
 
 
 def draw_pauses(draw: random.Random, story: Story) -> tuple[Fault, ...]:
@@ -298,7 +311,7 @@ def run(cluster: Cluster, seed: int, directory: Path, mode: str = "kill") -> Cou
     rig = Rig(cluster, directory / f"seed_{seed}", directory / "references")
     story = draw_story(seed, mode)
     try:
-        if mode == "heal":
+        if mode.startswith("heal"):
             happened = live_healed(rig, story)
         else:
             happened = live_side_by_side(rig, (story, story.other)) if story.other else live(rig, story)

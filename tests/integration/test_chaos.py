@@ -19,8 +19,8 @@ pytestmark = pytest.mark.process
 
 FEW = range(7001, 7005)
 MODE = os.environ.get("LASTWORDS_CHAOS_MODE", "kill")
-OTHER_MODES = ("storage", "pause", "stranger", "jobs", "heal")
-CHEAP_SEED = {"storage": 12, "pause": 5, "stranger": 2, "jobs": 13, "heal": 3}
+OTHER_MODES = ("storage", "pause", "stranger", "jobs", "heal", "heal-controller")
+CHEAP_SEED = {"storage": 12, "pause": 5, "stranger": 2, "jobs": 13, "heal": 3, "heal-controller": 3}
 MANY_SEED = int(os.environ.get("LASTWORDS_CHAOS_SEED", "1"))
 MANY = range(MANY_SEED, MANY_SEED + int(os.environ.get("LASTWORDS_CHAOS_N", "20")))
 

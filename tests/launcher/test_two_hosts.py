@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import load
-from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, run
+from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run
+from tests.launcher.test_launcher_ends import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -58,6 +61,34 @@ def test_the_dead_of_either_host_are_replaced_and_nothing_differs(tmp_path: Path
             launcher.kill()
             launcher.wait()
     check_equal(tmp_path, undisturbed, {3: 1, 0: 1}, ranks=RANKS)
+
+
+def controllers_of(pid: int) -> list[int]:
+    """Those that this rank has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
+    return [child for child, command in commands.items() if "lastwords.controller" in command]
+
+
+@pytest.mark.thorough
+def test_all_ranks_of_the_controllers_host_die_with_it_and_nothing_is_lost(tmp_path: Path) -> None:
+    launchers = start(tmp_path, 100_000)
+    try:
+        until(lambda: all((tmp_path / f"trace-{rank}").exists() for rank in range(RANKS)), "all ranks train")
+        first = [pids(tmp_path, rank)[0] for rank in range(RANKS)]
+        (controller,) = controllers_of(first[0])
+        for pid in (controller, *first[:PER_HOST]):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: all(len(pids(tmp_path, rank)) == 2 for rank in range(PER_HOST)), "the dead are replaced")
+        for rank in range(RANKS):
+            steps = [int(line.split()[0]) for line in (tmp_path / f"trace-{rank}").read_text().splitlines()]
+            assert steps == sorted({*steps}), (rank, told(tmp_path))
+            assert len(pids(tmp_path, rank)) == (2 if rank < PER_HOST else 1), told(tmp_path)
+    finally:
+        for launcher in launchers:
+            launcher.terminate()
+        for launcher in launchers:
+            launcher.wait(100)
 
 
 @pytest.mark.thorough

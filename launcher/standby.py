@@ -1,0 +1,50 @@
+"""Starts the controller again where it was killed together with all ranks of its host, which would do so otherwise.
+
+Ranks of other hosts that still hold everything then save, and nothing is lost. As long as ranks of this host live, it
+is their turn first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lastwords.liveness.pidfd import PidWatcher
+from lastwords.optim_wrapper.launch.successor import ControllerWatch
+
+
+class Standby:
+    """For one host, and one controller after the other. One thread."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._ranks: set[int] = set()
+        self._watch: ControllerWatch | None = None
+        self._pids: PidWatcher | None = None
+
+    def controlled(self, rank: int, path: Path) -> None:
+        """A rank of this host has a controller, which keeps its state in `path`, on this host."""
+        if path != self._path:
+            self._forget()
+            self._path = path
+            self._pids = self._pids or PidWatcher()
+            self._watch = ControllerWatch(
+                "the launcher", path, self._pids.add, lambda: len(self._ranks), lambda: self._path == path
+            )
+            self._watch.start()
+        self._ranks.add(rank)
+
+    def ended(self, rank: int) -> None:
+        """The process of this rank has ended."""
+        self._ranks.discard(rank)
+
+    def end(self) -> None:
+        """No controller is started any more; one that is there ends with its job."""
+        self._forget()
+        if self._pids is not None:
+            self._pids.stop()
+
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._path = self._watch = None
+        self._ranks.clear()
