@@ -10,6 +10,28 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+LEAVE_S = 120.0
+"""From the first rank that has left `main` until one that has not is killed: `finally` blocks may write files."""
+
+END_S = 3600.0
+"""The same where no rank has left yet, since a checkpoint is being written, which takes as long as the disk needs."""
+
+START_S = 900.0
+"""How long a process that replaces another one may take for its imports."""
+
+LEAVE_NOTICE_S = 5.0
+START_NOTICE_S = 30.0
+"""From the same instants as LEAVE_S and START_S until people are told for whom everybody waits."""
+
+FIRST_NOTICE_S = 10.0
+"""The same at the first start, from the first rank that waits."""
+
+START_PAUSES_S = (0.0, 1.0, 5.0, 25.0)
+"""Before the first, second, ... process that is started in turn for one rank and never waits; then the job ends."""
+
+NAMED_RANKS_MAX = 8
+"""Of thousands of late ranks they are told the first ones."""
+
 
 class Place(enum.Enum):
     """Where a rank's process is."""

@@ -8,14 +8,6 @@ import pytest
 
 from lastwords.launcher.core import (
     DEATHS_MAX,
-    END_S,
-    FIRST_NOTICE_S,
-    LEAVE_NOTICE_S,
-    LEAVE_S,
-    NAMED_RANKS_MAX,
-    START_NOTICE_S,
-    START_PAUSES_S,
-    START_S,
     Abandon,
     Awaited,
     Begun,
@@ -33,7 +25,17 @@ from lastwords.launcher.core import (
     Tick,
     Waiting,
 )
-from lastwords.launcher.roster import Place
+from lastwords.launcher.roster import (
+    END_S,
+    FIRST_NOTICE_S,
+    LEAVE_NOTICE_S,
+    LEAVE_S,
+    NAMED_RANKS_MAX,
+    START_NOTICE_S,
+    START_PAUSES_S,
+    START_S,
+    Place,
+)
 
 KILLED = -9
 
