@@ -5,6 +5,7 @@
 {root}/tft_saved_checkpoints-step_{N}/rank_{k}/ttp_rank_{k}-{epoch}_{step}.ckpt
 {root}/.tmp-tft_saved_checkpoints-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/rank_{k}/...   while it is written
 {root}/unpublished-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/rank_{k}/...        finished, but never published
+{root}/tft_saved_checkpoints-step_{N}-{checksum of its manifest}/...                 downloaded from a remote store
 {root}/.removed-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/...                    while it is removed
 {root}/.lastwords-{job}-g{generation}.lock                                           while its controller lives
 {root}/.lastwords-start-g{generation}.json                                           who drew this generation
@@ -24,7 +25,7 @@ MANIFEST_NAME = "manifest.json"
 PART_NAME = "part.json"
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
-_CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER})?")
+_CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER}|-([0-9a-f]{{16}}))?")
 _JOB_TEXT = r"[A-Za-z0-9_.-]{1,64}"
 _FENCE = rf"g{_NUMBER}-i{_NUMBER}-a{_NUMBER}"
 _TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-(?:({_JOB_TEXT})-)?{_FENCE}")
@@ -43,13 +44,19 @@ UNIT_KINDS = ("model", "buffer", "optim", "extra")
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """Name of a published directory. `replaced` is set on one that another job's checkpoint has pushed aside."""
+    """Name of a published directory. `replaced` is set on one that another job's checkpoint has pushed aside.
+
+    checksum: of its manifest, in a remote store and in a directory into which it was downloaded from there.
+    """
 
     global_step: int
     replaced: int | None = None
+    checksum: str = ""
 
     def __str__(self) -> str:
         name = f"tft_saved_checkpoints-step_{self.global_step}"
+        if self.checksum:
+            return f"{name}-{self.checksum}"
         return name if self.replaced is None else f"{name}-replaced-{self.replaced}"
 
     @staticmethod
@@ -57,14 +64,14 @@ class CheckpointName:
         """None for every other name.
 
         >>> CheckpointName.parse("tft_saved_checkpoints-step_37")
-        CheckpointName(global_step=37, replaced=None)
+        CheckpointName(global_step=37, replaced=None, checksum='')
         >>> CheckpointName.parse("tft_saved_checkpoints-step_037") is None
         True
         """
         found = _CHECKPOINT.fullmatch(name)
         if found is None:
             return None
-        return CheckpointName(int(found[1]), None if found[2] is None else int(found[2]))
+        return CheckpointName(int(found[1]), None if found[2] is None else int(found[2]), found[3] or "")
 
 
 @dataclass(frozen=True, slots=True, order=True)

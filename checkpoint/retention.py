@@ -8,7 +8,7 @@ this job. So whatever several processes prune at once, each holds the newest one
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +147,14 @@ def plan(roots: Sequence[Path], job: str, rules: Rules, os: Os = REAL_OS) -> Pla
     return Plan(made.keep, made.remove, tuple(others))
 
 
+def sparing(made: Plan, spared: Callable[[Path], bool]) -> Plan:
+    """The same plan, but for what must stay for now, such as what is to be uploaded first."""
+    stays = tuple(one for one in made.remove if spared(one.path))
+    goes = tuple(one for one in made.remove if one not in stays)
+    words = tuple(f"{one.path} has not been uploaded yet" for one in stays)
+    return Plan((*made.keep, *stays), goes, (*made.others, *words))
+
+
 def carry_out(made: Plan, os: Os = REAL_OS) -> list[Outcome]:
     """Removes what the plan says, the oldest first. What cannot be removed is said, not raised."""
     if not made.remove:
@@ -188,12 +196,25 @@ def finish(roots: Sequence[Path], os: Os = REAL_OS) -> None:
         removal.finish(root, names, os)
 
 
-def prune(roots: Sequence[Path], job: str, rules: Rules, os: Os = REAL_OS) -> list[Path]:
-    """For the controller: removes what the rules do not keep, logs a line about each, and raises nothing."""
+def prune(
+    roots: Sequence[Path],
+    job: str,
+    rules: Rules,
+    os: Os = REAL_OS,
+    *,
+    spared: Callable[[Path], bool] = lambda _: False,
+) -> list[Path]:
+    """For the controller: removes what the rules do not keep, logs a line about each, and raises nothing.
+
+    spared: what stays nevertheless.
+    """
     gone: list[Path] = []
     try:
         finish(roots, os)
-        made = plan(roots, job, rules, os)
+        planned = plan(roots, job, rules, os)
+        made = sparing(planned, spared)
+        if len(made.remove) < len(planned.remove):
+            logger.info("%d checkpoints stay until they are uploaded", len(planned.remove) - len(made.remove))
         for outcome in carry_out(made, os):
             if outcome.left is not None:
                 logger.info("%s", outcome.left)

@@ -91,8 +91,10 @@ class Start:
         return Start(fields.integer("generation", least=1), job, launch, fields.texts("jobs"))
 
 
-def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS) -> Start:
+def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS, *, above: int = 0) -> Start:
     """Draw the next generation in the first of `roots`; returns once it is durable. Only rank ctrl_rank_id calls this.
+
+    above: the highest one that was drawn elsewhere, by what a remote store has.
 
     Raises StorageError if the file system refuses, ConfigError if it cannot be told which job is started again.
     """
@@ -102,7 +104,9 @@ def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS) -> Start:
             names = os.listdir(root)
         earlier = read_starts(root, names, os)
         before = predecessor(earlier, launch)
-        generation = 1 + max(_newest(root, names, os), *(_newest(other, _names(other, os), os) for other in others), 0)
+        generation = 1 + max(
+            _newest(root, names, os), *(_newest(other, _names(other, os), os) for other in others), above
+        )
         if not all(_reserve(other, generation, os) for other in others):
             continue
         start = _next(generation, launch, before, names)

@@ -265,6 +265,7 @@ _REMEDIES = {
     errno.ENOTDIR: "there is a file where a directory is needed: choose another path",
     errno.EEXIST: "something else uses this name: remove it or choose another directory",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.EREMOTEIO: "check the URL, the credentials and the network",
     errno.ESTALE: "the network file system lost the file: check the mount",
 }
 

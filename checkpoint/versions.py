@@ -29,6 +29,9 @@ STRATEGY_FORMAT: Final = 1
 START_FORMAT: Final = 1
 """The record of a start (`starts`)."""
 
+UPLOADED_FORMAT: Final = 1
+"""What of a directory has been uploaded (`remote.record`)."""
+
 ABOUT_VERSION: Final = 1
 """What `convert --to dcp` adds to a directory of torch.distributed.checkpoint."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from lastwords.checkpoint import layout, load
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
+from lastwords.checkpoint.remote.address import RemotePath
+from lastwords.checkpoint.remote.store import os_for
 from lastwords.checkpoint.unpublished import Unpublished, find_unpublished
 from lastwords.cli import reasons, tables
 from lastwords.errors import IncompleteError
@@ -45,9 +46,10 @@ _STYLES = {Verdict.FINE: "green", Verdict.DAMAGED: "red", Verdict.UNREADABLE: "r
 
 def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
     """Prints the path of the newest complete checkpoint. Newer ones that were skipped are told on stderr."""
-    path = load.latest(root, job)
+    system = os_for([root])
+    path = load.latest(root, job, system)
     if path is None:
-        others = [found for found in load.scan(root, job=job) if found.status is not load.Status.COMPLETE]
+        others = [found for found in load.scan(root, system, job=job) if found.status is not load.Status.COMPLETE]
         of_job = "" if job is None else f" of job {job}"
         say(f"no complete checkpoint{of_job} in {root}")
         if as_json:
@@ -57,9 +59,9 @@ def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
         print(path)
         return Verdict.FINE
     try:
-        manifest = load.open_checkpoint(path).manifest
+        manifest = load.open_checkpoint(path, system).manifest
     except IncompleteError:
-        if path.exists():
+        if system.exists(path):
             raise
         return latest(root, job, as_json=as_json)  # it has just been pruned, so there is a newer one
     print_json({"path": str(path), **_summary_json(manifest)})
@@ -74,7 +76,7 @@ def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = Fals
     if path.is_file():
         return _inspect_file(path, as_json=as_json)
     if is_checkpoint(path):
-        return _inspect_one(load.examine(path), as_json=as_json, tensors=tensors, everything=everything)
+        return _inspect_one(load.examine(path, os_for([path])), as_json=as_json, tensors=tensors, everything=everything)
     return _inspect_all(path, as_json=as_json, everything=everything)
 
 
@@ -117,23 +119,23 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
 
 def _verified(path: Path, deep: bool) -> list[tuple[load.Found, list[load.Problem]]]:
     """Without those that a job has removed while they were looked at: nothing is wrong with them."""
-    results = []
-    for found in [load.examine(path)] if is_checkpoint(path) else load.scan(path):
+    results, system = [], os_for([path])
+    for found in [load.examine(path, system)] if is_checkpoint(path) else load.scan(path, system):
         total = found.manifest.total_bytes if found.manifest is not None and deep else 0
         with _progress(found.path.name, total) as progress:
-            problems = load.verify(found.path, deep, progress=progress)
-        if not problems or found.path == path or os.path.lexists(found.path):
+            problems = load.verify(found.path, deep, system, progress)
+        if not problems or found.path == path or system.exists(found.path):
             results.append((found, problems))
     return results
 
 
 def is_checkpoint(path: Path) -> bool:
     """True for a directory that is a checkpoint by its name or its manifest, however damaged it may be."""
-    names = (path.name, path.resolve().name)
+    names, system = (path.name, path.resolve().name), os_for([path])
     named = any(layout.CheckpointName.parse(name) is not None for name in names) and (
-        path.is_dir() or path.is_symlink()
+        system.leads_to_directory(path) or system.is_link(path)
     )
-    return named or (path / layout.MANIFEST_NAME).exists()
+    return named or system.exists(path / layout.MANIFEST_NAME)
 
 
 def _verdict_of(found: load.Found, problems: list[load.Problem]) -> Verdict:
@@ -148,7 +150,11 @@ def _worst(found: list[load.Found]) -> Verdict:
 
 def nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
     """Says that there is no checkpoint; with --json the document `empty`."""
-    say(f"there is no checkpoint in {path}" if path.is_dir() else f"there is nothing at {path}")
+    say(
+        f"there is no checkpoint in {path}"
+        if os_for([path]).leads_to_directory(path)
+        else f"there is nothing at {path}"
+    )
     if as_json:
         print_json(empty)
     return Verdict.NOTHING
@@ -158,7 +164,7 @@ def nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
 
 
 def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
-    found, kept = load.scan(root), find_unpublished(root)
+    found, kept = load.scan(root, os_for([root])), [] if isinstance(root, RemotePath) else find_unpublished(root)
     if not found and not as_json:
         _print_unpublished(kept)
     if not found:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lastwords import __version__
+from lastwords.checkpoint.remote.address import place
 from lastwords.cli import checkpoint_commands as commands
-from lastwords.cli import interop_commands, retention_commands, transform_command
+from lastwords.cli import interop_commands, remote_commands, retention_commands, transform_command
 from lastwords.controller.launch import start_successor
 from lastwords.errors import (
     BusyError,
@@ -74,7 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, what: str) -> argparse.ArgumentParser:
         command = bare(name, what)
-        command.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or the directory that holds them")
+        command.add_argument(
+            "path",
+            type=Path if name == "groups" else place,
+            metavar="PATH",
+            help=f"a checkpoint, or the directory that holds them{'' if name == 'groups' else '; or a URL of either'}",
+        )
         command.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
         return command
 
@@ -112,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     what = "run this host's ranks of a training script; torchrun's flags, and --spares: docs/healing.md"
     subcommands.add_parser("run", help=what, add_help=False)
     retention_commands.add_parsers(bare)
+    remote_commands.add_parser(bare)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)
     return parser
@@ -171,7 +178,9 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
         return _recovered(arguments)
     if arguments.command == "prune":
         return _pruned(arguments)
-    if arguments.command == "ls":
+    if arguments.command == "upload":
+        verdict = remote_commands.upload(arguments)
+    elif arguments.command == "ls":
         verdict = retention_commands.listed(arguments.path, as_json=arguments.json)
     elif arguments.command == "latest":
         verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)

@@ -12,10 +12,15 @@ from rich.text import Text
 
 from lastwords import clock
 from lastwords.checkpoint import load, retention
+from lastwords.checkpoint.remote import record
+from lastwords.checkpoint.remote.address import RemotePath, place
+from lastwords.checkpoint.remote.store import Store, os_for
+from lastwords.checkpoint.remote.transfer import remove
+from lastwords.checkpoint.system import Os
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import Verdict
-from lastwords.errors import ConfigError
+from lastwords.errors import CheckpointError, ConfigError
 
 Add = Callable[[str, str], argparse.ArgumentParser]
 
@@ -25,19 +30,22 @@ def add_parsers(add: Add) -> None:
     ls = add("ls", "list the checkpoints in PATH, newest first")
     prune = add("prune", "remove old checkpoints, never the newest, nor one that is being read: docs/commands.md")
     for command in (ls, prune):
-        command.add_argument("path", type=Path, metavar="PATH", help="the directory that holds the checkpoints")
+        command.add_argument(
+            "path", type=place, metavar="PATH", help="the directory that holds the checkpoints, or a URL"
+        )
         command.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     rule = prune.add_mutually_exclusive_group(required=True)
     rule.add_argument("--keep", type=_positive, default=0, metavar="N", help="keep so many of the newest")
     rule.add_argument("--per-minutes", type=_positive, default=0, metavar="M", help="keep one in so many minutes")
     prune.add_argument("--last-words", action="store_true", help="count and remove last words, too")
     prune.add_argument("--job", action="append", metavar="JOB", help="whose; needed if there are several jobs")
+    prune.add_argument("--not-uploaded", action="store_true", help="remove what has not been uploaded yet, too")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing; show what would go")
 
 
 def listed(root: Path, *, as_json: bool) -> Verdict:
     """Prints every checkpoint in `root`, newest first."""
-    found = load.scan(root)
+    found = load.scan(root, os_for([root]))
     if not found:
         return commands.nothing(root, as_json=as_json, empty={"checkpoints": []})
     now_ns = clock.wall_ns()
@@ -83,13 +91,19 @@ def prune(arguments: argparse.Namespace) -> list[retention.Outcome] | None:
     """Prunes each of the jobs that were named, or the only one, and prints what went; None if there is none."""
     root: Path = arguments.path
     rules = retention.Rules(arguments.keep, arguments.per_minutes, arguments.last_words)
-    jobs = arguments.job or _only_job(root)
-    plans = [retention.plan([root], job, rules) for job in dict.fromkeys(jobs)]
+    system = os_for([root])
+    jobs = arguments.job or _only_job(root, system)
+    plans = [retention.plan([root], job, rules, system) for job in dict.fromkeys(jobs)]
+    if not (arguments.not_uploaded or isinstance(root, RemotePath)):
+        spared = record.not_uploaded(root)
+        plans = [retention.sparing(made, spared) for made in plans]
     if not any(made.keep for made in plans):
         commands.nothing(root, as_json=arguments.json, empty={"removed": [], "left": [], "kept": []})
         return None
     if arguments.dry_run:
         outcomes = [retention.Outcome(one.path, one.said) for made in plans for one in reversed(made.remove)]
+    elif isinstance(root, RemotePath):
+        outcomes = [_removed_from(Store(root), one) for made in plans for one in reversed(made.remove)]
     else:
         retention.finish([root])
         outcomes = [outcome for made in plans for outcome in retention.carry_out(made)]
@@ -107,8 +121,16 @@ def prune(arguments: argparse.Namespace) -> list[retention.Outcome] | None:
     return outcomes
 
 
-def _only_job(root: Path) -> list[str]:
-    jobs = retention.jobs_in(root)
+def _removed_from(store: Store, one: retention.Whole) -> retention.Outcome:
+    try:
+        remove(RemotePath(one.path), store)
+    except CheckpointError as error:
+        return retention.Outcome(one.path, one.said, error)
+    return retention.Outcome(one.path, one.said)
+
+
+def _only_job(root: Path, system: Os) -> list[str]:
+    jobs = retention.jobs_in(root, system)
     if len(jobs) > 1:
         raise ConfigError(f"{root} holds checkpoints of the jobs {', '.join(jobs)}: say with --job whose to prune")
     return jobs

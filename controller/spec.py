@@ -27,6 +27,7 @@ class ControllerSpec:
 
     ip: the one address to listen on (literal or host name). root, fallback_root: checkpoint directories, absolute.
     starter_pid: process on this host without which nobody will ever connect. nonce: of this start, see `paths`.
+    remote: URL of the store to which checkpoints are uploaded; "" for none.
     """
 
     ip: str
@@ -39,6 +40,7 @@ class ControllerSpec:
     starter_pid: int = 0
     options: ControllerOptions = field(default_factory=ControllerOptions)
     nonce: str = ""
+    remote: str = ""
 
     def check(self) -> ControllerSpec:
         """This value, if it can work; raises ConfigError that names the field."""

@@ -18,10 +18,12 @@ from typing import Any
 from lastwords import clock
 from lastwords.checkpoint import layout, load, publish, retention, stale
 from lastwords.checkpoint.manifest import Claimed
+from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.uploads import Uploads
 from lastwords.errors import LastWordsError, StorageError, named
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class StorageJobs:
         self._claims: list[stale.Claim] = []
         self._verified: tuple[Path, dict[int, publish.Seen]] | None = None
         self._discarded: dict[Path, None] = {}
+        self._uploads = Uploads(spec, self._roots) if spec.remote else None
 
     @property
     def busy(self) -> bool:
@@ -151,6 +154,8 @@ class StorageJobs:
             removed = stale.remove_stale(root, spec.job, spec.generation)
             if removed:
                 _log.info("removed files of ended jobs: %s", ", ".join(map(str, removed)))
+        if self._uploads is not None:
+            self._uploads.look()
 
     def _look_for_newest(self) -> None:
         try:
@@ -175,7 +180,9 @@ class StorageJobs:
 
     def _prune(self, effect: events.Prune) -> None:
         rules = retention.Rules(effect.keep_max, effect.keep_minutes)
-        retention.prune(self._roots, self._spec.job, rules)
+        remote = self._spec.remote
+        spared = record.not_uploaded(self._spec.root, remote) if remote else lambda _: False
+        retention.prune(self._roots, self._spec.job, rules, spared=spared)
 
     def _discard(self, tmp_dir: Path) -> None:
         self._discarded[tmp_dir] = None
@@ -188,6 +195,8 @@ class StorageJobs:
             stale.discard(tmp_dir)
         while self._claims:
             self._claims.pop().release()
+        if self._uploads is not None:
+            self._uploads.close()
 
     def _keep(self, effect: events.Keep) -> None:
         tmp_dir, root, spec = self._tmp_dir(effect), self._root(effect.target), self._spec
@@ -261,6 +270,8 @@ class StorageJobs:
             self._on_event(events.PublishFailed(effect.incident, effect.attempt, reason))
         else:
             self._on_event(events.Published(effect.incident, effect.attempt, str(path)))
+            if self._uploads is not None:
+                self._submit("tidying", self._uploads.look)
 
     # ------------------------------------------------------------------ queues
 

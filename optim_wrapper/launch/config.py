@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.remote.address import address_of
 from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
 from lastwords.processor.core import ProcessorOptions
@@ -32,6 +33,7 @@ class Config:
     """Every setting of a rank; the same on all ranks.
 
     ctrl_port 0: any free one, which rank ctrl_rank_id finds and tells the others.
+    remote: URL of a store, or "".
     Durations are seconds; each, also those of `controller` and `processor`, can be set by an environment variable
     named LASTWORDS_ and its name in capitals (for example LASTWORDS_LOST_CONFIRM_S=5).
     """
@@ -45,6 +47,7 @@ class Config:
     job: str = ""
     token: str | None = field(default=None, repr=False)
     require_space: bool = False
+    remote: str = ""
     connect_timeout_s: float = 30.0
     gate_timeout_s: float = 1800.0
     gate_notice_s: float = 60.0
@@ -92,6 +95,7 @@ class Config:
         job = environ.get("LASTWORDS_JOB", "")
         if job:
             layout.check_job_name(job)
+        remote = address_of(environ["LASTWORDS_REMOTE"]) if environ.get("LASTWORDS_REMOTE") else None
         config = cls(
             ctrl_rank_id=ctrl_rank_id,
             ctrl_ip=ctrl_ip,
@@ -102,6 +106,7 @@ class Config:
             job=job,
             token=environ.get("LASTWORDS_TOKEN") or None,
             require_space=_switch("LASTWORDS_REQUIRE_SPACE", environ),
+            remote=str(remote or ""),
             controller=_with_seconds(ControllerOptions(), environ),
             processor=_with_seconds(ProcessorOptions(), environ),
         )
@@ -112,6 +117,11 @@ class Config:
         """Where checkpoints may be: the directory, and the fallback if there is one."""
         return [path for path in (self.ckpt_save_path, self.fallback_path) if path is not None]
 
+    @property
+    def sources(self) -> list[Path]:
+        """`roots`, and the remote store if there is one: from where a run may resume."""
+        return [*self.roots, *([address_of(self.remote)] if self.remote else [])]
+
     def with_copy(self) -> Config:
         """The same for a rank that keeps a copy of its last step."""
         return dataclasses.replace(self, processor=dataclasses.replace(self.processor, has_copy=True))
@@ -121,11 +131,11 @@ def variables() -> list[str]:
     """Every environment variable that is read here, sorted; each is named like the setting that it sets.
 
     >>> [name for name in variables() if not name.endswith("_S")]
-    ['LASTWORDS_JOB', 'LASTWORDS_REQUIRE_SPACE', 'LASTWORDS_TOKEN']
+    ['LASTWORDS_JOB', 'LASTWORDS_REMOTE', 'LASTWORDS_REQUIRE_SPACE', 'LASTWORDS_TOKEN']
     """
     parts = (Config, ControllerOptions, ProcessorOptions)
     names = [setting.name for part in parts for setting in dataclasses.fields(part) if setting.name.endswith("_s")]
-    return sorted(f"{_PREFIX}{name.upper()}" for name in {*names, "job", "token", "require_space"})
+    return sorted(f"{_PREFIX}{name.upper()}" for name in {*names, "job", "token", "remote", "require_space"})
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lastwords.checkpoint import starts
 from lastwords.checkpoint.probe import probe
+from lastwords.checkpoint.remote.fetch import highest_generation
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 from lastwords.optim_wrapper.launch.config import Config
@@ -89,7 +90,7 @@ def agree(world: World, config: Config, settings: dict[str, Any], checkpoint_byt
     try:
         # One node's torchrun has seen a failure, the others only that the job starts again.
         launch = dataclasses.replace(launch, restarted=launch.restarted or world.noted(f"{prefix}/restarted"))
-        drawn = starts.draw(config.roots, launch)
+        drawn = starts.draw(config.roots, launch, above=highest_generation(config.sources))
         agreement = Agreement(
             drawn.job,
             drawn.generation,
@@ -151,6 +152,7 @@ def start_controller(world: World, config: Config, agreement: Agreement) -> int:
         starter_pid=os.getpid(),
         options=config.controller,
         nonce=agreement.nonce,
+        remote=config.remote,
     )
     try:
         if not config.ctrl_port:

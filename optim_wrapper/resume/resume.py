@@ -32,7 +32,7 @@ from lastwords.optim_wrapper.loop.own_loop import without_the_loaders
 from lastwords.optim_wrapper.resume.facts import changed
 from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.resume.reshard import fits_as_it_is
-from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, all_or_none, open_chosen
+from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, all_or_none, open_chosen, refuse_later_start
 from lastwords.optim_wrapper.resume.resume_elsewhere import (
     Resharding,
     reason_of,
@@ -107,6 +107,8 @@ def resume_from(
         return None
     checkpoint, stamp = opened
     with checkpoint:
+        if agreed:
+            refuse_later_start(checkpoint.manifest, agreed.job, agreed.generation)
         resumed = _resume(checkpoint, stamp, world, recorder, facts_here, key)
     if world.rank == 0:
         if agreed and resumed.job not in (agreed.job, *agreed.jobs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement, stamp_of_chosen
+from lastwords.checkpoint.remote.address import place
+from lastwords.checkpoint.remote.fetch import fetched, local_of
+from lastwords.checkpoint.remote.store import os_for
+from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.clock import mono_s
 from lastwords.errors import (
     CheckpointError,
     ConfigError,
@@ -18,6 +24,7 @@ from lastwords.errors import (
     IncompleteError,
     LastWordsError,
     ReplacedError,
+    StorageError,
 )
 from lastwords.sharding.agree import STORE_WAIT_S
 
@@ -25,6 +32,9 @@ if TYPE_CHECKING:
     from lastwords.optim_wrapper.launch.world import World  # with torch, which `peek` does without
 
 _log = logging.getLogger(__name__)
+
+FETCHING_SAID_S = 10.0
+"""A rank 0 that downloads is waited for as long as it says so often that something has come."""
 
 _IDENTITY = ("job", "generation", "incident", "attempt", "global_step", "published_unix_ns")
 
@@ -101,40 +111,86 @@ def choose(roots: list[Path], world: World, key: str, own: OwnJobs | None, missi
     IncompleteError if there is none (None with missing_ok), FormatError if there are only unusable ones, ConfigError if
     all are of other jobs: to start from the beginning over a checkpoint is nothing that may happen in silence.
     """
-    if world.rank == 0:
-        try:
-            word = look_for(roots, own)
-        except LastWordsError as error:
-            word = {"path": "", "error": str(error)}
-        world.publish(key, word)
-    else:
-        word = world.read(key, STORE_WAIT_S, "rank 0 to choose the checkpoint")
+    word = _chosen_by_rank_0(roots, world, key, own) if world.rank == 0 else _word_of_rank_0(world, key)
     if "error" in word:
         raise FormatError(f"rank 0 cannot determine the newest checkpoint: {word['error']}")
     return chosen_of(word, roots, own, missing_ok)
 
 
+def _chosen_by_rank_0(roots: list[Path], world: World, key: str, own: OwnJobs | None) -> dict[str, Any]:
+    """What it tells the others: now and then that a download has come further, at last the word itself."""
+    numbers, said_mono_s = itertools.count(), mono_s()
+
+    def further(_count: int) -> None:
+        nonlocal said_mono_s
+        if mono_s() - said_mono_s >= FETCHING_SAID_S:
+            said_mono_s = mono_s()
+            world.publish(f"{key}/{next(numbers)}", {"fetching": True})
+
+    try:
+        word = look_for(roots, own)
+        if word["path"]:
+            word["path"] = str(fetched(place(word["path"]), local_of(roots)[0], further))
+    except LastWordsError as error:
+        word = {"path": "", "error": str(error)}
+    world.publish(f"{key}/{next(numbers)}", word)
+    return word
+
+
+def _word_of_rank_0(world: World, key: str) -> dict[str, Any]:
+    for number in itertools.count():
+        word = world.read(f"{key}/{number}", STORE_WAIT_S, "rank 0 to choose the checkpoint")
+        if "fetching" not in word:
+            return word
+    raise AssertionError
+
+
+def refuse_later_start(manifest: Manifest, job: str, generation: int) -> None:
+    """ConfigError if the checkpoint is of a start of this job that was drawn elsewhere, and is not before this one.
+
+    What this start saves would be taken for older than it. The next start knows better: it finds the checkpoint here.
+    """
+    if manifest.job == job and manifest.generation >= generation:
+        raise ConfigError(
+            f"the newest checkpoint was saved by start {manifest.generation} of job {job}, and this is start "
+            f"{generation}, since the remote store did not answer when it began; start the job again"
+        )
+
+
 def look_for(roots: list[Path], own: OwnJobs | None) -> dict[str, Any]:
     """What `chosen_of` judges, as JSON: the newest complete checkpoint, or else what there is beside it.
 
+    A remote store is one of `roots`. If it does not answer, a checkpoint that is here is taken, with a warning.
     Every file is looked at, however many there are: one that is missing would be found by the rank that reads it, and
     end all ranks, where an older checkpoint could be taken.
     """
-    newest = load.newest(roots, None if own is None else (own.job,), every_file=True)
-    if newest is None and own is not None and own.adopted:
-        newest = load.newest(roots, own.adopted, every_file=True)
-    if newest is None:
-        return {"path": "", **_what_is_there(roots, own)}
     try:
-        return {"path": str(newest), "identity": _identity_of(read_manifest(newest))}
+        return _look_for(roots, own, os_for(roots))
+    except StorageError as error:
+        here = local_of(roots)
+        word = _look_for(here, own, REAL_OS) if here != roots else {"path": ""}
+        if not word["path"]:
+            raise
+        _log.warning("resuming from %s, the newest checkpoint here; a remote one may be newer: %s", word["path"], error)
+        return word
+
+
+def _look_for(roots: list[Path], own: OwnJobs | None, os: Os) -> dict[str, Any]:
+    newest = load.newest(roots, None if own is None else (own.job,), os, every_file=True)
+    if newest is None and own is not None and own.adopted:
+        newest = load.newest(roots, own.adopted, os, every_file=True)
+    if newest is None:
+        return {"path": "", **_what_is_there(roots, own, os)}
+    try:
+        return {"path": str(newest), "identity": _identity_of(read_manifest(newest, os))}
     except IncompleteError:
-        return look_for(roots, own)  # it has just been pruned, so there is a newer one
+        return _look_for(roots, own, os)  # it has just been pruned, so there is a newer one
 
 
 def chosen_of(word: dict[str, Any], roots: list[Path], own: OwnJobs | None, missing_ok: bool) -> Chosen | None:
     """What `look_for` has found; None or an error as of `choose`."""
     if word["path"]:
-        return Chosen(Path(word["path"]), word["identity"])
+        return Chosen(place(word["path"]), word["identity"])
     if "unusable" in word:
         raise FormatError(
             f"no checkpoint can be used: {word['unusable']}. See `lastwords verify PATH`; repair it, or move "
@@ -160,9 +216,9 @@ def chosen_of(word: dict[str, Any], roots: list[Path], own: OwnJobs | None, miss
     )
 
 
-def _what_is_there(roots: list[Path], own: OwnJobs | None) -> dict[str, str]:
+def _what_is_there(roots: list[Path], own: OwnJobs | None, os: Os) -> dict[str, str]:
     """What there is beside a usable checkpoint: unusable ones, with the reason of each, and those of other jobs."""
-    found = [entry for root in roots for entry in load.scan(root)]
+    found = [entry for root in roots for entry in load.scan(root, os)]
     known = () if own is None else (own.job, *own.adopted)
     others = [] if own is None else [entry for entry in found if entry.manifest and entry.manifest.job not in known]
     unusable = [entry for entry in found if entry not in others and entry.status is not load.Status.COMPLETE]

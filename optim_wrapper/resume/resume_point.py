@@ -10,6 +10,8 @@ from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import groups_of
+from lastwords.checkpoint.remote.address import address_of
+from lastwords.checkpoint.remote.store import os_for
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, chosen_of, look_for
 
@@ -51,11 +53,13 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
         raise ConfigError(f"{root} is a file: give the directory of a checkpoint, or the one with all of them")
     if not (root / MANIFEST_NAME).exists():
         restarted, own = _restart(root)
-        chosen = chosen_of(look_for([root], own), [root], own, restarted if missing_ok is None else missing_ok)
+        url = os.environ.get("LASTWORDS_REMOTE", "")
+        roots = [root, *([address_of(url)] if url else [])]
+        chosen = chosen_of(look_for(roots, own), roots, own, restarted if missing_ok is None else missing_ok)
         if chosen is None:
             return None
         root = chosen.path
-    found = load.examine(root)
+    found = load.examine(root, os_for([root]))
     if found.manifest is None or found.status is not load.Status.COMPLETE:
         if found.status is load.Status.UNREADABLE:
             raise StorageError(found.why, errno=found.errno)

@@ -204,7 +204,7 @@ class TFTRegister:
             self._recorder.agree_units(run.world, next_prefix(), self._declared)
         self._resumes += 1
         resumed = resume_from(
-            self._config.roots,
+            self._config.sources,
             run.world,
             self._recorder,
             run.facts,

@@ -1,0 +1,240 @@
+"""A remote store through fsspec, and the `Os` with which checkpoints in it are read as local ones are.
+
+fsspec is imported when a store is first used. Every failure of a store is an OSError: ENOENT for what is not there, the
+library's own number, or EREMOTEIO.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import itertools
+import os as posix
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lastwords.checkpoint.remote.address import RemotePath
+from lastwords.checkpoint.system import REAL_OS, Os, storage_error
+from lastwords.errors import ConfigError, named
+
+OnBytes = Callable[[int], None]
+
+_FIRST_DESCRIPTOR = 1 << 30
+"""No process has so many files open."""
+
+
+class Store:
+    """The store that a URL leads to. Any thread. Raises OSError, and ConfigError where no library knows the URL."""
+
+    def __init__(self, root: RemotePath) -> None:
+        self.root = root
+        self._files = _file_system(str(root))
+
+    def names(self, directory: RemotePath) -> list[str]:
+        """What is in a directory, sorted. FileNotFoundError if there is none."""
+        with _failures(directory):
+            self._files.invalidate_cache()
+            listed = self._files.ls(str(directory), detail=False)
+        return sorted({str(name).rstrip("/").rpartition("/")[2] for name in listed} - {""})
+
+    def facts(self, path: RemotePath) -> dict[str, Any]:
+        """What fsspec says of a file or a directory. FileNotFoundError."""
+        with _failures(path):
+            self._files.invalidate_cache()
+            return dict(self._files.info(str(path)))
+
+    def size(self, path: RemotePath) -> int | None:
+        """Bytes of a file; None if it is not there."""
+        try:
+            return int(self.facts(path)["size"])
+        except FileNotFoundError:
+            return None
+
+    def read(self, path: RemotePath, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of a file."""
+        with _failures(path):
+            return bytes(self._files.cat_file(str(path), start=begin, end=end))
+
+    def put(self, source: Path, path: RemotePath, on_bytes: OnBytes | None = None) -> None:
+        """Uploads a file. `on_bytes` hears of each piece, on any thread."""
+        arguments = _heard(on_bytes)
+        with _failures(path):
+            try:
+                self._files.put_file(str(source), str(path), **arguments)
+            except FileNotFoundError:
+                if not posix.path.exists(source):
+                    raise
+                self._files.makedirs(str(path.parent), exist_ok=True)  # a store that has directories of its own
+                self._files.put_file(str(source), str(path), **arguments)
+
+    def get(self, path: RemotePath, target: Path, on_bytes: OnBytes | None = None) -> None:
+        """Downloads a file; it is not durable yet."""
+        with _failures(path):
+            self._files.get_file(str(path), str(target), **_heard(on_bytes))
+
+    def remove(self, path: RemotePath) -> None:
+        """Removes a file, or a directory with all that is in it. FileNotFoundError."""
+        with _failures(path):
+            self._files.invalidate_cache()
+            self._files.rm(str(path), recursive=True)
+
+
+def _file_system(url: str) -> Any:
+    try:
+        core: Any = importlib.import_module("fsspec.core")
+    except ImportError as error:
+        raise ConfigError(f"{url} needs fsspec: pip install 'lastwords[remote]'") from error
+    try:
+        # A listing that is remembered would hide what another process has uploaded.
+        return core.url_to_fs(url, use_listings_cache=False)[0]
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{url} cannot be used: {error}") from error
+
+
+@contextmanager
+def _failures(path: RemotePath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        number = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}.get(type(error), errno.EREMOTEIO)
+        raise OSError(number, str(error) or posix.strerror(number), str(path)) from error
+    except Exception as error:  # handed to the caller: each library has its own, a missing credential is one
+        raise OSError(errno.EREMOTEIO, named(error), str(path)) from error
+
+
+def _heard(on_bytes: OnBytes | None) -> dict[str, Any]:
+    """The argument with which fsspec tells of its progress."""
+    if on_bytes is None:
+        return {}
+    callbacks: Any = importlib.import_module("fsspec.callbacks")
+    sent = 0
+
+    def on_value(_size: int | None, value: int, **_: Any) -> None:
+        nonlocal sent
+        count, sent = value - sent, value
+        on_bytes(count)
+
+    return {"callback": callbacks.Callback(hooks={"bytes": on_value})}
+
+
+class RemoteOs(Os):
+    """The real system, which reads the paths of one remote store as well; there it writes nothing.
+
+    A store has no locks: a checkpoint that is removed while it is read is noticed by what is missing then.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._numbers = itertools.count(_FIRST_DESCRIPTOR)
+        self._opened: dict[int, tuple[RemotePath, dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def open_read(self, path: Path) -> int:
+        if not isinstance(path, RemotePath):
+            return super().open_read(path)
+        facts = self._store.facts(path)
+        if facts.get("type") == "directory":
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with self._lock:
+            number = next(self._numbers)
+            self._opened[number] = path, facts
+        return number
+
+    def close(self, fd: int) -> None:
+        if fd < _FIRST_DESCRIPTOR:
+            super().close(fd)
+        else:
+            self._opened.pop(fd)
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        if fd < _FIRST_DESCRIPTOR:
+            return super().preadv(fd, views, offset)
+        path, facts = self._opened[fd]
+        end = min(offset + sum(map(len, views)), int(facts["size"]))
+        content = self._store.read(path, offset, end) if offset < end else b""
+        at = 0
+        for view in views:
+            piece = content[at : at + len(view)]
+            view[: len(piece)] = piece
+            at += len(piece)
+        return len(content)
+
+    def size(self, file: int | Path) -> int:
+        facts = self._facts(file)
+        return super().size(file) if facts is None else int(facts["size"])
+
+    def stamp(self, file: int | Path) -> tuple[int, ...]:
+        facts = self._facts(file)
+        if facts is None:
+            return super().stamp(file)
+        name = file if isinstance(file, Path) else self._opened[file][0]
+        stated = [str(facts.get(key)) for key in ("ETag", "etag", "LastModified", "mtime", "created", "version_id")]
+        return _number(str(name)), 0, int(facts["size"]), _number("\n".join(stated))
+
+    def _facts(self, file: int | Path) -> dict[str, Any] | None:
+        """None for what is local."""
+        if isinstance(file, RemotePath):
+            return self._store.facts(file)
+        return self._opened[file][1] if isinstance(file, int) and file >= _FIRST_DESCRIPTOR else None
+
+    def try_lock(self, fd: int, *, shared: bool = False) -> bool:
+        return fd >= _FIRST_DESCRIPTOR or super().try_lock(fd, shared=shared)
+
+    def unlock(self, fd: int) -> None:
+        if fd < _FIRST_DESCRIPTOR:
+            super().unlock(fd)
+
+    def advise_sequential(self, fd: int) -> None:
+        if fd < _FIRST_DESCRIPTOR:
+            super().advise_sequential(fd)
+
+    def listdir(self, path: Path) -> list[str]:
+        return self._store.names(path) if isinstance(path, RemotePath) else super().listdir(path)
+
+    def is_directory(self, path: Path) -> bool:
+        return self._is_directory(path) if isinstance(path, RemotePath) else super().is_directory(path)
+
+    def leads_to_directory(self, path: Path) -> bool:
+        if not isinstance(path, RemotePath):
+            return super().leads_to_directory(path)
+        try:
+            return self._is_directory(path)
+        except OSError:  # told by whoever reads it
+            return False
+
+    def is_link(self, path: Path) -> bool:
+        return not isinstance(path, RemotePath) and super().is_link(path)
+
+    def exists(self, path: Path) -> bool:
+        if not isinstance(path, RemotePath):
+            return super().exists(path)
+        try:
+            self._store.facts(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise storage_error("looking for", path, error) from error
+        return True
+
+    def _is_directory(self, path: RemotePath) -> bool:
+        try:
+            return self._store.facts(path).get("type") == "directory"
+        except FileNotFoundError:
+            return False
+
+
+def _number(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def os_for(paths: Iterable[Path]) -> Os:
+    """The system with which these can be read: of all remote ones the first one's store. ConfigError."""
+    remote = next((path for path in paths if isinstance(path, RemotePath)), None)
+    return REAL_OS if remote is None else RemoteOs(Store(remote))

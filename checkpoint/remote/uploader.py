@@ -1,0 +1,198 @@
+"""Uploads the checkpoints of a directory, and goes on as new ones are published: in a process of its own.
+
+A store that refuses is asked again after growing pauses; it is said once that it refuses, and once that it takes
+uploads again. Nobody waits for the uploader.
+"""
+
+from __future__ import annotations
+
+import logging
+import os as posix
+import select
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lastwords import clock
+from lastwords.checkpoint import load
+from lastwords.checkpoint.lock_file import LockFile
+from lastwords.checkpoint.manifest import Claimed
+from lastwords.checkpoint.remote import record
+from lastwords.checkpoint.remote.address import RemotePath
+from lastwords.checkpoint.remote.store import OnBytes, Store
+from lastwords.checkpoint.remote.transfer import upload
+from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.errors import BusyError, CheckpointError, ReplacedError, StorageError
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = ".lastwords-upload.lock"
+PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""After a refusal; then the last one again and again."""
+
+LOOK_S = 60.0
+"""A directory is looked at so often where nobody says that there is a new checkpoint."""
+
+LAST_TRIES_S = 300.0
+"""A store that has refused for so long, once nothing new will come, is given up."""
+
+SAID_EVERY_S = 10.0
+"""Progress of a long upload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A complete checkpoint here. name: as it is, or will be, called in the store."""
+
+    path: Path
+    name: str
+    said: Claimed
+
+
+def pending(newest_first: Sequence[Local], done: Collection[str]) -> list[Local]:
+    """What is to be uploaded, in this order: the newest first, since that is what a lost disk would need.
+
+    >>> found = [Local(Path("b"), "step_2-y", Claimed()), Local(Path("a"), "step_1-x", Claimed())]
+    >>> [one.name for one in pending(found, {"step_2-y"})]
+    ['step_1-x']
+    """
+    return [one for one in newest_first if one.name not in done]
+
+
+def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> list[Local]:
+    """The complete checkpoints (of a job), newest first. StorageError where a directory cannot be listed."""
+    found: dict[Path, Claimed] = {}
+    for path in load.candidates(roots, os):
+        seen, said = load.look(path, os, every_file=True)
+        if said is not None and seen.status is load.Status.COMPLETE and job in (None, said.job):
+            found[path] = said
+    named = [Local(path, record.name_here(path, os), found[path]) for path in load.newest_first(found)]
+    return [one for one in named if one.name]
+
+
+class Uploader:
+    """Uploads what is missing from one store. `roots`: the first one has the record of what has been uploaded."""
+
+    def __init__(
+        self, roots: Sequence[Path], to: RemotePath, job: str | None, os: Os = REAL_OS, store: Store | None = None
+    ) -> None:
+        self._roots = roots
+        self._to = to
+        self._job = job
+        self._os = os
+        self._store = store
+        self._left: set[str] = set()
+
+    def upload_missing(self, *, again: bool = False) -> list[Local]:
+        """Uploads every checkpoint that is not there; returns those, the newest first.
+
+        again: also what the record says is there, if it is not. One that is damaged here, or removed meanwhile, is left
+        out, with a line in the log. StorageError if the store, or the file system here, refuses; then what was
+        uploaded before stays. BusyError if another process uploads from this directory.
+        """
+        with LockFile(self._roots[0] / LOCK_NAME, self._os).held() as mine:
+            if not mine:
+                raise BusyError(f"another process uploads the checkpoints in {self._roots[0]}")
+            return self._upload_missing(again)
+
+    def _upload_missing(self, again: bool) -> list[Local]:
+        if self._store is None:
+            self._store = Store(self._to)
+        known = record.read(self._roots[0], self._os)
+        if known is None or known.url != str(self._to):
+            known = record.Record(str(self._to))
+            record.write(self._roots[0], known, self._os)
+        here = complete_in(self._roots, self._job, self._os)
+        kept = frozenset(one.name for one in complete_in(self._roots, None, self._os))
+        known = replace(known, names=known.names & kept)
+        uploaded = []
+        for one in pending(here, () if again else known.names):
+            if one.name not in self._left and self._uploaded(one):
+                uploaded.append(one)
+                known = replace(known, names=known.names | {one.name})
+                record.write(self._roots[0], known, self._os)
+        return uploaded
+
+    def _uploaded(self, one: Local) -> bool:
+        assert self._store is not None
+        began_mono_s = clock.mono_s()
+        try:
+            there = upload(one.path, self._store, _progress_of(one), self._os)
+        except StorageError:
+            raise
+        except (BusyError, ReplacedError) as error:
+            logger.info("%s", error)
+            return False
+        except CheckpointError as error:
+            self._left.add(one.name)
+            logger.warning("%s", error)
+            return False
+        logger.info("uploaded %s to %s in %.1f s", one.path, there, clock.mono_s() - began_mono_s)
+        return True
+
+
+def _progress_of(one: Local) -> OnBytes:
+    sent = 0
+    said_mono_s = clock.mono_s()
+
+    def on_bytes(count: int) -> None:
+        nonlocal sent, said_mono_s
+        sent += count
+        if clock.mono_s() - said_mono_s >= SAID_EVERY_S:
+            said_mono_s = clock.mono_s()
+            logger.info("uploading %s: %.1f MiB", one.path, sent / 2**20)
+
+    return on_bytes
+
+
+Wait = Callable[[float], bool]
+"""Waits for so many seconds, or until there may be something new; False once nothing new will come."""
+
+
+def follow(missing: Callable[[], object], wait: Wait) -> bool:
+    """Uploads (`missing`) again and again until `wait` says that nothing new comes; whether all that is there went.
+
+    What the store refuses is tried until then, and LAST_TRIES_S longer.
+    """
+    refused, tries = "", 0
+    comes = True
+    ends_mono_s = 0.0
+    while True:
+        last = not comes
+        try:
+            missing()
+        except BusyError as error:  # the uploader of the controller before is about to end
+            tries, refused = 1, refused or str(error)
+            logger.info("%s", error)
+        except CheckpointError as error:
+            if not refused:
+                logger.warning("%s. It is tried again; training is not affected", error)
+            refused, tries = str(error), tries + 1
+        else:
+            if refused:
+                logger.info("uploads work again")
+            refused, tries = "", 0
+        if last and not refused:
+            return True
+        if last and clock.mono_s() >= ends_mono_s:
+            logger.error("not everything was uploaded: %s", refused)
+            return False
+        comes_before = comes
+        comes = wait(PAUSES_S[min(tries, len(PAUSES_S)) - 1] if refused else LOOK_S)
+        if comes_before and not comes:
+            ends_mono_s = clock.mono_s() + LAST_TRIES_S
+
+
+def wait_on(fd: int) -> Wait:
+    """Of a descriptor: a line means that there is something new, its end that nothing new comes."""
+    ended = False
+
+    def wait(seconds: float) -> bool:
+        nonlocal ended
+        if ended:
+            REAL_OS.pause(seconds)
+        elif select.select([fd], [], [], seconds)[0]:
+            ended = not posix.read(fd, 65536)
+        return not ended
+
+    return wait

@@ -1,0 +1,76 @@
+"""The controller's process for uploads: it is told of each checkpoint, replaced where it died, and outlives the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lastwords.checkpoint import load
+from lastwords.checkpoint.remote.address import RemotePath
+from lastwords.checkpoint.remote.store import os_for
+from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.uploads import Uploads
+from tests.checkpoint.states import Job
+from tests.checkpoint.stores import file_store
+
+pytestmark = pytest.mark.process
+
+PERIODIC = Job(incident=0)
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> RemotePath:
+    return file_store(tmp_path / "store")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return PERIODIC.save(tmp_path / "ckpt", 31).parent
+
+
+@pytest.fixture
+def uploads(here: Path, there: RemotePath) -> Iterator[Uploads]:
+    spec = ControllerSpec("127.0.0.1", 30051, "job", 1, 2, here, remote=str(there))
+    process = Uploads(spec, [here])
+    yield process
+    process.close()
+    until(lambda: process.pid is None)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_mono_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_mono_s
+        time.sleep(0.02)
+
+
+def steps(there: RemotePath) -> list[int]:
+    found = load.scan(there, os_for([there]))
+    return sorted(one.manifest.global_step for one in found if one.status is load.Status.COMPLETE and one.manifest)
+
+
+def test_each_checkpoint_is_uploaded_whatever_becomes_of_the_process(
+    uploads: Uploads, here: Path, there: RemotePath
+) -> None:
+    uploads.look()
+    until(lambda: steps(there) == [31])
+    PERIODIC.again(attempt=2).save(here, 32)
+    uploads.look()
+    until(lambda: steps(there) == [31, 32])
+    first = uploads.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    until(lambda: uploads.pid is None)
+    PERIODIC.again(attempt=3).save(here, 33)
+    uploads.look()
+    assert uploads.pid not in (None, first)
+    PERIODIC.again(attempt=4).save(here, 34)
+    uploads.close()  # what there is then is uploaded before it ends
+    until(lambda: uploads.pid is None)
+    assert steps(there) == [31, 32, 33, 34]
