@@ -105,11 +105,9 @@ def resume_from(
     opened = open_chosen(roots, world, key, own, missing_ok)
     if opened is None:
         return None
-    checkpoint, stamp = opened
-    with checkpoint:
-        if agreed:
-            refuse_later_start(checkpoint.manifest, agreed.job, agreed.generation)
-        resumed = _resume(checkpoint, stamp, world, recorder, facts_here, key)
+    with opened[0] as checkpoint:
+        refuse_later_start(checkpoint.manifest, agreed)
+        resumed = _resume(checkpoint, opened[1], world, recorder, facts_here, key)
     if world.rank == 0:
         if agreed and resumed.job not in (agreed.job, *agreed.jobs):
             starts.note_resumed(roots[0], agreed.generation, resumed.job)

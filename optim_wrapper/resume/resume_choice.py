@@ -29,6 +29,7 @@ from lastwords.errors import (
 from lastwords.sharding.agree import STORE_WAIT_S
 
 if TYPE_CHECKING:
+    from lastwords.optim_wrapper.launch.startup import Agreement
     from lastwords.optim_wrapper.launch.world import World  # with torch, which `peek` does without
 
 _log = logging.getLogger(__name__)
@@ -145,15 +146,15 @@ def _word_of_rank_0(world: World, key: str) -> dict[str, Any]:
     raise AssertionError
 
 
-def refuse_later_start(manifest: Manifest, job: str, generation: int) -> None:
+def refuse_later_start(manifest: Manifest, agreed: Agreement | None) -> None:
     """ConfigError if the checkpoint is of a start of this job that was drawn elsewhere, and is not before this one.
 
     What this start saves would be taken for older than it. The next start knows better: it finds the checkpoint here.
     """
-    if manifest.job == job and manifest.generation >= generation:
+    if agreed is not None and manifest.job == agreed.job and manifest.generation >= agreed.generation:
         raise ConfigError(
-            f"the newest checkpoint was saved by start {manifest.generation} of job {job}, and this is start "
-            f"{generation}, since the remote store did not answer when it began; start the job again"
+            f"the newest checkpoint was saved by start {manifest.generation} of job {agreed.job}, and this is start "
+            f"{agreed.generation}, since the remote store did not answer when it began; start the job again"
         )
 
 

@@ -348,6 +348,6 @@ def test_a_library_has_errors_of_its_own(root: RemotePath, monkeypatch: pytest.M
         raise RuntimeError("no credentials")
 
     monkeypatch.setattr(type(store._files), "info", refuse)
-    with pytest.raises(OSError, match="no credentials") as caught:
+    with pytest.raises(OSError) as caught:
         store.size(root)
     assert caught.value.errno == errno.EREMOTEIO

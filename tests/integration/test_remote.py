@@ -28,7 +28,7 @@ def steps_in(root: RemotePath) -> list[int]:
 def test_a_job_whose_directory_is_lost_goes_on_from_the_store(rig: Rig, tmp_path: Path) -> None:
     layout, there = Layout(), file_store(tmp_path / "store")
     env = {"LASTWORDS_REMOTE": str(there), "LASTWORDS_JOB": "remote"}
-    launch = rig.launch(layout, faults=hold(8), every=3, keep=1, env=env)
+    launch = rig.launch(layout, faults=hold(8), every=6, keep=1, env=env)
     launch.job.wait_for(lambda: 6 in steps_in(there), 60, "the upload of step 6")
     kill_all(launch)
     here = Path(launch.plan.checkpoints)

@@ -136,6 +136,7 @@ def test_a_misspelt_setting_is_named_with_the_one_that_was_meant(
 
 def test_what_can_be_set_is_not_taken_for_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
     others = {"LASTWORDS_JOB": "j", "LASTWORDS_TOKEN": "t", "LASTWORDS_REQUIRE_SPACE": "1", "OTHER": "x"}
+    others["LASTWORDS_REMOTE"] = "s3://bucket/job"
     assert {*others, *DEFAULTS} - {"OTHER"} == set(config.variables())
     Config.from_env(**GOOD, environ={**others, **dict.fromkeys(DEFAULTS, "5")})
     assert caplog.records == []

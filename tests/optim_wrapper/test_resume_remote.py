@@ -17,6 +17,7 @@ from lastwords.checkpoint.remote.store import Store
 from lastwords.checkpoint.remote.transfer import upload
 from lastwords.errors import ConfigError, FormatError
 from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.resume import resume_choice
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, open_chosen, refuse_later_start
@@ -135,10 +136,11 @@ def test_the_others_wait_as_long_as_something_comes(
 
 def test_a_start_that_did_not_know_of_the_store_does_not_go_on_from_a_later_one(here: Path) -> None:
     manifest = read_manifest(JOB.again(generation=3).save(here, 40))
-    refuse_later_start(manifest, "mine", 4)
-    refuse_later_start(manifest, "another", 3)
+    refuse_later_start(manifest, None)
+    refuse_later_start(manifest, Agreement("mine", 4, "", ""))
+    refuse_later_start(manifest, Agreement("another", 3, "", ""))
     with golden.raises(ConfigError):
-        refuse_later_start(manifest, "mine", 3)
+        refuse_later_start(manifest, Agreement("mine", 3, "", ""))
 
 
 def test_peek_sees_the_store_as_resume_does(here: Path, there: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
