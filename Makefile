@@ -15,6 +15,7 @@
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
 #   make bench     measures the budgets, beside the machine's own limits
 #   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover and lastwords in turn: make bench-peers N=20; 75 minutes
+#   make bench-month  simulates a month with failures: last words beside periodic checkpoints; seconds
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
 
@@ -31,7 +32,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench bench-peers proto clean
+.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench bench-peers bench-month proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -98,6 +99,9 @@ zoo: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/run.py $(ARGS)
+
+bench-month: $(READY)
+	$(BIN)/python -m bench.month $(ARGS)
 
 # The other systems are in an environment of their own, beside the same torch.
 bench-peers: .venv-peers/.ready

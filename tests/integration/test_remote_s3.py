@@ -96,8 +96,8 @@ def test_a_bucket_that_is_not_there_or_refuses_is_told_as_a_storage_error(
 
 
 def test_a_large_file_goes_in_several_parts(root: RemotePath, tmp_path: Path) -> None:
-    saved = Job(elements=20_000_000).save(tmp_path / "ckpt", 37)
+    saved = Job(elements=8_000_000).save(tmp_path / "ckpt", 37)
     sent: list[int] = []
     there = upload(saved, Store(root), sent.append)
-    assert sum(sent) >= 2 * 4 * 20_000_000
+    assert sum(sent) >= 2 * 4 * 8_000_000
     assert load.verify(there, os=os_for([there])) == []
