@@ -8,7 +8,8 @@ The others belong to their owners: torch's DataLoader sets a handler for SIGCHLD
 worker has died, even in the middle of `optimizer.step()`, and a user's own for SIGUSR1 (Slurm's notice before a time
 limit, on all ranks at once) may raise as well. Whatever Python handler is set (usually after ours) is wrapped: it runs
 at once outside an update, later when it arrives inside one, and not at all once an incident is on, when dead workers
-are nothing new (a launcher kills them together with their trainer). What has no Python handler is left alone.
+are nothing new (a launcher kills them together with their trainer). What has no Python handler is left alone, but for
+SIGUSR1 that nobody handles: it would end the process, and asks for a checkpoint instead.
 
 Forked children inherit handlers and wake-up fd; without the hook below the SIGTERM of a data-loader worker would be
 reported as one of its parent's.
@@ -28,11 +29,14 @@ import types
 import weakref
 from collections.abc import Callable, Iterable
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
 _getsignal: Callable[[int], Any] = _signal.getsignal  # signal.getsignal makes an enum of it: 2 us instead of 0.05
+ASKS = signal.SIGUSR1
+"""Asks for a checkpoint now."""
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _DEFERRED = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP)
 _Handler = Callable[[int, types.FrameType | None], Any]
@@ -44,6 +48,7 @@ class SignalGuard:
     Made for the main thread, where handlers run.
 
     on_signal: called in the guard's own thread, once for SIGTERM and once for SIGINT.
+    on_ask: called there for each SIGUSR1, as long as nobody else handles it; None: it is left alone.
     deferred: signals of other owners whose handlers must not run inside an update.
 
     A stop signal that is ignored (SIG_IGN, as for a job in the background) stays ignored. The first SIGINT only
@@ -51,8 +56,15 @@ class SignalGuard:
     way; every further one at once.
     """
 
-    def __init__(self, on_signal: Callable[[int], None], *, deferred: Iterable[signal.Signals] = _DEFERRED) -> None:
+    def __init__(
+        self,
+        on_signal: Callable[[int], None],
+        *,
+        on_ask: Callable[[], None] | None = None,
+        deferred: Iterable[signal.Signals] = _DEFERRED,
+    ) -> None:
         self._on_signal = on_signal
+        self._on_ask = on_ask
         self._deferred = tuple(deferred)
         self._updating = False
         self._incident = False
@@ -65,6 +77,7 @@ class SignalGuard:
         self._handlers: tuple[Any, ...] = ()  # what is set for them, if nobody else has set anything since
         self._pending: dict[int, _Handler] = {}
         self._interrupts = 0
+        self._asks: _Handler = lambda number, frame: None  # a function of this guard's; its thread reads the signal
         self._reported: set[int] = set()
         self._passing: set[int] = set()  # reported, and now on their own way
         self._handed_back = False
@@ -96,6 +109,10 @@ class SignalGuard:
         self._installed = True
         for number in (*_STOPS, *self._deferred):
             self._take(number)
+        if self._on_ask is not None and signal.getsignal(ASKS) is signal.SIG_DFL and not _handled_in_c(ASKS):
+            self._ours[ASKS], self._before[ASKS] = self._asks, signal.SIG_DFL
+            signal.signal(ASKS, self._asks)
+            self._seen(ASKS)
         self._outer_wakeup_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
         _guards.add(self)
 
@@ -302,12 +319,27 @@ class SignalGuard:
                 with contextlib.suppress(OSError):
                     os.write(outer, numbers)
             for number in numbers:
-                if number in _STOPS and number in self._ours and number not in self._reported:
-                    self._reported.add(number)
-                    try:
-                        self._on_signal(number)
-                    except Exception:  # the outermost frame of this thread
-                        _log.exception("reporting signal %d failed", number)
+                try:
+                    self._tell(number)
+                except Exception:  # the outermost frame of this thread
+                    _log.exception("reporting signal %d failed", number)
+
+    def _tell(self, number: int) -> None:
+        if number in _STOPS and number in self._ours and number not in self._reported:
+            self._reported.add(number)
+            self._on_signal(number)
+        elif number == ASKS and self._on_ask is not None and _getsignal(number) is self._asks:
+            self._on_ask()
+
+
+def _handled_in_c(number: int) -> bool:
+    """Whether there is a handler that Python does not know of (faulthandler's), as far as the kernel says."""
+    try:
+        status = Path("/proc/thread-self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 _guards: weakref.WeakSet[SignalGuard] = weakref.WeakSet()

@@ -103,7 +103,7 @@ class Protection:
             pass_on=lambda number: signals.pass_on(number),
             hand_back=lambda: signals.hand_back(),
         )
-        signals = self._signals = SignalGuard(agent.on_signal)
+        signals = self._signals = SignalGuard(agent.on_signal, on_ask=agent.want_save)
         signals.install()
         address = host_port(config.ctrl_ip, agreement.port)
         session = self._session = Session(

@@ -132,6 +132,37 @@ def test_one_that_is_wanted_now_goes_before_one_whose_step_is_to_come() -> None:
     assert {order.step for order in job.sent(Save).values()} == {1000}
 
 
+def test_all_ranks_may_ask_at_once_for_one() -> None:
+    job = due(Schedule(steps=1000))
+    job.at(5)
+    for rank in range(3):
+        job.hear(SaveWanted(rank, GENERATION))
+    written(job, 6, attempt=2)
+    job.verified(attempt=2, incident=0)
+    job.published(attempt=2, incident=0)
+    assert {order.step for order in job.sent(Save).values()} == {1000}
+
+
+def test_one_that_is_asked_for_after_the_step_of_the_one_under_way_is_another() -> None:
+    job = due(Schedule(steps=1000))
+    job.at(5)
+    job.hear(SaveWanted(0, GENERATION))
+    job.at(6)
+    job.hear(SaveWanted(1, GENERATION))
+    written(job, 6, attempt=2)
+    job.verified(attempt=2, incident=0)
+    job.published(attempt=2, incident=0)
+    assert {order.step for order in job.sent(Save).values()} == {7}
+
+
+def test_a_multiple_that_was_also_asked_for_is_ordered_again_at_once_if_it_is_missed() -> None:
+    job = due(Schedule(steps=10))
+    job.at(9)
+    job.hear(SaveWanted(0, GENERATION))
+    failed(job, 1, 10, missed=True)
+    assert {order.step for order in job.sent(Save).values()} == {11}
+
+
 def test_one_that_is_wanted_while_another_is_written_comes_after_it() -> None:
     job = due(Schedule(steps=10))
     job.at(10)

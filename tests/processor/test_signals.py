@@ -407,6 +407,51 @@ def test_what_has_no_python_handler_is_left_alone(guard: SignalGuard, tmp_path: 
     assert not guard.degraded
 
 
+@contextlib.contextmanager
+def asked() -> Iterator[Reports]:
+    """What a guard that may take SIGUSR1 is asked for."""
+    asks = Reports()
+    guard = SignalGuard(Reports(), on_ask=lambda: asks(signal.SIGUSR1))
+    guard.install()
+    yield asks
+    guard.uninstall()
+
+
+def test_a_signal_that_nobody_handles_asks_for_a_checkpoint() -> None:
+    with asked() as asks:
+        for count in (1, 2):
+            signal.raise_signal(signal.SIGUSR1)
+            assert asks.wait(count) == [signal.SIGUSR1] * count
+        assert asks.seen[0][1] == "lastwords-signals"
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_script_that_handles_it_is_not_taken_at_its_word(when: str) -> None:
+    theirs = Calls()
+    with contextlib.ExitStack() as stack:
+        if when == "before":
+            signal.signal(signal.SIGUSR1, theirs)
+        asks = stack.enter_context(asked())
+        signal.signal(signal.SIGUSR1, theirs)
+        signal.raise_signal(signal.SIGUSR1)
+        assert theirs.numbers == [signal.SIGUSR1]
+    assert asks.seen == []
+    assert signal.getsignal(signal.SIGUSR1) is theirs
+
+
+def test_a_handler_in_c_is_kept(tmp_path: Path) -> None:
+    with (tmp_path / "stacks").open("w+") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        try:
+            with asked() as asks:
+                signal.raise_signal(signal.SIGUSR1)
+                assert "test_signals.py" in (tmp_path / "stacks").read_text()
+            assert asks.seen == []
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+
+
 def test_a_ctrl_c_that_is_passed_on_interrupts_at_once(guard: SignalGuard, reports: Reports) -> None:
     signal.raise_signal(signal.SIGINT)
     reports.wait(1)
