@@ -20,7 +20,8 @@ from lastwords.checkpoint.manifest import Claimed, Manifest, read_manifest
 from lastwords.checkpoint.part import Part, read_part, write_document
 from lastwords.checkpoint.part_head import PartHead, read_part_head
 from lastwords.checkpoint.partfile import check_present, check_unchanged
-from lastwords.checkpoint.replacing import fence, put_away, rename_into_place
+from lastwords.checkpoint.removal import fence
+from lastwords.checkpoint.replacing import put_away, rename_into_place
 from lastwords.checkpoint.stale import discard, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, ConfigError, FormatError, IncompleteError, StorageError

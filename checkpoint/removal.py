@@ -16,10 +16,10 @@ import logging
 from pathlib import Path
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.manifest import Claimed, read_manifest
+from lastwords.checkpoint.manifest import Claimed, Kind, Manifest, read_manifest
 from lastwords.checkpoint.reader_lock import is_at
 from lastwords.checkpoint.system import Os, close, remove_tree, storage_errors, sync_directory
-from lastwords.errors import BusyError, FormatError, IncompleteError, ReplacedError, StorageError
+from lastwords.errors import BusyError, CheckpointError, FormatError, IncompleteError, ReplacedError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,26 @@ def _finish_one(hidden: Path, of: layout.TemporaryName, os: Os) -> bool:
 def name_of(said: Claimed) -> layout.TemporaryName:
     """What tells one checkpoint from all others."""
     return layout.TemporaryName(said.global_step, said.job, said.generation, said.incident, said.attempt)
+
+
+def fence(manifest: Manifest) -> tuple[int, int, int]:
+    """The order in which the checkpoints of a job were begun."""
+    return manifest.generation, manifest.incident, manifest.attempt
+
+
+def is_older(directory: Path, manifest: Manifest, os: Os) -> bool:
+    """Whether a checkpoint of this step is there that the new one replaces. StorageError."""
+    try:
+        found = read_manifest(directory, os)
+    except StorageError:
+        raise
+    except CheckpointError:
+        return False  # unreadable: keep it for a person to look at
+    if found.exact and not manifest.exact:
+        return False  # of one generation, both are of the very same state, and the exact one has more of it
+    if found.kind is Kind.LAST_WORDS and manifest.is_periodic:
+        return False
+    return found.job == manifest.job and fence(found) <= fence(manifest)
 
 
 def _name_aside(final: Path, os: Os) -> Path:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lastwords.checkpoint.appearing import give_name, sync_name
-from lastwords.checkpoint.manifest import Kind, Manifest, read_manifest
-from lastwords.checkpoint.removal import move_aside
+from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.removal import is_older, move_aside
 from lastwords.checkpoint.stale import discard
 from lastwords.checkpoint.system import Os, storage_error, storage_errors, sync_directory
-from lastwords.errors import CheckpointError, StorageError
+from lastwords.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ def _take_its_place(root: Path, tmp_dir: Path, final: Path, manifest: Manifest, 
 
     FileNotFoundError, and nothing is done, if it is gone.
     """
-    is_older = _is_older(final, manifest, os)
-    if is_older:
+    replaces = is_older(final, manifest, os)
+    if replaces:
         with _unless_gone("publishing", final):
             exchanged = os.exchange(tmp_dir, final)
         if exchanged:
@@ -65,7 +65,7 @@ def _take_its_place(root: Path, tmp_dir: Path, final: Path, manifest: Manifest, 
         if error.errno != errno.EEXIST:
             raise
         return False
-    if is_older and _is_older(aside, manifest, os):
+    if replaces and is_older(aside, manifest, os):
         # Hidden first, and durably so: a crash half-way through removing it must not leave a visible torso.
         with storage_errors("removing", aside), contextlib.suppress(FileNotFoundError):
             os.rename(aside, tmp_dir)
@@ -74,26 +74,11 @@ def _take_its_place(root: Path, tmp_dir: Path, final: Path, manifest: Manifest, 
     return True
 
 
-def _is_older(directory: Path, manifest: Manifest, os: Os) -> bool:
-    """Whether a checkpoint of this step is there that the new one replaces. StorageError."""
-    try:
-        found = read_manifest(directory, os)
-    except StorageError:
-        raise
-    except CheckpointError:
-        return False  # unreadable: keep it for a person to look at
-    if found.exact and not manifest.exact:
-        return False  # of one generation, both are of the very same state, and the exact one has more of it
-    if found.kind is Kind.LAST_WORDS and manifest.is_periodic:
-        return False
-    return found.job == manifest.job and fence(found) <= fence(manifest)
-
-
 def put_away(tmp_dir: Path, final: Path, manifest: Manifest, os: Os) -> None:
     """Removes what had the name before. It may not be what was looked at: others can publish in between."""
     with storage_errors("looking at", tmp_dir):
         is_there = os.is_directory(tmp_dir)
-    if not is_there or _is_older(tmp_dir, manifest, os):
+    if not is_there or is_older(tmp_dir, manifest, os):
         discard(tmp_dir, os)
         return
     with storage_errors("keeping", tmp_dir):
@@ -111,8 +96,3 @@ def _unless_gone(doing: str, path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise storage_error(doing, path, error) from error
-
-
-def fence(manifest: Manifest) -> tuple[int, int, int]:
-    """The order in which the checkpoints of a job were begun."""
-    return manifest.generation, manifest.incident, manifest.attempt

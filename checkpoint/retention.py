@@ -1,8 +1,9 @@
 """Which checkpoints of a job are kept, and the removal of the others.
 
 `chosen` is the rule, pure: no clock and no file decides anything. `plan` looks at directories, `carry_out` removes.
-Never removed are: the newest complete checkpoint of the job, one that is being read, and what is no whole checkpoint of
-this job. So whatever several processes prune at once, each holds the newest one that it knows as a reader does.
+Never removed are: the newest complete checkpoint of the job, the one of the latest step (where a start has begun anew
+and is not as far), one that is being read, and what is no whole checkpoint of this job. So whatever several processes
+prune at once, each holds the newest one that it knows as a reader does.
 """
 
 from __future__ import annotations
@@ -98,8 +99,15 @@ def chosen(found: Sequence[Whole], rules: Rules) -> Plan:
         kept = set(counted[: rules.keep_max])
     elif rules.keep_per_minutes:
         kept = _one_in(counted, rules.keep_per_minutes * _NS_PER_MINUTE)
+    kept |= _of_later_step(counted, found)
     goes = [one for one in counted if one not in kept and one != found[0]]
     return Plan(tuple(one for one in found if one not in goes), tuple(goes))
+
+
+def _of_later_step(counted: Sequence[Whole], found: Sequence[Whole]) -> set[Whole]:
+    """Where a start has begun anew: the farthest of those before it, until it has come as far."""
+    farthest = max(counted, key=lambda one: one.said.global_step, default=None)
+    return {farthest} if farthest and farthest.said.global_step > found[0].said.global_step else set()
 
 
 def _one_in(newest_first: Sequence[Whole], pause_ns: int) -> set[Whole]:

@@ -31,7 +31,7 @@ from lastwords.checkpoint.system import (
     storage_errors,
     sync_directory,
 )
-from lastwords.errors import CheckpointError, FormatError, StorageError
+from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,16 @@ def discard(tmp_dir: Path, os: Os = REAL_OS) -> bool:
     return True
 
 
+def discard_own(tmp_dir: Path, os: Os = REAL_OS) -> bool:
+    """As `discard`, of what its own attempt has written. What that has changed places with gets a name where needed."""
+    name = layout.TemporaryName.parse(tmp_dir.name)
+    said = Claimed.if_readable(tmp_dir, os)
+    if name is None or said == Claimed():
+        return discard(tmp_dir, os)
+    own = removal.name_of(said) == name
+    return (not own and _is_put_aside(tmp_dir, name.global_step, os)) or discard(tmp_dir, os)
+
+
 def keep(tmp_dir: Path, kept: Path, os: Os = REAL_OS) -> Path | None:
     """Moves a directory with finished files out of the way of `remove_stale`; where it is now, None if it is empty.
 
@@ -142,9 +152,10 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
     """Removes what ended controllers and their writers left unfinished in `root`; returns what went.
 
     Directories of this job's own and later generations stay, and any in which a living process writes, whose controller
-    may live, or which are a whole checkpoint that only lacks its name. One with a finished part of last words, of a
-    step that its job has not published, is renamed to `unpublished-...`. What was being pruned goes, whosever it was.
-    Failures are only logged.
+    may live, or which are a whole checkpoint that only lacks its name. Where another one has that name by now, which it
+    does not make way for, it becomes `...-replaced-K`. One with a finished part of last words, of a step that its job
+    has not published, is renamed to `unpublished-...`. What was being pruned goes, whosever it was. Failures are only
+    logged.
     """
     removed: list[Path] = []
     try:
@@ -164,6 +175,8 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
         if not (certain or _is_quiet(root / name, os)):
             continue
         if _lacks_only_its_name(root, root / name, found.global_step, os):
+            continue
+        if _is_put_aside(root / name, found.global_step, os):
             continue
         if not _is_kept(root, root / name, found, os):
             discard(root / name, os)
@@ -321,6 +334,35 @@ def _lacks_only_its_name(root: Path, tmp_dir: Path, step: int, os: Os) -> bool:
         return False
     logger.warning("%s is a complete checkpoint that was not published: rename it to %s, or remove it", tmp_dir, final)
     return True
+
+
+def _is_put_aside(tmp_dir: Path, step: int, os: Os) -> bool:
+    """A whole checkpoint whose name is another's: it was not published any more, or its name was taken a moment ago.
+
+    What the one with the name replaces is left there when its publisher ends before it has removed it.
+    """
+    final = layout.checkpoint_dir(tmp_dir.parent, step)
+    try:
+        if not os.exists(tmp_dir / layout.MANIFEST_NAME) or read_manifest(tmp_dir, os).global_step != step:
+            return False
+        if _makes_way(tmp_dir, final, os):
+            return False
+        aside = removal.move_aside(tmp_dir, final, os)
+        sync_directory(final.parent, os)
+    except (CheckpointError, FileNotFoundError):
+        return False  # damaged, or somebody else has it by now
+    except OSError as error:
+        logger.warning("could not give a name to %s, which is a complete checkpoint: %s", tmp_dir, error)
+        return True
+    logger.warning("%s is a complete checkpoint that was not published under its own name", aside)
+    return True
+
+
+def _makes_way(tmp_dir: Path, final: Path, os: Os) -> bool:
+    try:
+        return removal.is_older(tmp_dir, read_manifest(final, os), os)
+    except (IncompleteError, FormatError):
+        return False
 
 
 def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> bool:

@@ -186,13 +186,13 @@ class StorageJobs:
 
     def _discard(self, tmp_dir: Path) -> None:
         self._discarded[tmp_dir] = None
-        stale.discard(tmp_dir)
+        stale.discard_own(tmp_dir)
 
     def _release(self) -> None:
         # Once more: what was in the way, such as too many open files, may have passed, and a writer that had its order
         # just before the end may have made its directory again.
         for tmp_dir in self._discarded:
-            stale.discard(tmp_dir)
+            stale.discard_own(tmp_dir)
         while self._claims:
             self._claims.pop().release()
         if self._uploads is not None:

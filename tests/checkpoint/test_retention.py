@@ -75,6 +75,16 @@ def test_what_was_converted_stays() -> None:
     assert kept(made([0, 10, 20], "cpp"), Rules(1, last_words=True)) == [1, 3]
 
 
+def test_a_start_that_begins_anew_removes_the_farthest_one_only_when_it_has_come_as_far() -> None:
+    old, older = (replace(one, said=replace(one.said, global_step=one.said.global_step + 9)) for one in made([0, 10]))
+    anew = [replace(one, said=replace(one.said, generation=2)) for one in made([20, 30, 40])]
+    assert kept([*anew[2:], old, older], Rules(1)) == [1, 11]
+    assert kept([*anew, old, older], Rules(1)) == [3, 11]
+    assert kept([*anew, old, older], Rules(0, 100)) == [3, 10, 11]
+    as_far = replace(anew[0], said=replace(anew[0].said, global_step=11))
+    assert kept([as_far, *anew, old, older], Rules(1)) == [11]
+
+
 RULES = st.builds(Rules, st.integers(0, 4), st.integers(0, 90), st.booleans())
 KINDS = st.text("pwc", min_size=1, max_size=12)
 

@@ -422,9 +422,9 @@ def test_what_two_jobs_publish_as_one_step_is_kept(can_exchange: bool) -> None:
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_without_a_second_look_it_is_lost(monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     """Control of the one above: what lies in the temporary directory or aside is taken for what was there before."""
-    looks = replacing._is_older
+    looks = replacing.is_older
     monkeypatch.setattr(
-        replacing, "_is_older", lambda at, manifest, os: looks(at, manifest, os) if is_final(at) else True
+        replacing, "is_older", lambda at, manifest, os: looks(at, manifest, os) if is_final(at) else True
     )
     assert any("gone" in text for text in lost_by_publication(can_exchange))
 

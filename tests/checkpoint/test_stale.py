@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, stale
+from lastwords.checkpoint import layout, load, stale
 from lastwords.checkpoint.stale import Claim, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, boot_id
 from tests import golden
 from tests.checkpoint.interposed import InterposedOs
-from tests.checkpoint.states import Job
+from tests.checkpoint.states import Job, content_of, content_written
 
 OTHER = Job(name="other", generation=1)
 
@@ -210,6 +210,59 @@ def test_a_whole_checkpoint_that_only_lacks_its_name_is_left_for_a_person(
     # Negative control: with a checkpoint of that step in place, it is what was pushed aside, and may go.
     replace(OTHER, incident=2).save(tmp_path, 30)
     assert remove_stale(tmp_path, OTHER.name, 3) == [directory]
+
+
+def unnamed(root: Path, job: Job, step: int, named_for: Job) -> Path:
+    """A whole checkpoint under the temporary name of another attempt, or of its own."""
+    elsewhere = root / "elsewhere"
+    elsewhere.mkdir()
+    hidden = named_for.tmp_dir(root, step)
+    job.save(elsewhere, step).rename(hidden)
+    elsewhere.rmdir()
+    return hidden
+
+
+PERIODIC = replace(OTHER, incident=0)
+NEXT = replace(PERIODIC, generation=2)
+
+
+@pytest.mark.parametrize("has_the_name", [Job(name="mine", incident=0), PERIODIC, replace(OTHER, incident=1, attempt=2)])
+def test_a_whole_checkpoint_whose_name_is_taken_gets_another(
+    tmp_path: Path, has_the_name: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_the_name.save(tmp_path, 30)
+    hidden = unnamed(tmp_path, NEXT, 30, NEXT)
+    assert remove_stale(tmp_path, OTHER.name, 3) == []
+    assert not hidden.exists()
+    aside = tmp_path / "tft_saved_checkpoints-step_30-replaced-1"
+    assert content_of(aside) == content_written(NEXT, 30)
+    assert load.latest(tmp_path, OTHER.name) == aside
+    golden.says(caplog.messages)
+
+
+def test_what_had_the_name_until_its_publisher_was_killed_goes_only_if_it_was_replaced(tmp_path: Path) -> None:
+    """Killed between the exchange of names and the second look at what had the name."""
+    final = NEXT.save(tmp_path, 30)
+    hidden = unnamed(tmp_path, PERIODIC, 30, NEXT)
+    assert remove_stale(tmp_path, OTHER.name, 3) == [hidden]
+    hidden = unnamed(tmp_path, Job(name="mine", incident=0), 30, NEXT)
+    assert remove_stale(tmp_path, OTHER.name, 3) == []
+    assert content_of(final) == content_written(NEXT, 30)
+    newest = load.latest(tmp_path, "mine")
+    assert newest is not None
+    assert content_of(newest) == content_written(Job(name="mine", incident=0), 30)
+
+
+def test_an_attempt_that_is_given_up_takes_nothing_with_it_that_it_has_changed_places_with(tmp_path: Path) -> None:
+    NEXT.save(tmp_path, 30)
+    hidden = unnamed(tmp_path, Job(name="mine", incident=0), 30, NEXT)
+    assert stale.discard_own(hidden)
+    assert load.latest(tmp_path, "mine") is not None
+    for own in (NEXT, PERIODIC):
+        hidden = unnamed(tmp_path, own, 30, NEXT)
+        assert stale.discard_own(hidden)
+        assert not hidden.exists()
+    assert len(load.scan(tmp_path)) == 2
 
 
 def test_finished_parts_of_a_controller_that_was_killed_are_kept(

@@ -31,6 +31,7 @@ from lastwords.checkpoint.reshard.transform_plan import meta_of, of_rank, planne
 from lastwords.checkpoint.storable import pack
 from lastwords.cli.checkpoint_commands import inspect
 from lastwords.cli.groups_command import groups
+from lastwords.cli.retention_commands import listed
 from lastwords.errors import LastWordsError
 from lastwords.integrations.catalogue import catalogue
 from lastwords.integrations.inference import load_for_inference
@@ -221,6 +222,8 @@ def use(root: Path, path: Path, live: Live) -> list[str]:
         "plan": plan,
         "resume": lambda: live.decode(load.open_checkpoint(path)),
         "catalogue": lambda: catalogue(load.open_checkpoint(path), clash_by_unit=True),
+        "ls": lambda: listed(root, as_json=False),
+        "transform": lambda: transform(path, root / "transformed", None),
         "inference": lambda: load_for_inference(path, nn.Linear(2, 2), strict=False),
     }
     amiss = []
