@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -16,7 +16,8 @@ from lastwords.errors import FormatError
 
 T = TypeVar("T")
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+INTEGER_MAX: Final = (1 << 63) - 1
+Number = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 """A size, a place, a step: what may be negative is nowhere in a file."""
 
 _MESSAGE = re.compile(r"(.*?)(?: - at (`key` in )?`\$(.*)`)?", re.DOTALL)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from lastwords.checkpoint.codec import Number, T, typed
+from lastwords.checkpoint.codec import INTEGER_MAX, Number, T, typed
 from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import FormatError
 
@@ -263,7 +263,9 @@ class Fields:
     def integer(self, key: str, *, least: int = 0) -> int:
         value = self._get(key)
         if type(value) is not int or value < least:
-            self.refuse(f"{self._path}{key} is {value!r}, not an integer of at least {least}")
+            self.refuse(f"{self._path}{key} is {value!r:.100}, not an integer of at least {least}")
+        if value > INTEGER_MAX:
+            self.refuse(f"{self._path}{key} is {value!r:.100}, more than {INTEGER_MAX}")
         return value
 
     def text(self, key: str) -> str:

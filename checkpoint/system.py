@@ -384,7 +384,7 @@ def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None, 
             size = os.size(fd)
             left = max(0, size - offset)
             wanted = left if first is None else min(first, left)
-            if offset + wanted > bytes_max:
+            if size > bytes_max:
                 raise OSError(errno.EFBIG, f"{size} bytes where at most {bytes_max} are expected")
             buffer = bytearray(wanted)
             view = memoryview(buffer)

@@ -226,7 +226,9 @@ PERIODIC = replace(OTHER, incident=0)
 NEXT = replace(PERIODIC, generation=2)
 
 
-@pytest.mark.parametrize("has_the_name", [Job(name="mine", incident=0), PERIODIC, replace(OTHER, incident=1, attempt=2)])
+@pytest.mark.parametrize(
+    "has_the_name", [Job(name="mine", incident=0), PERIODIC, replace(OTHER, incident=1, attempt=2)]
+)
 def test_a_whole_checkpoint_whose_name_is_taken_gets_another(
     tmp_path: Path, has_the_name: Job, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -271,7 +271,7 @@ def test_a_hanging_directory_does_not_hold_up_the_other_one(
     answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck: queue.Queue[None] = queue.Queue()
-    monkeypatch.setattr(storage.stale, "discard", lambda path: stuck.get())
+    monkeypatch.setattr(storage.stale, "discard_own", lambda path: stuck.get())
     answers.jobs.discard(events.Discard(1, 1, STEP, 0))
     answers.write(0, 1, ("u",), (0, 1, 2), target=1)
     answers.jobs.verify(events.StartVerify(1, 1, STEP, 1, ALONE))

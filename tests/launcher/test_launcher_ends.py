@@ -41,7 +41,9 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.P
     command = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", SCRIPT, str(tmp_path), "100000"]
     with (tmp_path / "log").open("wb") as log:
-        launcher = subprocess.Popen(command, env=environment() | getattr(request, "param", {}), cwd=ROOT, stdout=log, stderr=log)
+        launcher = subprocess.Popen(
+            command, env=environment() | getattr(request, "param", {}), cwd=ROOT, stdout=log, stderr=log
+        )
     try:
         until(lambda: trained(tmp_path), "all ranks train")
         yield launcher
