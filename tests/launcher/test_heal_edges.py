@@ -25,6 +25,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.thorough
+def test_a_main_that_can_be_entered_once_is_entered_by_new_processes(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONCE_ONLY", "1")
+    run(tmp_path, "1:5:bwd", ranks=RANKS)
+    check_equal(tmp_path, undisturbed, {0: 1, 1: 1}, ranks=RANKS)
+
+
+@pytest.mark.thorough
+def test_where_nothing_is_saved_nobody_goes_on_with_weights_from_outside_of_main(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTSIDE", "1")
+    run(tmp_path, "1:5:unsaved", ranks=RANKS)
+    check_equal(tmp_path, undisturbed, {0: 1, 1: 1}, ranks=RANKS)
+
+
 def test_a_death_between_the_end_of_the_loops_and_its_news_makes_nobody_train_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", SCRIPT, str(tmp_path), str(STEPS), "1:0:release"]
