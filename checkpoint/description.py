@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.entries import together
 from lastwords.checkpoint.manifest import Manifest, contradiction
 from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.part_head import LocalSummary, PartHead
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
 from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.checkpoint.system import REAL_OS
+from lastwords.checkpoint.versions import manifest_format
+from lastwords.vocabulary import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def build_manifest(
             reasons += [reason.of_rank(rank) for reason in local.reasons or (Reason("no reason given"),)]
     for unit, entry in sorted(units.items()):
         # The writer's own: a step cut off between update and end leaves, for one, a scheduler that has not moved.
-        reasons += [Reason(reason, unit=unit) for reason in entry.reasons]
+        reasons += [Reason(reason, unit=Share.parse(unit).unit) for reason in entry.reasons]
     epoch, step = next(
         ((part.epoch, part.step) for part in heads if part.epoch != layout.EPOCH_UNKNOWN),
         (layout.EPOCH_UNKNOWN, incident.global_step),
@@ -97,10 +100,11 @@ def _in_one_file(parts: Sequence[Part]) -> dict[str, Any] | None:
         return None
     units = {unit: entry for part in parts for unit, entry in part.units.items()}
     locals_ = {rank: entry for part in parts for rank, entry in part.locals.items()}
+    whole = together(units)
     return {
-        "format_version": 1,
+        "format_version": manifest_format(described=False, shared=units.keys() != whole.keys()),
         "files": tuple(part.file for part in parts),
-        "units": dict(sorted(units.items())),
+        "units": dict(sorted(whole.items())),
         "locals": dict(sorted(locals_.items())),
     }
 
@@ -117,7 +121,7 @@ def _left_in_parts(parts: Sequence[PartHead], global_step: int) -> dict[str, Any
     heads = Heads(dict(sorted(units.items())), dict(sorted(locals_.items())), files)
     tables = PartTables(Path(), heads, global_step, REAL_OS)  # only to be encoded: nothing is read through it
     return {
-        "format_version": 2,
+        "format_version": manifest_format(described=True, shared=tables.shares.keys() != heads.units.keys()),
         "files": tuple(files.values()),
         "units": UnitTables(tables),
         "locals": LocalTables(tables),

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.cuts import Whole, joined, plan_sum
 from lastwords.checkpoint.document import Fields
 from lastwords.checkpoint.format import TensorSpec, is_checksum
 from lastwords.checkpoint.meta import LocalMeta, MetaHead, StepDocument, UnitMeta
 from lastwords.checkpoint.meta_checks import local_problem, unit_problem
 from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.storable import pack, unpack
+from lastwords.errors import FormatError
+from lastwords.vocabulary import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class UnitEntry(Entry):
-    """Where a unit is."""
+    """Where a unit is, or a share of one.
+
+    plan: checksum of what all shares have, "" of a unit that was not shared. shares: of a unit that was shared, where
+    each of them is (writer and file are those of the first one), and `wholes`: what its tensors are stored as.
+    """
+
+    plan: str = ""
+    shares: tuple[UnitEntry, ...] = ()
+    wholes: Mapping[str, Whole] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """All that wrote some of it."""
+        return tuple(one.writer for one in self.shares or (self,))
+
+    def to_json(self) -> dict[str, Any]:
+        return Entry.to_json(self) | ({"plan": self.plan} if self.plan else {})
 
     @functools.cached_property
     def meta(self) -> UnitMeta:
@@ -100,7 +119,8 @@ class UnitEntry(Entry):
 
     @staticmethod
     def from_json(fields: Fields, where: Path) -> UnitEntry:
-        return UnitEntry(*_entry_from_json(fields, where))
+        plan = fields.text("plan") if "plan" in fields.keys() else ""  # noqa: SIM118
+        return UnitEntry(*_entry_from_json(fields, where), plan)
 
 
 @dataclass(frozen=True)
@@ -133,11 +153,13 @@ def _entry_from_json(fields: Fields, where: Path) -> tuple[int, str, tuple[Tenso
     return fields.integer("writer"), path, _specs_from_json(fields), _meta(fields, where)
 
 
-def unit_summary(said: Mapping[str, Any]) -> dict[str, Any]:
+def unit_summary(entry: UnitEntry) -> dict[str, Any]:
     """What publication needs of a unit: who held it, and why it is not exact; nothing of what cannot be read."""
+    said = entry.said
     holders = said.get("holders")
     told = isinstance(holders, list | tuple) and all(type(rank) is int and rank >= 0 for rank in holders)
     summary: dict[str, Any] = {"holders": list(holders)} if told and holders is not None else {}
+    summary |= {"plan": entry.plan} if entry.plan else {}
     return summary | {"reasons": list(said.get("reasons", ()))}
 
 
@@ -152,7 +174,13 @@ def local_summary(entry: LocalEntry) -> dict[str, Any]:
 def owners_contradiction(
     units: Mapping[str, UnitEntry], locals: Mapping[int, LocalEntry], paths: Collection[str]
 ) -> str | None:
-    """First thing in which units and local states contradict each other or the files that there are, in words."""
+    """First thing in which units and local states contradict each other or the files that there are, in words.
+
+    units: by the names under which they are stored, those of their shares.
+    """
+    for unit, entry in units.items():
+        if (Share.parse(unit).count > 1) != is_checksum(entry.plan):
+            return f"unit {unit} has the plan {entry.plan!r}"
     names: set[str] = set()
     owners: list[tuple[str, Entry]] = [
         *((f"unit/{unit}/", entry) for unit, entry in units.items()),
@@ -173,6 +201,8 @@ def owners_contradiction(
 def meta_problem(units: Mapping[str, UnitEntry], locals: Mapping[int, LocalEntry]) -> str | None:
     """First thing in the meta of units and local states that no reader could use, in words; None if there is none."""
     for unit, entry in units.items():
+        if Share.parse(unit).count > 1:
+            continue  # of the unit as a whole
         problem = unit_problem(entry.said, entry.tensors, unit)
         if problem is not None:
             return f"units.{unit}.{problem}"
@@ -185,6 +215,53 @@ def meta_problem(units: Mapping[str, UnitEntry], locals: Mapping[int, LocalEntry
 
 def units_from_json(fields: Fields, where: Path) -> dict[str, UnitEntry]:
     return {unit: UnitEntry.from_json(fields.inner(unit), where) for unit in fields.keys()}  # noqa: SIM118
+
+
+def together(stored: Mapping[str, UnitEntry]) -> dict[str, UnitEntry]:
+    """Units, those among them put together that are stored in shares. FormatError for what does not make up a unit."""
+    problem = shares_problem(stored)
+    if problem is not None:
+        raise FormatError(problem)
+    return {
+        unit: stored[unit] if unit in stored else _joined(unit, [stored[str(share)] for share in shares])
+        for unit, shares in by_unit(stored).items()
+    }
+
+
+def _joined(unit: str, shares: Sequence[UnitEntry]) -> UnitEntry:
+    tensors = [one.tensors for one in shares]
+    plan = plan_sum(tensors)
+    if any(one.plan != plan for one in shares):
+        raise FormatError(f"the shares of unit {unit} are not those of one unit")
+    wholes, first = joined(unit, tensors), shares[0]
+    specs = tuple(whole.spec for whole in wholes.values())
+    return UnitEntry(first.writer, first.file, specs, first.said, plan, tuple(shares), wholes)
+
+
+def apart(units: Mapping[str, UnitEntry]) -> dict[str, UnitEntry]:
+    """Inverse of `together`: units and shares of units by the names under which they are stored."""
+    found: dict[str, UnitEntry] = {}
+    for unit, entry in units.items():
+        count = len(entry.shares)
+        found |= {str(Share(unit, index, count)): one for index, one in enumerate(entry.shares)} or {unit: entry}
+    return found
+
+
+def by_unit(names: Iterable[str]) -> dict[str, list[Share]]:
+    """The shares of each unit, in their order."""
+    found: dict[str, list[Share]] = {}
+    for share in sorted(map(Share.parse, names)):
+        found.setdefault(share.unit, []).append(share)
+    return found
+
+
+def shares_problem(names: Iterable[str]) -> str | None:
+    """The first unit of which these names are not all shares, and nothing else, in words."""
+    for unit, shares in by_unit(names).items():
+        if shares != [*shares[0].all]:
+            there = ", ".join(map(str, shares))
+            return f"of unit {unit} there is {there}, which are not all shares of one unit"
+    return None
 
 
 def locals_from_json(fields: Fields, where: Path) -> dict[int, LocalEntry]:

@@ -12,7 +12,7 @@ from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.partfile import check_present, check_sizes
 from lastwords.checkpoint.system import Os, storage_errors
-from lastwords.checkpoint.versions import MANIFEST_FORMAT
+from lastwords.checkpoint.versions import MANIFEST_FORMAT, is_described
 from lastwords.errors import FormatError, IncompleteError
 
 EXAMINED_BYTES_MAX = 64 << 10
@@ -49,7 +49,7 @@ def glance(directory: Path, os: Os, *, every_file: bool = False) -> Claimed | No
     _check_presence(directory, {name.decode("ascii") for name in names}, os)
     few = len(names) <= SIZES_MAX
     if few or every_file:
-        described = fields.integer("format_version", least=1) > 1
+        described = is_described(fields.integer("format_version", least=1))
         listed = decode_document(raw, where=path, version_max=MANIFEST_FORMAT, only=("files",))
         for item in Fields(listed, path).inners("files"):
             entry = FileEntry.from_json(item, path, described=described)

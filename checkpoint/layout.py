@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.errors import ConfigError, FormatError
+from lastwords.vocabulary import Share
 
 MANIFEST_NAME = "manifest.json"
 PART_NAME = "part.json"
@@ -259,6 +260,12 @@ def check_unit_name(unit: str) -> str:
     return unit
 
 
+def check_share_name(name: str) -> str:
+    """The name of a unit or of a share of one, if it can be part of a tensor's name; ConfigError otherwise."""
+    check_unit_name(Share.parse(name).unit)
+    return name
+
+
 def check_job_name(job: str) -> str:
     """The job's name, if it is one; ConfigError otherwise."""
     if _JOB.fullmatch(job) is None:
@@ -295,7 +302,7 @@ def local_tensor_name(rank: int, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UnitTensorName:
-    """Parts of `unit/{unit}/{kind}/{fqn}[/{key}]`."""
+    """Parts of `unit/{unit}/{kind}/{fqn}[/{key}]`; `unit` may be a share: `{unit}/{index}of{count}`."""
 
     unit: str
     kind: str
@@ -331,6 +338,8 @@ def parse_tensor_name(name: str) -> UnitTensorName | LocalTensorName:
         return LocalTensorName(rank, rest)
     if first == "unit" and _UNIT.fullmatch(owner):
         kind, _, rest = rest.partition("/")
+        if Share.parse(f"{owner}/{kind}").count > 1:
+            owner, (kind, _, rest) = f"{owner}/{kind}", rest.partition("/")
         if kind in ("model", "buffer", "extra") and rest:
             return UnitTensorName(owner, kind, rest, None)
         if kind == "optim":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,17 @@ import numpy as np
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.chunk_reader import Piece, read_file
 from lastwords.checkpoint.direct_io import Bytes, as_bytes
-from lastwords.checkpoint.entries import FileEntry
-from lastwords.checkpoint.format import Header, TensorSpec
+from lastwords.checkpoint.entries import Entry
+from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.glance import check_name, glance
 from lastwords.checkpoint.manifest import Claimed, Manifest, read_published
-from lastwords.checkpoint.partfile import check_header, check_sizes
+from lastwords.checkpoint.opened import OpenedFiles, check_file
+from lastwords.checkpoint.partfile import check_sizes
 from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.retry import NO_FILE, patiently
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.system import REAL_OS, Os, storage_error
-from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
+from lastwords.errors import CheckpointError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -205,31 +205,12 @@ def _check(path: Path, manifest: Manifest, os: Os) -> Found:
     try:
         for entry in manifest.files:
             if manifest.tables is None:
-                _check_file(path, manifest, entry, os)
+                check_file(path, manifest, entry, os)
             else:  # what is to be found at once cannot read what thousands of ranks hold
                 check_sizes(path, entry, os)
     except CheckpointError as error:
         return _refused(path, error, manifest)
     return Found(path, Status.COMPLETE, "", manifest)
-
-
-def _check_file(directory: Path, manifest: Manifest, entry: FileEntry, os: Os) -> Header:
-    return check_header(
-        directory,
-        entry,
-        manifest.tensors_of(entry),
-        rank=layout.PartPath.parse(entry.path, where=str(directory)).rank,
-        global_step=manifest.global_step,
-        os=os,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedFile:
-    """A file whose size and header have been checked: its chunks' sums, and where its tensors begin and end in it."""
-
-    entry: FileEntry
-    places: dict[str, tuple[TensorSpec, int, int]]
 
 
 class Checkpoint:
@@ -247,9 +228,7 @@ class Checkpoint:
         self.manifest = manifest
         self._os = os
         self._held = held
-        self._heads = {entry.path: entry for entry in manifest.files}
-        self._opened: dict[str, _OpenedFile] = {}
-        self._lock = threading.Lock()
+        self._files = OpenedFiles(path, manifest, os)
 
     def close(self) -> None:
         """Nothing more is read; does nothing the second time."""
@@ -263,33 +242,25 @@ class Checkpoint:
 
     def open_all(self) -> None:
         """Check size and header of every file."""
-        for file in self._heads:
-            self._open(file)
-
-    def _open(self, file: str) -> _OpenedFile:
-        with self._lock:
-            opened = self._opened.get(file)
-            if opened is None:
-                head = self._heads[file]
-                header = _check_file(self.path, self.manifest, head, self._os)
-                specs = self.manifest.tensors_of(head)
-                places = {name: (spec, *header.tensors[name][1:]) for name, spec in specs.items()}
-                opened = self._opened[file] = _OpenedFile(self.manifest.with_chunks(head), places)
-            return opened
+        self._files.open_all()
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
-        return sorted(name for file in self._heads for name in self._open(file).places)
+        self.open_all()
+        owners: list[Entry] = [*self.manifest.units.values(), *self.manifest.locals.values()]
+        return sorted(spec.name for owner in owners for spec in owner.tensors)
 
     def spec(self, name: str) -> TensorSpec:
         """Spec of a tensor, global shape and offsets included; IncompleteError if there is none of that name."""
-        return self._find(name)[1]
+        return self._files.find(name)[0]
 
-    def stored(self, name: str) -> StoredTensor:
-        """Where a tensor lies; IncompleteError if there is none of that name."""
-        file, spec, begin, _ = self._find(name)
-        return StoredTensor(self.path / file, begin, spec, self._open(file).entry)
+    def stored(self, name: str) -> tuple[StoredTensor, ...]:
+        """Where a tensor lies, or its slices in their order; IncompleteError if there is none of that name."""
+        return tuple(
+            StoredTensor(self.path / run.file, run.begin, run.spec, self._files.open(run.file).entry, run.offsets)
+            for run in self._files.find(name)[1]
+        )
 
     def read_tensors(
         self,
@@ -305,16 +276,21 @@ class Checkpoint:
         """
         by_file: dict[str, list[Piece]] = {}
         for name in dict.fromkeys(names):
-            file, spec, begin, end = self._find(name)
+            spec, runs = self._files.find(name)
             target = memoryview(into(spec))
             if target.nbytes != spec.nbytes or target.readonly:
                 raise ValueError(f"{name}: {target.nbytes} bytes of memory (readonly: {target.readonly}) for {spec}")
-            if spec.nbytes:
-                by_file.setdefault(file, []).append(Piece(begin, end, as_bytes(target).data))
+            at = 0
+            for run in runs if spec.nbytes else ():
+                memory = as_bytes(target)[at : at + run.spec.nbytes].data
+                by_file.setdefault(run.file, []).append(Piece(run.begin, run.begin + run.spec.nbytes, memory))
+                at += run.spec.nbytes
         before = 0
         for file in sorted(by_file):
             pieces = sorted(by_file[file], key=lambda piece: piece.begin)
-            before += read_file(self.path / file, self._open(file).entry, pieces, self._os, _after(before, progress))
+            before += read_file(
+                self.path / file, self._files.open(file).entry, pieces, self._os, _after(before, progress)
+            )
 
     def read_unit(self, unit: str) -> Tensors:
         """All tensors of a unit. Its JSON is `manifest.units[unit].meta`."""
@@ -334,25 +310,6 @@ class Checkpoint:
                 missing=(f"local state of rank {rank}",),
             )
         return self._read_fresh(entry.tensors)
-
-    def _find(self, name: str) -> tuple[str, TensorSpec, int, int]:
-        file = self._file_of(name)
-        place = None if file is None else self._open(file).places.get(name)
-        if file is None or place is None:
-            raise IncompleteError(f"{self.path} has no tensor {name!r}", missing=(name,))
-        return file, *place
-
-    def _file_of(self, name: str) -> str | None:
-        """The file that has a tensor, if any has: that of its unit, or of its rank's local state."""
-        try:
-            parsed = layout.parse_tensor_name(name)
-        except FormatError:
-            return None
-        if isinstance(parsed, layout.UnitTensorName):
-            unit = self.manifest.units.get(parsed.unit)
-            return None if unit is None else unit.file
-        local = self.manifest.locals.get(parsed.rank)
-        return None if local is None else local.file
 
     def _read_fresh(self, specs: Sequence[TensorSpec]) -> Tensors:
         # One allocation for all: large ones get huge pages, and tensors in file order are read in long runs.
@@ -403,7 +360,7 @@ def _verify(path: Path, deep: bool, os: Os, progress: Callable[[int], None] | No
     before = 0
     for entry in manifest.files:
         try:
-            _check_file(path, manifest, entry, os)
+            check_file(path, manifest, entry, os)
             if deep:
                 read_file(path / entry.path, manifest.with_chunks(entry), None, os, _after(before, progress))
         except CheckpointError as error:

@@ -25,22 +25,26 @@ from lastwords.checkpoint.entries import (
     FileEntry,
     LocalEntry,
     UnitEntry,
+    apart,
     facts_from_json,
     locals_from_json,
     meta_problem,
     owners_contradiction,
     ranks_of,
+    shares_problem,
+    together,
     units_from_json,
 )
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta_checks import facts_problem
+from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
 from lastwords.checkpoint.reason import Reason, reasons_in
 from lastwords.checkpoint.retry import NO_FILE
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.checkpoint.versions import MANIFEST_FORMAT
+from lastwords.checkpoint.versions import MANIFEST_FORMAT, is_described
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 
 
@@ -74,6 +78,7 @@ class Manifest:
     exact: False if a resume will differ from the uninterrupted run; then `reasons` says why.
     facts: what the numbers depend on beside the state (torch version, threads, DDP options, bucket
     order, data options).
+    units: by their names, whole also where they are stored in shares.
     """
 
     format_version: int
@@ -147,12 +152,13 @@ class Manifest:
     def tensors_of(self, entry: FileEntry) -> dict[str, TensorSpec]:
         """Tensors that a file holds according to the units and local states in it. Errors as of `PartTables.of`."""
         part = self if self.tables is None else self.tables.of(_writer_of(entry))
-        owners: list[Entry] = [*part.units.values(), *part.locals.values()]
+        units = part.units if isinstance(part, Part) else apart(part.units)
+        owners: list[Entry] = [*units.values(), *part.locals.values()]
         return {spec.name: spec for owner in owners if owner.file == entry.path for spec in owner.tensors}
 
     def holders_of(self, unit: str) -> tuple[int, ...]:
         """The ranks that held a unit when it was saved."""
-        said = self.units[unit].head.holders if self.tables is None else self.tables.heads.units[unit].holders
+        said = self.units[unit].head.holders if self.tables is None else self.tables.head(unit).holders
         return tuple(range(self.world_size)) if said is None else tuple(said)
 
     @property
@@ -163,9 +169,11 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Bytes of manifest.json."""
-        units: Mapping[str, UnitEntry | UnitHead] = self.units
-        locals_: Mapping[int, LocalEntry | LocalHead] = self.locals
-        if self.tables is not None:
+        units: Mapping[str, UnitEntry | UnitHead]
+        locals_: Mapping[int, LocalEntry | LocalHead]
+        if self.tables is None:
+            units, locals_ = apart(self.units), self.locals
+        else:
             units, locals_ = self.tables.heads.units, self.tables.heads.locals
         return encode_document(
             {
@@ -199,14 +207,13 @@ class Manifest:
         """
         fields = Fields(decode_document(raw, where=where, version_max=MANIFEST_FORMAT), where)
         version = fields.integer("format_version", least=1)
-        files = tuple(FileEntry.from_json(item, where, described=version > 1) for item in fields.inners("files"))
-        if version > 1:
+        files = tuple(
+            FileEntry.from_json(item, where, described=is_described(version)) for item in fields.inners("files")
+        )
+        if is_described(version):
             units, locals_ = _tables(fields, files, where, os)
         else:
-            units, locals_ = (
-                units_from_json(fields.inner("units"), where),
-                locals_from_json(fields.inner("locals"), where),
-            )
+            units, locals_ = _units(fields, where), locals_from_json(fields.inner("locals"), where)
         manifest = Manifest(
             format_version=version,
             job=fields.text("job"),
@@ -256,7 +263,7 @@ def contradiction(manifest: Manifest) -> str | None:
         if (parsed.epoch, parsed.step) not in names_of_step:
             return f"file {entry.path} is of another step than epoch {manifest.epoch}, step {manifest.step}"
     if manifest.tables is None:
-        problem = owners_contradiction(manifest.units, manifest.locals, set(paths))
+        problem = owners_contradiction(apart(manifest.units), manifest.locals, set(paths))
     else:
         problem = _heads_contradiction(manifest.tables.heads)
     if problem is not None:
@@ -277,7 +284,14 @@ def _heads_contradiction(heads: Heads) -> str | None:
     for owner, writer in writers.items():
         if writer not in heads.files:
             return f"{owner} was written by rank {writer}, but it lists no file of that rank"
-    return None
+    return shares_problem(heads.units)
+
+
+def _units(fields: Fields, where: Path) -> Mapping[str, UnitEntry]:
+    try:
+        return together(units_from_json(fields.inner("units"), where))
+    except FormatError as error:
+        raise FormatError(damage(where, str(error))) from error
 
 
 def _tables(

@@ -43,7 +43,7 @@ from lastwords.checkpoint.system import (
     storage_errors,
     sync_directory,
 )
-from lastwords.checkpoint.versions import FILE_FORMAT, PART_FORMAT
+from lastwords.checkpoint.versions import PART_FORMAT, older_unless
 from lastwords.errors import ConfigError, StorageError
 
 TensorSource = Buffer | Callable[[], Buffer]
@@ -53,10 +53,14 @@ once, when its turn has come, and may use the same memory again for the next ten
 
 @dataclass(frozen=True, slots=True)
 class UnitState:
-    """A unit as it is handed to `write_part`. `meta` is everything that is not a tensor (see `storable`)."""
+    """A unit as it is handed to `write_part`. `meta` is everything that is not a tensor (see `storable`).
+
+    plan: of a share of a unit, checksum of what all its shares have (`cuts.plan_sum`).
+    """
 
     tensors: Sequence[tuple[TensorSpec, TensorSource]]
     meta: UnitMeta = EMPTY_UNIT
+    plan: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Part(Written):
     def encode(self) -> bytes:
         return encode_document(
             {
-                "format_version": PART_FORMAT,
+                "format_version": older_unless(shared=any(entry.plan for entry in self.units.values())),
                 "rank": self.rank,
                 "global_step": self.global_step,
                 "epoch": self.epoch,
@@ -118,7 +122,7 @@ class Part(Written):
                 "locals": {str(rank): entry.to_json() for rank, entry in self.locals.items()},
                 "facts": pack(dict(self.facts), "facts"),
                 "summary": {
-                    "units": {unit: unit_summary(entry.said) for unit, entry in self.units.items()},
+                    "units": {unit: unit_summary(entry) for unit, entry in self.units.items()},
                     "locals": {str(rank): local_summary(entry) for rank, entry in self.locals.items()},
                 },
             }
@@ -148,7 +152,7 @@ def _check_names(
 ) -> list[tuple[TensorSpec, TensorSource]]:
     every: list[tuple[TensorSpec, TensorSource]] = []
     for unit, state in units.items():
-        layout.check_unit_name(unit)
+        layout.check_share_name(unit)
         every += _owned(state.tensors, f"unit/{unit}/")
     for rank, local in locals.items():
         every += _owned(local.tensors, f"local/{rank}/")
@@ -190,7 +194,7 @@ def write_part(
     said_of_ranks = {owner: state.meta.to_json() for owner, state in locals.items()}
     order = file_order(spec for spec, _ in every)
     content = FileContent(
-        format=FILE_FORMAT,
+        format=older_unless(shared=any(state.plan for state in units.values())),
         rank=rank,
         global_step=global_step,
         epoch=epoch,
@@ -228,7 +232,7 @@ def write_part(
             job=job,
             file=FileEntry(str(path), total.bytes, len(header), xxhash.xxh3_64_hexdigest(header), total.chunks),
             units={
-                unit: UnitEntry(rank, str(path), tuple(spec for spec, _ in state.tensors), said[unit])
+                unit: UnitEntry(rank, str(path), tuple(spec for spec, _ in state.tensors), said[unit], state.plan)
                 for unit, state in units.items()
             },
             locals={

@@ -22,15 +22,20 @@ _KEYS = ("rank", "global_step", "epoch", "step", "job", "file", "facts", "summar
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """holders: the ranks that held the unit; None if its writer did not say. reasons: why it is not exact."""
+    """holders: the ranks that held the unit; None if its writer did not say. reasons: why it is not exact.
+
+    plan: of a share, as of `UnitEntry`.
+    """
 
     holders: tuple[int, ...] | None
     reasons: tuple[str, ...]
+    plan: str = ""
 
     @staticmethod
     def from_json(fields: Fields) -> UnitSummary:
         holders = fields.integers("holders") if "holders" in fields.keys() else None  # noqa: SIM118
-        return UnitSummary(holders, fields.texts("reasons"))
+        plan = fields.text("plan") if "plan" in fields.keys() else ""  # noqa: SIM118
+        return UnitSummary(holders, fields.texts("reasons"), plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class PartHead(Written):
     @staticmethod
     def of(part: Part) -> PartHead:
         """Head of a part that is in memory."""
-        units = {unit: UnitSummary.from_json(Fields(unit_summary(one.said), unit)) for unit, one in part.units.items()}
+        units = {unit: UnitSummary.from_json(Fields(unit_summary(one), unit)) for unit, one in part.units.items()}
         locals_ = {
             rank: LocalSummary.from_json(Fields(local_summary(one), f"rank {rank}"))
             for rank, one in part.locals.items()

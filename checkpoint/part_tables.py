@@ -16,7 +16,7 @@ import xxhash
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.document import Fields, damage
-from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry, meta_problem
+from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry, by_unit, meta_problem, together
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.partfile import open_description, read_exactly
@@ -62,7 +62,10 @@ class LocalHead:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What the manifest itself says of units, local states and files, the files by their writers."""
+    """What the manifest itself says of units, local states and files, the files by their writers.
+
+    units: by the names under which they are stored, those of their shares.
+    """
 
     units: Mapping[str, UnitHead]
     locals: Mapping[int, LocalHead]
@@ -78,6 +81,8 @@ class PartTables:
         self._global_step = global_step
         self._os = os
         self._read: dict[int, Part] = {}
+        self.shares = by_unit(heads.units)
+        self._joined: dict[str, UnitEntry] = {}
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> Part:
@@ -87,10 +92,37 @@ class PartTables:
                 self._read[rank] = self._checked(rank)
             return self._read[rank]
 
-    def forget(self, unit: str) -> None:
-        """Drop from memory what the writer of a unit wrote; it is read again when somebody asks."""
+    def unit(self, unit: str) -> UnitEntry:
+        """A unit, out of the parts of its writers. KeyError if there is none; errors as of `of`."""
+        shares = self.shares[unit]
+        found = {str(share): self.of(self.heads.units[str(share)].writer).units[str(share)] for share in shares}
+        if unit in found:
+            return found[unit]
         with self._lock:
-            self._read.pop(self.heads.units[unit].writer, None)
+            if unit not in self._joined:
+                self._joined[unit] = self._together(unit, found)
+            return self._joined[unit]
+
+    def _together(self, unit: str, found: Mapping[str, UnitEntry]) -> UnitEntry:
+        try:
+            whole = together(found)
+            problem = meta_problem(whole, {})
+        except FormatError as error:
+            problem = str(error)
+        if problem is not None:
+            raise FormatError(damage(self._directory, problem))
+        return whole[unit]
+
+    def head(self, unit: str) -> UnitHead:
+        """What the manifest says of a unit; of one that was shared, of its first share."""
+        return self.heads.units[str(self.shares[unit][0])]
+
+    def forget(self, unit: str) -> None:
+        """Drop from memory what the writers of a unit wrote; it is read again when somebody asks."""
+        with self._lock:
+            self._joined.pop(unit, None)
+            for share in self.shares[unit]:
+                self._read.pop(self.heads.units[str(share)].writer, None)
 
     def _checked(self, rank: int) -> Part:
         heads, entry = self.heads, self.heads.files[rank]
@@ -123,16 +155,16 @@ class UnitTables(Mapping[str, UnitEntry]):
         self.tables = tables
 
     def __getitem__(self, unit: str) -> UnitEntry:
-        return self.tables.of(self.tables.heads.units[unit].writer).units[unit]
+        return self.tables.unit(unit)
 
     def __contains__(self, unit: object) -> bool:
-        return unit in self.tables.heads.units
+        return unit in self.tables.shares
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.tables.heads.units)
+        return iter(self.tables.shares)
 
     def __len__(self) -> int:
-        return len(self.tables.heads.units)
+        return len(self.tables.shares)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnitTables) and other.tables.heads == self.tables.heads

@@ -16,6 +16,7 @@ from lastwords import clock
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import give_name, sync_name
 from lastwords.checkpoint.description import Incident, build_manifest
+from lastwords.checkpoint.entries import shares_problem
 from lastwords.checkpoint.manifest import Claimed, Manifest, read_manifest
 from lastwords.checkpoint.part import Part, read_part, write_document
 from lastwords.checkpoint.part_head import PartHead, read_part_head
@@ -25,6 +26,7 @@ from lastwords.checkpoint.replacing import put_away, rename_into_place
 from lastwords.checkpoint.stale import discard, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.vocabulary import Share
 
 __all__ = ["NO_RANK", "Incident", "build_manifest", "later_than_all", "publish", "publish_new", "verify_parts"]
 
@@ -80,6 +82,7 @@ def verify_parts(
     units: dict[str, int] = {}
     locals_: dict[int, int] = {}
     place: tuple[int, int] | None = None
+    plans: dict[str, tuple[str, int]] = {}
     for rank in sorted(expected_writers):
         progress()
         try:
@@ -103,10 +106,14 @@ def verify_parts(
                         f"says epoch {part.epoch}, step {part.step}, but other ranks' files say {place[0]}, {place[1]}",
                     )
                 )
-        for unit in part.units:
+        for unit, summary in part.units.items():
             if unit in units:
                 problems.append((rank, f"unit {unit} was also written by rank {units[unit]}"))
             units[unit] = rank
+            whole = Share.parse(unit).unit
+            plan, other = plans.setdefault(whole, (summary.plan, rank))
+            if plan != summary.plan:
+                problems.append((NO_RANK, f"ranks {other} and {rank} have cut unit {whole} into different shares"))
         for owner in part.locals:
             if owner in locals_:
                 problems.append((rank, f"the local state of rank {owner} was also written by rank {locals_[owner]}"))
@@ -117,6 +124,9 @@ def verify_parts(
     for unit in sorted(set(expected_units) - set(units)):
         if not broken:  # else it is only a consequence
             problems.append((NO_RANK, f"unit {unit} is in no part"))
+    mixed = None if broken else shares_problem(units)
+    if mixed is not None:
+        problems.append((NO_RANK, mixed))
     for owner in sorted(set(expected_locals) - set(locals_)):
         if not broken:
             problems.append((NO_RANK, f"the local state of rank {owner} is in no part"))
@@ -188,7 +198,7 @@ def publish(
             manifest = _describe_anew(root, tmp_dir, incident, os, published_unix_ns, progress, heads or {})
         else:
             manifest = read_manifest(tmp_dir, os)
-        if manifest.format_version == 1:
+        if manifest.tables is None:
             _remove_descriptions(tmp_dir, incident.writers, os, progress)
         for entry in manifest.files:
             progress()

@@ -14,6 +14,7 @@ would fetch the page anyway, and a call for each run took 4 (of 2 KiB) to 18 tim
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lastwords.checkpoint.boxes import Box, between, is_run, span
+from lastwords.checkpoint.boxes import Box, between, is_run, overlap, span
 from lastwords.checkpoint.chunk_reader import EXCESS_MAX, Kept, OnBytes, Part, Piece, Runs, read_parts
 from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, Bytes, as_bytes
 from lastwords.checkpoint.entries import FileEntry
@@ -42,19 +43,23 @@ _FILES_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor's bytes lie. begin: of the first one in the file. entry: None if no checksums are known."""
+    """Where a tensor's bytes lie. begin: of the first one in the file. entry: None if no checksums are known.
+
+    offsets: of a slice in the tensor, () if it is all of it.
+    """
 
     path: Path
     begin: int
     spec: TensorSpec
     entry: FileEntry | None
+    offsets: tuple[int, ...] = ()
 
 
 class Stored(Protocol):
     """What slices are read from: a `Checkpoint`, or files without a manifest."""
 
-    def stored(self, name: str) -> StoredTensor:
-        """Where the tensor of this name is; IncompleteError if there is none."""
+    def stored(self, name: str) -> Sequence[StoredTensor]:
+        """Where the tensor of this name is, or its slices are; IncompleteError if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +122,13 @@ class SliceReader:
         parts: dict[Path, list[Part]] = {}
         for target in targets:
             for piece in target.slices:
-                stored = self._source.stored(piece.shard.name)
-                if self._checked and stored.entry is None and not self._unknown_too:
-                    raise ConfigError(f"no checksums are known of {stored.path}; read it with checked=False")
-                entries[stored.path] = stored.entry
-                parts.setdefault(stored.path, []).append(_part(stored, piece, target))
+                for stored in self._source.stored(piece.shard.name):
+                    if self._checked and stored.entry is None and not self._unknown_too:
+                        raise ConfigError(f"no checksums are known of {stored.path}; read it with checked=False")
+                    part = _part(stored, piece, target)
+                    if part is not None:
+                        entries[stored.path] = stored.entry
+                        parts.setdefault(stored.path, []).append(part)
         before = 0
         for path in sorted(parts):
             started = before
@@ -171,9 +178,17 @@ def _open_alone(path: Path, os: Os) -> int:
         raise storage_error("opening", path, error) from error
 
 
-def _part(stored: StoredTensor, piece: Slice, target: Target) -> Part:
+def _part(stored: StoredTensor, piece: Slice, target: Target) -> Part | None:
+    """What is wanted of it; None if that is nothing."""
     size = DTYPE_BITS[stored.spec.dtype] // 8
-    source, box, region = (_in_bytes(one, size) for one in (piece.shard.box, target.box, piece.region))
+    there, wanted = piece.shard.box, piece.region
+    if stored.offsets:
+        there = Box(tuple(map(operator.add, there.offsets, stored.offsets)), stored.spec.shape)
+        found = overlap(there, wanted)
+        if found is None:
+            return None
+        wanted = found
+    source, box, region = (_in_bytes(one, size) for one in (there, target.box, wanted))
     memory = as_bytes(target.memory)
     if memory.size != box.elements:
         raise ValueError(f"{memory.size} bytes of memory for {target.box} of {stored.spec.name}, {box.elements} bytes")

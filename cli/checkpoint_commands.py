@@ -263,7 +263,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
     console.print()
     columns = ("unit", "written by rank", "tensors", "size", "types", "file")
     units = [
-        (name, unit.writer, len(unit.tensors), tables.size(_bytes(unit.tensors)), _types(unit.tensors), unit.file)
+        (name, tables.numbers(set(unit.writers)), *tables.amount(unit.tensors), _types(unit.tensors), unit.file)
         for name, unit in manifest.units.items()
     ]
     console.print(tables.table("Units", columns, units, right=columns[1:4]))
@@ -272,8 +272,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         (
             rank,
             local.writer,
-            len(local.tensors),
-            tables.size(_bytes(local.tensors)),
+            *tables.amount(local.tensors),
             "yes" if local.exact else f"no: {'; '.join(map(str, local.reasons))}" if everything else "no, see above",
             local.file,
         )
@@ -330,10 +329,6 @@ def _shape(sizes: tuple[int, ...]) -> str:
 
 def _types(specs: tuple[TensorSpec, ...]) -> str:
     return ", ".join(f"{count} {dtype}" for dtype, count in sorted(Counter(spec.dtype for spec in specs).items()))
-
-
-def _bytes(specs: tuple[TensorSpec, ...]) -> int:
-    return sum(spec.nbytes for spec in specs)
 
 
 def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MAX) -> Text:

@@ -25,11 +25,11 @@ _OWN_NAME = "group_info"
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A unit. holders: None where they were not recorded; writer and file: in a checkpoint."""
+    """A unit. holders: None where they were not recorded; writers and file (the first one's): in a checkpoint."""
 
     unit: str
     holders: tuple[int, ...] | None
-    writer: int | None = None
+    writers: tuple[int, ...] = ()
     file: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -37,9 +37,9 @@ class _Row:
             "unit": self.unit,
             "holders": None if self.holders is None else list(self.holders),
             "may_die": None if self.holders is None else len(self.holders) - 1,
-            "writer": self.writer,
+            "writer": self.writers[0] if self.writers else None,
             "file": self.file or None,
-        }
+        } | ({"writers": list(self.writers)} if len(self.writers) > 1 else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _of_checkpoint(found: load.Found, *, as_json: bool) -> Verdict:
     manifest = found.manifest
     recorded = {unit: _holders(manifest, unit) for unit in manifest.units}
     rows = tuple(
-        _Row(unit, recorded[unit], entry.writer, entry.file)
+        _Row(unit, recorded[unit], entry.writers, entry.file)
         for unit, entry in sorted(manifest.units.items(), key=lambda item: (-len(recorded[item[0]] or ()), item[0]))
     )
     notes = _unprotected(rows, manifest.holders_world_size)
@@ -223,7 +223,7 @@ def _show(found: _Groups, *, as_json: bool) -> None:
             row.unit,
             "not recorded" if row.holders is None else ranks_text(row.holders, found.world_size),
             "" if row.holders is None else _may_die(row.holders),
-            *((row.writer, row.file) if of_checkpoint else ()),
+            *((tables.numbers(sorted(set(row.writers))), row.file) if of_checkpoint else ()),
         )
         for row in found.rows
     ]

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lastwords.checkpoint.format import TensorSpec
+
 _WIDTH_WITHOUT_TERMINAL = 160
 _VALUE_CHARACTERS_MAX = 300
 
@@ -121,3 +123,8 @@ def numbers(values: Iterable[int]) -> str:
     ('1, 3', 'none')
     """
     return ", ".join(map(str, sorted(values))) or "none"
+
+
+def amount(specs: Sequence[TensorSpec]) -> tuple[int, str]:
+    """How many tensors these are, and their size for people."""
+    return len(specs), size(sum(spec.nbytes for spec in specs))

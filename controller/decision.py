@@ -1,8 +1,8 @@
 """What selection is told and what it answers: plain values, and how they are said.
 
 Terms. A rank is *usable* if it has settled, has not been excluded, and is not dead or suspect: it has a `stand`.
-A *part* is what one rank writes: units, and the rank-local state of ranks of its host. A finished part counts even if
-its writer has died since.
+A *part* is what one rank writes: units or shares of them, and the rank-local state of ranks of its host. A finished
+part counts even if its writer has died since.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lastwords.controller.words import NAMED_RANKS_MAX, NAMED_UNITS_MAX, ranks_text, units_text
-from lastwords.vocabulary import Phase, Stand
+from lastwords.vocabulary import Phase, Share, Stand
 
 PRIMARY_TARGET = 0
 """The configured directory; target 1, where there is one, is the fallback."""
@@ -26,7 +26,8 @@ class RankView:
     """What selection knows about one registered rank.
 
     stand: None unless the rank is usable; `absence` then says why, for people. refused_targets: directories on
-    which this rank's writes have failed. may_copy: False if it failed to copy black boxes.
+    which this rank's writes have failed. may_copy: False if it failed to copy black boxes. shared: those of its units
+    that may be written in shares.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class RankView:
     absence: str = ""
     refused_targets: frozenset[int] = NO_TARGETS
     may_copy: bool = True
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +133,33 @@ def decision_text(decision: Decision, held: Collection[int]) -> str:
 
 
 def _writers_words(writers: Mapping[int, Assignment]) -> list[str]:
-    unit_writers = [rank for rank, work in writers.items() if work.units]
+    whole = {rank: [name for name in work.units if Share.parse(name).count == 1] for rank, work in writers.items()}
+    unit_writers = [rank for rank, units in whole.items() if units]
     local_writers = [rank for rank, work in writers.items() if not work.units]
-    words = [f"rank {rank} writes {units_text(writers[rank].units)}" for rank in unit_writers[:NAMED_RANKS_MAX]]
+    words = [f"rank {rank} writes {units_text(whole[rank])}" for rank in unit_writers[:NAMED_RANKS_MAX]]
     if len(unit_writers) > NAMED_RANKS_MAX:
         words.append(f"{len(unit_writers) - NAMED_RANKS_MAX} more ranks write a unit each")
+    words += _shares_words(writers)
     if local_writers:
         verb = "writes" if len(local_writers) == 1 else "write"
         words.append(f"{ranks_text(local_writers)} {verb} rank-local state of its host")
+    return words
+
+
+def _shares_words(writers: Mapping[int, Assignment]) -> list[str]:
+    ranks: dict[tuple[str, int], list[int]] = {}
+    for rank, work in writers.items():
+        for share in map(Share.parse, work.units):
+            if share.count > 1:
+                ranks.setdefault((share.unit, share.count), []).append(rank)
+    words = []
+    for (unit, count), by_share in list(ranks.items())[:NAMED_UNITS_MAX]:
+        verb = "writes" if len(set(by_share)) == 1 else "write"
+        what = unit if len(by_share) == count else f"{len(by_share)} of {count} shares of {unit}"
+        together = f" in {count} shares" if len(by_share) == count else ""
+        words.append(f"{ranks_text(set(by_share))} {verb} {what}{together}")
+    if len(ranks) > NAMED_UNITS_MAX:
+        words.append(f"{len(ranks) - NAMED_UNITS_MAX} more units are written in shares")
     return words
 
 

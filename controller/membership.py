@@ -64,6 +64,7 @@ class Member:
     left: Stand | None = None
     loop: LoopShape | None = None  # announced, not yet agreed
     loop_agreed: LoopShape | None = None
+    shared: tuple[str, ...] = ()
 
     @property
     def living(self) -> bool:
@@ -144,7 +145,8 @@ class Membership:
         """Take a process in, or take note that it is connected (again). `refusal` must have said None."""
         member = self.members.get(hello.rank)
         if member is None:
-            member = Member(hello.rank, hello.process, tuple(sorted(set(hello.units))), hello.stand)
+            units = tuple(sorted(set(hello.units)))
+            member = Member(hello.rank, hello.process, units, hello.stand, shared=hello.shared)
             self.members[hello.rank] = member
             self.living.add(hello.rank)
             self._not_left.add(hello.rank)

@@ -20,6 +20,7 @@ class Registered:
 
     process: ProcessId
     units: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

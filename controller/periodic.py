@@ -31,7 +31,7 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.membership import Life, Member
 from lastwords.controller.words import first_texts, ranks_text
-from lastwords.vocabulary import NO_SCHEDULE, Save, Saved, SaveFailed, SaveProgress, Schedule
+from lastwords.vocabulary import NO_SCHEDULE, SHARES_MAX, Save, Saved, SaveFailed, SaveProgress, Schedule, Share
 
 PERIODIC: Final = 0
 """Number of the incident that periodic checkpoints belong to: none."""
@@ -56,6 +56,7 @@ class Periodic:
         self._ahead_steps = 1
         self._ended = 0  # newest step that some rank has ended, as far as answers to orders say
         self._troubled = False  # the newest one failed, and that has been said
+        self._whole = False  # shares of one unit have not fitted together
         self.attempt = 0
         self._step = 0
         self._orders: dict[int, Save] = {}  # of the checkpoint under way, by rank
@@ -159,7 +160,7 @@ class Periodic:
             return
         self._wanted, self._asked_for, self._step = False, self._wanted, step
         self.attempt += 1
-        for rank, share in shares(members.values()).items():
+        for rank, share in shares(members.values(), whole=self._whole).items():
             order = self._orders[rank] = Save(
                 generation=self._context.generation,
                 incident=PERIODIC,
@@ -275,6 +276,7 @@ class Periodic:
             case Published(path=path):
                 self._published(path)
             case VerifyFailed(problems=problems):
+                self._whole |= any(rank not in self._orders for rank, _ in problems)
                 self._give_up(first_texts(f"part of rank {rank}: {text}" for rank, text in problems))
             case VerifyBlocked(reason=reason) | PublishFailed(reason=reason):
                 self._give_up(reason)
@@ -314,13 +316,20 @@ class Periodic:
         self._context.publishing = False
 
 
-def shares(members: Collection[Member]) -> dict[int, Assignment]:
-    """Who writes what: each rank its own rank-local state, each unit the holder that has the fewest yet."""
+def shares(members: Collection[Member], *, whole: bool = False) -> dict[int, Assignment]:
+    """Who writes what: each rank its own rank-local state, each unit the holders that have the fewest yet.
+
+    A large unit is shared out among up to SHARES_MAX holders, unless units are to be written `whole`.
+    """
     units: dict[int, list[str]] = {member.rank: [] for member in members}
-    holders: dict[str, list[int]] = {}
+    holders: dict[str, list[Member]] = {}
     for member in members:
         for unit in member.units:
-            holders.setdefault(unit, []).append(member.rank)
-    for unit, ranks in sorted(holders.items()):
-        units[min(ranks, key=lambda rank: (len(units[rank]), rank))].append(unit)
+            holders.setdefault(unit, []).append(member)
+    for unit, having in sorted(holders.items()):
+        shared = not whole and all(unit in member.shared for member in having)
+        ranks = sorted((member.rank for member in having), key=lambda rank: (len(units[rank]), rank))
+        count = min(len(ranks), SHARES_MAX) if shared else 1
+        for rank, share in zip(ranks, Share(unit, 0, count).all, strict=False):
+            units[rank].append(str(share))
     return {rank: Assignment(tuple(units[rank]), (rank,)) for rank in sorted(units)}

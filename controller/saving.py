@@ -26,7 +26,7 @@ from lastwords.controller.events import (
 from lastwords.controller.membership import Life
 from lastwords.controller.patience import Patience
 from lastwords.controller.words import first_texts, ranks_text
-from lastwords.vocabulary import Save, SaveProgress
+from lastwords.vocabulary import Save, SaveProgress, Share
 
 
 @dataclass(slots=True)
@@ -70,6 +70,7 @@ class Saving:
         self._file_patience = Patience()  # with the controller's own work on the newest attempt
         self._file_order: StartVerify | StartPublish | None = None
         self._publishing: set[int] = set()
+        self.shares = True  # units may be written in shares
 
     # ------------------------------------------------------------------ writing
 
@@ -251,6 +252,8 @@ class Saving:
     def reject(self, problems: tuple[tuple[int, str], ...]) -> None:
         """Verification found bad parts; where it names no writer, all are. Words said twice would be said for ever."""
         writers = {part.rank for part in self.plan}
+        if self._drops_shares(problems):
+            return
         bad = {rank for rank, _ in problems} & writers or writers
         text = first_texts(f"part of rank {rank}: {text}" if rank in writers else text for rank, text in problems)
         for rank in sorted(bad):
@@ -262,6 +265,15 @@ class Saving:
             if word in self._rejected and rank in writers:
                 self.barred.setdefault(rank, set()).add(self.target)
             self._rejected.add(word)
+
+    def _drops_shares(self, problems: tuple[tuple[int, str], ...]) -> bool:
+        """Where parts are good, but do not fit together, nobody's shares are used any more: units are written whole."""
+        shared = {part for part in self.plan if any(Share.parse(name).count > 1 for name in part.units)}
+        if not shared or any(rank in {part.rank for part in self.plan} for rank, _ in problems):
+            return False
+        self.shares, self.storage_reason = False, first_texts(text for _, text in problems)
+        self.finished = {key: part for key, part in self.finished.items() if part not in shared}
+        return True
 
     def start_publish(self, reason: str, cause_ranks: tuple[int, ...]) -> None:
         """The parts are good: give the directory its final name."""

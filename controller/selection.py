@@ -1,5 +1,8 @@
 """Which step is saved, and who writes what: a pure function of what is known about the ranks.
 
+A large unit is shared out among those of its holders that stand at the end of the step, up to SHARES_MAX of them. Into
+how many shares it is cut stays as it is while one of them is kept; who drops out leaves its share to another holder.
+
 `select` returns a `Decision` or a `NoDecision`, each with its reason in words. The same input gives the same
 answer: everything is sorted before it is chosen from. The values and their words are in
 `lastwords.controller.decision`.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from lastwords.controller.decision import (
@@ -23,7 +27,7 @@ from lastwords.controller.decision import (
     lost_text,
     nothing_text,
 )
-from lastwords.vocabulary import Phase, Stand
+from lastwords.vocabulary import SHARES_MAX, Phase, Share, Stand, whole_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,10 @@ class _Place:
     def may_write(self, view: RankView) -> bool:
         """True if this rank may try: it never does twice, and its host only as the last resort."""
         return self.target not in view.refused_targets and (self.may_retry or view.host_id not in self.refused_hosts)
+
+    def has_ended(self, view: RankView) -> bool:
+        """True if this rank holds the step as it was at its end."""
+        return view.rank in self.holding and view.stand is not None and view.stand.ended_step == self.step
 
 
 @dataclass(slots=True)
@@ -164,7 +172,7 @@ def _select_among(
 def _lost_units(survey: _Survey, step: int) -> list[str]:
     """Units that nobody can bring to `step` and no finished part has."""
     place = _place(survey, step, PRIMARY_TARGET, may_retry=False)
-    covered = {unit for part in survey.parts if part.step == step for unit in part.units}
+    covered = whole_units(name for part in survey.parts if part.step == step for name in part.units)
     reaching = place.holding | place.proceeding
     had = {unit for unit in survey.units if any(view.rank in reaching for view in survey.holders.get(unit, ()))}
     return [unit for unit in survey.units if unit not in covered | had]
@@ -198,36 +206,87 @@ def _draft(survey: _Survey, place: _Place) -> _Draft | _Obstacle:
         obstacle, reopened = _assign_units(survey, draft)
         if obstacle is not None:
             return obstacle
-        if reopened is None:
-            reopened = _assign_locals(survey, draft)
-        if reopened is None:
+        reopened = reopened or _assign_locals(survey, draft)
+        if not reopened:
             return draft
         # A rank has one part per checkpoint: the one that has to write more writes all of it anew. What it had
         # finished stays on disk until it is replaced, so that its death meanwhile costs nothing.
-        draft = _Draft(place, [part for part in draft.kept if part.rank != reopened])
+        draft = _Draft(place, [part for part in draft.kept if part.rank not in reopened])
 
 
 def _kept_parts(parts: Sequence[Part], place: _Place) -> list[Part]:
-    """Parts of this step and directory; of several by one rank the newest, and nothing twice."""
+    """Parts of this step and directory; of several by one rank the newest, nothing twice, and no unit cut two ways."""
     kept: list[Part] = []
     ranks: set[int] = set()
-    units: set[str] = set()
+    counts: dict[str, int] = {}
+    units: set[Share] = set()
     local_ranks: set[int] = set()
     for part in parts:
         if (part.step, part.target) != (place.step, place.target) or part.rank in ranks:
             continue
-        if units.isdisjoint(part.units) and local_ranks.isdisjoint(part.local_ranks):
+        shares = {Share.parse(name) for name in part.units}
+        alike = all(counts.get(share.unit, share.count) == share.count for share in shares)
+        if alike and units.isdisjoint(shares) and local_ranks.isdisjoint(part.local_ranks):
             kept.append(part)
             ranks.add(part.rank)
-            units.update(part.units)
+            counts |= {share.unit: share.count for share in shares}
+            units |= shares
             local_ranks.update(part.local_ranks)
     return kept
 
 
-def _assign_units(survey: _Survey, draft: _Draft) -> tuple[_Obstacle | None, int | None]:
-    """Give each unit that no kept part has to the best holder; (obstacle, rank whose kept part must be redone)."""
+def _assign_units(survey: _Survey, draft: _Draft) -> tuple[_Obstacle | None, set[int]]:
+    """Give what no kept part has of each unit to its holders; (obstacle, ranks whose kept part must be redone)."""
+    covered: dict[str, set[Share]] = defaultdict(set)
+    for share in (Share.parse(name) for part in draft.kept for name in part.units):
+        covered[share.unit].add(share)
+    for unit in survey.units:
+        kept = covered[unit]
+        if kept and kept.issuperset(next(iter(kept)).all):
+            continue
+        obstacle, reopened = None, _assign_shares(survey, draft, unit, kept)
+        if reopened is None:
+            obstacle, reopened = _assign_whole(survey, draft, unit)
+        if obstacle is not None or reopened:
+            return obstacle, reopened
+    return None, set()
+
+
+def _assign_shares(survey: _Survey, draft: _Draft, unit: str, kept: AbstractSet[Share]) -> set[int] | None:
+    """Share the unit out among its holders, or what is missing of it; None if it is to be written whole.
+
+    Only among those that have ended the step: what a loop does between update and end has not been done by the others.
+    Returns ranks whose kept part must be redone: one that takes over more, or all, where nobody can.
+    """
     place = draft.place
-    covered = {unit for part in draft.kept for unit in part.units}
+    kept_ranks = {part.rank for part in draft.kept}
+
+    def cost(view: RankView) -> tuple[bool, bool, int, int]:
+        rank = view.rank
+        return rank in kept_ranks, view.host_id in place.refused_hosts, len(draft.units_of.get(rank, ())), rank
+
+    holders = [view for view in survey.holders.get(unit, ()) if place.has_ended(view) and place.may_write(view)]
+    sharers = sorted(holders, key=cost)
+    free = [view.rank for view in sharers if view.rank not in kept_ranks]
+    if kept:
+        if not sharers:
+            return {part.rank for part in draft.kept if not kept.isdisjoint(map(Share.parse, part.units))}
+        if not free:
+            return {sharers[0].rank}
+        missing = sorted(set(next(iter(kept)).all).difference(kept))
+    else:
+        count = min(len(free), SHARES_MAX) if all(unit in view.shared for view in holders) else 1
+        if count < 2:
+            return None
+        missing = [*Share(unit, 0, count).all]
+    for number, share in enumerate(missing):
+        draft.units_of[free[number % len(free)]].append(str(share))
+    return set()
+
+
+def _assign_whole(survey: _Survey, draft: _Draft, unit: str) -> tuple[_Obstacle | None, set[int]]:
+    """Give the unit to its best holder; (obstacle, ranks whose kept part must be redone)."""
+    place = draft.place
     kept_ranks = {part.rank for part in draft.kept}
 
     def cost(view: RankView) -> tuple[bool, bool, bool, int]:
@@ -235,26 +294,23 @@ def _assign_units(survey: _Survey, draft: _Draft) -> tuple[_Obstacle | None, int
         return rank in place.proceeding, view.host_id in place.refused_hosts, rank in kept_ranks, rank
 
     reaching = place.holding | place.proceeding
-    for unit in survey.units:
-        if unit in covered:
-            continue
-        holders = [view for view in survey.holders.get(unit, ()) if view.rank in reaching]
-        best = min(filter(place.may_write, holders), key=cost, default=None)
-        if best is None:
-            return _Obstacle(unit, storage=bool(holders)), None
-        if best.rank in kept_ranks:
-            return None, best.rank
-        draft.units_of[best.rank].append(unit)
-        if best.rank in place.proceeding:
-            draft.proceed.add(best.rank)
-    return None, None
+    holders = [view for view in survey.holders.get(unit, ()) if view.rank in reaching]
+    best = min(filter(place.may_write, holders), key=cost, default=None)
+    if best is None:
+        return _Obstacle(unit, storage=bool(holders)), set()
+    if best.rank in kept_ranks:
+        return None, {best.rank}
+    draft.units_of[best.rank].append(unit)
+    if best.rank in place.proceeding:
+        draft.proceed.add(best.rank)
+    return None, set()
 
 
-def _assign_locals(survey: _Survey, draft: _Draft) -> int | None:
+def _assign_locals(survey: _Survey, draft: _Draft) -> set[int]:
     """Give each rank's local state to a rank of its host, which can read its black box even if it is dead.
 
     A rank that writes a unit anyway is preferred, then one that stands at the step, then the lowest. Any usable
-    rank will do, even a torn one: it only copies boxes. Returns a rank whose kept part must be redone, if any.
+    rank will do, even a torn one: it only copies boxes. Returns the rank whose kept part must be redone, if any.
     """
     place = draft.place
     covered = {rank for part in draft.kept for rank in part.local_ranks}
@@ -276,10 +332,10 @@ def _assign_locals(survey: _Survey, draft: _Draft) -> int | None:
         if writer is None:
             draft.lost_local_ranks.append(rank)
         elif writer.rank in kept_ranks:
-            return writer.rank
+            return {writer.rank}
         else:
             draft.locals_of[writer.rank].append(rank)
-    return None
+    return set()
 
 
 def _decision(draft: _Draft, given_up: tuple[int, ...]) -> Decision:

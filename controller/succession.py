@@ -50,7 +50,7 @@ class Succession:
         members = self._context.members
         start = Stand(Phase.COMPUTING, memory.base_step)
         for rank, known in enumerate(self._members):
-            hello = Hello(rank, members.generation, members.world_size, known.process, known.units, start)
+            hello = Hello(rank, members.generation, members.world_size, known.process, known.units, start, known.shared)
             member = members.admit(hello)
             member.connected, member.loop_agreed = False, memory.loop
         members.base_step = memory.base_step
@@ -134,7 +134,7 @@ class Succession:
         members = self._context.members
         if members.complete and not self._members:
             ordered = (member for _, member in sorted(members.members.items()))
-            self._members = tuple(Registered(member.process, member.units) for member in ordered)
+            self._members = tuple(Registered(member.process, member.units, member.shared) for member in ordered)
         dead = (members.members[rank] for rank in sorted(members.dead))
         memory = replace(
             known,

@@ -26,5 +26,7 @@ def rank_views(
             stand = settled[rank].stand
         refused = frozenset(saving.refused.get(rank, NO_TARGETS))
         may_copy = rank not in saving.cannot_copy
-        views[rank] = RankView(rank, member.process.host_id, member.units, stand, absence, refused, may_copy)
+        shared = member.shared if saving.shares else ()
+        host_id = member.process.host_id
+        views[rank] = RankView(rank, host_id, member.units, stand, absence, refused, may_copy, shared)
     return views

@@ -226,7 +226,12 @@ class Transformation:
         for rank in self.writers:
             if rank in chosen and rank not in already:
                 plans = [one for planned in self._plans(rank) for one in planned]
-                files = {self._source.stored(piece.shard.name).path for one in plans for piece in one.slices}
+                files = {
+                    stored.path
+                    for one in plans
+                    for piece in one.slices
+                    for stored in self._source.stored(piece.shard.name)
+                }
                 yield rank, sum(one.spec.nbytes for one in plans), sorted(files)
 
     def _is_published(self) -> bool:

@@ -46,7 +46,7 @@ class StateSource(Protocol):
         ...
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> part.UnitState:
-        """The unit's tensors as they are at `step`; raises CheckpointError if this rank does not hold it."""
+        """Tensors of the unit, or of a share of one, as they are at `step`; CheckpointError if it is not held here."""
         ...
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, part.LocalState]:

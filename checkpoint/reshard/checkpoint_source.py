@@ -46,7 +46,7 @@ class CheckpointSource:
             self._checked = wanted
         return self._for_files
 
-    def stored(self, name: str) -> StoredTensor:
+    def stored(self, name: str) -> tuple[StoredTensor, ...]:
         """Where a tensor's bytes lie, and their checksums."""
         return self.checkpoint.stored(name)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.cuts import Piece
 from lastwords.checkpoint.document import damage
-from lastwords.checkpoint.entries import FileEntry
+from lastwords.checkpoint.entries import FileEntry, UnitEntry
 from lastwords.checkpoint.format import Header
 from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.reader_lock import ReaderLock
+from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.system import Os
 from lastwords.errors import FormatError
 
@@ -22,6 +24,7 @@ class PublishedFiles:
         self._os = os
         self._manifests: dict[Path, Manifest] = {}
         self._held: list[ReaderLock] = []
+        self._opened: dict[Path, tuple[FileEntry, Header]] = {}
 
     def entry_of(self, path: Path) -> tuple[FileEntry, Header] | None:
         """Checksums of `path` (CHECKPOINT/rank_N/NAME) and its checked header; None if no manifest lies beside.
@@ -30,12 +33,9 @@ class PublishedFiles:
         """
         real = path.resolve()
         directory = real.parent.parent
-        if layout.parse_rank_dir(real.parent.name) is None or not self._os.exists(directory / layout.MANIFEST_NAME):
+        manifest = self._manifest_of(real)
+        if manifest is None:
             return None
-        if directory not in self._manifests:
-            self._held.append(ReaderLock.take(directory, self._os))
-            self._manifests[directory] = read_published(directory, self._os)
-        manifest = self._manifests[directory]
         name = f"{real.parent.name}/{real.name}"
         entry = next((one for one in manifest.files if one.path == name), None)
         if entry is None:
@@ -51,6 +51,34 @@ class PublishedFiles:
             global_step=manifest.global_step, os=self._os,
         )  # fmt: skip
         return manifest.with_chunks(entry), header
+
+    def unit_of(self, path: Path, unit: str) -> UnitEntry | None:
+        """The unit of which this file has shares, out of all of them; None if no manifest lies beside the file."""
+        manifest = self._manifest_of(path.resolve())
+        return None if manifest is None else manifest.units[unit]
+
+    def stored(self, path: Path, unit: str, name: str) -> tuple[StoredTensor, ...]:
+        """Where a tensor of such a unit lies. Errors as of `entry_of`."""
+        entry = self.unit_of(path, unit)
+        assert entry is not None, "its file was opened by `unit_of`"
+        return tuple(self._piece(path, entry.shares[piece.share].file, piece) for piece in entry.wholes[name].pieces)
+
+    def _piece(self, path: Path, file: str, piece: Piece) -> StoredTensor:
+        beside = path.resolve().parent.parent / file
+        found = self._opened.get(beside) or self.entry_of(beside)
+        assert found is not None
+        self._opened[beside] = found
+        entry, header = found
+        return StoredTensor(beside, header.tensors[piece.spec.name][1], piece.spec, entry, piece.offsets)
+
+    def _manifest_of(self, real: Path) -> Manifest | None:
+        directory = real.parent.parent
+        if layout.parse_rank_dir(real.parent.name) is None or not self._os.exists(directory / layout.MANIFEST_NAME):
+            return None
+        if directory not in self._manifests:
+            self._held.append(ReaderLock.take(directory, self._os))
+            self._manifests[directory] = read_published(directory, self._os)
+        return self._manifests[directory]
 
     def nobody_has(self, name: str) -> bool:
         """Whether no unit of the checkpoints that were met holds a tensor; False if none was met."""

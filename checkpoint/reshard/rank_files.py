@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import damage
-from lastwords.checkpoint.entries import FileEntry
+from lastwords.checkpoint.entries import FileEntry, by_unit
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
+from lastwords.checkpoint.layout import MANIFEST_NAME, UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.meta import FileContent, UnitMeta
 from lastwords.checkpoint.partfile import read_exactly
 from lastwords.checkpoint.reshard.published_files import PublishedFiles
@@ -31,7 +32,7 @@ from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
 from lastwords.checkpoint.versions import FILE_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
-from lastwords.vocabulary import UNIT_REPLICATED
+from lastwords.vocabulary import UNIT_REPLICATED, Share
 
 Boxes = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """Offsets and shape of the whole, of each tensor that is a part."""
@@ -123,14 +124,17 @@ class RankFiles:
             self._joined = len(opened), saved
         return self._joined[1]
 
-    def stored(self, name: str) -> StoredTensor:
+    def stored(self, name: str) -> tuple[StoredTensor, ...]:
         """Where a tensor's bytes lie."""
         rank, _, inside = name.partition("/")
         file = self._opened.get(int(rank))
         if file is None:
             raise IncompleteError(f"there is no file of rank {rank}", missing=(f"rank {rank}",))
+        parsed = parse_tensor_name(inside) if inside not in file.header.tensors else None
+        if isinstance(parsed, UnitTensorName):
+            return self._published.stored(file.path, parsed.unit, inside)
         spec, begin, _ = file.header.tensors[inside]
-        return StoredTensor(file.path, begin, spec, file.entry)
+        return (StoredTensor(file.path, begin, spec, file.entry),)
 
     def check_unchanged(self) -> None:
         """ReplacedError if a file is not the one any more whose header was read."""
@@ -216,8 +220,27 @@ class RankFiles:
             units = [
                 self._of_unit(rank, path, unit, UnitMeta.read(unpack(said, str(path)), f"{path}: unit {unit}"), specs)
                 for unit, said in (content.units or {}).items()
+                if Share.parse(unit).count == 1
             ]
+            units += self._of_shares(rank, path, content.units or {})
         return RankFile(rank, path, moment, header, stamp, tuple(units), entry, content.meta is None)
+
+    def _of_shares(self, rank: int, path: Path, names: Iterable[str]) -> list[SavedUnit]:
+        """Units of last words of which the file has shares: whole, since the other shares lie beside it."""
+        units = []
+        for unit, shares in by_unit(names).items():
+            if shares[0].count == 1:
+                continue
+            entry = self._published.unit_of(path, unit)
+            if entry is None:
+                raise IncompleteError(
+                    f"{path} has only {len(shares)} of the {shares[0].count} shares of unit {unit}, and no "
+                    f"{MANIFEST_NAME} lies beside it: give the files in their checkpoint's directory",
+                    missing=tuple(str(share) for share in shares[0].all if share not in shares),
+                )
+            specs = {spec.name: TensorSpec(f"{rank}/{spec.name}", spec.dtype, spec.shape) for spec in entry.tensors}
+            units.append(self._of_unit(rank, path, unit, entry.meta, specs))
+        return units
 
     def _of_rank(
         self, rank: int, path: Path, boxes: Boxes, meta: UnitMeta, specs: Mapping[str, TensorSpec]

@@ -89,5 +89,5 @@ def _first_place(source: Stored, planned: Planned) -> tuple[str, int]:
     """Where the first of its bytes lies: neighbours in the source are then read together."""
     if not planned.slices:
         return "", 0
-    stored = source.stored(planned.slices[0].shard.name)
+    stored = source.stored(planned.slices[0].shard.name)[0]
     return str(stored.path), stored.begin

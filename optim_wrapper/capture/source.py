@@ -17,6 +17,7 @@ from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, Habits, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reason import Reason
+from lastwords.checkpoint.shares import share_of
 from lastwords.errors import IncompleteError, LastWordsError, StorageError, named
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.capture.device_reader import reader_for
@@ -33,7 +34,7 @@ from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
-from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand
 
 _log = logging.getLogger(__name__)
 
@@ -141,12 +142,13 @@ class TrainerSource:
         return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
-        """Tensors and JSON of the unit at `step`; IncompleteError if this rank does not hold it."""
-        copied = None if self._copy is None else self._copy.get(unit, step)
-        if copied is not None:
-            return copied
-        with self._reader.aside():
-            return self._live(unit, step, stand, self._reader)
+        """Tensors and JSON of the unit, or of a share of one, at `step`; IncompleteError if it is not held here."""
+        share = Share.parse(unit)
+        copied = None if self._copy is None else self._copy.get(share.unit, step)
+        if copied is None:
+            with self._reader.aside():
+                copied = self._live(share.unit, step, stand, self._reader)
+        return share_of(copied, share)
 
     def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
         view = self._units.views.get(unit)

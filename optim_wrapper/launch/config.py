@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import ipaddress
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ _Options = TypeVar("_Options", "Config", ControllerOptions, ProcessorOptions)
 _log = logging.getLogger(__name__)
 
 _PREFIX = "LASTWORDS_"
+
+SHARED_FROM_MB = math.inf
+"""Nothing is written in shares unless somebody asks for it: on a local disk one writer may be as fast."""
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?")
 
 
@@ -34,6 +38,7 @@ class Config:
 
     ctrl_port 0: any free one, which rank ctrl_rank_id finds and tells the others.
     remote: URL of a store, or "".
+    shared_from_mb: a unit of at least so many MB in a checkpoint is written by several of its holders.
     Durations are seconds; each, also those of `controller` and `processor`, can be set by an environment variable
     named LASTWORDS_ and its name in capitals (for example LASTWORDS_LOST_CONFIRM_S=5).
     """
@@ -51,6 +56,7 @@ class Config:
     connect_timeout_s: float = 30.0
     gate_timeout_s: float = 1800.0
     gate_notice_s: float = 60.0
+    shared_from_mb: float = SHARED_FROM_MB
     controller: ControllerOptions = field(default_factory=ControllerOptions)
     processor: ProcessorOptions = field(default_factory=ProcessorOptions)
 
@@ -107,6 +113,7 @@ class Config:
             token=environ.get("LASTWORDS_TOKEN") or None,
             require_space=_switch("LASTWORDS_REQUIRE_SPACE", environ),
             remote=str(remote or ""),
+            shared_from_mb=_megabytes("LASTWORDS_SHARED_FROM_MB", environ, SHARED_FROM_MB),
             controller=_with_seconds(ControllerOptions(), environ),
             processor=_with_seconds(ProcessorOptions(), environ),
         )
@@ -131,11 +138,12 @@ def variables() -> list[str]:
     """Every environment variable that is read here, sorted; each is named like the setting that it sets.
 
     >>> [name for name in variables() if not name.endswith("_S")]
-    ['LASTWORDS_JOB', 'LASTWORDS_REMOTE', 'LASTWORDS_REQUIRE_SPACE', 'LASTWORDS_TOKEN']
+    ['LASTWORDS_JOB', 'LASTWORDS_REMOTE', 'LASTWORDS_REQUIRE_SPACE', 'LASTWORDS_SHARED_FROM_MB', 'LASTWORDS_TOKEN']
     """
     parts = (Config, ControllerOptions, ProcessorOptions)
     names = [setting.name for part in parts for setting in dataclasses.fields(part) if setting.name.endswith("_s")]
-    return sorted(f"{_PREFIX}{name.upper()}" for name in {*names, "job", "token", "remote", "require_space"})
+    others = ("job", "token", "remote", "require_space", "shared_from_mb")
+    return sorted(f"{_PREFIX}{name.upper()}" for name in {*names, *others})
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
@@ -176,6 +184,19 @@ def _switch(name: str, environ: Mapping[str, str]) -> bool:
     if text not in ("0", "1"):
         raise ConfigError(f"{name}={text!r}: must be 0 or 1")
     return text == "1"
+
+
+def _megabytes(name: str, environ: Mapping[str, str], default: float) -> float:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise ConfigError(f"{name}={text!r}: must be a number of megabytes from 0, such as 64")
+    return value
 
 
 def _is_address(text: str) -> bool:

@@ -56,6 +56,14 @@ class AgreedLayout:
         nbytes = self.units.table.nbytes
         return checkpoint_bytes(sum(nbytes.values()), sum(nbytes[name] for name in self.units.names), self._inner)
 
+    def shared(self, from_mb: float) -> tuple[str, ...]:
+        """Those of this rank's units that have several holders and will take `from_mb` MB or more in a checkpoint."""
+        table = self.units.table
+        total = sum(table.nbytes.values())
+        growth = self.checkpoint_bytes / total if total else 1.0
+        large = [unit for unit in self.units.names if table.nbytes[unit] * growth >= from_mb * 1e6]
+        return tuple(unit for unit in large if len(table.units[unit]) > 1)
+
     def compare_at_start(self, bar: Callable[[], None]) -> None:
         """Before the first update. In a loop of the user's own, forward passes may have moved buffers on each rank.
 

@@ -53,11 +53,13 @@ class Protection:
         world: World,
         make_source: Callable[[Callable[[int], Path]], TrainerSource],
         units: tuple[str, ...] = (UNIT_REPLICATED,),
+        shared: tuple[str, ...] = (),
     ) -> None:
         self._config = config
         self._world = world
         self._make_source = make_source
         self._units = units
+        self._shared = shared
         self._agreement: startup.Agreement | None = None
         self._leaver = reentry.leaver()
         self._departure = Departure(world.rank, self._recorded_exit, None if self._leaver is None else self._leave_main)
@@ -96,7 +98,9 @@ class Protection:
         core = ProcessorCore(rank, agreement.generation, 0, config.processor)
         agent = self._agent = Agent(
             core,
-            hello=lambda stand: Hello(rank, agreement.generation, self._world.size, process, self._units, stand),
+            hello=lambda stand: Hello(
+                rank, agreement.generation, self._world.size, process, self._units, stand, self._shared
+            ),
             saver=SaverSpec(rank, agreement.job, tuple(config.roots), self._make_source(self.box_path)),
             departure=self._departure,
             on_incident=self._on_incident,

@@ -180,7 +180,8 @@ class ProtectedRun(Run):
         self._verify_every = recorder.watch.verify_every = options.verify_every
         self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
         self._excepthook = ExceptHook(self.hold)
-        self.protection = Protection(config, world, self._make_source, self._layout.units.names)
+        shared = self._layout.shared(config.shared_from_mb)
+        self.protection = Protection(config, world, self._make_source, self._layout.units.names, shared)
         self.protection.start(settings_of(config, options, len(optimizers), world.size), self._layout.checkpoint_bytes)
         try:
             self._open_box()

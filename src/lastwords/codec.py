@@ -48,6 +48,7 @@ _YEAR_S = 366 * 86400.0
 
 _UNIT_NAME = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
 """As in checkpoint.layout: unit names become parts of tensor names and of lines in logs, so no slash, no blank."""
+_SHARE_NAME = re.compile(_UNIT_NAME.pattern + r"(?:/[0-9]{1,4}of[0-9]{1,4})?")
 _OPAQUE_ID = re.compile(r"[!-~]{1,256}")
 
 _INT_BOUNDS: dict[str, tuple[int, int]] = {
@@ -165,7 +166,8 @@ def _judge_of(cls: type, name: str, hint: Any) -> _Judge:
     """Rule for one field; an unknown field is our own mistake and found when this module is imported."""
     where = f"{cls.__name__}.{name}"
     if hint == tuple[str, ...]:
-        return _judge_tuple(where, _judge_match(where, _UNIT_NAME, "a unit's name"), UNITS_MAX)
+        pattern = _SHARE_NAME if cls is vocabulary.Save else _UNIT_NAME
+        return _judge_tuple(where, _judge_match(where, pattern, "a unit's name"), UNITS_MAX)
     if hint == tuple[int, ...]:
         return _judge_tuple(where, _judge_int(where, _INT_BOUNDS["rank"]), RANKS_MAX)
     if hint is int:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from lastwords.schedule import NO_SCHEDULE as NO_SCHEDULE
 from lastwords.schedule import Schedule as Schedule
+from lastwords.share import SHARES_MAX as SHARES_MAX
+from lastwords.share import Share as Share
+from lastwords.share import whole_units as whole_units
 from lastwords.stand import Phase as Phase
 from lastwords.stand import Stand as Stand
 
@@ -62,7 +65,10 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First report of a session, repeated with the same `process` after a reconnect."""
+    """First report of a session, repeated with the same `process` after a reconnect.
+
+    shared: those of the units that are large enough to be written in shares, by several of their holders.
+    """
 
     rank: int
     generation: int
@@ -70,6 +76,7 @@ class Hello:
     process: ProcessId
     units: tuple[str, ...]
     stand: Stand
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +324,7 @@ class Proceed:
 class Save:
     """Write these units, and the rank-local state of these ranks (read from the black boxes of this host).
 
+    units: names of units, or of shares of them (`Share`).
     target: 0 is the configured directory, 1 the fallback directory.
     After the first `Save` of an incident a rank never trains on. incident 0: there is none, this is a periodic
     checkpoint; the rank copies the state at the end of that step, trains on, and writes behind the training.

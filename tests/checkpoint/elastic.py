@@ -18,8 +18,10 @@ from lastwords.checkpoint.meta import ExtrasMeta, LocalMeta, UnitMeta
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.partfile import read_lone_header
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
+from lastwords.checkpoint.shares import share_of
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.sharding.grouping import unit_name
+from lastwords.vocabulary import Share
 from tests.checkpoint.states import published
 
 Array = np.ndarray[Any, Any]
@@ -200,9 +202,18 @@ EXTRAS = ExtrasMeta(
 
 
 def save_naively(
-    root: Path, job: Whole, strategy: Strategy, *, step: int = 7, own_buffers: bool = False, os: Os = REAL_OS
+    root: Path,
+    job: Whole,
+    strategy: Strategy,
+    *,
+    step: int = 7,
+    own_buffers: bool = False,
+    shared: bool = False,
+    os: Os = REAL_OS,
 ) -> Path:
     """A checkpoint as a live job would have published it; state lies where its parameter does.
+
+    shared: each unit is written by all of its holders together.
 
     own_buffers: each rank that writes has saved a small buffer "count" for itself, with its number.
     """
@@ -237,7 +248,10 @@ def save_naively(
         if name == "replicated":
             more["extras"] = EXTRAS
             tensors.append((TensorSpec("unit/replicated/extra/ema.w", "F32", (3,)), np.arange(3, dtype=np.float32)))
-        by_writer.setdefault(ranks[-1], {})[name] = UnitState(tensors, meta_of(job, own, called, **more))
+        state = UnitState(tensors, meta_of(job, own, called, **more))
+        writers = ranks if shared else ranks[-1:]
+        for writer, share in zip(writers, Share(name, 0, len(writers)).all, strict=True):
+            by_writer.setdefault(writer, {})[str(share)] = share_of(state, share)
     local = {}
     for writer in by_writer:
         if writer % 3 != 1:

@@ -99,15 +99,15 @@ def _truncate(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def _manifest_of_format_3(directory: Path) -> None:
+def _manifest_of_a_newer_format(directory: Path) -> None:
     content = json.loads((directory / "manifest.json").read_bytes())
     del content["checksum"]
-    (directory / "manifest.json").write_bytes(encode_document({**content, "format_version": 3}))
+    (directory / "manifest.json").write_bytes(encode_document({**content, "format_version": 5}))
 
 
-def _file_of_format_2(directory: Path) -> None:
+def _file_of_a_newer_format(directory: Path) -> None:
     raw = (directory / FILE_0).read_bytes()
-    (directory / FILE_0).write_bytes(raw.replace(b'\\"format\\":1', b'\\"format\\":2'))
+    (directory / FILE_0).write_bytes(raw.replace(b'\\"format\\":1', b'\\"format\\":3'))
 
 
 DEFECTS: dict[str, tuple[Damage, type[CheckpointError]]] = {
@@ -115,8 +115,8 @@ DEFECTS: dict[str, tuple[Damage, type[CheckpointError]]] = {
     "a partial directory": (lambda d: (d / "manifest.json").unlink(), IncompleteError),
     "no directory": (shutil.rmtree, IncompleteError),
     "an empty manifest": (lambda d: (d / "manifest.json").write_bytes(b""), FormatError),
-    "a manifest of a newer format": (_manifest_of_format_3, FormatError),
-    "a file of a newer format": (_file_of_format_2, FormatError),
+    "a manifest of a newer format": (_manifest_of_a_newer_format, FormatError),
+    "a file of a newer format": (_file_of_a_newer_format, FormatError),
     "a missing file": (lambda d: (d / FILE_1).unlink(), IncompleteError),
     "a missing rank directory": (lambda d: shutil.rmtree(d / "rank_1"), IncompleteError),
     "an empty file": (lambda d: _truncate(d / FILE_1, 0), FormatError),

@@ -161,7 +161,7 @@ def test_a_manifest_cut_off_anywhere_is_found() -> None:
 def test_a_newer_format_is_named_with_what_to_do() -> None:
     content = json.loads(example()[0])
     del content["checksum"]
-    newer = encode_document({**content, "format_version": 3, "units": "something else entirely"})
+    newer = encode_document({**content, "format_version": 5, "units": "something else entirely"})
     with golden.raises(FormatError):
         Manifest.decode(newer, WHERE)
 

@@ -136,6 +136,20 @@ def test_files_of_last_words_serve_with_the_strategy_of_their_checkpoint(made: M
         made.move(files=files, src_strategy_file=None)
 
 
+def test_files_with_shares_serve_where_they_lie_together(made: Made) -> None:
+    shared = save_naively(made.tmp / "shared", made.job, made.source, shared=True, os=QUICK)
+    files = {int(path.parent.name[5:]): str(path) for path in shared.glob("rank_*/*.ckpt")}
+    assert files.keys() == {0, 1, 2, 3}
+    for ranks in ((0, 1), (2, 3)):
+        out = made.move(files={rank: files[rank] for rank in ranks}, src_strategy_file=str(shared))
+        assert made.is_right(out, columns(3), 1)
+        out.unlink()
+    alone = shutil.copy(files[0], made.tmp / "alone.ckpt")
+    with golden.raises(IncompleteError) as caught:
+        made.move(files={**files, 0: str(alone)}, src_strategy_file=str(shared))
+    assert len(caught.value.missing) == 1
+
+
 def test_what_all_ranks_have_is_found_in_whatever_file_it_is(made: Made) -> None:
     files = {int(path.parent.name[5:]): str(path) for path in made.checkpoint.glob("rank_*/*.ckpt")}
     halves = str(made.tmp / "halves")

@@ -54,8 +54,8 @@ class Files:
         shards = tuple(Shard(f"shard {number}", box) for number, box in enumerate(boxes))
         self.divided = Divided("w", dtype, content.shape[:-1], shards)
 
-    def stored(self, name: str) -> StoredTensor:
-        return self.where[name]
+    def stored(self, name: str) -> tuple[StoredTensor, ...]:
+        return (self.where[name],)
 
     def target(self, box: Box) -> tuple[Target, np.ndarray]:
         """A target, and its memory as an array."""

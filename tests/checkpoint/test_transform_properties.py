@@ -71,7 +71,7 @@ def test_whole_and_by_rank_it_is_what_a_naive_gather_says(seed: int, source: int
     before = random_strategy(job, seed + 1, source, like_parameters=True)
     after = random_strategy(job, seed + 2, destination)
     with room() as tmp:
-        saved = save_naively(tmp / "saved", job, before, os=QUICK)
+        saved = save_naively(tmp / "saved", job, before, shared=seed % 2 == 1, os=QUICK)
         to = written(tmp / "to", after)
         moved = transform(saved, tmp / "moved", to, os=QUICK).path
         assert moved is not None
@@ -125,7 +125,7 @@ def test_there_and_back_by_two_others_gives_the_first_again(seed: int, a: int, b
         }
         for name, strategy in strategies.items():
             written(tmp / name, strategy)
-        saved = save_naively(tmp / "saved", job, strategies["A"], os=QUICK)
+        saved = save_naively(tmp / "saved", job, strategies["A"], shared=seed % 2 == 1, os=QUICK)
         transform_all(str(saved), str(tmp / "0 A"), "part", None, str(tmp / "A"), os=QUICK)
         before = "0 A"
         for place, name in enumerate("BCA", 1):

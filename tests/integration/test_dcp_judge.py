@@ -183,7 +183,7 @@ def test_one_flipped_bit_in_one_source_shard_is_seen(save: Save, tmp_path: Path)
     assert found is not None
     checkpoint = open_checkpoint(found)
     shard: Shard = catalogue(checkpoint).state["blocks.1.down.weight"]["exp_avg_sq"].divided.shards[2]
-    stored = checkpoint.stored(shard.name)
+    [stored] = checkpoint.stored(shard.name)
     copy = root / "ours" / found.name
     for file in found.rglob("*.ckpt"):
         place = copy / file.relative_to(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_a_misspelt_setting_is_named_with_the_one_that_was_meant(
 
 def test_what_can_be_set_is_not_taken_for_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
     others = {"LASTWORDS_JOB": "j", "LASTWORDS_TOKEN": "t", "LASTWORDS_REQUIRE_SPACE": "1", "OTHER": "x"}
-    others["LASTWORDS_REMOTE"] = "s3://bucket/job"
+    others |= {"LASTWORDS_REMOTE": "s3://bucket/job", "LASTWORDS_SHARED_FROM_MB": "64"}
     assert {*others, *DEFAULTS} - {"OTHER"} == set(config.variables())
     Config.from_env(**GOOD, environ={**others, **dict.fromkeys(DEFAULTS, "5")})
     assert caplog.records == []
@@ -153,3 +154,11 @@ def test_the_examples_hold() -> None:
     import doctest
 
     assert doctest.testmod(config).failed == 0
+
+
+def test_what_is_shared_out_is_a_number_of_megabytes() -> None:
+    assert Config.from_env(**GOOD, environ={}).shared_from_mb == math.inf
+    assert Config.from_env(**GOOD, environ={"LASTWORDS_SHARED_FROM_MB": "0"}).shared_from_mb == 0
+    for text in ("-1", "many", "nan"):
+        with golden.raises(ConfigError):
+            Config.from_env(**GOOD, environ={"LASTWORDS_SHARED_FROM_MB": text})

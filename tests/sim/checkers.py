@@ -7,8 +7,9 @@ saver and the controller crash between the steps of the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from lastwords.vocabulary import Share, whole_units
 from tests.sim.job import Job
 from tests.sim.ledger import Ledger, Life
 
@@ -42,14 +43,22 @@ def i1_every_file_is_of_the_published_step(job: Job, ledger: Ledger) -> Iterator
 def i2_only_whole_verified_directories_are_published(job: Job, ledger: Ledger) -> Iterator[str]:
     """I2: a directory has its final name only if every unit is in it, verified."""
     for publication in ledger.publications:
-        present = sorted({unit for file in publication.files for unit, _, _ in file.units})
-        if tuple(present) != job.unit_names:
+        present = sorted(unit for file in publication.files for unit, _, _ in file.units)
+        if not _are_all(present, job.unit_names):
             yield f"step {publication.step}: units {present} of {list(job.unit_names)}"
         if not publication.verified:
             yield f"step {publication.step}: published without a successful verification of these files"
         for file in publication.files:
             if not file.whole:
                 yield f"step {publication.step}: the file of rank {file.writer} is not whole"
+
+
+def _are_all(names: Sequence[str], units: Sequence[str]) -> bool:
+    """Whether these are all units, each either whole or in all its shares, and nothing twice."""
+    shares = [Share.parse(name) for name in names]
+    counts = {share.unit: share.count for share in shares}
+    wanted = [str(share) for unit in units for share in Share(unit, 0, counts.get(unit, 1)).all]
+    return sorted(names) == sorted(wanted)
 
 
 def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
@@ -90,7 +99,7 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
 
 
 def _can_be_had(job: Job, ledger: Ledger, step: int, target: int) -> bool:
-    written = {unit for place, _, of_step, unit in ledger.heard_saved if (place, of_step) == (target, step)}
+    written = whole_units(unit for place, _, of_step, unit in ledger.heard_saved if (place, of_step) == (target, step))
     for rank, record in enumerate(ledger.ranks):
         if record.healthy() and step in record.reach and (rank, target) not in ledger.refused:
             written.update(job.units[rank])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lastwords.vocabulary import NO_SCHEDULE, UNIT_REPLICATED, ProcessId, Schedule
+from lastwords.vocabulary import NO_SCHEDULE, UNIT_REPLICATED, Hello, ProcessId, Schedule, Stand
 
 TORN = -1
 """Content of weights that an update has begun to overwrite and has not finished."""
@@ -25,6 +25,7 @@ class Job:
     without_gate: deliberately wrong: no gate although there are several units.
     skips_gate: deliberately wrong: a rank that skips a step does not come to its gate.
     schedule: of the periodic checkpoints.
+    shared: units are large, so that they are written in shares.
     """
 
     hosts: tuple[int, ...]
@@ -42,6 +43,7 @@ class Job:
     without_gate: bool = False
     skips_gate: bool = False
     schedule: Schedule = NO_SCHEDULE
+    shared: bool = False
 
     @property
     def world_size(self) -> int:
@@ -66,6 +68,11 @@ class Job:
         True
         """
         return 0 <= content <= step and all(between in self.skipped for between in range(content + 1, step + 1))
+
+    def hello(self, rank: int, stand: Stand) -> Hello:
+        """How a rank begins a session."""
+        shared = self.units[rank] if self.shared else ()
+        return Hello(rank, self.generation, self.world_size, self.process(rank), self.units[rank], stand, shared)
 
     def process(self, rank: int) -> ProcessId:
         return ProcessId(f"host{self.hosts[rank]}", 1000 + rank, 77, f"g{self.generation}r{rank}")

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from lastwords.controller import core as controller_core
+from lastwords.controller import selection
 from lastwords.controller.context import Resumed
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import State
@@ -59,6 +60,7 @@ _shipped_carry_out: Callable[..., None] = Incident._carry_out
 _shipped_on_return: Callable[..., None] = Incident.on_return
 _shipped_mark_ready: Callable[..., None] = ProcessorCore.mark_ready
 _shipped_mark_gate_failed: Callable[..., None] = ProcessorCore.mark_gate_failed
+_shipped_assign_shares = selection._assign_shares
 _shipped_try_update: Callable[..., bool] = ProcessorCore.try_update
 
 
@@ -143,6 +145,10 @@ def _ignored(*_: Any) -> bool:
 
 def _always(*_: Any) -> bool:
     return True
+
+
+def _content_with_one_share(survey: Any, draft: Any, unit: str, kept: Any) -> set[int] | None:
+    return set() if kept else _shipped_assign_shares(survey, draft, unit, kept)
 
 
 MUTANTS: Mapping[str, Mutant] = {
@@ -241,6 +247,12 @@ MUTANTS: Mapping[str, Mutant] = {
         {"lastwords.clock.OwnTime.at": _as_the_clock_says},
         ("i3_what_can_be_saved_is_saved",),
         seeds=(493,),
+    ),
+    "one-share-is-enough": Mutant(
+        "a unit of which some share is there is not written any more",
+        {f"{_SELECTION}._assign_shares": _content_with_one_share},
+        ("i2_only_whole_verified_directories_are_published",),
+        seeds=(10, 81, 103),
     ),
     "late-exit": Mutant(
         "a rank obeys an Exit of an incident that is over",

@@ -102,6 +102,10 @@ STAGE_DELAY_S_MAX = {
 }
 
 
+SHARED = 0.3
+"""So many jobs have units that are written in shares. Drawn apart, so that all else is as it was without."""
+
+
 def _draw_job(dice: random.Random) -> Job:
     ranks = dice.choices((1, 2, 3, 4, 5, 6, 7, 8), (3, 14, 30, 28, 8, 7, 4, 6))[0]
     per_host = dice.randint(1, 4)
@@ -222,7 +226,7 @@ def draw(seed: int, with_death: bool = True, kinds: frozenset[str] = around.AS_S
 
 def _draw(seed: int, with_death: bool) -> Plan:
     dice = random.Random(seed)
-    job = _draw_job(dice)
+    job = dataclasses.replace(_draw_job(dice), shared=random.Random(f"shares of {seed}").random() < SHARED)
     faults: list[Fault] = []
     if with_death:
         faults.append(_draw_fault(dice, job, "kill", in_incident=False))

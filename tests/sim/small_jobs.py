@@ -39,6 +39,9 @@ JOBS: dict[str, Explored] = {
     "ddp-two": Explored("2 ranks, one unit, 2 steps", data_parallel(2, 2), 1),
     "ddp-two-break": Explored("2 ranks, one unit, 1 step", data_parallel(2, 1), 1, 1),
     "ddp": Explored("3 ranks, one unit, 2 steps", data_parallel(3, 2), 2, slow=True),
+    "ddp-shares": Explored(
+        "3 ranks, one unit that is written in shares, 1 step", replace(data_parallel(3, 1), shared=True), 1
+    ),
     "two-break": Explored("2 ranks, a unit on each, 1 step", _gated(TWO), 1, 1),
     "mixed": Explored("3 ranks, units on {0,2} {1}, 1 step", _gated(MIXED), 1),
     "mixed-break": Explored("3 ranks, units on {0,2} {1}, 1 step", _gated(MIXED), 0, 1, slow=True),

@@ -566,7 +566,7 @@ def _registered(job: Job) -> tuple[ControllerCore, dict[int, ProcessorCore], lis
     cores = {rank: ProcessorCore(rank, job.generation, job.start_step) for rank in range(job.world_size)}
     for rank, core in cores.items():
         core.handle(to_processor.SessionUp(), 0.0)
-        hello = Hello(rank, job.generation, job.world_size, job.process(rank), job.units[rank], core.stand)
+        hello = job.hello(rank, core.stand)
         controller.handle(to_controller.FromRank(hello), 0.0)
     for rank, core in cores.items():
         core.handle(to_processor.FromController(Welcome(job.generation, 0, job.world_size)), 0.0)

@@ -482,7 +482,7 @@ class World:
 
     def _say_hello(self, trainer: Trainer) -> None:
         job, rank = self.job, trainer.rank
-        hello = Hello(rank, job.generation, job.world_size, job.process(rank), job.units[rank], trainer.core.stand)
+        hello = job.hello(rank, trainer.core.stand)
         self.send_up(trainer, hello)
 
     def unlink(self, trainer: Trainer) -> None:

@@ -122,20 +122,22 @@ class Report(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., loop_begin: _Optional[_Union[LoopBegin, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., save_progress: _Optional[_Union[SaveProgress, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., raised: _Optional[_Union[Raised, _Mapping]] = ..., signalled: _Optional[_Union[Signalled, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., peer_died: _Optional[_Union[PeerDied, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., save_wanted: _Optional[_Union[SaveWanted, _Mapping]] = ..., stack: _Optional[_Union[Stack, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("rank", "generation", "world_size", "process", "units", "stand")
+    __slots__ = ("rank", "generation", "world_size", "process", "units", "stand", "shared")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     STAND_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     world_size: int
     process: ProcessId
     units: _containers.RepeatedScalarFieldContainer[str]
     stand: Stand
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., process: _Optional[_Union[ProcessId, _Mapping]] = ..., units: _Optional[_Iterable[str]] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ...) -> None: ...
+    shared: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., process: _Optional[_Union[ProcessId, _Mapping]] = ..., units: _Optional[_Iterable[str]] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., shared: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoopBegin(_message.Message):
     __slots__ = ("rank", "generation", "steps_per_epoch", "epochs", "start_step", "schedule")
