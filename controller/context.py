@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lastwords.controller.events import INFO, ControllerOptions, Effect, Log, NewestKnown, Send, State
+from lastwords.controller.events import INFO, ControllerOptions, Effect, Log, Send, State
 from lastwords.controller.membership import Life, Member, Membership
 from lastwords.vocabulary import ExitKind, Notice, Order
 
@@ -86,7 +86,6 @@ class JobContext:
         self.timers = Timers()
         self.state = State.REGISTERING
         self.now_s = 0.0
-        self.newest: NewestKnown | None = None  # as far as the shell has looked
         self.certain = False
         self.publishing = False  # a periodic checkpoint is complete: the controller stays until it has its name
         self.effects: list[Effect] = []
@@ -105,6 +104,13 @@ class JobContext:
         if member.watched:
             return member.suspect_since_s + options.stall_timeout_s
         return member.suspect_since_s + (options.lost_confirm_s if self.certain else options.silence_timeout_s)
+
+    def longest_wait_s(self, silent: Collection[int]) -> float:
+        """How long an incident may still wait for ranks to settle, or for word of those that are `silent`."""
+        ends_s = [self.timers.at_s("settle"), self.timers.at_s("proceed")]
+        if not self.certain:
+            ends_s = [self.silent_until_s(self.members.members[rank]) for rank in silent]
+        return max((at_s - self.now_s for at_s in ends_s if at_s is not None), default=0.0)
 
     def emit(self, effect: Effect) -> None:
         """Append an effect."""

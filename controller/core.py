@@ -89,8 +89,7 @@ class ControllerCore(JobState):
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Take in one event and say what is to be done."""
         context = self._context
-        context.now_s = now_s
-        context.effects = []
+        context.now_s, context.effects = now_s, []
         if self._closing.stopped:
             return []
         if not self._started:
@@ -116,8 +115,9 @@ class ControllerCore(JobState):
                     incident.on_storage(event)
                 elif self._incident is not None:
                     self._succession.on_storage(event, self._incident)
-            case NewestKnown():
-                context.newest = event
+            case NewestKnown() if (incident := self._current(event.incident)) is not None:
+                incident.newest.on_found(event)
+                incident.advance()
             case Tick():
                 pass
         for name in self._timers.pop_due(now_s):

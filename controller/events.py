@@ -53,6 +53,7 @@ class ControllerOptions:
     register, and for all to begin the loop. hang_notice_s: without a step that ends until people are told which rank is
     behind, and never less than some of the job's steps take; hang_timeout_s: until that is an incident, 0: never.
     straggler_notice_s: of being slower than its peers until a rank is named.
+    newest_timeout_s: where nothing can be saved, until it is known what there is to go on from instead.
     has_fallback_target: there is a second directory (target 1).
     """
 
@@ -70,6 +71,7 @@ class ControllerOptions:
     finish_timeout_s: float = 600.0
     exit_timeout_s: float = 10.0
     start_timeout_s: float = 300.0
+    newest_timeout_s: float = 5.0
     hang_notice_s: float = 10.0
     hang_timeout_s: float = 0.0
     straggler_notice_s: float = 30.0
@@ -220,11 +222,12 @@ class PublishFailed:
 
 @dataclass(frozen=True, slots=True)
 class NewestKnown:
-    """What there is to go on from where nothing can be saved; looked for beside the incident, never waited for.
+    """What there is to go on from where nothing can be saved: the answer to one LookForNewest.
 
     step: of the newest complete checkpoint. path: "" if there is none.
     """
 
+    incident: int
     step: int
     path: str
 
@@ -341,6 +344,13 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class LookForNewest:
+    """Find the newest complete checkpoint. Answer: NewestKnown, or none where that cannot be determined."""
+
+    incident: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prune:
     """Remove periodic checkpoints of this job beyond those that are kept, as `Schedule` has it. No answer."""
 
@@ -374,4 +384,4 @@ class Stop:
     reason: str
 
 
-Effect = Send | Reply | StartVerify | StartPublish | Discard | Keep | Prune | Remember | Log | Stop
+Effect = Send | Reply | StartVerify | StartPublish | Discard | Keep | LookForNewest | Prune | Remember | Log | Stop

@@ -27,6 +27,7 @@ from lastwords.controller.events import (
     VerifyBlocked,
     VerifyFailed,
 )
+from lastwords.controller.newest import Newest
 from lastwords.controller.saving import Saving
 from lastwords.controller.views import rank_views
 from lastwords.controller.words import first_texts, newest_text
@@ -69,6 +70,7 @@ class Incident:
         self.saving = Saving(context, number)
         self._told = ""
         self._resend_pause_s = RESEND_INTERVAL_S
+        self.newest = Newest(context, number)
 
     # ------------------------------------------------------------------ how it starts
 
@@ -82,6 +84,7 @@ class Incident:
         self._unsettled = set(self._context.members.living)
         self._send_freeze(self._unsettled)
         self._arm_resend()
+        self.newest.look()
         self.advance()
 
     def words(self) -> str:
@@ -224,13 +227,17 @@ class Incident:
             self._cannot_save(answer)
 
     def _cannot_save(self, answer: NoDecision) -> None:
-        words = f"{self.words()}; {answer.reason}"
-        if answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
+        words, nothing_new = f"{self.words()}; {answer.reason}", answer.kind is NoDecisionKind.NOTHING_TO_SAVE
+        if nothing_new and self._context.members.base_step:
+            self._end(ExitKind.NOTHING_TO_SAVE, words)
+        elif self.newest.is_awaited():
+            return
+        elif nothing_new:
             # A death before resume() has said where this start goes on; the state is in a checkpoint all the same.
-            known = self._context.newest if not self._context.members.base_step else None
+            known = self.newest.known
             self._end(ExitKind.NOTHING_TO_SAVE, f"{words}; {newest_text(known)}" if known and known.path else words)
         else:
-            more = (self.saving.storage_reason, newest_text(self._context.newest))
+            more = (self.saving.storage_reason, newest_text(self.newest.known))
             self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words, *more))))
 
     def _carry_out(self, decision: Decision) -> None:
@@ -304,6 +311,7 @@ class Incident:
         """A periodic checkpoint that was before this one's files in the queue has come further."""
         if self._context.timers.running("storage"):
             self._await_storage()
+        self.newest.on_storage_moved()
 
     def on_storage(self, event: StorageEvent) -> None:
         """The controller's own work on the finished files goes on, or has an answer; late ones are void."""
@@ -380,6 +388,8 @@ class Incident:
                     self._choose_again()
             case "again":
                 self._try_again()
+            case "newest":
+                self.advance()
             case "storage":
                 what = "verification" if self._context.state is State.VERIFYING else "publication"
                 self._give_up_target(f"the {what} made no progress for {self._context.options.storage_timeout_s:g} s")
@@ -392,15 +402,11 @@ class Incident:
         awaited = silent | (self._unsettled & members.living) | self._proceeding.keys()
         if not awaited or context.state not in (State.SETTLING, State.PROCEEDING):
             return
-        ends_s = [context.timers.at_s("settle"), context.timers.at_s("proceed")]
-        if not context.certain:
-            ends_s = [context.silent_until_s(members.members[rank]) for rank in silent]
-        wait_s = max((at_s - context.now_s for at_s in ends_s if at_s is not None), default=0.0)
         who = first_texts(
             (f"rank {rank} (process {members.members[rank].process.pid})" for rank in sorted(awaited)), ", "
         )
         why = "no answer, as of a process that is stopped" if silent else "in an update, or hanging"
-        words = f"{self.words()}; all ranks wait for {who}, for {wait_s:.0f} s at most: {why}"
+        words = f"{self.words()}; all ranks wait for {who}, for {context.longest_wait_s(silent):.0f} s at most: {why}"
         context.tell_people(words, about=awaited)
 
     def _try_again(self) -> None:
@@ -429,4 +435,4 @@ class Incident:
             self._context.timers.start("resend", self._context.now_s + self._resend_pause_s)
 
 
-TIMERS = ("settle", "notice", "proceed", "writers", "storage", "again", "resend")  # those that belong to an incident
+TIMERS = ("settle", "notice", "proceed", "writers", "storage", "again", "newest", "resend")

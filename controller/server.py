@@ -149,7 +149,6 @@ class ControllerShell:
         self._neighbours.clear_up()
         self._storage.start()
         self._storage.clear_up()
-        self._storage.look_for_newest()
         housekeeping = self._loop.create_task(self._keep_house())
         on_ready()
         try:
@@ -313,12 +312,8 @@ class ControllerShell:
         self._rearm()
 
     def _ask(self, event: Event, now_s: float) -> list[Effect] | None:
-        incidents = self._core.incident
         try:
-            effects = self._core.handle(event, self._own_time.at(now_s))
-            if self._core.incident != incidents:
-                self._storage.look_for_newest()  # for its report, should nothing be saved; it may have changed since
-            return effects
+            return self._core.handle(event, self._own_time.at(now_s))
         except Exception:  # outermost: one event that the core cannot digest must not end everybody's protection
             _log.exception("the controller's core failed at %s; the event is dropped", event)
             return None
@@ -347,6 +342,8 @@ class ControllerShell:
                     self._storage.discard(effect)
                 case events.Keep():
                     self._storage.keep(effect)
+                case events.LookForNewest():
+                    self._storage.look_for_newest(effect)
                 case events.Prune():
                     self._storage.prune(effect)
                 case events.Remember():

@@ -63,16 +63,16 @@ class StorageJobs:
 
     def start(self) -> None:
         """Start the threads now: at a death, memory or the number of processes may be at its limit."""
-        for line in ("tidying", "lines", *(f"target {number}" for number in range(len(self._roots)))):
+        for line in ("tidying", "newest", "lines", *(f"target {number}" for number in range(len(self._roots)))):
             self._submit(line, lambda: None)
 
     def clear_up(self) -> None:
         """Claim what this controller is going to write, and remove what dead ones have left; gives nothing."""
         self._submit("tidying", self._clear_up)
 
-    def look_for_newest(self) -> None:
-        """Find the newest complete checkpoint; gives NewestKnown, sooner or later, or nothing."""
-        self._submit("tidying", self._look_for_newest)
+    def look_for_newest(self, effect: events.LookForNewest) -> None:
+        """Find the newest complete checkpoint; gives NewestKnown, or nothing where that fails."""
+        self._submit("newest", lambda: self._look_for_newest(effect))
 
     def release(self) -> None:
         """Nothing is going to be written any more."""
@@ -157,14 +157,14 @@ class StorageJobs:
         if self._uploads is not None:
             self._uploads.look()
 
-    def _look_for_newest(self) -> None:
+    def _look_for_newest(self, effect: events.LookForNewest) -> None:
         try:
             path = load.newest(self._roots)
             step = 0 if path is None else Claimed.read(path).global_step  # true of what was just found to be sound
         except LastWordsError as error:
             _log.info("cannot determine the newest checkpoint: %s", error)
             return
-        self._on_event(events.NewestKnown(step, "" if path is None else str(path)))
+        self._on_event(events.NewestKnown(effect.incident, step, "" if path is None else str(path)))
 
     def _progress_of(self, effect: events.StartVerify | events.StartPublish) -> Callable[[], None]:
         """To be called after each file; tells the core now and then, so that its deadline runs from there."""

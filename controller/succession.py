@@ -120,7 +120,8 @@ class Succession:
         are kept at once, before what is done about them.
         """
         if not effects:
-            return self._context.members.loop_go_sent  # before that, ranks may say where they start
+            # Before that, ranks may say where they start; and before the first time nobody knows who serves now.
+            return self._context.members.loop_go_sent and self.remembered is not None
         kept = None if self.remembered is None else self.remembered.memory
         if incident is None or kept is None or not kept.certain or kept.incident != incident.number:
             return False

@@ -14,6 +14,8 @@ from lastwords.controller.events import (
     FromRank,
     Keep,
     Log,
+    LookForNewest,
+    NewestKnown,
     Published,
     PublishFailed,
     Reply,
@@ -55,7 +57,12 @@ def computing(step: int) -> Stand:
 
 
 class JobDriver:
-    """A controller and the reports of its ranks, which are only spoken for. `effects` are those of the last call."""
+    """A controller and the reports of its ranks, which are only spoken for. `effects` are those of the last call.
+
+    newest: step and path of the newest checkpoint, which every look for it finds at once; None: looks are not answered.
+    """
+
+    newest: tuple[int, str] | None = (0, "")
 
     def __init__(
         self,
@@ -83,6 +90,9 @@ class JobDriver:
     def tell(self, event: Event) -> list[Effect]:
         """Hand in an event."""
         self.effects = self.core.handle(event, self.now_s)
+        for effect in tuple(self.effects):
+            if isinstance(effect, LookForNewest) and self.newest is not None:
+                self.effects = self.effects + self.core.handle(NewestKnown(effect.incident, *self.newest), self.now_s)
         return self.effects
 
     def hear(self, report: Report) -> list[Effect]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lastwords.controller.events import FromRank, NewestKnown, OutcomeKind, State
+from lastwords.controller.events import ControllerOptions, FromRank, NewestKnown, OutcomeKind, StartPublish, State
+from lastwords.controller.words import newest_text
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
@@ -21,6 +22,7 @@ from lastwords.vocabulary import (
     Save,
     Saved,
     SaveFailed,
+    Schedule,
     Settled,
     Signalled,
     Stand,
@@ -586,19 +588,29 @@ def test_a_stopped_controller_says_nothing() -> None:
 # ------------------------------------------------------------------ nothing can be saved
 
 
-def lost(units: str, *, dead: tuple[int, ...], newest: NewestKnown | None = None) -> str:
-    """The reason that the first living rank is told, where these are dead and the others are done with step 5."""
-    job = JobDriver(len(units), units=tuple(units))
+def losing(
+    units: str, *, dead: tuple[int, ...] = (1,), newest: tuple[int, str] | None = (0, ""), **options: float
+) -> JobDriver:
+    """These ranks are dead and the others are done with step 5, so that some unit is lost. newest: as of JobDriver."""
+    job = JobDriver(len(units), units=tuple(units), options=ControllerOptions(**options))  # type: ignore[arg-type]
+    job.newest = newest
     job.begin_loop()
-    if newest is not None:
-        job.tell(newest)
     for rank in dead:
         job.kill(rank)
     for rank in sorted(set(range(len(units))) - set(dead)):
         job.settle(rank, computing(5))
+    return job
+
+
+def not_saved(job: JobDriver) -> str:
+    """The reason that the first living rank has just been told."""
     order = next(iter(job.sent(Exit).values()))
     assert order.kind is ExitKind.NOT_SAVED
     return order.reason
+
+
+def lost(units: str, *, dead: tuple[int, ...], newest: tuple[int, str] = (0, "")) -> str:
+    return not_saved(losing(units, dead=dead, newest=newest))
 
 
 def test_every_unit_that_is_lost_is_named_with_its_holders() -> None:
@@ -613,16 +625,23 @@ def test_of_very_many_lost_units_a_few_are_named() -> None:
     golden.says(reason)
 
 
-def test_the_newest_older_checkpoint_is_named_if_it_is_known() -> None:
-    newest = NewestKnown(3, "/ckpt/tft_saved_checkpoints-step_3")
-    assert lost("AB", dead=(1,), newest=newest).endswith(f"the newest checkpoint is of step 3: {newest.path}")
-    assert lost("AB", dead=(1,), newest=NewestKnown(0, "")).endswith("there is no older checkpoint")
+OLDER = (3, "/ckpt/tft_saved_checkpoints-step_3")
+NEWER = (4, "/ckpt/tft_saved_checkpoints-step_4")
+
+
+def text_of(newest: tuple[int, str]) -> str:
+    return newest_text(NewestKnown(1, *newest))
+
+
+def test_the_newest_older_checkpoint_is_named() -> None:
+    assert lost("AB", dead=(1,), newest=OLDER).endswith(text_of(OLDER))
+    assert lost("AB", dead=(1,)).endswith(text_of((0, "")))
 
 
 def nothing_new(start_step: int | None) -> str:
     """The reason after a death before a step has ended, with a checkpoint of step 31. None: before resume(), too."""
     job = JobDriver(2)
-    job.tell(NewestKnown(31, "/ckpt/tft_saved_checkpoints-step_31"))
+    job.newest = (31, "/ckpt/tft_saved_checkpoints-step_31")
     if start_step is not None:
         job.begin_loop(start_step=start_step)
     job.kill(1)
@@ -637,13 +656,76 @@ def test_where_no_step_has_ended_since_the_start_the_checkpoint_that_there_is_is
     golden.says(nothing_new(start_step))
 
 
-def test_nobody_waits_for_the_search_of_the_older_one() -> None:
-    assert "checkpoint" not in lost("AB", dead=(1,))
+def test_the_search_of_the_older_one_is_waited_for() -> None:
+    job = losing("AB", newest=None)
+    assert not job.sent(Exit)
+    job.tell(NewestKnown(1, *OLDER))
+    assert not_saved(job).endswith(text_of(OLDER))
+
+
+def test_a_search_without_an_answer_is_not_waited_for_for_ever() -> None:
+    job = losing("AB", newest=None, newest_timeout_s=5.0)
+    job.wait(4.9)
+    assert not job.sent(Exit)
+    job.wait(0.2)
+    assert "checkpoint" not in not_saved(job)
+
+
+def test_an_answer_about_an_earlier_incident_says_nothing_of_this_one() -> None:
+    job = JobDriver(2, units=("A", "B"))
+    job.begin_loop()
+    job.newest = None
+    job.close(1)
+    job.hello(1)
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    assert job.core.state is State.WATCHING
+    job.kill(1)
+    job.settle(0, computing(5), incident=2)
+    job.tell(NewestKnown(1, *OLDER))
+    assert not job.sent(Exit)
+    job.tell(NewestKnown(2, *NEWER))
+    assert not_saved(job).endswith(text_of(NEWER))
+
+
+def complete(job: JobDriver) -> None:
+    """A periodic checkpoint of step 4, of which nothing but its name is missing, or nothing at all but the answer."""
+    schedule = Schedule(steps=4)
+    job.begin_loop(schedule=schedule)
+    job.at(3)
+    for rank in range(job.ranks):
+        job.saved(rank, 4, incident=0)
+    job.verified(incident=0)
+    assert isinstance(job.starts(), StartPublish)
+
+
+def test_a_checkpoint_that_is_about_to_have_its_name_is_waited_for() -> None:
+    """It may have it already: then the first look finds it or does not, and the one after the answer does."""
+    job = JobDriver(2, units=("A", "B"))
+    complete(job)
+    job.newest = None
+    job.kill(1)
+    job.settle(0, computing(5))
+    job.tell(NewestKnown(1, *OLDER))
+    assert not job.sent(Exit)
+    job.published(incident=0)
+    assert not job.sent(Exit)
+    job.tell(NewestKnown(1, *NEWER))
+    assert not_saved(job).endswith(text_of(NEWER))
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_name_that_never_comes_is_not_waited_for_for_ever(answered: bool) -> None:
+    """What the look has found meanwhile is said all the same."""
+    job = JobDriver(2, units=("A", "B"))
+    complete(job)
+    job.newest = OLDER if answered else None
+    job.kill(1)
+    job.settle(0, computing(5))
+    job.wait(ControllerOptions().newest_timeout_s)
+    assert not_saved(job).endswith(text_of(OLDER)) is answered
 
 
 def test_an_answer_that_comes_late_changes_nothing() -> None:
-    job = JobDriver(2, units=("A", "B"))
-    job.begin_loop()
-    job.kill(1)
-    job.settle(0, computing(5))
-    assert job.tell(NewestKnown(3, "/ckpt/x")) == []
+    job = losing("AB")
+    assert job.tell(NewestKnown(1, *OLDER)) == []

@@ -63,6 +63,8 @@ def answers(tmp_path: Path) -> Answers:
 
 ALONE = (events.PartPlan(0, 1, ("u",), (0, 1, 2)),)
 
+LOOK = events.LookForNewest(incident=2)
+
 
 def publish_order(parts: tuple[events.PartPlan, ...], attempt: int = 1, target: int = 0, lost: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
     return events.StartPublish(1, attempt, STEP, target, parts, "rank 1 died", (1,), (1,), lost)
@@ -392,29 +394,29 @@ def test_what_a_late_writer_made_again_is_published_as_it_is(answers: Answers) -
 
 
 def test_the_newest_checkpoint_is_looked_for_in_both_directories(answers: Answers) -> None:
-    answers.jobs.look_for_newest()
-    assert answers.next() == events.NewestKnown(0, "")
+    answers.jobs.look_for_newest(LOOK)
+    assert answers.next() == events.NewestKnown(2, 0, "")
     answers.write(0, 1, ("u",), (0, 1, 2), target=1)
     answers.jobs.publish(publish_order(ALONE, target=1))
     assert isinstance(answers.next(), events.Published)
-    answers.jobs.look_for_newest()
+    answers.jobs.look_for_newest(LOOK)
     path = layout.checkpoint_dir(answers.root / "fallback", STEP)
-    assert answers.next() == events.NewestKnown(STEP, str(path))
+    assert answers.next() == events.NewestKnown(2, STEP, str(path))
 
 
 def test_the_newest_is_that_of_the_highest_step_whatever_the_clocks_say(answers: Answers) -> None:
     for root, step, stamp in ((answers.root, 500, 9000), (answers.root / "fallback", 900, 5000)):
         directory = JOB.write(root, step)
         publish.publish(root, directory, JOB.facts(step), published_unix_ns=stamp)
-    answers.jobs.look_for_newest()
+    answers.jobs.look_for_newest(LOOK)
     path = layout.checkpoint_dir(answers.root / "fallback", 900)
-    assert answers.next() == events.NewestKnown(900, str(path))
+    assert answers.next() == events.NewestKnown(2, 900, str(path))
 
 
 def test_a_search_that_fails_gives_nothing_and_says_so(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     (answers.root / "fallback").write_text("no directory")
-    answers.jobs.look_for_newest()
+    answers.jobs.look_for_newest(LOOK)
     assert answers.jobs.wait_idle(WAIT_S)
     golden.says(caplog.messages)
 

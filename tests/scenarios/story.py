@@ -342,7 +342,8 @@ class Story:
 
     def _tell(self, event: to_controller.Event) -> None:
         assert self.controller is not None
-        for effect in self.controller.handle(event, self.now_s):
+        effects = self.controller.handle(event, self.now_s)
+        for effect in effects:
             match effect:
                 case to_controller.Send(rank, order):
                     if self.trainers[rank].connected:
@@ -355,13 +356,16 @@ class Story:
                         self._post((event.report.rank, "down"), order)
                     else:
                         self.lines.append(f"ctl replies  {order_words(order)}")
-                case to_controller.Remember():
+                case to_controller.Remember() | to_controller.LookForNewest():
                     pass
                 case _:
                     self.lines.append(controller_line(effect))
                     if isinstance(effect, to_controller.StartVerify | to_controller.StartPublish):
                         self.storage = effect
                     self.stopped = self.stopped or isinstance(effect, to_controller.Stop)
+        for effect in effects:
+            if isinstance(effect, to_controller.LookForNewest):
+                self._tell(to_controller.NewestKnown(effect.incident, 0, ""))
 
     def _tell_rank(self, rank: int, event: to_processor.Event) -> None:
         self.trainers[rank].core.handle(event, self.now_s)

@@ -47,6 +47,10 @@ WAITS = {
         "of a rank that has done all its steps, or left a custom loop where all others stand, for any to move",
         "an incident",
     ),
+    "newest_timeout_s": (
+        "where nothing can be saved, for what there is to go on from instead to be known",
+        "nothing is said of it",
+    ),
     "hang_notice_s": ("for a step to end on any rank, or some median steps if that is more", "people are told"),
     "hang_timeout_s": ("the same, if it is set", "an incident"),
     "straggler_notice_s": ("of looks at a rank that is slower than its peers", "people are told"),

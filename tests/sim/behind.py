@@ -131,7 +131,6 @@ def files_done(world: World, effect: FilesJob, failure: str = "") -> None:
     else:
         world.rename(effect)
         world.on_published(effect)
-        world.feed_controller(to_controller.Published(0, attempt, f"/t{effect.target}/step_{effect.step}"))
 
 
 def note_saved(world: World, report: Saved) -> None:

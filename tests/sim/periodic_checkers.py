@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from lastwords.controller.events import NewestKnown
+from lastwords.controller.words import newest_text
 from tests.sim.job import Job
 from tests.sim.ledger import Ledger
 from tests.sim.periodic_schedule import Behind
@@ -22,6 +24,13 @@ def what_is_due_is_published(plan: Plan, behind: Behind, ledger: Ledger, record:
     found += [f"rank {rank} was {one.farewell}" for rank, one in enumerate(ledger.ranks) if one.farewell != "released"]
     found += [f"a part of rank {rank} is left of attempt {attempt}" for attempt, rank in record.left_over]
     return [f"what_is_due_is_published: {text}" for text in found]
+
+
+def the_newest_is_named(record: Record) -> list[str]:
+    """Complaints about an incident that saved nothing: whoever looks afterwards must find what it has named."""
+    if record.newest is None or newest_text(NewestKnown(0, *record.newest)) in record.reason:
+        return []
+    return [f"the_newest_is_named: {record.newest} was there, and was not named: {record.reason}"]
 
 
 def _multiples(job: Job, record: Record) -> Iterator[str]:

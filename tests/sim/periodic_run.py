@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tests.sim.checkers import complaints
-from tests.sim.periodic_checkers import what_is_due_is_published
+from tests.sim.periodic_checkers import the_newest_is_named, what_is_due_is_published
 from tests.sim.periodic_mutants import MUTANTS
 from tests.sim.periodic_schedule import draw_periodic
 from tests.sim.periodic_world import PeriodicWorld
@@ -23,6 +23,8 @@ class Seen:
 
     schedules: int = 0
     published: int = 0
+    named: int = 0
+    """Schedules in which an incident that saved nothing has named an older checkpoint."""
     both: int = 0
     """Schedules with a periodic checkpoint and last words."""
     deaths: Counter[str] = field(default_factory=Counter)
@@ -35,7 +37,7 @@ def replay(seed: int, *, quiet: bool = False, story: Story | None = None) -> tup
     plan, behind = draw_periodic(seed, quiet=quiet)
     world = PeriodicWorld(plan, behind, story=story)
     ledger = world.run()
-    bad = complaints(plan.job, ledger)
+    bad = complaints(plan.job, ledger) + the_newest_is_named(world.record)
     return (bad + what_is_due_is_published(plan, behind, ledger, world.record) if quiet else bad), world
 
 
@@ -52,6 +54,7 @@ def run_some(seeds: Iterable[int], *, quiet: bool = False) -> Seen:
         periodic = sum(not publication.incident for publication in world.ledger.publications)
         seen.published += periodic
         seen.both += bool(periodic and world.ledger.last_words)
+        seen.named += bool(world.record.newest and world.record.newest[0])
         seen.deaths += world.deaths
         outcome = world.controller.outcome
         seen.endings[outcome.kind.value if outcome is not None else "none"] += 1
@@ -76,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.count:
             seen = run_some(range(options.seed, options.seed + options.count), quiet=options.quiet)
             lines = [f"{command(seed, quiet=options.quiet)}\n    {text}" for seed, text in seen.failures]
-            lines.append(f"{seen.schedules} schedules, {seen.published} checkpoints, {len(seen.failures)} failed")
+            lines.append(f"{seen.schedules} schedules, {seen.published} checkpoints, {seen.named} named, {len(seen.failures)} failed")
             bad = [text for _, text in seen.failures]
         else:
             story = Story()

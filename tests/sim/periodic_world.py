@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,10 @@ class Record:
     """When the controller has heard that a rank asks, and the newest step that any rank had ended."""
     left_over: list[tuple[int, int]] = field(default_factory=list)
     """Attempt, rank of parts that are still in a temporary directory at the end."""
+    newest: tuple[int, str] | None = None
+    """Step and name of the newest checkpoint that could be seen when an incident ended without one."""
+    reason: str = ""
+    """What was said at that end."""
     began_s: float = math.inf
     left_s: float = 0.0
 
@@ -56,6 +61,10 @@ class PeriodicWorld(TimedWorld):
         self.failing = dict(behind.failing)
         self.blocked = behind.blocked
         self.line_free_s = dict.fromkeys((0, 1), 0.0)
+        of_looks = random.Random(plan.seed ^ 0x51EE7)
+        self.look_s = of_looks.choice((0.001, 0.02, 0.2))
+        self.told_s = of_looks.choice((0.0, 0.0, 0.05, 0.5))
+        """From the instant at which a checkpoint has its name until the controller hears of it."""
 
     def _plan_troubles(self) -> None:
         super()._plan_troubles()
@@ -158,6 +167,28 @@ class PeriodicWorld(TimedWorld):
         self.tell("disk", f"work on the checkpoint of step {effect.step} is done {failure}")
         files_done(self, effect, failure)
 
+    def on_look(self, effect: to_controller.LookForNewest) -> None:
+        self.after(0.5 * self.look_s, self._look, effect)
+
+    def _look(self, effect: to_controller.LookForNewest) -> None:
+        self.after(0.5 * self.look_s, self._tell_newest, to_controller.NewestKnown(effect.incident, *self.newest()))
+
+    def _tell_newest(self, found: to_controller.NewestKnown) -> None:
+        if not self._controller_is_busy(self._tell_newest, found):
+            self.tell("controller", f"hears that the newest checkpoint is {found.path or 'none'}")
+            self.feed_controller(found)
+
+    def tell_published(self, effect: to_controller.StartPublish) -> None:
+        if not self._controller_is_busy(self.tell_published, effect):
+            super().tell_published(effect)
+
+    def _carry_out_all(self, effects: list[to_controller.Effect]) -> None:
+        had_ended = self.record.newest is not None
+        super()._carry_out_all(effects)
+        outcome = self.controller.outcome
+        if not had_ended and outcome is not None and outcome.kind is to_controller.OutcomeKind.NOT_SAVED:
+            self.record.newest, self.record.reason = self.newest(), outcome.reason
+
     def _close_books(self) -> None:
         super()._close_books()
         attempts = [(attempt, files) for (_, _, incident, attempt), files in self.disk.attempts.items() if not incident]
@@ -176,6 +207,7 @@ class PeriodicWorld(TimedWorld):
         self.record.over_s.setdefault(effect.attempt, self.now_s)
         self.record.published[effect.step] = self.now_s
         self.periodic_stage = ""
+        self.after(self.told_s, self.tell_published, effect)
 
     # ------------------------------------------------------------------ stages and faults
 

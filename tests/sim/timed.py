@@ -19,7 +19,7 @@ from tests.sim import stale
 from tests.sim.disk import Disk
 from tests.sim.ledger import Directory, Ledger, Life, Renaming
 from tests.sim.schedule import Fault, Plan
-from tests.sim.world import At, Trainer, World
+from tests.sim.world import At, Trainer, World, final_name
 
 GROUP_TIMEOUT_S = 1800.0
 """torch's default: a collective that waits longer raises by itself."""
@@ -577,8 +577,7 @@ class TimedWorld(World):
         if self.publishing is not effect and self.troubles.late_publish_s:
             self.tell("disk", f"step {effect.step} gets its final name after all")
             self.rename(effect)
-            path = f"/t{effect.target}/step_{effect.step}"
-            self.feed_controller(to_controller.Published(effect.incident, effect.attempt, path))
+            self.feed_controller(to_controller.Published(effect.incident, effect.attempt, final_name(effect)))
         if self.publishing is effect:
             if self.glitches["publish"]:
                 self.glitches["publish"] -= 1

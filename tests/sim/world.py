@@ -42,7 +42,7 @@ from lastwords.vocabulary import (
 from tests.sim import behind
 from tests.sim.disk import Disk
 from tests.sim.job import TORN, Job
-from tests.sim.ledger import Ledger, Life, RankRecord, Written
+from tests.sim.ledger import Ledger, Life, Publication, RankRecord, Written
 
 
 class At(enum.IntEnum):
@@ -615,6 +615,9 @@ class World:
         for effect in effects:
             self._carry_out(effect)
         self.on_controller_deadline()
+        for effect in effects:
+            if type(effect) is to_controller.LookForNewest:
+                self.on_look(effect)
 
     def _carry_out(self, effect: to_controller.Effect) -> None:
         kind = type(effect)
@@ -703,8 +706,11 @@ class World:
             self.feed_controller(to_controller.PublishFailed(effect.incident, effect.attempt, failure))
             return
         self.rename(effect)
-        path = f"/t{effect.target}/step_{effect.step}"
-        self.feed_controller(to_controller.Published(effect.incident, effect.attempt, path))
+        self.feed_controller(to_controller.Published(effect.incident, effect.attempt, final_name(effect)))
+
+    def newest(self) -> tuple[int, str]:
+        """Step and name of the newest checkpoint that can be seen; (0, "") if there is none."""
+        return max(((one.step, final_name(one)) for one in self.ledger.publications), default=(0, ""))
 
     def rename(self, effect: to_controller.StartPublish) -> None:
         """The one system call that makes a checkpoint visible."""
@@ -769,6 +775,15 @@ class World:
 
     def on_published(self, effect: to_controller.StartPublish) -> None:
         """A periodic checkpoint has its name."""
+        self.tell_published(effect)
+
+    def tell_published(self, effect: to_controller.StartPublish) -> None:
+        """The controller hears of it."""
+        self.feed_controller(to_controller.Published(effect.incident, effect.attempt, final_name(effect)))
+
+    def on_look(self, effect: to_controller.LookForNewest) -> None:
+        """The controller's storage thread looks for the newest checkpoint."""
+        self.feed_controller(to_controller.NewestKnown(effect.incident, *self.newest()))
 
     def on_controller_job(self) -> None:
         """`verifying` or `publishing` is set."""
@@ -795,6 +810,11 @@ class World:
     def controller_now_s(self) -> float:
         """What the clock of the controller's process says."""
         return self.now_s
+
+
+def final_name(checkpoint: to_controller.StartPublish | Publication) -> str:
+    """The name of a directory that is published."""
+    return f"/t{checkpoint.target}/step_{checkpoint.step}"
 
 
 def _farewell(effect: to_processor.Leave) -> str:
