@@ -80,6 +80,13 @@ def saving(line: Line) -> None:
     assert line.core.state is State.SAVING
 
 
+def test_who_serves_stands_in_what_is_kept_before_anybody_hears_of_it() -> None:
+    """Else the state file names the one that was killed, until a rank is back, and a rank starts one more."""
+    line = training()
+    line.follow()
+    assert line.effects == [line.kept]
+
+
 def test_a_job_that_trains_goes_on_and_is_saved_when_a_rank_dies() -> None:
     line = training(start_step=4)
     line.follow()

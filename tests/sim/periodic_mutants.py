@@ -13,6 +13,7 @@ from tests.sim import behind
 from tests.sim.mutants import Mutant
 
 _PERIODIC = "lastwords.controller.periodic.Periodic"
+_NEWEST = "lastwords.controller.newest.Newest"
 _SNAPSHOTS = "lastwords.processor.snapshots.Snapshots"
 _CONTENT = "tests.sim.behind.content"
 _I1 = "i1_every_file_is_of_the_published_step"
@@ -20,6 +21,7 @@ _I2 = "i2_only_whole_verified_directories_are_published"
 _I6 = "i6_nothing_older_changes_anything_newer"
 _I7 = "i7_nobody_waits_for_ever"
 _DUE = "what_is_due_is_published"
+_NAMED = "the_newest_is_named"
 _SO = "what_a_rank_says_is_so"
 
 _shipped_answer: Callable[..., None] = Snapshots._answer
@@ -73,6 +75,14 @@ def _say_saved_all_the_same(self: Any, answer: Any) -> None:
 
 def _never(self: Any) -> float:
     return 1e9
+
+
+def _awaits_nothing(self: Any) -> bool:
+    return False
+
+
+def _awaits_the_look(self: Any) -> bool:
+    return self._looks > 0
 
 
 def _make_way(self: Any) -> None:
@@ -137,6 +147,24 @@ MUTANTS: Mapping[str, Mutant] = {
         (_SO,),
         small="periodic-skip",
         seeds=(28, 36, 37),
+    ),
+    "newest-unknown": Mutant(
+        "an incident that saves nothing does not wait until it is known what there is to go on from",
+        {f"{_NEWEST}.is_awaited": _awaits_nothing},
+        (_NAMED,),
+        seeds=(21, 67, 75),
+    ),
+    "newest-before-its-answer": Mutant(
+        "it does not wait for the answer about a checkpoint that is complete, and may be on disk",
+        {f"{_NEWEST}.is_awaited": _awaits_the_look},
+        (_NAMED,),
+        seeds=(3848,),
+    ),
+    "newest-looked-for-once": Mutant(
+        "it waits for that answer, and does not look again",
+        {f"{_NEWEST}.on_storage_moved": _keep},
+        (_NAMED,),
+        seeds=(87, 568, 608),
     ),
     "no-timer-behind": Mutant(
         "a writer behind the training may take as long as it likes",

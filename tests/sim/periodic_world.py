@@ -63,7 +63,7 @@ class PeriodicWorld(TimedWorld):
         self.line_free_s = dict.fromkeys((0, 1), 0.0)
         of_looks = random.Random(plan.seed ^ 0x51EE7)
         self.look_s = of_looks.choice((0.001, 0.02, 0.2))
-        self.told_s = of_looks.choice((0.0, 0.0, 0.05, 0.5))
+        self.told_s = 0.0 if behind.quiet else of_looks.choice((0.0, 0.0, 0.05, 0.5))
         """From the instant at which a checkpoint has its name until the controller hears of it."""
 
     def _plan_troubles(self) -> None:
