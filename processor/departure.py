@@ -104,7 +104,7 @@ class Departure:
     """The decision to leave, made once, and the ways to carry it out. Methods may be called by any thread.
 
     leave_main: where the process goes on after an incident (`lastwords run`), brings the training thread out of the
-    user's code; it is called, perhaps several times, in place of ending the process.
+    user's code; it is called, perhaps several times, in place of ending the process. last: called right before that.
     """
 
     def __init__(
@@ -112,10 +112,12 @@ class Departure:
         rank: int,
         recorded: Callable[[], Exit | None] = lambda: None,
         leave_main: Callable[[], None] | None = None,
+        last: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self._recorded = recorded
         self._leave_main = leave_main
+        self._last = last
         self._verdict: Verdict | None = None
         self._refused: str | None = None
         self._lock = threading.Lock()
@@ -222,7 +224,7 @@ class Departure:
                 hurry.set()
                 threading.Event().wait()  # the threads below end the process
 
-        if _end_later(code, hurry, seconds, self.announce):
+        if _end_later(code, hurry, seconds, self.announce, self._last):
             atexit.register(at_exit)
 
     def leave_to_user(self, error: BaseException, code: int) -> None:
@@ -243,7 +245,7 @@ class Departure:
                 threading.Event().wait()
             _end_from_c_after(UNWIND_S)
 
-        if _end_later(code, hurry, None, self.announce):
+        if _end_later(code, hurry, None, self.announce, self._last):
             atexit.register(at_exit)
 
     def end_now(self) -> None:
@@ -257,7 +259,7 @@ class Departure:
             code = self._exit_code
         hurry = threading.Event()
         hurry.set()
-        if _end_later(code, hurry, 0.0, self.announce):
+        if _end_later(code, hurry, 0.0, self.announce, self._last):
             threading.Event().wait()
 
 
@@ -291,7 +293,13 @@ def _end_from_c_after(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
 
 
-def _end_later(code: int, hurry: threading.Event, seconds: float | None, announce: Callable[[], None]) -> bool:
+def _end_later(
+    code: int,
+    hurry: threading.Event,
+    seconds: float | None,
+    announce: Callable[[], None],
+    last: Callable[[], None],
+) -> bool:
     """End this process, without running destructors, once `hurry` is set or `seconds` (None: never) have passed.
 
     What people may read is flushed, `FLUSH_S` at most: the reader of a pipe may have stopped, and another thread may
@@ -317,7 +325,10 @@ def _end_later(code: int, hurry: threading.Event, seconds: float | None, announc
                 child.kill()
         go.set()
         flushed.wait(FLUSH_S)
-        os._exit(code)
+        try:
+            last()
+        finally:
+            os._exit(code)
 
     try:
         for name, target in (("lastwords-flush", flush), ("lastwords-exit", end)):

@@ -26,6 +26,9 @@ TURN_S = 2.0
 
 POLL_INTERVAL_S = 0.05
 
+LEAVE_S = 5.0
+"""A rank that leaves waits so long, at most, for a controller that clears up behind the job."""
+
 TRIES_MAX = 3
 """Something else may hold the port, or memory may be short, for a moment."""
 
@@ -67,6 +70,24 @@ class ControllerWatch:
     def stop(self) -> None:
         """A controller that ends from now on is nobody's business here."""
         self._stopped.set()
+
+    def leave(self) -> None:
+        """This rank ends, knowing how the job does. If the controller was killed before it could clear up, and nobody
+        who is left needs it, another one is started all the same: it tells those who have not heard, and clears up.
+
+        Any thread; returns at once where the controller lives or has ended by itself, after `LEAVE_S` at the latest.
+        """
+        try:
+            kept = state_file.read(self._path)
+        except LastWordsError:
+            return
+        if kept.memory.outcome is None or kept.owner.is_running or self._stopped.is_set():
+            return
+        _log.info("rank %d sees to it that a controller clears up", self._rank)
+        self._wanted = lambda: True
+        thread = threading.Thread(target=self._see_to_it, name="lastwords-successor", daemon=True)
+        thread.start()
+        thread.join(LEAVE_S)
 
     # ------------------------------------------------------------------ threads of its own
 

@@ -62,7 +62,8 @@ class Protection:
         self._shared = shared
         self._agreement: startup.Agreement | None = None
         self._leaver = reentry.leaver()
-        self._departure = Departure(world.rank, self._recorded_exit, None if self._leaver is None else self._leave_main)
+        leave_main = None if self._leaver is None else self._leave_main
+        self._departure = Departure(world.rank, self._recorded_exit, leave_main, self._leave_controller)
         self._agent: Agent | None = None
         self._session: Session | None = None
         self._life: LifeLine | None = None
@@ -170,6 +171,7 @@ class Protection:
         if self._signals is not None and (self._departure.verdict is None or self._departure.process_stays):
             self._signals.uninstall()
         if self._watch is not None:
+            self._watch.leave()
             self._watch.stop()
         if self._ring is not None:
             self._ring.stop()
@@ -242,6 +244,10 @@ class Protection:
         assert self._leaver is not None
         verdict = self._departure.verdict
         self._leaver.leave(0 if verdict is None else verdict.step, (self.agreement.port,), self._record)
+
+    def _leave_controller(self) -> None:
+        if self._watch is not None:
+            self._watch.leave()
 
     def _recorded_exit(self) -> Exit | None:
         """How the job has ended by the controller's record, which is where the checkpoints are. May block."""

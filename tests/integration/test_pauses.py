@@ -71,9 +71,8 @@ def test_the_control_the_same_rank_is_given_up_where_silence_is_given_less(job: 
     job.start(silence_timeout_s=0.2, lost_confirm_s=0.2, **QUICK)
     ranks = elsewhere(job)
     pid = stopped(job, ranks[1])
-    time.sleep(1.5)
-    os.kill(pid, signal.SIGCONT)
     assert job.incident()["outcome"] == "SAVED"
+    os.kill(pid, signal.SIGCONT)
 
 
 # ---------------------------------------------------------------------- a pause of one's own

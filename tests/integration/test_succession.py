@@ -79,6 +79,14 @@ def test_a_controller_that_is_killed_in_an_incident_is_followed(rig: Rig, after_
     survive(rig, launch)
 
 
+def test_a_controller_that_is_killed_when_all_have_been_told_leaves_nothing_behind(rig: Rig) -> None:
+    """Nobody needs another one then, but to clear up."""
+    fault = Fault(1, 6, "forward", ("await_death:2", "await_record", "kill_controller", "hang"))
+    launch = rig.launch(LAYOUT, faults=faults(fault))
+    launch.finish()
+    assert rig.check_last_words(launch, KILL.victims, KILL.steps_expected(LAYOUT))
+
+
 def test_a_controller_that_is_killed_while_ranks_wait_at_the_end_releases_them(rig: Rig) -> None:
     fault = Fault(1, LAYOUT.steps, "end", ("sleep:0.5", "kill_controller"))
     launch = rig.launch(LAYOUT, faults=[fault])

@@ -79,7 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.count:
             seen = run_some(range(options.seed, options.seed + options.count), quiet=options.quiet)
             lines = [f"{command(seed, quiet=options.quiet)}\n    {text}" for seed, text in seen.failures]
-            lines.append(f"{seen.schedules} schedules, {seen.published} checkpoints, {seen.named} named, {len(seen.failures)} failed")
+            counts = f"{seen.schedules} schedules, {seen.published} checkpoints, {seen.named} named"
+            lines.append(f"{counts}, {len(seen.failures)} failed")
             bad = [text for _, text in seen.failures]
         else:
             story = Story()
