@@ -12,7 +12,6 @@ Actions, carried out in order:
     await_death:2   wait until rank 2 is dead
     await_frozen    wait until lastwords has frozen this rank
     save            ask for a checkpoint
-    await_record    wait until the controller has written down how the incident ended, and has told all ranks
     await_saved:3   wait until a checkpoint of step 3 is published
     sleep:0.5       do nothing for so many seconds, in the interpreter
     hang            do nothing until killed
@@ -164,8 +163,6 @@ class Faults:
         elif verb == "await_death":
             pid = self._pid(int(value))
             wait_until(lambda: is_gone(pid), f"the death of rank {value}")
-        elif verb == "await_record":
-            wait_until((self._checkpoints / "logs" / "incidents.jsonl").exists, "the record of the incident")
         elif verb == "await_saved":
             wait_until((self._checkpoints / f"tft_saved_checkpoints-step_{value}").exists, f"checkpoint {value}")
         elif verb == "save":
