@@ -11,6 +11,7 @@ Actions, carried out in order:
     await:NAME      wait until a rank has marked NAME
     await_death:2   wait until rank 2 is dead
     await_frozen    wait until lastwords has frozen this rank
+    await_told      wait until this rank has been told how the job ends
     save            ask for a checkpoint
     await_saved:3   wait until a checkpoint of step 3 is published
     sleep:0.5       do nothing for so many seconds, in the interpreter
@@ -106,6 +107,7 @@ class Faults:
         self.leave = False
         self.holds_gate = False
         self.frozen: Callable[[], bool] = lambda: False
+        self.told: Callable[[], bool] = lambda: False
         self.save: Callable[[], None] = lambda: None
         self.write_garbage: Callable[[], None] = lambda: None
         self.flip: Callable[[], None] = lambda: None
@@ -169,6 +171,8 @@ class Faults:
             self.save()
         elif verb == "await_frozen":
             wait_until(self.frozen, "the freeze")
+        elif verb == "await_told":
+            wait_until(self.told, "the end of the incident")
         elif verb == "sleep":
             self._sleep(float(value))
         elif verb == "hold":

@@ -52,6 +52,11 @@ def is_frozen(tft: Any) -> bool:
     return bool(tft._run is not None and tft._run.protection.agent.incident_open)
 
 
+def is_told(tft: Any) -> bool:
+    """Whether this rank knows how the job ends."""
+    return bool(tft._run is not None and tft._run.protection.leaving)
+
+
 def watch_slots(faults: Faults) -> None:
     """Come by the phases "slot_..." whenever a slot of the black box has been filled, but is not valid yet."""
     from lastwords.processor.black_box import BlackBox, SlotKind

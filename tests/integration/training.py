@@ -258,6 +258,7 @@ class Trainer:
         if any(fault.phase.startswith("slot_") for fault in self.plan.faults):
             sabotage.watch_slots(self.faults)
         self.faults.frozen = lambda: sabotage.is_frozen(tft)
+        self.faults.told = lambda: sabotage.is_told(tft)
         self.faults.at("before_loop")
         if self.plan.every:
             tft.every(steps=self.plan.every, keep=self.plan.keep)
