@@ -83,7 +83,7 @@ class ControllerWatch:
             return
         if kept.memory.outcome is None or kept.owner.is_running or self._stopped.is_set():
             return
-        _log.info("rank %d sees to it that a controller clears up", self._rank)
+        _log.info("%s sees to it that a controller clears up", self._name)
         self._wanted = lambda: True
         thread = threading.Thread(target=self._see_to_it, name="lastwords-successor", daemon=True)
         thread.start()
