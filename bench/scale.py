@@ -50,7 +50,7 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.state_file import Owner, StateFile
-from lastwords.launcher.core import Begun, Effect, Ended, Updated, Waiting
+from lastwords.launcher.core import Begun, Effect, Ended, Sources, Updated, Waiting
 from lastwords.launcher.core import Event as LauncherEvent
 from lastwords.launcher.head import Head
 from lastwords.launcher.link import Lines, event_of, to_message
@@ -382,9 +382,9 @@ def recover(ranks: int) -> None:
 
     every, rest = range(ranks), range(1, ranks)
     print(f"\nthe launcher of the first host, {ranks} ranks:")
-    hear("all are there, and enter", (Waiting(rank, sources=sources) for rank in every))
+    hear("all are there, and enter", [*(Waiting(rank, sources="one") for rank in every), Sources(0, sources)])
     hear("all loops have begun", (Begun(rank) for rank in every))
-    deaths = [Ended(0, -9), Waiting(0, sources=sources)]
+    deaths = [Ended(0, -9), Waiting(0, sources="one")]
     hear("one is replaced, the others leave, all enter", [*(Waiting(rank, 7) for rank in rest), *deaths])
     hear("all train again", (each for rank in every for each in (Begun(rank), Updated(rank))))
     assert head.core.generation == 1

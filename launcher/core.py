@@ -28,6 +28,7 @@ from lastwords.launcher.roster import (
     Rank,
     Roster,
 )
+from lastwords.launcher.versions import Versions
 
 FAILURES_MAX = 2
 """Generations in a row that may fail before their loop has begun. The last one is tried in new processes only."""
@@ -43,13 +44,21 @@ class Waiting:
     """`rank` is not in `main`, holds no group, and waits.
 
     step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl, where it
-    knows that. sources: a digest of each file of the user's code that it has imported, by path.
+    knows that. sources: a digest of the user's code that it has imported.
     """
 
     rank: int
     step: int = 0
     record: str = ""
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The answer to `Ask`: a digest of each file of the user's code that `rank` has imported, by path."""
+
+    rank: int
+    files: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Waiting | Begun | Updated | Over | Ended | Stopped | Lost | Tick
+Event = Waiting | Sources | Begun | Updated | Over | Ended | Stopped | Lost | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,13 @@ class Enter:
     generation: int
     port: int = 0
     step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`rank` says its `Sources`: another rank has other ones, or none has said them yet."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +177,7 @@ class Stop:
     failure: str | None
 
 
-Effect = Start | Enter | Abandon | Kill | Awaited | Look | Stop
+Effect = Start | Enter | Ask | Abandon | Kill | Awaited | Look | Stop
 
 
 @dataclass(slots=True)
@@ -179,7 +195,9 @@ class LauncherCore:
     _deaths: int = 0
     _ended_since: set[int] = field(default_factory=set)
     """Ranks whose processes have ended by themselves since a step was saved."""
-    _sources: dict[str, str] = field(default_factory=dict)
+    _versions: Versions = field(default_factory=Versions)
+    _held: dict[int, Waiting] = field(default_factory=dict)
+    """Of ranks whose version of the user's code is not known."""
     _failed_loop: int = 0
     """Of the loops that `main` has in turn, the one in which processes have ended since the generation is over."""
     _leaving: bool = False
@@ -202,14 +220,13 @@ class LauncherCore:
         if self.stopped:
             return []
         match event:
-            case Waiting(rank, step, _, sources):
-                changed = [path for path, digest in sources.items() if self._sources.setdefault(path, digest) != digest]
-                if changed:
-                    return self._stop(
-                        f"rank {rank} was started with another version of {changed[0]} than the other ranks have: the "
-                        "file has been changed since they began"
-                    )
+            case Waiting(rank, sources=version) if not self._versions.knows(version):
+                self._held[rank] = event
+                return [Ask(one) for one in self._versions.hold(rank, version)]
+            case Waiting(rank, step):
                 return self._waiting(rank, step, now_s)
+            case Sources(rank, files):
+                return self._compare(rank, files, now_s)
             case Over(rank):
                 return self._loop_over(rank)
             case Begun(rank, step):
@@ -230,7 +247,7 @@ class LauncherCore:
             case Lost(why):
                 return self._stop(why)
             case Ended(rank, code):
-                return self._ended(rank, code, now_s)
+                return [*map(Ask, self._versions.ended(rank)), *self._ended(rank, code, now_s)]
             case Tick():
                 return self._tick(now_s)
 
@@ -258,6 +275,15 @@ class LauncherCore:
                 if other.due_s is None and other.told_s is None and not other.known:
                     self._ranks.due(other, None, told_s=now_s + FIRST_NOTICE_S)
         return effects
+
+    def _compare(self, rank: int, files: Mapping[str, str], now_s: float) -> list[Effect]:
+        changed, released = self._versions.compare(rank, files)
+        if changed is not None:
+            return self._stop(
+                f"rank {rank} was started with another version of {changed} than the other ranks have: the file has "
+                "been changed since they began"
+            )
+        return [effect for one in released for effect in self.handle(self._held.pop(one), now_s)]
 
     def _progress(self, step: int) -> None:
         """A checkpoint of this step exists, of whatever kind: no crash loop."""

@@ -20,6 +20,7 @@ from lastwords.clock import mono_s
 from lastwords.errors import FormatError
 from lastwords.launcher.core import (
     Abandon,
+    Ask,
     Awaited,
     Begun,
     Effect,
@@ -29,6 +30,7 @@ from lastwords.launcher.core import (
     Kill,
     Look,
     Over,
+    Sources,
     Start,
     Stop,
     Stopped,
@@ -144,6 +146,8 @@ class Host:
             case Enter(generation, port, step):
                 for rank in self.processes:
                     self._tell(rank, {"enter": generation, "port": port, "step": step})
+            case Ask(rank):
+                self._tell(rank, {"sources": True})
             case Abandon(rank):
                 self._tell(rank, {"abandon": True})
             case Kill(rank, why):
@@ -269,7 +273,9 @@ class Host:
         if "ready" in message and who.spare is not None:
             who.spare.ready = True
         elif who.rank is not None and "waiting" in message:
-            self._report(Waiting(who.rank, int(message["waiting"]), str(message["record"]), message["sources"]))
+            self._report(Waiting(who.rank, int(message["waiting"]), str(message["record"]), str(message["sources"])))
+        elif who.rank is not None and "sources" in message:
+            self._report(Sources(who.rank, message["sources"]))
         elif who.rank is not None and "begun" in message:
             self._report(Begun(who.rank, int(message["begun"])))
         elif who.rank is not None and "updated" in message:

@@ -1,12 +1,12 @@
 """JSON lines: between a host's launcher and its workers (a Unix socket), and between the launchers of hosts (TCP).
 
 From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "record": path of incidents.jsonl or "",
-"sources": digests by path}, {"begun": step after which its loop goes on}, {"updated": true} after its first step,
-{"over": true} after the loop, {"state": path of what a controller of this host keeps for the one that follows it},
-{"controller": work, "asked": number}.
-To a worker: {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter": generation, "port": p,
-"step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more, and {"controller":
-[pid, answer] or null, "asked": number}.
+"sources": one digest}, {"sources": digests by path} where it is asked, {"begun": step after which its loop goes on},
+{"updated": true} after its first step, {"over": true} after the loop, {"state": path of what a controller of this host
+keeps for the one that follows it}, {"controller": work, "asked": number}.
+To a worker: {"sources": true}, {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter":
+generation, "port": p, "step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more,
+and {"controller": [pid, answer] or null, "asked": number}.
 Between hosts: {"token": t} once, then events to the head of the job and effects from there, as of core.py, with "kind".
 """
 
@@ -28,10 +28,11 @@ VARIABLE = "LASTWORDS_LAUNCHER"
 SPARE = "LASTWORDS_SPARE"
 """Environment variable: 1 in a process that has no rank yet."""
 
-LINE_BYTES_MAX = 1 << 20
+LINE_BYTES_MAX = 1 << 22
+"""Paths and digests of some thousands of files take less."""
 
-_EVENTS = (core.Waiting, core.Begun, core.Updated, core.Over, core.Ended, core.Stopped, core.Lost)
-_EFFECTS = (core.Start, core.Enter, core.Abandon, core.Kill, core.Awaited, core.Look, core.Stop)
+_EVENTS = (core.Waiting, core.Sources, core.Begun, core.Updated, core.Over, core.Ended, core.Stopped, core.Lost)
+_EFFECTS = (core.Start, core.Enter, core.Ask, core.Abandon, core.Kill, core.Awaited, core.Look, core.Stop)
 
 
 def to_message(what: core.Event | core.Effect) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import inspect
+import json
 import logging
 import os
 import socket
@@ -137,6 +138,7 @@ class Stay:
         self._over = False
         self._left = threading.Event()
         self._unblocker: Unblocker | None = None
+        self._runs: list[reentry.Running] = []
         self._before = frozenset(inode for _, inode in open_sockets())
 
     def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
@@ -148,6 +150,16 @@ class Stay:
             self._unblocker = Unblocker(self._before, ports)
             self._unblocker.begin()
         threading.Thread(target=self._end_if_here, name="lastwords-leave", daemon=True).start()
+
+    def started(self, run: reentry.Running) -> None:
+        """It ends with this stay, unless it has ended by itself."""
+        self._runs.append(run)
+
+    def hold(self, error: BaseException) -> None:
+        """Training thread: `error` has left `main`, perhaps past a run that no `with` encloses."""
+        if not self.leaving:
+            for run in self._runs:
+                run.hold(error)
 
     def begun(self, step: int) -> None:
         """The training loop begins after `step`; a controller looks after this rank."""
@@ -177,6 +189,8 @@ class Stay:
 
     def end(self) -> None:
         """Training thread: out of all groups; nothing of this stay runs after that."""
+        while self._runs:
+            self._runs.pop().close()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
@@ -223,6 +237,7 @@ class Worker:
         self._record = ""
         self._abandoned = False
         self._sources: dict[str, str] = {}
+        self._version = ""
 
     def run(self, main: Callable[[], object]) -> None:
         """Until `main` has returned by itself, or raised what is its own."""
@@ -230,8 +245,9 @@ class Worker:
         self._introduce({"rank": None if spare else int(os.environ["RANK"]), "pid": os.getpid()})
         threading.Thread(target=self._listen, name="lastwords-launcher", daemon=True).start()
         self._sources = source_digests()
-        warm_up()
+        self._version = hashlib.sha256(json.dumps(self._sources, sort_keys=True).encode()).hexdigest()[:16]
         self._streams = Streams()
+        warm_up()
         if spare:
             self._introduce({"ready": True})
             self._take_place()
@@ -248,7 +264,7 @@ class Worker:
     def _enter(self, main: Callable[[], object]) -> bool:
         """Once: True if `main` has come to its end."""
         with contextlib.suppress(OSError):  # the launcher has ended, which the listening thread sees
-            send(self._socket, {"waiting": self._saved_step, "record": self._record, "sources": self._sources})
+            send(self._socket, {"waiting": self._saved_step, "record": self._record, "sources": self._version})
         with self._condition:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
             if self._entered is None:  # the launcher has ended: as after any incident
@@ -266,12 +282,11 @@ class Worker:
         if self._streams is not None:
             self._streams.put_back()
         try:
-            main()
+            _call(main, stay)
         except BaseException as error:  # handed to the caller, unless it is only the news of a failure elsewhere
             if not stay.leaving:
                 raise
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = error.__context__ = error.__cause__ = None
+            _let_go(error)
         else:
             if not stay.leaving:
                 return True
@@ -311,6 +326,9 @@ class Worker:
                     sys.stderr.write(f"lastwords: rank {rank}: the launcher has ended; a failure now ends all ranks\n")
                 return
             for message in lines.feed(data):
+                if "sources" in message:
+                    with contextlib.suppress(OSError):  # seen at the next turn
+                        send(self._socket, {"sources": self._sources})
                 self._take(message)
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -346,6 +364,23 @@ class Worker:
                     os.dup2(file.fileno(), stream.fileno())
 
 
+def _call(main: Callable[[], object], stay: Stay) -> None:
+    try:
+        main()
+    except BaseException as error:  # handed to the run that it leaves, and to the caller
+        stay.hold(error)
+        raise
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of all that the frames of `main` hold, also where somebody keeps the exceptions that came out of it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        following = error.__context__
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        error = following
+
+
 def _without_launcher(saved_step: int = 0, *, told: bool = False) -> SystemExit:
     """The launcher has ended, and this process is not in `main`, which it can never enter. told: and has said so."""
     code = EXIT_SAVED if saved_step else EXIT_NOT_SAVED
@@ -371,23 +406,20 @@ def source_digests() -> dict[str, str]:
 
 
 def warm_up() -> None:
-    """What torch imports and starts at the first DDP model, backward pass and optimizer, done beforehand.
+    """What torch imports at the first DDP model and optimizer, imported beforehand: seconds.
 
-    What is there then stays for ever: with `gc.freeze`, the collection between two stays in `main` only has to look at
-    what the stay has made, where it would take some tenths of a second else.
+    Nothing is computed: torch's optimizers ask for a device at their first step, and a process that waits must not have
+    one, nor call the script's global hooks. What is there then stays for ever: with `gc.freeze`, the collection between
+    two stays in `main` only has to look at what the stay has made, where it would take some tenths of a second else.
     """
-    import torch
-    import torch._dynamo  # DDP and the optimizers import it at first use: seconds
+    import numpy.ma  # noqa: F401
+    import torch._dynamo
     import torch.nn.parallel
-    import torch.utils.data
+    import torch.optim
+    import torch.profiler
+    import torch.utils.data  # noqa: F401
 
-    import lastwords.optim_wrapper.trainer.register  # noqa: F401
+    import lastwords.optim_wrapper.trainer.protect  # noqa: F401
 
-    with torch.random.fork_rng(devices=[]):
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
     gc.collect()
     gc.freeze()

@@ -67,7 +67,7 @@ Two memoryviews would be compared byte by byte, through Python's format codes.""
 
 
 class BlackBox:
-    """The writer's side, for the training thread. Its mapping stays until the process ends: views of it are kept."""
+    """The writer's side, for the training thread. Its mapping stays as long as it or a view of it is kept."""
 
     # Slots: in a real step all of this is cold, and a dictionary would be one more cache line for each attribute.
     __slots__ = (
@@ -155,15 +155,19 @@ class BlackBox:
                     os.posix_fallocate(fd, at, nbytes)
                 os.pwrite(fd, places.preamble(), 0)
                 os.pwrite(fd, places.header_json, PAGE_BYTES)
-                box = cls(path, places, fd)
+                box = cls(path, places, os.dup(fd))
                 if carried is not None:
                     carry_over(carried, box)
+            os.close(fd)
             return box
         except OSError as error:
             raise StorageError(
                 f"cannot create the black box {path}: {error.strerror}; enlarge /dev/shm (docker: --shm-size)",
                 errno=error.errno or 0,
             ) from error
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
     @staticmethod
     def open(path: Path) -> BoxReader:

@@ -33,6 +33,7 @@ class ProtectedStep:
     """The `StepHooks` of the optimizers, and the end of the step. Training thread only.
 
     ensure_loop: called before the first update; a loop of the user's own begins with it. gate: where one is needed.
+    hold: takes an error that ends this rank's training, and returns, or raises, once its incident is over.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ProtectedStep:
         gate: Gate | None,
         optimizers: Sequence[OptTFTWrapper],
         ensure_loop: Callable[[], None],
+        hold: Callable[[BaseException], None],
     ) -> None:
         self._recorder = recorder
         self._buckets = buckets
@@ -51,6 +53,7 @@ class ProtectedStep:
         self._work = recorder.work = self._agent.work
         self._signals = protection.signals
         self._gate = gate
+        self._hold = hold
         self._ensure_loop: Callable[[], None] | None = ensure_loop
         self._inner = [wrapper.inner for wrapper in optimizers]
         self._fence = device_fence(self._inner)
@@ -148,3 +151,5 @@ class ProtectedStep:
             # The loop is wrong and ends here. What is saved of it lacks an update, or mixes steps, and says so.
             cut_off = self._agent.phase is Phase.UPDATED
             self._recorder.not_exact((CUT_OFF if cut_off else f"the training loop failed: {error}",))
+            # Not only when it leaves the loop, which may swallow it: the others would train on, this rank would not.
+            self._hold(error)

@@ -6,8 +6,21 @@ from pathlib import Path
 from typing import Protocol
 
 
+class Running(Protocol):
+    """A run that is under way in `main`."""
+
+    def hold(self, error: BaseException) -> None:
+        """An exception leaves `main`: returns once its incident is over, or raises SystemExit. Nothing if closed."""
+
+    def close(self) -> None:
+        """End its threads and give back what it has; nothing if closed."""
+
+
 class Leaver(Protocol):
     """Whoever entered `main`."""
+
+    def started(self, run: Running) -> None:
+        """`run` has started; where the script has no `with`, nobody else sees that `main` is left. Training thread."""
 
     def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
         """Bring the training thread out of `main`: it is in our hands, in the user's code, or stuck in a collective.

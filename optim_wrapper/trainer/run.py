@@ -188,14 +188,18 @@ class ProtectedRun(Run):
             recorder.not_exact(buckets.share(world.store, next_prefix()))
             recorder.begin(0, None)
             gate = self._layout.gate
-            self._step = ProtectedStep(recorder, buckets, self.protection, gate, optimizers, self.ensure_begun)
+            self._step = ProtectedStep(
+                recorder, buckets, self.protection, gate, optimizers, self.ensure_begun, self.hold
+            )
             for wrapper in optimizers:
                 wrapper.watch_groups(self._layout.units.admit)
         except BaseException:  # handed to the caller
-            self._close()
+            self.close()
             raise
         self._excepthook.install()
         forks.watch(self)
+        if (leaver := reentry.leaver()) is not None:
+            leaver.started(self)
 
     @property
     def agreement(self) -> Agreement:
@@ -257,7 +261,7 @@ class ProtectedRun(Run):
             self._step.end_if_updated()
             self.protection.agent.left()
         finally:
-            self._close()
+            self.close()
         if (leaver := reentry.leaver()) is not None and not self.protection.leaving:
             leaver.over()
 
@@ -271,7 +275,7 @@ class ProtectedRun(Run):
             return
         own = protection.alone or not is_collective_error(error)
         protection.raised(one_line(error), not own)
-        self._close()
+        self.close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
             protection.depart(own, error)
 
@@ -282,7 +286,8 @@ class ProtectedRun(Run):
         forks.inherited(self.protection)
         self.__class__ = Run  # type: ignore[assignment]
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the protection of this rank, and give everything back. Idempotent."""
         self._detach()
         self.protection.close()
 

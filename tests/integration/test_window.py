@@ -25,7 +25,7 @@ class Runs(Toy):
     def launch(self, name: str, **changes: Any) -> dict[int, int]:
         """Exit codes of one launch; a rank that waits for a dead one gives up soon."""
         never = dict.fromkeys(("local_copy", "recover", "plain", "together"), False)
-        plan = {**never, "kill": None, "every": 1, "twice": 0, **changes}
+        plan = {**never, "kill": None, "swallow": None, "every": 1, "twice": 0, **changes}
         return self.run(name, env={"LASTWORDS_SETTLE_TIMEOUT_S": "3"}, **plan)
 
     def saved(self) -> list[int]:
@@ -91,3 +91,13 @@ def test_an_optimizer_that_comes_twice_in_a_step_ends_the_job_and_the_step_it_cu
     manifest = runs.manifests()[-1]
     assert not manifest["exact"]
     assert any(CUT_OFF in reason for reason in manifest["reasons"])
+
+
+def test_a_rank_that_swallows_what_keeps_it_from_updating_ends_the_job_and_is_named(runs: Runs) -> None:
+    """Its loop has skipped step_end(), so no later step() is one: the others would train on with its old weights."""
+    codes = runs.launch("swallowed", swallow=[1, 4])
+    # Once the checkpoint is there, its loop goes on with collectives of its own, for which gloo may end the others.
+    assert all(code for rank, code in codes.items() if rank != 1), runs.report()
+    assert runs.saved()[-1] in (4, 5)
+    assert runs.manifests()[-1]["cause_ranks"] == [1]
+    assert "rank 1 at UPDATED(4)" in (runs.checkpoints / "logs" / "incidents.jsonl").read_text()

@@ -3,7 +3,8 @@
 The plan: checkpoints, port, local_copy, recover, out (a folder for what each rank computed), plain, every (the second
 optimizer comes in every so many steps), twice (a step in which it wrongly comes twice), and kill = [rank, step, place]
 with place "window" (before the collective between the updates) or "between" (after it); together: the killed rank waits
-until all others have come to that place.
+until all others have come to that place. swallow = [rank, step]: the loop swallows exceptions, also one that is raised
+there before the step's end.
 """
 
 from __future__ import annotations
@@ -109,8 +110,15 @@ def main(arguments: list[str]) -> None:
         with tft:
             first = tft.resume().global_step + 1 if plan["recover"] else 1
             for step in range(first, STEPS + 1):
-                train(step)
-                tft.step_end(1, step)
+                try:
+                    train(step)
+                    if plan["swallow"] == [rank, step]:
+                        raise ValueError("a log that fails")
+                    tft.step_end(1, step)
+                except Exception as error:  # as loops do that go on whatever happens
+                    if plan["swallow"] is None:
+                        raise
+                    print(error, file=sys.stderr, flush=True)
     dist.destroy_process_group()
 
 

@@ -1,17 +1,21 @@
 """A training script for `lastwords run`: some ranks kill themselves once, at a step and a phase that the plan names.
 
-Arguments: a directory, steps, and deaths as rank:step:phase (phase: fwd, bwd, win or import). Each rank appends a line
-per step to {directory}/trace-{rank}: step, loss, pid and time, and writes a digest of all state at the end.
+Arguments: a directory, steps, and deaths as rank:step:phase (phase: main, parent, fwd, bwd or win; or what is no death:
+hang and nap in front of the backward pass, stop for some seconds, skip a collective, leave the loop). Each rank appends
+a line per step to {directory}/trace-{rank}: step, loss, pid and time, and writes a digest of all state at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,17 +28,25 @@ from lastwords.optim_wrapper.trainer import reentry
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 DEATHS = {(int(rank), int(step), phase) for rank, step, phase in (one.split(":") for one in sys.argv[3:])}
 WORKERS = 2 if "LOADER_WORKERS" in os.environ else 0
+FOREVER_S, NAP_S = 600.0, 8.0
 kept: list[BaseException] = []
 entries: list[int] = []
 outside: list[torch.nn.Module] = []
 
 
-def die(step: int, phase: str) -> None:
-    """Here, if the plan says so, and not yet done."""
+def due(step: int, phase: str) -> bool:
+    """Whether the plan says so, here, and it has not been done."""
     rank = int(os.environ.get("RANK", "-1"))
     mark = DIRECTORY / f"died-{rank}-{step}-{phase}"
-    if (rank, step, phase) in DEATHS and not mark.exists():
-        mark.write_text(str(time.monotonic()), encoding="utf-8")
+    if (rank, step, phase) not in DEATHS or mark.exists():
+        return False
+    mark.write_text(str(time.monotonic()), encoding="utf-8")
+    return True
+
+
+def die(step: int, phase: str) -> None:
+    """Here, if the plan says so."""
+    if due(step, phase):
         os.kill(os.getppid() if phase == "parent" else os.getpid(), signal.SIGKILL)
 
 
@@ -68,8 +80,39 @@ class Unsaid:
         return lambda *args: die(0, "release") if name == "over" else None
 
 
+def stand_still(step: int) -> None:
+    """For ever, for some seconds, or stopped for some seconds, if the plan says so."""
+    if due(step, "hang"):
+        signal.sigtimedwait((), FOREVER_S)
+    if due(step, "nap"):
+        signal.sigtimedwait((), NAP_S)
+    if due(step, "stop"):
+        subprocess.Popen(["sh", "-c", f"sleep {NAP_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def protected(tft: lastwords.TFTRegister) -> Iterator[None]:
+    """By `with`, or (START_STOP) as scripts do that know only `start()` and `stop()`."""
+    if "START_STOP" not in os.environ:
+        with tft:
+            yield
+        return
+    tft.start()
+    yield
+    tft.stop()
+
+
+def count() -> None:
+    """What this process has of the system's as it enters `main`: threads and descriptors."""
+    counts = {"threads": len(os.listdir("/proc/self/task")), "fds": len(os.listdir("/proc/self/fd"))}
+    with (DIRECTORY / f"resources-{os.environ['RANK']}").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(counts) + "\n")
+
+
 def main() -> None:
     """The script as it would be without healing."""
+    count()
     entries.append(1)
     if "ONCE_ONLY" in os.environ and len(entries) > 1:
         raise RuntimeError("something that can be done once in a process")
@@ -95,7 +138,8 @@ def main() -> None:
     sampler: torch.utils.data.DistributedSampler[object] = torch.utils.data.DistributedSampler(data, shuffle=True)
     loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler, num_workers=WORKERS)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer) as tft:
+    tft = lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer)
+    with protected(tft):
         optimizer = tft.optimizer
         point = tft.resume(missing_ok=True)
         if point is not None and not point.exact:
@@ -106,6 +150,9 @@ def main() -> None:
                 loss = model(batch).pow(2).mean()
                 die(step, "parent")
                 die(step, "fwd")
+                stand_still(step)
+                if "MEET" in os.environ and not due(step, "skip"):
+                    dist.barrier()
                 loss.backward()
                 die(step, "bwd")
                 hide_checkpoints(step)
@@ -113,6 +160,8 @@ def main() -> None:
                 die(step, "win")
                 with (DIRECTORY / f"trace-{rank}").open("a", encoding="utf-8") as file:
                     file.write(f"{step} {loss.item()!r} {os.getpid()} {time.monotonic()}\n")
+                if due(step, "leave"):
+                    break
         except BaseException as error:
             kept.append(error)  # as a library for error reports may do
             raise

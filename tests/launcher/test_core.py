@@ -297,20 +297,6 @@ def test_the_end_of_an_earlier_loop_of_another_rank_does_not_end_the_job() -> No
     assert core.handle(Over(0), 0.0) == [], "of the first loop, while the second one has begun"
 
 
-def test_a_replacement_that_runs_another_version_of_the_script_stops_the_job() -> None:
-    core = LauncherCore((0, 1))
-    for rank in (0, 1):
-        core.handle(Waiting(rank, sources={"model.py": "one"}), 0.0)
-    for rank in (0, 1):
-        core.handle(Begun(rank), 0.0)
-    core.handle(Ended(1, KILLED), 0.0)
-    assert core.handle(Waiting(0, 5, sources={"model.py": "one"}), 0.0) == []
-    (stop,) = core.handle(Waiting(1, sources={"more.py": "new", "model.py": "other"}), 0.0)
-    assert isinstance(stop, Stop)
-    assert stop.failure is not None
-    assert "model.py" in stop.failure
-
-
 def test_a_save_takes_its_time_however_soon_a_spare_is_ready() -> None:
     core = training()
     core.handle(Ended(1, KILLED), 0.0)

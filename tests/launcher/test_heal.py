@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -103,6 +104,22 @@ def test_only_the_dead_are_replaced_and_nothing_differs(
             died[int(rank)] = died.get(int(rank), 0) + (step != "0")
     assert {death.split(":")[1] for death in deaths} == {path.name.split("-")[2] for path in tmp_path.glob("died-*")}
     check_equal(tmp_path, undisturbed, died)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["with", "start and stop"])
+def test_ten_failures_leave_no_threads_and_no_descriptors_in_a_survivor(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how != "with":
+        monkeypatch.setenv("START_STOP", "1")
+    run(tmp_path, *(f"1:{step}:bwd" for step in range(2, 12)), spares=0)
+    check_equal(tmp_path, undisturbed, {1: 10})
+    counts = [json.loads(line) for line in (tmp_path / "resources-0").read_text().splitlines()]
+    assert len(counts) == 11
+    # Torch may take its time to end the threads of one group.
+    settled, last = counts[3], counts[-1]
+    assert all(last[name] - settled[name] < 7 for name in last), counts
 
 
 @pytest.mark.thorough

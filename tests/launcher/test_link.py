@@ -21,6 +21,7 @@ from lastwords.launcher.core import (
     Kill,
     Lost,
     Over,
+    Sources,
     Start,
     Stop,
     Updated,
@@ -33,7 +34,8 @@ from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
 @pytest.mark.parametrize(
     "what",
     [
-        Waiting(3, 7, "/logs/incidents.jsonl", {"/a": "b"}), Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
+        Waiting(3, 7, "/logs/incidents.jsonl", "b"), Sources(3, {"/a": "b"}),
+        Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
         Start(1), Enter(4, 29500), Abandon(0), Kill(2, "late"), Awaited(2, "late", 5.5), Stop(None), Stop("why"),
     ],
     ids=repr,

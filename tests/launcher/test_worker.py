@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError
@@ -22,7 +24,7 @@ from lastwords.launcher.streams import Streams
 from lastwords.launcher.worker import keep
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
-from lastwords.processor.departure import EXIT_NOT_SAVED
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from tests import golden
 from tests.launcher.test_unblock import pair
 
@@ -132,6 +134,52 @@ def play_in_turn(
     return thread, heard
 
 
+class Unenclosed:
+    """A run whose script has no `with`. The incident of what leaves its loop saves step 7."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.closed = 0
+
+    def hold(self, error: BaseException) -> None:
+        self.held.append(str(error))
+        leaver = reentry.leaver()
+        assert leaver is not None
+        leaver.leave(7, (), None)
+        raise SystemExit(EXIT_SAVED)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_run_that_no_with_encloses_is_held_and_ended_when_its_main_is_left(launcher: socket.socket) -> None:
+    one = Unenclosed()
+
+    def main() -> None:
+        leaver = reentry.leaver()
+        assert leaver is not None
+        leaver.started(one)
+        raise RuntimeError("Connection closed by peer")
+
+    thread, heard = play(launcher, [ENTER])
+    assert run(main) == EXIT_SAVED
+    thread.join(10)
+    assert [message["waiting"] for message in heard if "waiting" in message] == [0, 7]
+    assert (one.held, one.closed) == (["Connection closed by peer"], 1)
+
+
+def test_a_worker_says_one_digest_of_the_users_code_and_the_files_only_where_they_are_asked_for(
+    launcher: socket.socket,
+) -> None:
+    thread, heard = play(launcher, [b'{"sources": true}\n' + ENTER + b'{"abandon": true}\n'])
+    assert run(stuck([])) == EXIT_NOT_SAVED
+    thread.join(10)
+    first, files, again = (message["sources"] for message in heard if "sources" in message)
+    assert isinstance(first, str)
+    assert first == again
+    assert str(Path(__file__)) in files
+
+
 def test_a_launcher_that_has_gone_ends_a_worker_that_waits(
     launcher: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +268,25 @@ def test_a_second_training_in_one_process_is_refused(launcher: socket.socket, mo
     monkeypatch.setattr(worker, "_workers", [object()])
     with golden.raises(ConfigError):
         worker.run(lambda: None)
+
+
+def test_what_is_done_beforehand_uses_no_device_no_hook_and_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("touched")
+
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    for module, name in ((torch.accelerator, "current_accelerator"), (torch.cuda, "_lazy_init")):
+        monkeypatch.setattr(module, name, refuse)
+    hooks = [torch.nn.modules.module.register_module_forward_hook(refuse)]
+    hooks.append(register_optimizer_step_pre_hook(refuse))
+    drawn = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            worker.warm_up()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert drawn == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
 def test_every_main_begins_with_the_random_streams_of_a_new_process() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import itertools
 import json
 import os
@@ -682,3 +683,14 @@ def test_a_second_box_of_the_same_name_replaces_the_first(box: BlackBox) -> None
     assert read(again, 1) is None
     assert box.path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in box.path.parent.iterdir()] == ["rank_0.box"]
+
+
+def test_a_box_that_nobody_keeps_leaves_no_descriptor(tmp_path: Path) -> None:
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    box = BlackBox.create(tmp_path / "box", LAYOUT)
+    box = BlackBox.create(tmp_path / "box", LAYOUT, carried=box)
+    view = box.region(0, "rng/torch")
+    del box, view
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
