@@ -28,7 +28,7 @@ from lastwords.launcher.roster import (
     Rank,
     Roster,
 )
-from lastwords.launcher.versions import Versions
+from lastwords.launcher.versions import Ask, Sources, Versions
 
 FAILURES_MAX = 2
 """Generations in a row that may fail before their loop has begun. The last one is tried in new processes only."""
@@ -51,14 +51,6 @@ class Waiting:
     step: int = 0
     record: str = ""
     sources: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The answer to `Ask`: a digest of each file of the user's code that `rank` has imported, by path."""
-
-    rank: int
-    files: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +122,6 @@ class Enter:
     generation: int
     port: int = 0
     step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """`rank` says its `Sources`: another rank has other ones, or none has said them yet."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from lastwords.clock import mono_s
 from lastwords.errors import FormatError
 from lastwords.launcher.core import (
     Abandon,
-    Ask,
     Awaited,
     Begun,
     Effect,
@@ -30,7 +29,6 @@ from lastwords.launcher.core import (
     Kill,
     Look,
     Over,
-    Sources,
     Start,
     Stop,
     Stopped,
@@ -40,6 +38,7 @@ from lastwords.launcher.core import (
 from lastwords.launcher.link import SPARE, Lines, send
 from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
 from lastwords.launcher.standby import Standby
+from lastwords.launcher.versions import Ask, Sources
 from lastwords.liveness import process_id
 
 _log = logging.getLogger(__name__)

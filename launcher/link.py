@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from lastwords.errors import FormatError
-from lastwords.launcher import core
+from lastwords.launcher import core, versions
 
 VARIABLE = "LASTWORDS_LAUNCHER"
 """Environment variable: path of the socket of this host's launcher."""
@@ -31,8 +31,8 @@ SPARE = "LASTWORDS_SPARE"
 LINE_BYTES_MAX = 1 << 22
 """Paths and digests of some thousands of files take less."""
 
-_EVENTS = (core.Waiting, core.Sources, core.Begun, core.Updated, core.Over, core.Ended, core.Stopped, core.Lost)
-_EFFECTS = (core.Start, core.Enter, core.Ask, core.Abandon, core.Kill, core.Awaited, core.Look, core.Stop)
+_EVENTS = (core.Waiting, versions.Sources, core.Begun, core.Updated, core.Over, core.Ended, core.Stopped, core.Lost)
+_EFFECTS = (core.Start, core.Enter, versions.Ask, core.Abandon, core.Kill, core.Awaited, core.Look, core.Stop)
 
 
 def to_message(what: core.Event | core.Effect) -> dict[str, Any]:

@@ -9,6 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The answer to `Ask`: a digest of each file of the user's code that `rank` has imported, by path."""
+
+    rank: int
+    files: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`rank` says its `Sources`: no other rank with the same digest has."""
+
+    rank: int
+
+
 @dataclass(slots=True)
 class Versions:
     """What is known of the files behind each digest. "" is that of a rank that has none."""

@@ -224,7 +224,7 @@ def explore(
 def copied(world: World) -> World:
     """`copy.deepcopy` takes ten times as long."""
     core = copy.copy(world.core)
-    core._ended_since, core._sources = set(core._ended_since), {}
+    core._ended_since = set(core._ended_since)
     core._ranks = copy.copy(core._ranks)
     core._ranks.ranks = {rank: copy.copy(one) for rank, one in core._ranks.ranks.items()}
     core._ranks._places = copy.copy(core._ranks._places)

@@ -21,7 +21,6 @@ from lastwords.launcher.core import (
     Kill,
     Lost,
     Over,
-    Sources,
     Start,
     Stop,
     Updated,
@@ -29,6 +28,7 @@ from lastwords.launcher.core import (
 )
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
+from lastwords.launcher.versions import Sources
 
 
 @pytest.mark.parametrize(
