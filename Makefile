@@ -3,6 +3,7 @@
 #   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
 #   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, pp, zero1, moe, ddp, fsdp-tp, pp-tp
 #   make demo-heal      kill -9 two workers in turn; only they are replaced, and training goes on in seconds
+#   make demo-recover   kill -9 a worker, the scheduler and both of a dynamic cluster, and start them again
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
 #   make test      the usual tests, some cases of each long table: a quarter of an hour
 #   make test-rest the other cases of their long tables; half an hour
@@ -32,7 +33,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench bench-peers bench-month proto clean
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench bench-peers bench-month proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -52,6 +53,9 @@ demo-parallel: $(READY)
 
 demo-heal: $(READY)
 	$(BIN)/python -m demo.heal $(ARGS)
+
+demo-recover: $(READY)
+	$(BIN)/python -m demo.recover $(ARGS)
 
 demo-elastic: $(READY)
 	$(BIN)/python -m demo.transformer.elastic $(ARGS)
@@ -116,6 +120,6 @@ proto: $(READY)
 	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-peers build dist src/lastwords.egg-info demo/out bench/out ttp_checkpoints
+	rm -rf $(VENV) .venv-torch-* .venv-peers build dist src/lastwords.egg-info demo/out demo/disaster_recover/out bench/out ttp_checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

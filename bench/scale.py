@@ -50,8 +50,8 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.state_file import Owner, StateFile
-from lastwords.launcher.core import Begun, Effect, Ended, Updated, Waiting
-from lastwords.launcher.core import Event as LauncherEvent
+from lastwords.launcher.events import Begun, Effect, Ended, Updated, Waiting
+from lastwords.launcher.events import Event as LauncherEvent
 from lastwords.launcher.head import Head
 from lastwords.launcher.link import Lines, event_of, to_message
 from lastwords.launcher.versions import Sources

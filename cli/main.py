@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,11 +118,30 @@ def build_parser() -> argparse.ArgumentParser:
     controller.add_argument("--json", action="store_true", help="print one JSON document")
     what = "run this host's ranks of a training script; torchrun's flags, and --spares: docs/healing.md"
     subcommands.add_parser("run", help=what, add_help=False)
+    bare("scheduler", "run the scheduler of a dynamic cluster, which the environment describes: docs/cluster.md")
     retention_commands.add_parsers(bare)
     remote_commands.add_parser(bare)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)
     return parser
+
+
+def _scheduler(argv: Sequence[str]) -> int:
+    """As a script does that calls `lastwords.run(main)` with MS_ROLE=MS_SCHED."""
+    build_parser().parse_args(["scheduler", *argv])
+    from lastwords.launcher.environment import SCHEDULER, cluster_of  # with torch, which the others do without
+    from lastwords.launcher.scheduler import schedule
+
+    logging.basicConfig(format="lastwords scheduler: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    try:
+        cluster = cluster_of(os.environ, SCHEDULER)
+        assert cluster is not None
+        return schedule(cluster)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except LastWordsError as error:
+        print(f"lastwords: {error}", file=sys.stderr)
+        return exit_code_of(error)
 
 
 def _seconds(text: str) -> float:
@@ -144,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"lastwords: {error}", file=sys.stderr)
             return exit_code_of(error)
         return ExitCode.OK
+    if argv[:1] == ["scheduler"] and not {"-h", "--help"} & {*argv}:
+        return _scheduler(argv[1:])
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(format="lastwords: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     try:

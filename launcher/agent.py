@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from lastwords.clock import wall_ns
-from lastwords.launcher.core import Event, Stop
+from lastwords.launcher.events import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.host import Host
 from lastwords.launcher.link import VARIABLE

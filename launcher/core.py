@@ -15,6 +15,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lastwords.launcher.events import (
+    Abandon,
+    Awaited,
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Event,
+    Inside,
+    Kill,
+    Look,
+    Lost,
+    Over,
+    Start,
+    Stop,
+    Stopped,
+    Tick,
+    Updated,
+    Waiting,
+)
 from lastwords.launcher.roster import (
     END_S,
     FIRST_NOTICE_S,
@@ -39,138 +59,14 @@ DEATHS_MAX = 3
 """Generations in a row that may fail without a step that was saved in between."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """`rank` is not in `main`, holds no group, and waits.
-
-    step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl, where it
-    knows that. sources: a digest of the user's code that it has imported.
-    """
-
-    rank: int
-    step: int = 0
-    record: str = ""
-    sources: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The training loop of `rank` has begun after `step`, so a controller looks after it."""
-
-    rank: int
-    step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """`rank` has ended its first step in this generation; nothing follows from that."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """The training loop of `rank` has come to its end, and nobody looks after it any more."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """A signal holds the process of `rank`."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The launcher of another host cannot be reached any more."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The process of `rank` has ended. code: as of `Popen.returncode`."""
-
-    rank: int
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Waiting | Sources | Begun | Updated | Over | Ended | Stopped | Lost | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a process for `rank`; where a spare is ready, that one."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Enter:
-    """All ranks wait: they enter `main` in this generation. port: of its store, which the shell makes.
-
-    step: the newest one that is known to be saved: where the loop has to go on.
-    """
-
-    generation: int
-    port: int = 0
-    step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """`rank` leaves `main`; no controller will tell it."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End the process of `rank`."""
-
-    rank: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Awaited:
-    """For people: the others wait for `rank`. what: it has not done; seconds: until it is killed (None: it is not)."""
-
-    rank: int
-    what: str
-    seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Whether the process of `rank` is stopped, which `Stopped` answers; else it may write a checkpoint."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Nothing is healed any more. failure: why; None where all ranks have ended well."""
-
-    failure: str | None
-
-
-Effect = Start | Enter | Ask | Abandon | Kill | Awaited | Look | Stop
-
-
 @dataclass(slots=True)
 class LauncherCore:
     """The ranks of a job, on all hosts. `handle` takes events in any order; a stopped core does nothing."""
 
     world: tuple[int, ...]
     generation: int = 0
+    start_s: float | None = START_S
+    """How long a process that replaces another one may take; None where people start it."""
     stopped: bool = False
     _ranks: Roster = field(init=False)
     _healing: bool = True
@@ -196,6 +92,16 @@ class LauncherCore:
         """When a Tick is due, at the latest."""
         return self._ranks.earliest_s
 
+    def take_over(self, generation: int, step: int) -> None:
+        """Follow a launcher that has let all ranks enter `main` in this generation. step: the newest saved then.
+
+        Their loops count as begun until they say otherwise: a rank that is told to leave `main` though a controller
+        looks after it would leave without saving.
+        """
+        self.generation, self._step, self._healing = generation, step, False
+        for rank in self.world:
+            self._is_inside(rank, begun=True)
+
     def place(self, rank: int) -> Place:
         """Where this rank's process is."""
         return self._ranks[rank].place
@@ -212,6 +118,8 @@ class LauncherCore:
                 return self._waiting(rank, step, now_s)
             case Sources(rank, files):
                 return self._compare(rank, files, now_s)
+            case Inside(rank, generation, begun):
+                return self._inside(rank, generation, begun, now_s)
             case Over(rank):
                 return self._loop_over(rank)
             case Begun(rank, step):
@@ -269,6 +177,28 @@ class LauncherCore:
                 "been changed since they began"
             )
         return [effect for one in released for effect in self.handle(self._held.pop(one), now_s)]
+
+    def _is_inside(self, rank: int, *, begun: bool) -> None:
+        self._ranks.put(rank, Place.IN_MAIN)
+        self._ranks.note(rank, begun=begun)
+        one = self._ranks[rank]
+        one.known, one.trained, one.loops = True, begun, int(begun)
+
+    def _inside(self, rank: int, generation: int, begun: bool, now_s: float) -> list[Effect]:
+        if self._ranks[rank].place is Place.KILLED:
+            return []
+        self.generation = max(self.generation, generation)
+        self._is_inside(rank, begun=begun)
+        if not self._healing:
+            return []
+        if begun:
+            self._ranks.due(self._ranks[rank], now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
+            return []
+        return [self._abandon(other, now_s) for other, _ in self._ranks.at(Place.IN_MAIN)]
+
+    def _abandon(self, rank: int, now_s: float) -> Effect:
+        self._ranks.due(self._ranks[rank], now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
+        return Abandon(rank)
 
     def _progress(self, step: int) -> None:
         """A checkpoint of this step exists, of whatever kind: no crash loop."""
@@ -338,7 +268,9 @@ class LauncherCore:
 
     def _start_now(self, rank: int, now_s: float) -> Effect:
         self._ranks[rank].start_s = None
-        self._ranks.due(self._ranks[rank], now_s + START_S, told_s=now_s + START_NOTICE_S)
+        self._ranks.due(
+            self._ranks[rank], None if self.start_s is None else now_s + self.start_s, now_s + START_NOTICE_S
+        )
         return Start(rank)
 
     def _kill(self, rank: int, why: str, now_s: float) -> Effect:
@@ -377,8 +309,7 @@ class LauncherCore:
             elif begun:
                 self._ranks.due(one, now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
             else:
-                self._ranks.due(one, now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
-                effects.append(Abandon(other))
+                effects.append(self._abandon(other, now_s))
         return effects
 
     def _tick(self, now_s: float) -> list[Effect]:

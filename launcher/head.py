@@ -25,22 +25,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from lastwords.clock import mono_s
 from lastwords.errors import FormatError, UnavailableError
-from lastwords.launcher.core import (
-    Begun,
-    Effect,
-    Ended,
-    Enter,
-    Event,
-    LauncherCore,
-    Lost,
-    Start,
-    Stop,
-    Tick,
-    Updated,
-    Waiting,
-)
+from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.events import Begun, Effect, Ended, Enter, Event, Lost, Start, Stop, Tick, Updated, Waiting
 from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
 from lastwords.launcher.recovery import Recovery, incident_of, sentence
+from lastwords.launcher.roster import START_S
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +53,13 @@ STORE_S = 60.0
 
 
 class Head:
-    """Directs the ranks 0 .. size - 1. address: of this host, where the stores are. Thread of the selector."""
+    """Directs the ranks 0 .. size - 1. address: of this host, where the stores are. Thread of the selector.
 
-    def __init__(self, size: int, number: int, address: str) -> None:
-        self.core = LauncherCore(tuple(range(size)))
+    start_s: as of the core.
+    """
+
+    def __init__(self, size: int, number: int, address: str, start_s: float | None = START_S) -> None:
+        self.core = LauncherCore(tuple(range(size)), start_s=start_s)
         self._recovery = Recovery(tuple(range(size)))
         self._record: Path | None = None
         self._codes: dict[int, int] = {}
@@ -78,6 +70,11 @@ class Head:
         self._host_of: dict[int, Callable[[Effect], None]] = {}
         self._events: deque[Event] = deque()
         self._busy = False
+
+    def take_over(self, generation: int, step: int) -> None:
+        """Follow a head that was killed after it had let all ranks enter `main` in this generation."""
+        self.core.take_over(generation, step)
+        self._recovery.entered(generation, mono_s())
 
     def has_host(self, ranks: range, obey: Callable[[Effect], None]) -> None:
         """A host of these ranks takes part."""
@@ -171,7 +168,7 @@ class Listener:
     def _accept(self) -> None:
         try:
             link, peer = self._server.accept()
-            _keep_alive(link)
+            keep_alive(link)
         except OSError as error:
             return _log.warning("a connection could not be taken: %s", error)
         self._strangers = [(one, who) for one, who in self._strangers if one.open and not who.known]
@@ -218,7 +215,7 @@ class Uplink:
         obey: Callable[[Effect], None],
     ) -> None:
         self._link, token = _reach(invitation)
-        _keep_alive(self._link)
+        keep_alive(self._link)
         send(self._link, {"token": token, "ranks": [ranks.start, ranks.stop]})
 
         def hear(message: dict[str, Any] | None) -> None:
@@ -324,7 +321,8 @@ def _send(link: socket.socket, what: Event | Effect) -> None:
         send(link, to_message(what))
 
 
-def _keep_alive(link: socket.socket) -> None:
+def keep_alive(link: socket.socket) -> None:
+    """A peer that has vanished with its host is noticed after SILENCE_S."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)

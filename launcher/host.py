@@ -18,7 +18,7 @@ from typing import Any
 
 from lastwords.clock import mono_s
 from lastwords.errors import FormatError
-from lastwords.launcher.core import (
+from lastwords.launcher.events import (
     Abandon,
     Awaited,
     Begun,

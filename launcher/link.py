@@ -7,7 +7,7 @@ keeps for the one that follows it}, {"controller": work, "asked": number}.
 To a worker: {"sources": true}, {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter":
 generation, "port": p, "step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more,
 and {"controller": [pid, answer] or null, "asked": number}.
-Between hosts: {"token": t} once, then events to the head of the job and effects from there, as of core.py, with "kind".
+Between hosts: {"token": t} once, then events to the head of the job and effects from there (events.py), with "kind".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from lastwords.errors import FormatError
-from lastwords.launcher import core, versions
+from lastwords.launcher import events, versions
 
 VARIABLE = "LASTWORDS_LAUNCHER"
 """Environment variable: path of the socket of this host's launcher."""
@@ -31,24 +31,43 @@ SPARE = "LASTWORDS_SPARE"
 LINE_BYTES_MAX = 1 << 22
 """Paths and digests of some thousands of files take less."""
 
-_EVENTS = (core.Waiting, versions.Sources, core.Begun, core.Updated, core.Over, core.Ended, core.Stopped, core.Lost)
-_EFFECTS = (core.Start, core.Enter, versions.Ask, core.Abandon, core.Kill, core.Awaited, core.Look, core.Stop)
+_EVENTS = (
+    events.Waiting,
+    events.Inside,
+    versions.Sources,
+    events.Begun,
+    events.Updated,
+    events.Over,
+    events.Ended,
+    events.Stopped,
+    events.Lost,
+)
+_EFFECTS = (
+    events.Start,
+    events.Enter,
+    versions.Ask,
+    events.Abandon,
+    events.Kill,
+    events.Awaited,
+    events.Look,
+    events.Stop,
+)
 
 
-def to_message(what: core.Event | core.Effect) -> dict[str, Any]:
+def to_message(what: events.Event | events.Effect) -> dict[str, Any]:
     """What another host's launcher understands."""
     return {"kind": type(what).__name__, **dataclasses.asdict(what)}
 
 
-def event_of(message: dict[str, Any]) -> core.Event:
+def event_of(message: dict[str, Any]) -> events.Event:
     """FormatError for what is none."""
-    found: core.Event = _of(message, _EVENTS)
+    found: events.Event = _of(message, _EVENTS)
     return found
 
 
-def effect_of(message: dict[str, Any]) -> core.Effect:
+def effect_of(message: dict[str, Any]) -> events.Effect:
     """FormatError for what is none."""
-    found: core.Effect = _of(message, _EFFECTS)
+    found: events.Effect = _of(message, _EFFECTS)
     return found
 
 

@@ -25,6 +25,9 @@ from lastwords.vocabulary import ExitKind, Phase, Stand
 OUTCOME = "RECOVERED"
 SAVED = ExitKind.SAVED.name
 
+UNKNOWN_CODE = 256
+"""No process ends with it: how this one has ended only whoever has started it knows."""
+
 _STAND = re.compile(r"([A-Z_]+)\((\d+)\)")
 _NONE: dict[str, Any] = {"events": []}
 
@@ -159,6 +162,8 @@ def _since(begin_s: float, end_s: float) -> str:
 
 
 def _end(code: int) -> str:
+    if code == UNKNOWN_CODE:
+        return "killed or crashed"
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"

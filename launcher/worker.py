@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -22,7 +21,11 @@ import torch.distributed as dist
 
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError
+from lastwords.launcher.callables import refuse_main, refuse_needed, shown
+from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
+from lastwords.launcher.membership import Membership
+from lastwords.launcher.scheduler import schedule
 from lastwords.launcher.streams import Streams
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.launch import world
@@ -41,8 +44,6 @@ LEAVE_S = 20.0
 SOURCES_MAX = 4000
 """Files of the user's code that are compared between a replacement and the other ranks."""
 
-SHOWN_CHARS_MAX = 60
-
 _kept: dict[str, Any] = {}
 _workers: list[Worker] = []
 """This process under `lastwords run`, once `run` was called."""
@@ -56,10 +57,13 @@ def run(main: Callable[[], object]) -> None:
     survived in the same process. Started otherwise (plain python, torchrun), `main` is called once. Training thread
     only. Raises ConfigError for a `main` that cannot be called so.
     """
-    _refuse(main)
+    refuse_main(main)
     if _workers:
         raise ConfigError("lastwords.run(main) was called in this process before: call it once, for all the training")
     path = os.environ.pop(VARIABLE, None)  # not for what this process starts
+    cluster = cluster_of(os.environ) if path is None else None
+    if cluster is not None:
+        return _run_in(cluster, main)
     if path is None:
         if os.environ.get("RANK", "0") == "0":
             _log.warning(
@@ -67,13 +71,41 @@ def run(main: Callable[[], object]) -> None:
             )
         main()
         return
+    _refuse_group()
+    _workers.append(Worker(_connected(path)))
+    _workers[0].run(main)
+
+
+def _run_in(cluster: Cluster, main: Callable[[], object]) -> None:
+    """The part of this process in a dynamic cluster: the scheduler's, or a worker's."""
+    _refuse_group()
+    if cluster.role == SCHEDULER:
+        if code := schedule(cluster):
+            raise SystemExit(code)
+        return
+    membership = Membership(cluster)
+    _workers.append(Worker(membership.launcher))
+    _workers[0].run(main)
+    membership.done()
+
+
+def _refuse_group() -> None:
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
             "init_process_group() was called before lastwords.run(main): its group would belong to the first processes "
             "only; call it in main()"
         )
-    _workers.append(Worker(path))
-    _workers[0].run(main)
+
+
+def _connected(path: str) -> socket.socket:
+    """To the launcher, which listens at `path`."""
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.connect(path)
+    except OSError as error:
+        _log.info("the launcher does not answer at %s: %s", path, error)
+        raise _without_launcher() from None
+    return link
 
 
 def keep(name: str, make: Callable[[], _T]) -> _T:
@@ -83,46 +115,17 @@ def keep(name: str, make: Callable[[], _T]) -> _T:
     that training changes. Raises ConfigError for a `make` that cannot be called so.
     """
     if not isinstance(name, str):
-        raise ConfigError(f'lastwords.keep(name, make) takes a name first, such as "data", not {_shown(name)}')
+        raise ConfigError(f'lastwords.keep(name, make) takes a name first, such as "data", not {shown(name)}')
     if not callable(make):
         raise ConfigError(
-            f"lastwords.keep({name!r}, make) takes a function that makes the object, not {_shown(make)}: write "
+            f"lastwords.keep({name!r}, make) takes a function that makes the object, not {shown(make)}: write "
             f"lastwords.keep({name!r}, lambda: ...), so that it is made once in each process"
         )
-    _refuse_needed(make, "make", f"keep({name!r}, make)")
+    refuse_needed(make, "make", f"keep({name!r}, make)")
     if name not in _kept:
         _kept[name] = make()
     value: _T = _kept[name]
     return value
-
-
-def _refuse(main: Callable[[], object]) -> None:
-    if not callable(main) or inspect.iscoroutinefunction(main):
-        hint = ": write lastwords.run(main), not lastwords.run(main())" if main is None else ""
-        raise ConfigError(f"lastwords.run(main) takes a function without arguments, not {_shown(main)}{hint}")
-    _refuse_needed(main, "main", "run(main)")
-
-
-def _refuse_needed(function: Callable[[], object], name: str, call: str) -> None:
-    """ConfigError for a function that cannot be called without arguments."""
-    needed: list[str] = []
-    with contextlib.suppress(ValueError, TypeError):  # one in C may not say what it takes
-        needed = [
-            one.name
-            for one in inspect.signature(function).parameters.values()
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        ]
-    if needed:
-        raise ConfigError(
-            f"{name}() takes {', '.join(needed)}, and lastwords.{call} has nothing to give: wrap it in a function "
-            f"without arguments, such as lambda: {name}(arguments)"
-        )
-
-
-def _shown(value: object) -> str:
-    """A value in a message: that of a data set may be long."""
-    shown = repr(value)
-    return shown if len(shown) <= SHOWN_CHARS_MAX else f"{shown[: SHOWN_CHARS_MAX - 3]}..."
 
 
 class Stay:
@@ -213,15 +216,10 @@ class Stay:
 
 
 class Worker:
-    """This process, as the launcher's agent knows it."""
+    """This process, as the launcher's agent knows it. link: to it."""
 
-    def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.connect(path)
-        except OSError as error:
-            _log.info("the launcher does not answer at %s: %s", path, error)
-            raise _without_launcher() from None
+    def __init__(self, link: socket.socket) -> None:
+        self._socket = link
         self._condition = threading.Condition()
         self._become: dict[str, Any] | None = None
         self._entered: tuple[int, int, int] | None = None

@@ -17,6 +17,7 @@ from lastwords.optim_wrapper.trainer.register import TFTRegister
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.declare import Unit
 
+_rank_0 = ""
 _ANY_FREE_PORT = 0
 
 
@@ -66,13 +67,19 @@ def _world_size() -> int:
     return int(size) if size.isdecimal() else 1
 
 
+def use_address(address: str) -> None:
+    """Rank 0's host is there, whatever MASTER_ADDR says: in a cluster that is the scheduler's host."""
+    global _rank_0
+    _rank_0 = address
+
+
 def controller_address(environ: Mapping[str, str], world_size: int) -> str:
     """Where all ranks reach rank 0's host: the address at which they met; this host for a job of one rank.
 
     >>> controller_address({"MASTER_ADDR": "node-3"}, 8), controller_address({}, 1)
     ('node-3', '127.0.0.1')
     """
-    address = environ.get("MASTER_ADDR", "")
+    address = _rank_0 or environ.get("MASTER_ADDR", "")
     if address:
         return checked_address("MASTER_ADDR", address, "rank 0")
     if world_size > 1:

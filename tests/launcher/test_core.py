@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from lastwords.launcher.core import (
-    DEATHS_MAX,
+from lastwords.launcher.core import DEATHS_MAX, LauncherCore
+from lastwords.launcher.events import (
     Abandon,
     Awaited,
     Begun,
@@ -15,7 +15,6 @@ from lastwords.launcher.core import (
     Ended,
     Enter,
     Kill,
-    LauncherCore,
     Look,
     Lost,
     Over,

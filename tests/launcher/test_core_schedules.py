@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lastwords.launcher.core import (
+from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.events import (
     Abandon,
     Begun,
     Effect,
@@ -16,7 +17,6 @@ from lastwords.launcher.core import (
     Enter,
     Event,
     Kill,
-    LauncherCore,
     Over,
     Start,
     Stop,

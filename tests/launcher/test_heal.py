@@ -34,13 +34,14 @@ def run(
     *deaths: str,
     launcher: tuple[str, ...] = ("lastwords.cli", "run"),
     ranks: int = RANKS,
+    steps: int = STEPS,
     **more: object,
 ) -> str:
     """A whole job; returns what it wrote to stderr."""
     directory.mkdir(exist_ok=True)
     flags = [flag for name, value in more.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", *launcher, "--standalone", "--nproc-per-node", str(ranks), *flags]
-    command += ["-m", SCRIPT, str(directory), str(STEPS), *deaths]
+    command += ["-m", SCRIPT, str(directory), str(steps), *deaths]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
     )

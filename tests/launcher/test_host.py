@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lastwords.launcher import host as module
-from lastwords.launcher.core import Awaited, Event, Look, Stopped
+from lastwords.launcher.events import Awaited, Event, Look, Stopped
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
 from lastwords.launcher.processes import ended_badly
 from tests import golden

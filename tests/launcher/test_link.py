@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from lastwords.errors import FormatError
-from lastwords.launcher.core import (
+from lastwords.launcher.events import (
     Abandon,
     Awaited,
     Begun,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lastwords.launcher import head
-from lastwords.launcher.core import Begun, Ended, Updated, Waiting
+from lastwords.launcher.events import Begun, Ended, Updated, Waiting
 from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, sentence
 
 KILLED = -9

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lastwords.launcher.core import Begun, Effect, Ended, Enter, LauncherCore, Start, Stop, Waiting
+from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.events import Begun, Effect, Ended, Enter, Start, Stop, Waiting
 from lastwords.launcher.versions import Ask, Sources
 
 KILLED = -9

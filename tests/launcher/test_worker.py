@@ -234,7 +234,7 @@ def test_a_process_group_from_before_run_is_refused(launcher: socket.socket, mon
 
 
 def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this_one(launcher: socket.socket) -> None:
-    one = worker.Worker(os.environ[VARIABLE])
+    one = worker.Worker(worker._connected(os.environ[VARIABLE]))
     link, _ = launcher.accept()
     one._asked = 6
     one._take({"controller": [41, {"port": 1}], "asked": 6})  # its stay in main was over by then
@@ -254,7 +254,7 @@ def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this
 def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
     launcher: socket.socket, dismissed: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one = worker.Worker(os.environ[VARIABLE])
+    one = worker.Worker(worker._connected(os.environ[VARIABLE]))
     link, _ = launcher.accept()
     if dismissed:
         link.sendall(b'{"dismissed": true}\n')

@@ -1,0 +1,132 @@
+"""What the scheduler of a cluster keeps for the one that follows it, in a directory of its own below MS_RECOVERY_PATH.
+
+    cluster/token       what every process of the cluster knows, and nobody else
+    cluster/state.json  version, address, workers, generation, step, and the members by name
+    cluster/state.lock  held by the scheduler that runs
+
+The directory has mode 0700. The state is durable before whatever rests on it is done: a name is given away, a
+generation enters `main`. It is removed once all workers have come to their end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from lastwords.checkpoint.appearing import write_file
+from lastwords.checkpoint.lock_file import LockFile
+from lastwords.errors import BusyError, ConfigError, FormatError, StorageError
+from lastwords.launcher.environment import Cluster
+from lastwords.launcher.registry import Member
+
+VERSION = 1
+STATE_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCluster:
+    """The file's content. generation: the newest that has entered `main`, -1 before the first. step: saved by then."""
+
+    version: int
+    address: str
+    workers: int
+    job: str
+    generation: int = -1
+    step: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAnyVersion:
+    version: int = 0
+
+
+class ClusterState:
+    """The directory of `cluster`. One thread."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._directory = directory_of(cluster.path)
+        self._state = self._directory / "state.json"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[KeptCluster]:
+        """What there is, or what a new cluster begins with; nobody else schedules meanwhile.
+
+        BusyError if somebody does, ConfigError for the path of another cluster, FormatError for a file that is damaged
+        or newer, StorageError.
+        """
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot create {self._directory}: {error.strerror}", errno=error.errno or 0) from error
+        with contextlib.ExitStack() as stack:
+            if not stack.enter_context(LockFile(self._directory / "state.lock").held()):
+                raise BusyError(
+                    f"another scheduler runs with MS_RECOVERY_PATH={self._cluster.path}: end it first, or give this "
+                    "cluster a path of its own"
+                )
+            yield self._read()
+
+    def write(self, kept: KeptCluster) -> None:
+        """Durable on return. StorageError."""
+        write_file(self._state, msgspec.json.encode(kept), replace=True)
+
+    def token(self) -> str:
+        """The cluster's; drawn by its first scheduler. StorageError."""
+        path = token_path(self._cluster.path)
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text(encoding="ascii")
+        write_file(path, secrets.token_hex(16).encode(), replace=True)
+        return path.read_text(encoding="ascii")
+
+    def remove(self) -> None:
+        """The cluster has come to its end; the next one with this path is another one."""
+        for path in (self._state, token_path(self._cluster.path)):
+            path.unlink(missing_ok=True)
+
+    def _read(self) -> KeptCluster:
+        cluster = self._cluster
+        try:
+            raw = self._state.read_bytes()
+        except FileNotFoundError:
+            return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}")
+        except OSError as error:
+            raise StorageError(f"cannot read {self._state}: {error.strerror}", errno=error.errno or 0) from error
+        try:
+            if msgspec.json.decode(raw, type=_OfAnyVersion).version > VERSION:
+                raise FormatError(
+                    f"{self._state} was written by a newer lastwords: start the scheduler with that one, or give this "
+                    "cluster another MS_RECOVERY_PATH"
+                )
+            kept = msgspec.json.decode(raw, type=KeptCluster)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise FormatError(
+                f"{self._state} is damaged ({error}): if no worker of this cluster runs any more, remove it; training "
+                "then goes on from the newest checkpoint"
+            ) from error
+        for what, there, here in (
+            ("at", kept.address, cluster.address),
+            ("of so many workers:", kept.workers, cluster.workers),
+        ):
+            if there != here:
+                raise ConfigError(
+                    f"MS_RECOVERY_PATH={cluster.path} belongs to a cluster {what} {there}, and this one is {what} "
+                    f"{here}: give it a path of its own, or remove {self._directory} once that cluster has ended"
+                )
+        return kept
+
+
+def directory_of(path: Path) -> Path:
+    """The scheduler's directory below MS_RECOVERY_PATH."""
+    return path / "cluster"
+
+
+def token_path(path: Path) -> Path:
+    """Where the processes of a cluster find its token."""
+    return directory_of(path) / "token"

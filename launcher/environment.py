@@ -1,0 +1,99 @@
+"""The variables that make a process part of a dynamic cluster; their names and values are MindSpore's.
+
+MS_ROLE             MS_SCHED or MS_WORKER; without it the process is no part of a cluster
+MS_WORKER_NUM       how many workers there are
+MS_SCHED_HOST       address of the scheduler's host
+MS_SCHED_PORT       the scheduler's port there
+MS_RECOVERY_PATH    a directory that all processes of the cluster see, for this cluster alone
+MS_ENABLE_RECOVERY  1: workers and scheduler may be started again; else the first death ends the job
+MS_NODE_ID          name of the worker, under which it rejoins; a number below MS_WORKER_NUM becomes its rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lastwords.errors import ConfigError
+
+ROLE, WORKERS, HOST, PORT = "MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT"
+PATH, RECOVERY, NODE = "MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY", "MS_NODE_ID"
+
+SCHEDULER, WORKER = "MS_SCHED", "MS_WORKER"
+
+PORT_MAX = 65535
+NODE_CHARS_MAX = 200
+
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "RANK")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the environment says. node: "" where the scheduler is to choose."""
+
+    role: str
+    workers: int
+    host: str
+    port: int
+    path: Path
+    recovery: bool
+    node: str = ""
+
+    @property
+    def address(self) -> str:
+        """Of the scheduler, as people write it."""
+        return f"{self.host}:{self.port}"
+
+
+def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
+    """None where MS_ROLE is not set; ConfigError that names what is missing or contradicts itself.
+
+    role: what the caller is, whatever MS_ROLE says.
+
+    >>> cluster_of({}) is None
+    True
+    >>> some = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "8", "MS_SCHED_HOST": "node-1", "MS_SCHED_PORT": "8118"}
+    >>> cluster_of({**some, "MS_RECOVERY_PATH": "/shared/recovery"}).address
+    'node-1:8118'
+    """
+    said = environ.get(ROLE, "")
+    if not (said or role):
+        return None
+    if said and role and said != role:
+        raise ConfigError(
+            f"{ROLE} is {said}, and `lastwords scheduler` is {role}: leave {ROLE} out, or set it to {role}"
+        )
+    role = role or said
+    if role not in (SCHEDULER, WORKER):
+        raise ConfigError(f"{ROLE} is {role!r}; it is {SCHEDULER} or {WORKER}")
+    if (launcher := next((name for name in _LAUNCHERS if name in environ), None)) is not None and role == WORKER:
+        raise ConfigError(
+            f"{ROLE} is set, and so is {launcher}, by a launcher: start each process of a cluster by itself, or unset "
+            f"{ROLE} under `lastwords run` and torchrun"
+        )
+    missing = [name for name in (WORKERS, HOST, PORT, PATH) if not environ.get(name)]
+    if missing:
+        raise ConfigError(f"{ROLE} is {role}, and {', '.join(missing)} not set: docs/cluster.md")
+    recovery = environ.get(RECOVERY, "0")
+    if recovery not in ("0", "1"):
+        raise ConfigError(f"{RECOVERY} is {recovery!r}; it is 0 or 1")
+    node = environ.get(NODE, "") if role == WORKER else ""
+    if len(node) > NODE_CHARS_MAX or not node.isprintable():
+        raise ConfigError(f"{NODE} has {len(node)} characters; it is a printable name of {NODE_CHARS_MAX} at most")
+    return Cluster(
+        role,
+        _number(environ, WORKERS, 1, None),
+        environ[HOST],
+        _number(environ, PORT, 1, PORT_MAX),
+        Path(environ[PATH]).absolute(),
+        recovery == "1",
+        node,
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:
+    text = environ[name]
+    if text.isascii() and text.isdigit() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    raise ConfigError(f"{name} is {text!r}; it is a number from {least}{'' if most is None else f' to {most}'}")

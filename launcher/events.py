@@ -1,0 +1,145 @@
+"""What happens to the ranks of a job (events), and what is done about it (effects): what core.py takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lastwords.launcher.versions import Ask, Sources
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """`rank` is not in `main`, holds no group, and waits.
+
+    step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl, where it
+    knows that. sources: a digest of the user's code that it has imported.
+    """
+
+    rank: int
+    step: int = 0
+    record: str = ""
+    sources: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """`rank` has been in `main` in this generation since before this launcher was there; it repeats what it has said.
+
+    begun: so has its loop.
+    """
+
+    rank: int
+    generation: int
+    begun: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The training loop of `rank` has begun after `step`, so a controller looks after it."""
+
+    rank: int
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """`rank` has ended its first step in this generation; nothing follows from that."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The training loop of `rank` has come to its end, and nobody looks after it any more."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A signal holds the process of `rank`."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The launcher of another host cannot be reached any more."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process of `rank` has ended. code: as of `Popen.returncode`."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Waiting | Sources | Inside | Begun | Updated | Over | Ended | Stopped | Lost | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a process for `rank`; where a spare is ready, that one."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """All ranks wait: they enter `main` in this generation. port: of its store, which the shell makes.
+
+    step: the newest one that is known to be saved: where the loop has to go on.
+    """
+
+    generation: int
+    port: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """`rank` leaves `main`; no controller will tell it."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the process of `rank`."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """For people: the others wait for `rank`. what: it has not done; seconds: until it is killed (None: it is not)."""
+
+    rank: int
+    what: str
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Whether the process of `rank` is stopped, which `Stopped` answers; else it may write a checkpoint."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Nothing is healed any more. failure: why; None where all ranks have ended well."""
+
+    failure: str | None
+
+
+Effect = Start | Enter | Ask | Abandon | Kill | Awaited | Look | Stop

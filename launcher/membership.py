@@ -1,0 +1,281 @@
+"""A worker's way to the scheduler of its cluster, which may be killed and come back at any time.
+
+To the rest of the process it is a launcher that never ends: the other end of a socket pair, with the messages of
+link.py. A thread passes on what comes from either side; where the scheduler has gone, it asks for it again and again,
+and repeats what the next one has to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from lastwords.clock import mono_s
+from lastwords.errors import ConfigError, FormatError, UnavailableError
+from lastwords.launcher.cluster_state import token_path
+from lastwords.launcher.environment import Cluster
+from lastwords.launcher.head import keep_alive
+from lastwords.launcher.link import Lines, send
+from lastwords.launcher.scheduler import proof_of
+from lastwords.liveness import process_id
+from lastwords.optim_wrapper.trainer import protect
+from lastwords.processor.departure import EXIT_NOT_SAVED
+
+_log = logging.getLogger(__name__)
+
+JOIN_S = 600.0
+"""How long a worker waits for a scheduler, and for its name to become free, before its first step or out of `main`."""
+
+ANSWER_S = 10.0
+AGAIN_S = 0.5
+NOTICE_S = 10.0
+FAREWELL_S = 30.0
+"""How long a worker that has come to its end waits for a scheduler to tell it."""
+
+
+@dataclass(slots=True)
+class _Stand:
+    """What a scheduler has to hear from this process if it knows nothing. inside: generation whose `main` runs."""
+
+    inside: int | None = None
+    said: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The newest message of each kind since then."""
+
+    def entered(self, generation: int) -> None:
+        self.inside = generation
+        self.said.clear()
+
+    def note(self, message: dict[str, Any]) -> None:
+        kind = next((one for one in ("waiting", "begun", "over", "done") if one in message), None)
+        if kind == "waiting":
+            self.inside = None
+            self.said.clear()
+        if kind is not None:
+            self.said[kind] = message
+
+    def repeated(self) -> list[dict[str, Any]]:
+        inside = [] if self.inside is None else [{"inside": self.inside, "begun": "begun" in self.said}]
+        return [*inside, *(message for kind, message in self.said.items() if kind != "begun")]
+
+
+class Membership:
+    """This process in `cluster`; it is a rank of it on return, and the environment says so.
+
+    Raises ConfigError where the scheduler refuses it, UnavailableError where there is none.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._name = cluster.node
+        self._process = process_id.this_process("")
+        self._stand = _Stand()
+        self._lines = Lines()
+        self._link: socket.socket | None = None
+        self.launcher, self._near = socket.socketpair()
+        self._done = threading.Event()
+        self._told = threading.Event()
+        self._lost_s: float | None = None
+        self._said = False
+        self._join()
+        self._thread = threading.Thread(target=self._run, name="lastwords-scheduler", daemon=True)
+        self._thread.start()
+
+    def done(self) -> None:
+        """`main` has come to its end: the scheduler hears of it, if one comes in time."""
+        with contextlib.suppress(OSError):
+            send(self.launcher, {"done": True})
+        if not self._told.wait(FAREWELL_S):
+            sys.stderr.write(
+                f"lastwords: the scheduler at {self._cluster.address} has not heard that rank "
+                f"{os.environ.get('RANK')} is done: it will wait for it\n"
+            )
+
+    # ------------------------------------------------------------------ to become a member
+
+    def _join(self) -> None:
+        begun_s = told_s = mono_s()
+        while True:
+            try:
+                answer = self._apply()
+                if "admitted" in answer:
+                    return self._take_place(answer)
+                why, later = f"the scheduler refuses this worker: {answer['refused']}", bool(answer["later"])
+                if not later:
+                    raise ConfigError(why)
+            except (OSError, FormatError, KeyError) as error:
+                why = f"there is no scheduler: {error}"
+            now_s = mono_s()
+            if now_s - begun_s > JOIN_S:
+                raise UnavailableError(
+                    f"no place in the cluster at {self._cluster.address} after {JOIN_S:g} s: {why}"
+                ) from None
+            if now_s - told_s > NOTICE_S:
+                told_s = now_s
+                _log.warning("waiting for the scheduler at %s: %s", self._cluster.address, why)
+            time.sleep(AGAIN_S)
+
+    def _take_place(self, answer: dict[str, Any]) -> None:
+        cluster, self._name = self._cluster, str(answer["name"])
+        os.environ.update(
+            RANK=str(answer["admitted"]),
+            WORLD_SIZE=str(cluster.workers),
+            MASTER_ADDR=cluster.host,
+            TORCHELASTIC_RUN_ID=str(answer["job"]),
+        )
+
+    def _apply(self) -> dict[str, Any]:
+        """The scheduler's answer; the connection is `_link` if it is good. OSError, FormatError."""
+        token = token_path(self._cluster.path).read_text(encoding="ascii")
+        link = socket.create_connection((self._cluster.host, self._cluster.port), ANSWER_S)
+        try:
+            _refuse_itself(link)
+            keep_alive(link)
+            lines, messages = Lines(), list[dict[str, Any]]()
+            nonce = str(_next(link, lines, messages)["nonce"])
+            application = {
+                "name": self._name,
+                "host": self._process.host_id,
+                "pid": self._process.pid,
+                "start_ticks": self._process.start_ticks,
+                "workers": self._cluster.workers,
+            }
+            send(link, {"apply": application, "proof": proof_of(token, nonce, application)})
+            answer = _next(link, lines, messages)
+            if "admitted" in answer:
+                for message in self._stand.repeated():
+                    send(link, message)
+                link.settimeout(None)
+                self._link, self._lines, link = link, lines, None  # type: ignore[assignment]
+                for message in messages:
+                    self._obey(message)
+            return answer
+        finally:
+            if link is not None:
+                link.close()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._near, selectors.EVENT_READ)
+            watched: socket.socket | None = None
+            from_worker = Lines()
+            while not self._done.is_set():
+                if watched is not self._link and self._link is not None:
+                    selector.register(self._link, selectors.EVENT_READ)
+                    watched = self._link
+                ready = {key.fileobj for key, _ in selector.select(None if self._link is not None else AGAIN_S)}
+                if self._near in ready and not self._from_worker(from_worker):
+                    return
+                if watched is not None and watched in ready and not self._from_scheduler():
+                    selector.unregister(watched)
+                    watched.close()
+                    watched = self._link = None
+                    self._lost_s = mono_s()
+                if self._link is None and not self._done.is_set():
+                    self._ask_again()
+
+    def _from_worker(self, lines: Lines) -> bool:
+        try:
+            data = self._near.recv(65536)
+        except OSError:
+            data = b""
+        for message in lines.feed(data):
+            if "controller" in message:  # there is none that waits: the rank starts it itself
+                send(self._near, {"controller": None, "asked": message["asked"]})
+                continue
+            self._stand.note(message)
+            if self._link is not None:
+                with contextlib.suppress(OSError):
+                    send(self._link, message)
+                    if "done" in message:
+                        self._told.set()
+        return bool(data)
+
+    def _from_scheduler(self) -> bool:
+        assert self._link is not None
+        try:
+            data = self._link.recv(65536)
+            messages = self._lines.feed(data)
+        except (OSError, FormatError):
+            return False
+        for message in messages:
+            self._obey(message)
+        return bool(data)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if "end" in message:
+            sys.stderr.write(f"lastwords: rank {os.environ['RANK']} is ended by the scheduler: {message['end']}\n")
+            os._exit(EXIT_NOT_SAVED)
+        if "enter" in message:
+            self._stand.entered(int(message["enter"]))
+            os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(message["local"]), str(message["local_size"])
+            protect.use_address(str(message["rank_0"]))
+        with contextlib.suppress(OSError):
+            send(self._near, message)
+        if "dismissed" in message:
+            self._done.set()
+            self._told.set()
+            self._near.close()
+            if "stop" in message:
+                sys.stderr.write(f"lastwords: the scheduler has given up: {message['stop']}\n")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _ask_again(self) -> None:
+        assert self._lost_s is not None
+        try:
+            answer = self._apply()
+        except (OSError, FormatError, KeyError) as error:
+            answer = {"refused": f"there is none: {error}", "later": True}
+        if "admitted" in answer:
+            if self._said:
+                _log.warning("the scheduler at %s is there again", self._cluster.address)
+            self._said = False
+            if "done" in self._stand.said:
+                self._told.set()
+            return
+        if not answer.get("later"):
+            sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer['refused']}\n")
+            os._exit(EXIT_NOT_SAVED)
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "rank %s has lost the scheduler at %s; training goes on, and it is asked for", os.environ["RANK"],
+                self._cluster.address,
+            )  # fmt: skip
+        if self._stand.inside is None and mono_s() - self._lost_s > JOIN_S:
+            sys.stderr.write(f"lastwords: there was no scheduler at {self._cluster.address} for {JOIN_S:g} s\n")
+            self._done.set()
+            self._near.close()
+
+
+def _refuse_itself(link: socket.socket) -> None:
+    """OSError for a connection whose two ends are one: it keeps the scheduler from its port.
+
+    TCP makes one where nobody listens and the port, being in the range of `ip_local_port_range`, is chosen for the
+    end here as well; whoever asks a thousand times meets that some day. It is reset: TIME_WAIT would keep the port.
+    """
+    if link.getsockname() == link.getpeername():
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def _next(link: socket.socket, lines: Lines, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The next message of a connection."""
+    while not messages:
+        data = link.recv(65536)
+        if not data:
+            raise FormatError("the connection was closed")
+        messages += lines.feed(data)
+    return messages.pop(0)

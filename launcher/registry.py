@@ -1,0 +1,132 @@
+"""Which process is which rank of a dynamic cluster, pure: applications come in, verdicts go out.
+
+A worker has a name, and a name has a rank for the life of the cluster. A name changes hands only once the process that
+has it is known to be dead, which can be known on the scheduler's own host alone, or has been silent for SILENCE_S: a
+process that only lost its connection for a moment would else be two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+SILENCE_S = 30.0
+"""How long nothing may come from a process of another host, without a connection, until its name is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Of a worker. host: as of `process_id.host_id`; start_ticks: with them a pid is not mistaken for a later one."""
+
+    host: str
+    pid: int
+    start_ticks: int
+
+
+@dataclass(slots=True)
+class Member:
+    """The process that is `rank`. linked: a connection to it is open. silent_since_s: else, since when it is not."""
+
+    rank: int
+    process: Process
+    linked: bool = False
+    silent_since_s: float = 0.0
+    over: bool = False
+    """Its end is known, or taken for granted."""
+    done: bool = False
+    """It has come to the end of `main`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The process is `rank` from now on, under this name. anew: another process was it before, or none."""
+
+    name: str
+    rank: int
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """It is not. later: it may apply again, since whoever has the name may be about to end."""
+
+    why: str
+    later: bool = False
+
+
+@dataclass(slots=True)
+class Registry:
+    """The members of a cluster of so many workers, by name."""
+
+    workers: int
+    members: dict[str, Member] = field(default_factory=dict)
+
+    def apply(
+        self, name: str, process: Process, workers: int, now_s: float, runs: Callable[[Process], bool | None]
+    ) -> Admitted | Refused:
+        """A process wants to be a worker. name: "" for any. runs: whether a process does; None where nobody knows."""
+        if workers != self.workers:
+            return Refused(f"it was started for {workers} workers, and the cluster has {self.workers} (MS_WORKER_NUM)")
+        name = name or self._any_name(process, now_s, runs)
+        if not name:
+            return Refused(f"all {self.workers} workers are there", later=True)
+        member = self.members.get(name)
+        if member is None:
+            return self._begin(name, process, now_s)
+        if member.process != process:
+            if (why := self._is_taken(member, now_s, runs)) is not None:
+                return Refused(f"{name!r} is taken by {why}", later=True)
+            self.members[name] = Member(member.rank, process, silent_since_s=now_s)
+            return Admitted(name, member.rank, anew=True)
+        if member.over:
+            return Refused(f"{name!r} was silent for {SILENCE_S:g} s and counts as dead; start it again")
+        return Admitted(name, member.rank, anew=False)
+
+    def ended(self, now_s: float, runs: Callable[[Process], bool | None]) -> list[int]:
+        """Ranks whose processes have ended, or count as dead from now on; each once."""
+        found = []
+        for member in self.members.values():
+            if not (member.over or member.done or member.linked) and self._is_taken(member, now_s, runs) is None:
+                member.over = True
+                found.append(member.rank)
+        return found
+
+    def _begin(self, name: str, process: Process, now_s: float) -> Admitted | Refused:
+        taken = {member.rank for member in self.members.values()}
+        free = [rank for rank in range(self.workers) if rank not in taken]
+        if not free:
+            names = ", ".join(map(repr, [*self.members][:8]))
+            return Refused(f"{name!r} is no worker of this cluster; its {self.workers} workers are {names}")
+        wanted = int(name) if name.isascii() and name.isdigit() else -1
+        rank = wanted if wanted in free else free[0]
+        self.members[name] = Member(rank, process, silent_since_s=now_s)
+        return Admitted(name, rank, anew=True)
+
+    def _any_name(self, process: Process, now_s: float, runs: Callable[[Process], bool | None]) -> str:
+        """For a process that has none: its own from before, one that nobody ever had, one of a dead process."""
+        for name, member in self.members.items():
+            if member.process == process:
+                return name
+        if len(self.members) < self.workers:
+            taken = {member.rank for member in self.members.values()}
+            return next(
+                str(rank) for rank in range(self.workers) if rank not in taken and str(rank) not in self.members
+            )
+        free = [name for name, one in self.members.items() if self._is_taken(one, now_s, runs) is None]
+        return min(free, key=lambda name: self.members[name].rank, default="")
+
+    def _is_taken(self, member: Member, now_s: float, runs: Callable[[Process], bool | None]) -> str | None:
+        """By whom; None if its process is dead, or has been silent for so long."""
+        if member.over or member.done:
+            return None
+        process = member.process
+        running = runs(process)
+        if running is False:
+            return None
+        who = f"process {process.pid}"
+        if running:
+            return f"{who}, which runs"
+        if member.linked:
+            return f"{who} of another host, which is connected"
+        silent_s = now_s - member.silent_since_s
+        return f"{who} of another host, silent for {silent_s:.0f} of {SILENCE_S:g} s" if silent_s < SILENCE_S else None

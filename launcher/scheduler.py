@@ -1,0 +1,373 @@
+"""The scheduler of a dynamic cluster: the head of a job whose workers are started, and started again, by somebody else.
+
+It decides as the launcher does (core.py), keeps what the next scheduler needs, and carries the stores in which each
+generation meets. A worker's process comes over TCP and shows that it knows the cluster's token:
+
+    to a process:    {"nonce": n}
+    from it:         {"apply": {"name", "host", "pid", "start_ticks", "workers"}, "proof": HMAC of both with the token}
+    to it:           {"refused": why, "later": whether it may apply again} or {"admitted": rank, "name", "job"}
+
+From then on both say what a launcher and its workers say (link.py); besides, a worker that comes back says first
+{"inside": generation, "begun": true or false} if it is in `main`, and {"done": true} at the end of `main`. An order to
+enter carries "local", "local_size" and "rank_0": where rank 0's host is. {"end": why} ends a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+from typing import Any
+
+import msgspec
+
+from lastwords.clock import mono_s
+from lastwords.errors import ConfigError, FormatError, StorageError
+from lastwords.launcher.cluster_state import ClusterState, KeptCluster
+from lastwords.launcher.environment import Cluster
+from lastwords.launcher.events import (
+    Abandon,
+    Awaited,
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Event,
+    Inside,
+    Kill,
+    Look,
+    Lost,
+    Over,
+    Start,
+    Stop,
+    Stopped,
+    Updated,
+    Waiting,
+)
+from lastwords.launcher.head import Connection, Head, keep_alive
+from lastwords.launcher.link import send
+from lastwords.launcher.recovery import UNKNOWN_CODE
+from lastwords.launcher.registry import Admitted, Member, Process, Registry
+from lastwords.launcher.roster import Place
+from lastwords.launcher.versions import Ask, Sources
+from lastwords.liveness import process_id
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+"""Between two looks at processes that have no connection."""
+
+NOTICE_S = 30.0
+"""Between two lines about those for whom all others wait."""
+
+FAREWELL_S = 10.0
+"""How long workers may take to hear that the cluster has ended."""
+
+STRANGERS_MAX = 512
+BACKLOG = 4096
+NAMED_MAX = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Apply:
+    name: str
+    host: str
+    pid: int
+    start_ticks: int
+    workers: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Application:
+    apply: _Apply
+    proof: str
+
+
+def proof_of(token: str, nonce: str, application: dict[str, Any]) -> str:
+    """That whoever sends `application` in answer to `nonce` knows the token. An older one proves nothing."""
+    said = json.dumps([nonce, application], sort_keys=True).encode()
+    return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
+
+
+def schedule(cluster: Cluster) -> int:
+    """Runs the scheduler until all workers have come to their end; exit code 0, or 1 if nothing is healed any more.
+
+    Raises ConfigError (address, path of another cluster), BusyError (a scheduler runs), FormatError and StorageError
+    (state).
+    """
+    state = ClusterState(cluster)
+    with state.held() as kept, selectors.DefaultSelector() as selector:
+        scheduler = Scheduler(cluster, state, kept, selector)
+        result = scheduler.run()
+        if result.failure is None:
+            state.remove()
+            return 0
+    _log.error("nothing is healed any more: %s", result.failure)
+    return 1
+
+
+class Scheduler:
+    """One thread: that of `selector`. kept: what the scheduler before it has left."""
+
+    def __init__(
+        self, cluster: Cluster, state: ClusterState, kept: KeptCluster, selector: selectors.BaseSelector
+    ) -> None:
+        self._cluster, self._state, self._kept = cluster, state, kept
+        self._selector = selector
+        self._host = process_id.host_id()
+        now_s = mono_s()
+        self._registry = Registry(cluster.workers, dict(kept.members.items()))
+        for one in self._registry.members.values():
+            one.linked, one.silent_since_s, one.over = False, now_s, False
+        self._token = state.token()
+        self._links: dict[int, _Link] = {}
+        self._strangers: list[_Link] = []
+        self._result: Stop | None = None
+        self._told_s = now_s
+        self._head = Head(cluster.workers, 0, cluster.host, start_s=None)
+        self._head.has_host(range(cluster.workers), self._obey)
+        self._server = _listen(cluster)
+        selector.register(self._server, selectors.EVENT_READ, self._accept)
+        _log.warning("scheduler of %d workers at %s", cluster.workers, cluster.address)
+        if kept.generation >= 0:
+            self._head.take_over(kept.generation, kept.step)
+            for one in self._registry.members.values():
+                if one.done:
+                    self._head.hear(Ended(one.rank, 0))
+
+    def run(self) -> Stop:
+        """Until nothing is left to decide."""
+        while self._result is None:
+            self._turn(self._head.due_in_s)
+            self._look()
+            self._head.tick()
+        for link in self._links.values():
+            link.tell({"dismissed": True, **({"stop": self._result.failure} if self._result.failure else {})})
+        until_s = mono_s() + FAREWELL_S
+        while any(link.open for link in self._links.values()) and mono_s() < until_s:
+            self._turn(LOOK_S)
+        self.close()
+        return self._result
+
+    def close(self) -> None:
+        """Nobody is heard any more."""
+        for link in (*self._links.values(), *self._strangers):
+            link.close()
+        self._server.close()
+
+    def _turn(self, due_in_s: float | None) -> None:
+        for key, _ in self._selector.select(min(LOOK_S, LOOK_S if due_in_s is None else due_in_s)):
+            key.data()
+
+    # ------------------------------------------------------------------ who is there
+
+    def _accept(self) -> None:
+        try:
+            link, _ = self._server.accept()
+            keep_alive(link)
+        except OSError as error:
+            return _log.warning("a connection could not be taken: %s", error)
+        self._strangers = [one for one in self._strangers if one.open and one.rank is None]
+        if len(self._strangers) >= STRANGERS_MAX:
+            self._strangers.pop(0).close()
+        self._strangers.append(_Link(link, self._selector, self))
+
+    def apply(self, link: _Link, message: dict[str, Any]) -> None:
+        """A process introduces itself. FormatError if it does not know the token."""
+        try:
+            application = msgspec.convert(message, _Application)
+        except msgspec.ValidationError as error:
+            raise FormatError(f"no application: {error}") from error
+        wanted = proof_of(self._token, link.nonce, dataclasses.asdict(application.apply))
+        if not hmac.compare_digest(wanted, application.proof):
+            _log.warning("a process at %s does not know the token of this cluster; it is not heard", link.peer)
+            raise FormatError("no proof")
+        who = application.apply
+        process = Process(who.host, who.pid, who.start_ticks)
+        self._look()
+        verdict = self._registry.apply(who.name, process, who.workers, mono_s(), self._runs)
+        if not isinstance(verdict, Admitted):
+            link.tell({"refused": verdict.why, "later": verdict.later})
+            return
+        if verdict.anew and self._head.core.place(verdict.rank) is not Place.STARTING:
+            self._head.hear(Ended(verdict.rank, UNKNOWN_CODE))
+        if verdict.anew:
+            self._keep()
+        self._admit(link, verdict)
+
+    def _admit(self, link: _Link, verdict: Admitted) -> None:
+        older = self._links.pop(verdict.rank, None)
+        if older is not None:
+            older.rank = None
+            older.close()
+        link.rank, self._links[verdict.rank] = verdict.rank, link
+        self._member(verdict.rank).linked = True
+        link.tell({"admitted": verdict.rank, "name": verdict.name, "job": self._kept.job})
+        if verdict.anew:
+            _log.warning("worker %r has come, as rank %d", verdict.name, verdict.rank)
+
+    def lost(self, link: _Link) -> None:
+        """The connection to a worker is gone; that alone says nothing about its process."""
+        if link.rank is not None and self._links.get(link.rank) is link:
+            del self._links[link.rank]
+            member = self._member(link.rank)
+            member.linked, member.silent_since_s = False, mono_s()
+
+    def _look(self) -> None:
+        """Who has ended? And for whom does everybody wait?"""
+        now_s = mono_s()
+        for rank in self._registry.ended(now_s, self._runs):
+            if self._head.core.place(rank) is not Place.STARTING:
+                self._report(Ended(rank, UNKNOWN_CODE))
+        if now_s - self._told_s >= NOTICE_S:
+            self._told_s = now_s
+            missing = [r for r in range(self._cluster.workers) if self._head.core.place(r) is Place.STARTING]
+            if missing:
+                named = ", ".join(map(str, missing[:NAMED_MAX])) + (" ..." if len(missing) > NAMED_MAX else "")
+                _log.warning("waiting for workers to be started: ranks %s", named)
+
+    def _runs(self, process: Process) -> bool | None:
+        if process.host != self._host:
+            return None
+        return process_id.runs(process.pid, process.start_ticks)
+
+    def _member(self, rank: int) -> Member:
+        return next(one for one in self._registry.members.values() if one.rank == rank)
+
+    # ------------------------------------------------------------------ what is said and done
+
+    def hear(self, rank: int, message: dict[str, Any]) -> None:
+        """What a worker says."""
+        if "inside" in message:
+            self._report(Inside(rank, int(message["inside"]), bool(message["begun"])))
+        elif "waiting" in message:
+            self._report(Waiting(rank, int(message["waiting"]), str(message["record"]), str(message["sources"])))
+        elif "sources" in message:
+            self._report(Sources(rank, message["sources"]))
+        elif "begun" in message:
+            self._report(Begun(rank, int(message["begun"])))
+        elif "updated" in message:
+            self._report(Updated(rank))
+        elif "over" in message:
+            self._report(Over(rank))
+        elif "done" in message:
+            self._member(rank).done = True
+            self._keep()
+            self._report(Ended(rank, 0))
+
+    def _report(self, event: Event) -> None:
+        if isinstance(event, Ended) and event.code and not self._cluster.recovery:
+            event = Lost(f"rank {event.rank} has ended, and MS_ENABLE_RECOVERY is not 1")
+        self._head.hear(event)
+
+    def _obey(self, effect: Effect) -> None:
+        match effect:
+            case Start(rank):
+                name = next(name for name, one in self._registry.members.items() if one.rank == rank)
+                _log.warning(
+                    "rank %d has ended; all wait for it: start it again with its environment, MS_NODE_ID=%s", rank, name
+                )
+                self._told_s = mono_s()
+            case Enter(generation, port, step):
+                self._kept = dataclasses.replace(self._kept, generation=generation, step=step)
+                self._keep()
+                self._tell_to_enter(generation, port, step)
+            case Ask(rank):
+                self._tell(rank, {"sources": True})
+            case Abandon(rank):
+                self._tell(rank, {"abandon": True})
+            case Kill(rank, why):
+                _log.warning("rank %d is ended: %s", rank, why)
+                self._tell(rank, {"end": why})
+                process = self._member(rank).process
+                if self._runs(process):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(process.pid, signal.SIGKILL)
+            case Awaited(rank, what):
+                _log.warning("rank %d %s; all others wait for it", rank, what)
+            case Look(rank):
+                process = self._member(rank).process
+                if self._runs(process) and process_id.is_stopped(process.pid):
+                    self._report(Stopped(rank))
+            case Stop():
+                self._result = effect
+
+    def _tell_to_enter(self, generation: int, port: int, step: int) -> None:
+        by_host: dict[str, list[int]] = {}
+        for one in sorted(self._registry.members.values(), key=lambda one: one.rank):
+            by_host.setdefault(one.process.host, []).append(one.rank)
+        near = self._member(0).process.host == self._host or 0 not in self._links
+        rank_0 = self._cluster.host if near else self._links[0].peer
+        for ranks in by_host.values():
+            for local, rank in enumerate(ranks):
+                place = {"local": local, "local_size": len(ranks), "rank_0": rank_0}
+                self._tell(rank, {"enter": generation, "port": port, "step": step, **place})
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        if rank in self._links:
+            self._links[rank].tell(message)
+
+    def _keep(self) -> None:
+        """For the next scheduler. Training goes on without one, too."""
+        self._kept = dataclasses.replace(self._kept, members=self._registry.members)
+        try:
+            self._state.write(self._kept)
+        except StorageError as error:
+            _log.error("a scheduler that is started after this one will not know all workers: %s", error)
+
+
+class _Link:
+    """A connection: to a stranger first, to the process of a rank once it has applied."""
+
+    def __init__(self, link: socket.socket, selector: selectors.BaseSelector, scheduler: Scheduler) -> None:
+        self.rank: int | None = None
+        self.nonce = secrets.token_hex(16)
+        self.peer = str(link.getpeername()[0]).removeprefix("::ffff:")
+        self._link, self._scheduler = link, scheduler
+        self._connection = Connection(link, selector, self._hear)
+        self.tell({"nonce": self.nonce})
+
+    @property
+    def open(self) -> bool:
+        """Whether anything may still come."""
+        return self._connection.open
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self._connection.close()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """To the process; if it has gone, that is seen where it is read."""
+        with contextlib.suppress(OSError):
+            send(self._link, message)
+
+    def _hear(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            self._scheduler.lost(self)
+        elif self.rank is None:
+            self._scheduler.apply(self, message)
+        else:
+            try:
+                self._scheduler.hear(self.rank, message)
+            except (KeyError, TypeError, ValueError) as error:
+                raise FormatError(f"a message of rank {self.rank} is not understood: {error}") from error
+
+
+def _listen(cluster: Cluster) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", cluster.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    except OSError as error:
+        raise ConfigError(
+            f"the scheduler cannot listen at {cluster.address}: {os.strerror(error.errno or 0)}; choose another "
+            "MS_SCHED_PORT for all processes of the cluster, or end what uses it"
+        ) from error

@@ -1,0 +1,167 @@
+"""A dynamic cluster: workers and scheduler are killed and started again one by one, and nothing differs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import Port
+from tests.launcher import test_heal
+from tests.launcher.test_heal import ROOT, SCRIPT, check_equal, environment
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+RANKS = 3
+STEPS = 150
+WAIT_S = 200.0
+"""Many times what a whole run takes."""
+
+
+class Cluster:
+    """Processes of one cluster, each in a log of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+        self._port = Port()
+        self._environment = {
+            **environment(),
+            "MS_WORKER_NUM": str(RANKS),
+            "MS_SCHED_HOST": "127.0.0.1",
+            "MS_SCHED_PORT": str(self._port.number),
+            "MS_ENABLE_RECOVERY": "1",
+            "MS_RECOVERY_PATH": str(directory / "recovery"),
+        }
+        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.scheduler = self.start_scheduler()
+
+    def start_scheduler(self, **environ: str) -> subprocess.Popen[bytes]:
+        """Or start it again."""
+        self.scheduler = self._start(
+            "scheduler", ["-m", "lastwords.cli", "scheduler"], {"MS_ROLE": "MS_SCHED", **environ}
+        )
+        return self.scheduler
+
+    def start(self, rank: int, *deaths: str, **environ: str) -> subprocess.Popen[bytes]:
+        """Or start it again; deaths: as healed_training takes them."""
+        given = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), **environ}
+        arguments = ["-m", SCRIPT, str(self.directory), str(STEPS), *deaths]
+        self.workers[rank] = self._start(f"worker-{rank}", arguments, given)
+        return self.workers[rank]
+
+    def _start(self, name: str, arguments: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        with (self.directory / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *arguments], env={**self._environment, **environ}, cwd=ROOT, stdout=log, stderr=log
+            )
+
+    def said(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.directory.glob("*.log")))
+
+    def wait(self, *ranks: int, codes: tuple[int, ...] = (0,)) -> None:
+        for rank in ranks:
+            assert self.workers[rank].wait(WAIT_S) in codes, self.said()
+
+    def wait_for_step(self, step: int) -> None:
+        """Until rank 2, which nobody kills, has ended this step."""
+        until_s = time.monotonic() + WAIT_S
+        while self.step() < step:
+            assert time.monotonic() < until_s, self.said()
+            time.sleep(0.01)
+
+    def step(self) -> int:
+        path = self.directory / "trace-2"
+        return int(path.read_text().split("\n")[-2].split()[0]) if path.exists() and path.stat().st_size else 0
+
+    def kill(self, *processes: subprocess.Popen[bytes]) -> None:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            assert process.wait(WAIT_S) == -signal.SIGKILL, self.said()
+
+    def finish(self) -> None:
+        self.wait(*range(RANKS))
+        assert self.scheduler.wait(WAIT_S) == 0, self.said()
+        assert not (self.directory / "recovery" / "cluster" / "state.json").exists()
+
+    def end(self) -> None:
+        for process in (self.scheduler, *self.workers.values()):
+            process.kill()
+            process.wait(WAIT_S)
+        self._port.release()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path / "cluster")
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same script under torchrun, where nobody dies."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    test_heal.run(directory, launcher=("torch.distributed.run",), ranks=RANKS, steps=STEPS)
+    return directory
+
+
+@pytest.mark.thorough
+def test_workers_are_killed_and_started_again(cluster: Cluster, undisturbed: Path) -> None:
+    plan = ("1:5:bwd", "0:9:win")
+    for rank in range(RANKS):
+        cluster.start(rank, *plan)
+    for rank in (1, 0):
+        cluster.wait(rank, codes=(-signal.SIGKILL,))
+        cluster.start(rank, *plan)
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, {0: 1, 1: 1})
+
+
+def test_training_goes_on_without_its_scheduler_and_the_next_one_heals(cluster: Cluster, undisturbed: Path) -> None:
+    for rank in range(RANKS):
+        cluster.start(rank)
+    cluster.wait_for_step(3)
+    cluster.kill(cluster.scheduler)
+    cluster.wait_for_step(cluster.step() + 10)
+    cluster.start_scheduler()
+    cluster.kill(cluster.workers[1])
+    cluster.start(1)
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, {1: 1})
+
+
+@pytest.mark.thorough
+def test_a_worker_and_the_scheduler_are_killed_at_once(cluster: Cluster, undisturbed: Path) -> None:
+    for rank in range(RANKS):
+        cluster.start(rank)
+    cluster.wait_for_step(3)
+    cluster.kill(cluster.scheduler, cluster.workers[0])
+    cluster.start(0)  # it waits for the scheduler, as the others do
+    cluster.start_scheduler()
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, {0: 1})
+
+
+def test_a_cluster_that_is_killed_whole_goes_on_from_its_newest_checkpoint(cluster: Cluster, undisturbed: Path) -> None:
+    plan = ("1:5:bwd",)
+    for rank in range(RANKS):
+        cluster.start(rank, *plan)
+    cluster.wait(1, codes=(-signal.SIGKILL,))
+    cluster.start(1, *plan)
+    cluster.wait_for_step(12)
+    cluster.kill(cluster.scheduler, *cluster.workers.values())
+    for rank in range(RANKS):
+        cluster.start(rank, *plan)
+    cluster.start_scheduler()
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, {0: 1, 1: 2, 2: 1})
+    repeated = [line.split()[0] for line in (cluster.directory / "trace-2").read_text().splitlines()]
+    assert repeated.count("6") == 2, "after step 5, which was saved"
+    assert repeated.count("5") == 1

@@ -1,0 +1,140 @@
+"""Names of workers: who gets them, and when they change hands. All orders of a few applications, with broken rules."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from lastwords.launcher.registry import SILENCE_S, Admitted, Process, Refused, Registry
+from tests import golden
+
+HERE, THERE = "here", "there"
+FIRST, SECOND, THIRD = (Process(HERE, pid, 1) for pid in (11, 12, 13))
+FAR, FARTHER = Process(THERE, 21, 1), Process(THERE, 22, 1)
+
+
+class Host:
+    """Which processes run, as the scheduler's host knows it."""
+
+    def __init__(self, *running: Process) -> None:
+        self.running = {*running}
+
+    def __call__(self, process: Process) -> bool | None:
+        return process in self.running if process.host == HERE else None
+
+
+def test_a_number_is_a_rank_and_other_names_take_what_is_free() -> None:
+    registry, runs = Registry(3), Host(FIRST, SECOND, THIRD)
+    assert registry.apply("2", FIRST, 3, 0.0, runs) == Admitted("2", 2, anew=True)
+    assert registry.apply("left", SECOND, 3, 0.0, runs) == Admitted("left", 0, anew=True)
+    assert registry.apply("", THIRD, 3, 0.0, runs) == Admitted("1", 1, anew=True)
+    assert registry.apply("left", SECOND, 3, 9.0, runs) == Admitted("left", 0, anew=False), "it has come back"
+    assert registry.apply("", THIRD, 3, 9.0, runs) == Admitted("1", 1, anew=False)
+
+
+def refused(verdict: Admitted | Refused, *, later: bool) -> None:
+    assert isinstance(verdict, Refused)
+    assert verdict.later == later
+    golden.says(verdict.why)
+
+
+def test_who_is_refused_and_why() -> None:
+    registry, runs = Registry(2), Host(FIRST, SECOND)
+    registry.apply("0", FIRST, 2, 0.0, runs)
+    refused(registry.apply("1", SECOND, 3, 0.0, runs), later=False)
+    refused(registry.apply("0", SECOND, 2, 0.0, runs), later=True)
+    registry.apply("1", FAR, 2, 0.0, runs)
+    refused(registry.apply("7", SECOND, 2, 0.0, runs), later=False)
+    refused(registry.apply("", SECOND, 2, 0.0, runs), later=True)
+
+
+def test_on_the_same_host_a_name_is_free_at_once() -> None:
+    registry, runs = Registry(1), Host(FIRST)
+    registry.apply("0", FIRST, 1, 0.0, runs)
+    assert registry.ended(0.0, runs) == []
+    runs.running = {SECOND}
+    assert registry.ended(0.0, runs) == [0]
+    assert registry.ended(0.0, runs) == [], "once"
+    assert registry.apply("0", SECOND, 1, 0.0, runs) == Admitted("0", 0, anew=True)
+
+
+def test_of_another_host_a_name_is_free_after_a_silence() -> None:
+    registry, runs = Registry(1), Host()
+    registry.apply("0", FAR, 1, 0.0, runs)
+    registry.members["0"].linked = True
+    refused(registry.apply("0", FARTHER, 1, 1e6, runs), later=True)
+    registry.members["0"].linked, registry.members["0"].silent_since_s = False, 1e6
+    refused(registry.apply("0", FARTHER, 1, 1e6 + SILENCE_S - 1, runs), later=True)
+    assert registry.apply("0", FAR, 1, 1e6 + SILENCE_S - 1, runs) == Admitted("0", 0, anew=False)
+    assert registry.ended(1e6 + SILENCE_S, runs) == [0]
+    refused(registry.apply("0", FAR, 1, 1e6 + SILENCE_S, runs), later=False)
+    assert registry.apply("0", FARTHER, 1, 1e6 + SILENCE_S, runs) == Admitted("0", 0, anew=True)
+
+
+def test_a_process_that_has_done_its_work_is_not_waited_for() -> None:
+    registry, runs = Registry(1), Host(FIRST)
+    registry.apply("0", FIRST, 1, 0.0, runs)
+    registry.members["0"].done = True
+    assert registry.ended(1e6, Host()) == []
+
+
+def double(registry: Registry, runs: Host) -> list[str]:
+    """Ranks that two processes have, as far as each has been told, while both may run."""
+    wrong = []
+    for name, member in registry.members.items():
+        if member.over and member.process in runs.running and member.process.host == HERE:
+            wrong.append(f"{name} is over and runs")
+    return wrong
+
+
+def schedules(registry: Registry) -> Iterator[list[str]]:
+    """Every order of applications by three processes, deaths and silences; what was wrong in each."""
+    acts = [
+        ("apply", "0", FIRST),
+        ("apply", "0", SECOND),
+        ("apply", "", THIRD),
+        ("die", "", FIRST),
+        ("look", "", FIRST),
+    ]
+    for order in itertools.permutations(acts):
+        here, runs, now_s = copy.deepcopy(registry), Host(FIRST, SECOND, THIRD), 0.0
+        holder: dict[int, Process] = {}
+        wrong: list[str] = []
+        for act, name, process in order:
+            now_s += SILENCE_S / 2
+            if act == "die":
+                runs.running.discard(process)
+            elif act == "look":
+                here.ended(now_s, runs)
+            elif isinstance(verdict := here.apply(name, process, 2, now_s, runs), Admitted):
+                before = holder.get(verdict.rank)
+                if before not in (None, process) and before in runs.running:
+                    wrong.append(f"rank {verdict.rank} is {before} and {process}")
+                holder[verdict.rank] = process
+            wrong += double(here, runs)
+        yield wrong
+
+
+def test_no_rank_ever_is_two_processes_that_run() -> None:
+    assert not [wrong for wrong in schedules(Registry(2)) if wrong]
+
+
+class Generous(Registry):
+    """Gives a name away while its process may live."""
+
+    def _is_taken(self, *_: object) -> str | None:
+        return None
+
+
+def test_a_broken_rule_is_found() -> None:
+    assert [wrong for wrong in schedules(Generous(2)) if wrong]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_names_given_by_the_registry_do_not_meet_those_that_people_give(workers: int) -> None:
+    registry, runs = Registry(workers), Host()
+    ranks = [registry.apply("", Process(THERE, pid, 1), workers, 0.0, runs) for pid in range(workers)]
+    assert [one.rank for one in ranks if isinstance(one, Admitted)] == [*range(workers)]

@@ -1,0 +1,259 @@
+"""A cluster's core when its scheduler is killed and started again at every point: all schedules of small jobs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.events import Abandon, Begun, Effect, Ended, Enter, Inside, Kill, Start, Tick, Waiting
+from lastwords.launcher.roster import END_S, Place
+
+KILLED = -9
+Rule = Callable[[int], LauncherCore]
+
+
+def new_core(ranks: int) -> LauncherCore:
+    return LauncherCore(tuple(range(ranks)), start_s=None)
+
+
+@dataclass
+class World:
+    """Processes that people start, and a scheduler that may be gone. A process: as in test_core."""
+
+    make: Rule
+    core: LauncherCore | None
+    deaths_left: int
+    schedulers_left: int
+    process: list[str]
+    entered: list[int]
+    begun: list[bool]
+    told: list[bool]
+    unseen: list[bool]
+    """The process before this one, or this one, has ended, and this scheduler has not heard of it."""
+    linked: list[bool]
+    kept: int = -1
+    somebody_died: bool = False
+    wrong: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def new(ranks: int, deaths: int, schedulers: int, make: Rule) -> World:
+        no = [False] * ranks
+        return World(
+            make, make(ranks), deaths, schedulers, ["starting"] * ranks, [-1] * ranks, [*no], [*no], [*no], [*no]
+        )  # fmt: skip
+
+    def key(self) -> str:
+        core = self.core
+        known = core and (
+            core._ranks,
+            core.generation,
+            core._failures,
+            core._deaths,
+            core._healing,
+            core._leaving,
+            core._failed_loop,
+            core.stopped,
+        )
+        facts = self.process, self.entered, self.begun, self.told, self.unseen, self.linked, self.kept
+        return repr((known, self.deaths_left, self.schedulers_left, facts))
+
+    def handle(self, event: Waiting | Inside | Begun | Ended | Tick, now_s: float = 0.0) -> None:
+        if self.core is None:
+            return
+        for effect in self.core.handle(event, now_s):
+            self.obey(effect)
+
+    def obey(self, effect: Effect) -> None:
+        match effect:
+            case Abandon(rank):
+                if self.linked[rank]:
+                    if self.told[rank] and all(self.begun):
+                        self.wrong.append(f"rank {rank} is told to leave while it saves")
+                    self.told[rank] = True
+            case Kill(rank):
+                if not self.somebody_died:
+                    self.wrong.append(f"rank {rank} is killed, though nobody had died")
+                self.die(rank)
+            case Enter(generation):
+                self.kept = generation
+                for rank, process in enumerate(self.process):
+                    if process == "main":
+                        self.wrong.append(f"rank {rank} is in {self.entered[rank]} when {generation} begins")
+                    if self.entered[rank] >= generation:
+                        self.wrong.append(f"rank {rank} was in {self.entered[rank]}, and {generation} begins")
+                    self.process[rank], self.entered[rank] = "main", generation
+                    self.begun[rank] = self.told[rank] = False
+            case _:
+                pass
+
+    def trains(self) -> bool:
+        return all(self.begun) and set(self.process) == {"main"}
+
+    def die(self, rank: int) -> None:
+        if self.process[rank] in ("gone", "done"):
+            return
+        protected = self.trains()
+        self.somebody_died = True
+        self.process[rank], self.unseen[rank], self.linked[rank] = "gone", True, False
+        if protected:
+            self.told = [process == "main" for process in self.process]
+
+    # ------------------------------------------------------------------ what may happen
+
+    def moves(self) -> Iterator[Callable[[World], None]]:
+        if self.core is None:
+            yield World.start_scheduler
+        elif self.schedulers_left:
+            yield World.kill_scheduler
+        for rank, process in enumerate(self.process):
+            if self.deaths_left and process in ("starting", "waiting", "main"):
+                yield lambda world, rank=rank: world.kill(rank)
+            if self.core is not None and self.unseen[rank]:
+                yield lambda world, rank=rank: world.see(rank)
+            if process == "gone":
+                yield lambda world, rank=rank: world.start(rank)
+            elif process == "starting" and self.core is not None:
+                yield lambda world, rank=rank: world.arrive(rank)
+            elif process in ("waiting", "main") and self.core is not None and not self.linked[rank]:
+                yield lambda world, rank=rank: world.link(rank)
+            elif process == "main" and self.told[rank]:
+                yield lambda world, rank=rank: world.leave(rank)
+            elif process == "main" and not self.begun[rank] and set(self.process) == {"main"}:
+                yield lambda world, rank=rank: world.begin(rank)
+
+    def kill_scheduler(self) -> None:
+        self.core, self.schedulers_left = None, self.schedulers_left - 1
+        self.linked = [False] * len(self.linked)
+
+    def start_scheduler(self) -> None:
+        self.core = self.make(len(self.process))
+        if self.kept >= 0:
+            self.core.take_over(self.kept, 0)
+        self.unseen = [self.kept >= 0 and process in ("gone", "starting") for process in self.process]
+
+    def kill(self, rank: int) -> None:
+        self.deaths_left -= 1
+        self.die(rank)
+
+    def see(self, rank: int) -> None:
+        assert self.core is not None
+        self.unseen[rank] = False
+        if self.core.place(rank) is not Place.STARTING:
+            self.handle(Ended(rank, KILLED))
+
+    def start(self, rank: int) -> None:
+        self.process[rank] = "starting"
+
+    def arrive(self, rank: int) -> None:
+        """It registers: what became of the process before it is known then."""
+        if self.unseen[rank]:
+            self.see(rank)
+        self.linked[rank] = True
+        self.leave(rank)
+
+    def leave(self, rank: int) -> None:
+        self.process[rank], self.begun[rank], self.told[rank] = "waiting", False, False
+        if self.linked[rank]:
+            self.handle(Waiting(rank))
+
+    def link(self, rank: int) -> None:
+        """A process that was there before this scheduler repeats itself."""
+        self.linked[rank], self.unseen[rank] = True, False
+        if self.process[rank] == "main":
+            self.handle(Inside(rank, self.entered[rank], self.begun[rank]))
+        else:
+            self.handle(Waiting(rank))
+
+    def begin(self, rank: int) -> None:
+        self.begun[rank] = True
+        if self.linked[rank]:
+            self.handle(Begun(rank))
+
+
+def late(world: World) -> None:
+    world.handle(Tick(), END_S * 2)
+
+
+def explore(ranks: int, deaths: int, schedulers: int, make: Rule) -> tuple[int, list[str]]:
+    """Distinct states, and what was wrong in them."""
+    first = World.new(ranks, deaths, schedulers, make)
+    seen, queue, wrong = {first.key()}, [first], list[str]()
+    while queue and len(wrong) < 20:
+        world = queue.pop()
+        moves = [*world.moves()]
+        trains = world.trains() and all(world.linked)
+        if world.core is not None and not world.core.stopped and (trains or not moves):
+            after = copy.deepcopy(world)
+            late(after)
+            moves += [late] if after.key() != world.key() else []
+            if not moves and not trains:
+                wrong.append(f"stuck: {world.process}, {[one.place for one in world.core._ranks.ranks.values()]}")
+        for move in moves:
+            after = copy.deepcopy(world)
+            move(after)
+            wrong += after.wrong
+            if after.key() not in seen:
+                seen.add(after.key())
+                queue.append(after)
+    return len(seen), wrong
+
+
+@pytest.mark.parametrize(
+    ("ranks", "deaths", "schedulers"),
+    [
+        (2, 1, 1),
+        (2, 2, 1),
+        pytest.param(2, 2, 2, marks=pytest.mark.thorough),
+        pytest.param(3, 1, 1, marks=pytest.mark.thorough),
+    ],
+)
+def test_in_every_schedule_all_ranks_enter_together(ranks: int, deaths: int, schedulers: int) -> None:
+    states, wrong = explore(ranks, deaths, schedulers, new_core)
+    print(f"{ranks} ranks, {deaths} deaths, {schedulers} schedulers that die: {states} states")
+    assert wrong == []
+
+
+class Forgetful(LauncherCore):
+    """Knows nothing of what the scheduler before it has done."""
+
+    def take_over(self, generation: int, step: int) -> None:
+        pass
+
+
+class Careless(LauncherCore):
+    """Takes the loops of all ranks for not begun."""
+
+    def take_over(self, generation: int, step: int) -> None:
+        super().take_over(generation, step)
+        for rank in self.world:
+            self._ranks.note(rank, begun=False)
+
+
+class Trusting(LauncherCore):
+    """Leaves ranks alone that have not begun, though others wait."""
+
+    def _inside(self, rank: int, generation: int, begun: bool, now_s: float) -> list[Effect]:
+        super()._inside(rank, generation, begun, now_s)
+        return []
+
+    def _tick(self, now_s: float) -> list[Effect]:
+        return []
+
+
+@pytest.mark.parametrize("broken", [Forgetful, Careless, Trusting])
+def test_a_broken_rule_is_found(broken: type[LauncherCore]) -> None:
+    assert explore(2, 1, 1, lambda ranks: broken(tuple(range(ranks)), start_s=None))[1]
+
+
+def test_a_rank_that_people_start_is_waited_for_without_end() -> None:
+    core = new_core(2)
+    for event in (Waiting(0), Waiting(1), Begun(0), Begun(1)):
+        core.handle(event, 0.0)
+    assert core.handle(Ended(1, KILLED), 1.0)[:1] == [Start(1)]
+    core.handle(Waiting(0, 7), 2.0)
+    assert [effect for effect in core.handle(Tick(), 1e9) if isinstance(effect, Kill)] == []
+    assert core.handle(Waiting(1), 1e9 + 1) == [Enter(1, step=7)]
