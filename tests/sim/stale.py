@@ -129,6 +129,7 @@ def _inject_above(world: TimedWorld, rank: int, report: Report) -> None:
     if not world.controller_lives or (type(report) is Hello and rank not in world.known):
         return  # the first Hello of a rank is taken, whoever says it
     world.tell("fault", f"the controller gets {report}")
+    world.controller._remembering([to_controller.Reply(Notice(0, ""))])  # a death that could be kept later is kept now
     before = fingerprint(world.controller)
     effects = world.controller.handle(to_controller.FromRank(report), world.controller_now_s())
     _compare(world, f"controller, {report}", before, fingerprint(world.controller), effects, _HARMLESS_ABOVE)
