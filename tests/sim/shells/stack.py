@@ -66,7 +66,7 @@ NAME = "job"
 ADDRESS = ("127.0.0.1", 29400)
 KEEPALIVE_S = 1.8
 SILENT_S = 1.5
-OLDER, OLDER_STEP, AHEAD_NS = OlderJob(NAME, generation=0), 100, 10**19
+OLDER, OLDER_STEP, AHEAD_NS = OlderJob(NAME, generation=0), 100, 9 * 10**18
 """What the job had left in its fallback directory in an earlier generation, at a step that it then went back from.
 (In one directory it would make no difference: a publication is stamped later than all that it sees.)"""
 
