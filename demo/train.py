@@ -55,7 +55,7 @@ def main() -> None:
     net = five_layers(args.hidden)
     model = DDP(net)
     torch.manual_seed(args.seed + 1 + rank)  # dropout differs from rank to rank
-    digits = lastwords.keep("digits", load_training_set)  # once per process, also under `lastwords run`
+    digits = lastwords.keep("digits", load_training_set)  # loaded once per process
     sampler: DistributedSampler[Any] = DistributedSampler(digits, seed=args.seed, drop_last=True)
     loader = DataLoader(digits, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
@@ -88,4 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    lastwords.keep("digits", load_training_set)  # a spare process has them before it is needed
     lastwords.run(main)
