@@ -112,7 +112,7 @@ def table(strategies: tuple[Strategy, ...], seeds: int) -> str:
             mtbf_s = years * YEAR_S / ranks
             shares = [statistics.fmean(simulate(one, mtbf_s, seed) for seed in range(seeds)) for one in strategies]
             cells = " | ".join(f"{share:.3%}" for share in shares)
-            lines.append(f"| {years:g} years | {ranks} | {86_400 / mtbf_s:.1f} | {cells} |")
+            lines.append(f"| {years:g} year{'s' if years > 1 else ''} | {ranks} | {86_400 / mtbf_s:.1f} | {cells} |")
     return "\n".join(lines)
 
 

@@ -28,6 +28,7 @@ from lastwords.launcher.events import (
     Event,
     Kill,
     Look,
+    Lost,
     Over,
     Start,
     Stop,
@@ -141,7 +142,7 @@ class Host:
         """An order of the head of the job."""
         match effect:
             case Start(rank):
-                self._start(rank)
+                self._try(f"no process can be started for rank {rank}", lambda: self._start(rank))
             case Enter(generation, port, step):
                 for rank in self.processes:
                     self._tell(rank, {"enter": generation, "port": port, "step": step})
@@ -214,12 +215,12 @@ class Host:
         self._try(f"process {process.pid} cannot be watched", watch)
 
     def _try(self, failure: str, act: Callable[[], None], tries: int = 1) -> None:
-        """`act`, once more after a pause where something is short. OSError if it is so all the time."""
+        """`act`, once more after a pause where something is short. The job ends if it is so all the time."""
         try:
             act()
         except OSError as error:
             if error.errno not in SHORTAGES or tries > SHORTAGE_TRIES_MAX:
-                raise
+                return self._report(Lost(f"{failure}: {error}"))
             self._say_once(f"{failure}: {error}; it is tried again for {SHORTAGE_TRIES_MAX * SHORTAGE_PAUSE_S:g} s")
             self._later.append((mono_s() + SHORTAGE_PAUSE_S, lambda: self._try(failure, act, tries + 1)))
 
@@ -342,14 +343,10 @@ class Host:
             with contextlib.suppress(OSError):  # it has just died, which its pidfd tells
                 send(spare.link, {"become": context.envs[local], "stdout": out, "stderr": err})
         else:
-            try:
-                process = Process(
-                    context.entrypoint, context.args[local], context.envs[local], None, None, local,
-                    context._numa_options, out=out, err=err,
-                )  # fmt: skip
-            except OSError as error:
-                self._say_once(f"no process can be started for rank {rank}: {error}; it is tried again a few times")
-                return self._report(Ended(rank, 1))
+            process = Process(
+                context.entrypoint, context.args[local], context.envs[local], None, None, local,
+                context._numa_options, out=out, err=err,
+            )  # fmt: skip
         context.subprocess_handlers[local] = process
         self.processes[rank] = process.proc
         self.codes.pop(rank, None)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lastwords.launcher import host as module
-from lastwords.launcher.events import Awaited, Event, Look, Stopped
+from lastwords.launcher.events import Awaited, Event, Look, Lost, Start, Stopped
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
 from lastwords.launcher.processes import ended_badly
 from tests import golden
@@ -170,16 +170,38 @@ def test_what_is_short_is_waited_for_and_said_once(host: Host, clock: Clock, cap
     golden.says("\n".join(caplog.messages))
 
 
-def test_a_shortage_that_lasts_and_any_other_failure_are_errors(host: Host, clock: Clock) -> None:
-    with pytest.raises(PermissionError):
-        host._try("process 7 cannot be watched", Shortage(1, errno.EPERM))
+def test_a_shortage_that_lasts_and_any_other_failure_end_the_job(
+    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Event] = []
+    monkeypatch.setattr(host, "_report", reports.append)
+    host._try("process 7 cannot be watched", Shortage(1, errno.EPERM))
     host._try("process 7 cannot be watched", Shortage(module.SHORTAGE_TRIES_MAX + 1))
     for _ in range(module.SHORTAGE_TRIES_MAX - 1):
         clock.now_s += module.SHORTAGE_PAUSE_S
         host.tick()
+    assert len(reports) == 1
     clock.now_s += module.SHORTAGE_PAUSE_S
-    with pytest.raises(OSError, match="Errno"):
+    host.tick()
+    golden.says("\n".join(report.why for report in reports if isinstance(report, Lost)))
+
+
+def test_a_replacement_that_cannot_be_started_for_want_of_processes_is_started_later(
+    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Event] = []
+    monkeypatch.setattr(host, "_report", reports.append)
+    start, shortage = module.Process, Shortage(3, errno.EAGAIN)
+    monkeypatch.setattr(module, "Process", lambda *what, **how: (shortage(), start(*what, **how))[1])
+    host._context.stdouts = host._context.stderrs = {0: ""}
+    host._context.error_files = {0: os.devnull}
+    host.obey(Start(0))
+    while not shortage.done:
+        assert host.due_in_s == pytest.approx(module.SHORTAGE_PAUSE_S)
+        clock.now_s += module.SHORTAGE_PAUSE_S
         host.tick()
+    assert reports == [], "a process that never was has not ended"
+    assert host.processes[0].pid == 1
 
 
 def test_a_connection_that_cannot_be_taken_is_taken_later(
