@@ -20,12 +20,12 @@ import msgspec
 
 from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.errors import BusyError, ConfigError, FormatError, StorageError
+from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.registry import Member
 
 VERSION = 1
-STATE_BYTES_MAX = 64 << 20
+TOKEN_CHARS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,11 @@ class ClusterState:
         write_file(self._state, msgspec.json.encode(kept), replace=True)
 
     def token(self) -> str:
-        """The cluster's; drawn by its first scheduler. StorageError."""
+        """The cluster's; drawn by its first scheduler. StorageError, FormatError."""
         path = token_path(self._cluster.path)
-        with contextlib.suppress(FileNotFoundError):
-            return path.read_text(encoding="ascii")
-        write_file(path, secrets.token_hex(16).encode(), replace=True)
-        return path.read_text(encoding="ascii")
+        if not path.exists():
+            write_file(path, secrets.token_hex(TOKEN_CHARS // 2).encode(), replace=True)
+        return read_token(self._cluster.path)
 
     def remove(self) -> None:
         """The cluster has come to its end; the next one with this path is another one."""
@@ -105,14 +104,14 @@ class ClusterState:
                     "cluster another MS_RECOVERY_PATH"
                 )
             kept = msgspec.json.decode(raw, type=KeptCluster)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no text
             raise FormatError(
                 f"{self._state} is damaged ({error}): if no worker of this cluster runs any more, remove it; training "
                 "then goes on from the newest checkpoint"
             ) from error
         for what, there, here in (
             ("at", kept.address, cluster.address),
-            ("of so many workers:", kept.workers, cluster.workers),
+            ("with MS_WORKER_NUM", kept.workers, cluster.workers),
         ):
             if there != here:
                 raise ConfigError(
@@ -130,3 +129,23 @@ def directory_of(path: Path) -> Path:
 def token_path(path: Path) -> Path:
     """Where the processes of a cluster find its token."""
     return directory_of(path) / "token"
+
+
+def read_token(path: Path) -> str:
+    """The cluster's token, below MS_RECOVERY_PATH.
+
+    UnavailableError where there is none, StorageError if it cannot be read, FormatError for what is no token.
+    """
+    file = token_path(path)
+    try:
+        token = file.read_bytes()
+    except FileNotFoundError:
+        raise UnavailableError(
+            f"MS_RECOVERY_PATH={path} has no cluster yet: its scheduler has not started, or was started with another "
+            "MS_RECOVERY_PATH"
+        ) from None
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}", errno=error.errno or 0) from error
+    if len(token) != TOKEN_CHARS or not token.isalnum():
+        raise FormatError(f"{file} is damaged: remove it, and start the scheduler and all workers again")
+    return token.decode("ascii")

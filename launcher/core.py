@@ -100,7 +100,7 @@ class LauncherCore:
         """
         self.generation, self._step, self._healing = generation, step, False
         for rank in self.world:
-            self._is_inside(rank, begun=True)
+            self._is_inside(rank, begun=True, loops=1)
 
     def place(self, rank: int) -> Place:
         """Where this rank's process is."""
@@ -114,12 +114,12 @@ class LauncherCore:
             case Waiting(rank, sources=version) if not self._versions.knows(version):
                 self._held[rank] = event
                 return [Ask(one) for one in self._versions.hold(rank, version)]
-            case Waiting(rank, step):
-                return self._waiting(rank, step, now_s)
+            case Waiting():
+                return self._waiting(event, now_s)
             case Sources(rank, files):
                 return self._compare(rank, files, now_s)
-            case Inside(rank, generation, begun):
-                return self._inside(rank, generation, begun, now_s)
+            case Inside():
+                return self._inside(event, now_s)
             case Over(rank):
                 return self._loop_over(rank)
             case Begun(rank, step):
@@ -144,18 +144,20 @@ class LauncherCore:
             case Tick():
                 return self._tick(now_s)
 
-    def _waiting(self, rank: int, step: int, now_s: float) -> list[Effect]:
-        one = self._ranks[rank]
-        self._progress(step)
+    def _waiting(self, event: Waiting, now_s: float) -> list[Effect]:
+        rank, one = event.rank, self._ranks[event.rank]
+        self._progress(event.step)
         if one.place is Place.KILLED:
             return []  # it has said so before it ends
         effects = [] if self._healing else self._over(rank, now_s)
         if self.stopped:
             return effects
+        self.generation = max(self.generation, event.entered + 1)
         has_left = one.place is Place.IN_MAIN
         self._ranks.note(rank, begun=False)
         self._ranks.put(rank, Place.WAITING)
-        one.known, one.failed_starts = True, 0
+        one.failed_starts = 0
+        self._ranks.know(rank)
         if has_left and self._renews():
             effects.append(self._kill(rank, AGAIN_AND_AGAIN, now_s))
         elif self._ranks.are_all(Place.WAITING):
@@ -163,6 +165,8 @@ class LauncherCore:
         elif has_left and not self._leaving:
             self._leaving = True
             self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
+        elif not has_left and self._ranks.are_any(Place.IN_MAIN):
+            effects += self._recall(now_s)
         elif self.generation == 0:
             for _, other in self._ranks.at(Place.STARTING):
                 if other.due_s is None and other.told_s is None and not other.known:
@@ -178,23 +182,40 @@ class LauncherCore:
             )
         return [effect for one in released for effect in self.handle(self._held.pop(one), now_s)]
 
-    def _is_inside(self, rank: int, *, begun: bool) -> None:
+    def _is_inside(self, rank: int, *, begun: bool, loops: int) -> None:
         self._ranks.put(rank, Place.IN_MAIN)
         self._ranks.note(rank, begun=begun)
         one = self._ranks[rank]
-        one.known, one.trained, one.loops = True, begun, int(begun)
+        one.trained, one.loops = loops > 0, loops
+        self._ranks.know(rank)
 
-    def _inside(self, rank: int, generation: int, begun: bool, now_s: float) -> list[Effect]:
-        if self._ranks[rank].place is Place.KILLED:
+    def _inside(self, event: Inside, now_s: float) -> list[Effect]:
+        if self._ranks[event.rank].place is Place.KILLED:
             return []
-        self.generation = max(self.generation, generation)
-        self._is_inside(rank, begun=begun)
+        self._is_inside(event.rank, begun=event.begun, loops=event.loops)
+        if self._ranks.are_all(Place.IN_MAIN):
+            # Also where this launcher thought otherwise, since what the one before it had kept was lost.
+            self._healing = False
         if not self._healing:
+            self.generation = max(self.generation, event.generation)
             return []
-        if begun:
-            self._ranks.due(self._ranks[rank], now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
+        self.generation = max(self.generation, event.generation + 1)
+        return self._recall(now_s)
+
+    def _recall(self, now_s: float) -> list[Effect]:
+        """Some ranks are in `main`, let in by another launcher, and others are not: once all have been heard of.
+
+        Whoever has not been may be in `main` as well, and training.
+        """
+        inside = [*self._ranks.at(Place.IN_MAIN)]
+        if not self._ranks.all_known() or all(one.due_s is not None for _, one in inside):
             return []
-        return [self._abandon(other, now_s) for other, _ in self._ranks.at(Place.IN_MAIN)]
+        if not all(one.begun for _, one in inside):
+            return [self._abandon(rank, now_s) for rank, _ in inside]
+        for _, one in inside:
+            if one.due_s is None:
+                self._ranks.due(one, now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
+        return []
 
     def _abandon(self, rank: int, now_s: float) -> Effect:
         self._ranks.due(self._ranks[rank], now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
@@ -322,9 +343,13 @@ class LauncherCore:
             if one.start_s is not None and now_s >= one.start_s:
                 effects.append(self._start_now(rank, now_s))
             elif one.due_s is not None and now_s >= one.due_s:
-                if one.place is Place.KILLED:
+                if one.place is not Place.KILLED:
+                    effects.append(self._kill(rank, f"it {what} in time", now_s))
+                elif self.start_s is not None:
                     return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
-                effects.append(self._kill(rank, f"it {what} in time", now_s))
+                else:  # it may be stopped, on a host of its own
+                    self._ranks.due(one, None)
+                    effects.append(Awaited(rank, "was told to end, and has not", None))
             elif one.told_s is not None and now_s >= one.told_s:
                 seconds = None if one.due_s is None else one.due_s - now_s
                 if one.place is Place.IN_MAIN and seconds is not None and seconds > LEAVE_S:

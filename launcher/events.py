@@ -12,25 +12,28 @@ class Waiting:
     """`rank` is not in `main`, holds no group, and waits.
 
     step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl, where it
-    knows that. sources: a digest of the user's code that it has imported.
+    knows that. sources: a digest of the user's code that it has imported. entered: the newest generation in which this
+    process was in `main`; -1: none.
     """
 
     rank: int
     step: int = 0
     record: str = ""
     sources: str = ""
+    entered: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
     """`rank` has been in `main` in this generation since before this launcher was there; it repeats what it has said.
 
-    begun: so has its loop.
+    begun: so has its loop. loops: how many have, this one included.
     """
 
     rank: int
     generation: int
     begun: bool
+    loops: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,16 +166,13 @@ class Listener:
         self._server.close()
 
     def _accept(self) -> None:
-        try:
-            link, peer = self._server.accept()
-            keep_alive(link)
-        except OSError as error:
-            return _log.warning("a connection could not be taken: %s", error)
+        if (link := accepted(self._server)) is None:
+            return
         self._strangers = [(one, who) for one, who in self._strangers if one.open and not who.known]
         if len(self._strangers) >= STRANGERS_MAX:
             self._strangers.pop(0)[0].close()
         self._links = [one for one in self._links if one.fileno() >= 0] + [link]
-        introduction = _Introduction(self._head, self._token, link, peer[0])
+        introduction = _Introduction(self._head, self._token, link, link.getpeername()[0])
         self._strangers.append((Connection(link, self._selector, introduction), introduction))
 
 
@@ -319,6 +316,18 @@ def _reach(invitation: Callable[[], str]) -> tuple[socket.socket, str]:
 def _send(link: socket.socket, what: Event | Effect) -> None:
     with contextlib.suppress(OSError):  # its end is seen where it is read
         send(link, to_message(what))
+
+
+def accepted(server: socket.socket) -> socket.socket | None:
+    """A connection that somebody has made; None where that fails, after a pause: there may be no descriptor left."""
+    try:
+        link, _ = server.accept()
+        keep_alive(link)
+        return link
+    except OSError as error:
+        _log.warning("a connection could not be taken: %s", error)
+        time.sleep(AGAIN_S)
+        return None
 
 
 def keep_alive(link: socket.socket) -> None:

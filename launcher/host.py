@@ -34,9 +34,8 @@ from lastwords.launcher.events import (
     Stop,
     Stopped,
     Updated,
-    Waiting,
 )
-from lastwords.launcher.link import SPARE, Lines, send
+from lastwords.launcher.link import SPARE, Lines, send, waiting_of
 from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
 from lastwords.launcher.standby import Standby
 from lastwords.launcher.versions import Ask, Sources
@@ -273,7 +272,7 @@ class Host:
         if "ready" in message and who.spare is not None:
             who.spare.ready = True
         elif who.rank is not None and "waiting" in message:
-            self._report(Waiting(who.rank, int(message["waiting"]), str(message["record"]), str(message["sources"])))
+            self._report(waiting_of(who.rank, message))
         elif who.rank is not None and "sources" in message:
             self._report(Sources(who.rank, message["sources"]))
         elif who.rank is not None and "begun" in message:

@@ -1,12 +1,13 @@
 """JSON lines: between a host's launcher and its workers (a Unix socket), and between the launchers of hosts (TCP).
 
 From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "record": path of incidents.jsonl or "",
-"sources": one digest}, {"sources": digests by path} where it is asked, {"begun": step after which its loop goes on},
-{"updated": true} after its first step, {"over": true} after the loop, {"state": path of what a controller of this host
-keeps for the one that follows it}, {"controller": work, "asked": number}.
+"sources": one digest, "entered": its newest generation or -1}, {"sources": digests by path} where it is asked,
+{"begun": step after which its loop goes on}, {"updated": true} after its first step, {"over": true} after the loop,
+{"state": path of what a controller of this host keeps for the one that follows it}, {"controller": work, "asked":
+number}.
 To a worker: {"sources": true}, {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter":
 generation, "port": p, "step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more,
-and {"controller": [pid, answer] or null, "asked": number}.
+{"controller": [pid, answer] or null, "asked": number}, and {"lost": true} where the scheduler of a cluster has gone.
 Between hosts: {"token": t} once, then events to the head of the job and effects from there (events.py), with "kind".
 """
 
@@ -54,6 +55,17 @@ _EFFECTS = (
 )
 
 
+def waiting_of(rank: int, message: dict[str, Any]) -> events.Waiting:
+    """What a worker says when it waits."""
+    return events.Waiting(
+        rank,
+        int(message["waiting"]),
+        str(message["record"]),
+        str(message["sources"]),
+        int(message["entered"]),
+    )
+
+
 def to_message(what: events.Event | events.Effect) -> dict[str, Any]:
     """What another host's launcher understands."""
     return {"kind": type(what).__name__, **dataclasses.asdict(what)}
@@ -98,7 +110,7 @@ class Lines:
 def _message(line: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no text
         raise FormatError(f"{line[:80]!r} is no message: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(f"{line[:80]!r} is no message")

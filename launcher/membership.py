@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lastwords.clock import mono_s
-from lastwords.errors import ConfigError, FormatError, UnavailableError
-from lastwords.launcher.cluster_state import token_path
+from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
+from lastwords.launcher.cluster_state import directory_of, read_token
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.head import keep_alive
 from lastwords.launcher.link import Lines, send
@@ -44,28 +44,40 @@ FAREWELL_S = 30.0
 """How long a worker that has come to its end waits for a scheduler to tell it."""
 
 
+_NO_ANSWER = (OSError, FormatError, StorageError, UnavailableError, KeyError)
+"""What asking a scheduler raises where there is none, or where it makes no sense."""
+
+
 @dataclass(slots=True)
 class _Stand:
     """What a scheduler has to hear from this process if it knows nothing. inside: generation whose `main` runs."""
 
     inside: int | None = None
+    outside_since_s: float = field(default_factory=mono_s)
+    """Since when no `main` runs, where that is so."""
+    loops: int = 0
+    """How many have begun in `main`."""
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The newest message of each kind since then."""
 
     def entered(self, generation: int) -> None:
-        self.inside = generation
+        self.inside, self.loops = generation, 0
         self.said.clear()
 
     def note(self, message: dict[str, Any]) -> None:
         kind = next((one for one in ("waiting", "begun", "over", "done") if one in message), None)
         if kind == "waiting":
-            self.inside = None
+            self.inside, self.outside_since_s = None, mono_s()
             self.said.clear()
+        elif kind == "begun":
+            self.loops += 1
+            self.said.pop("over", None)  # of the loop before
         if kind is not None:
             self.said[kind] = message
 
     def repeated(self) -> list[dict[str, Any]]:
-        inside = [] if self.inside is None else [{"inside": self.inside, "begun": "begun" in self.said}]
+        begun = {"begun": "begun" in self.said, "loops": self.loops}
+        inside = [] if self.inside is None else [{"inside": self.inside, **begun}]
         return [*inside, *(message for kind, message in self.said.items() if kind != "begun")]
 
 
@@ -80,6 +92,8 @@ class Membership:
         self._name = cluster.node
         self._process = process_id.this_process("")
         self._stand = _Stand()
+        self._rank: int | None = None
+        self._job = ""
         self._lines = Lines()
         self._link: socket.socket | None = None
         self.launcher, self._near = socket.socketpair()
@@ -97,8 +111,9 @@ class Membership:
             send(self.launcher, {"done": True})
         if not self._told.wait(FAREWELL_S):
             sys.stderr.write(
-                f"lastwords: the scheduler at {self._cluster.address} has not heard that rank "
-                f"{os.environ.get('RANK')} is done: it will wait for it\n"
+                f"lastwords: the scheduler at {self._cluster.address} could not be told that rank "
+                f"{os.environ.get('RANK')} is done; one that is started later waits for this rank: start the rank "
+                f"again, or remove {directory_of(self._cluster.path)}\n"
             )
 
     # ------------------------------------------------------------------ to become a member
@@ -111,9 +126,12 @@ class Membership:
                 if "admitted" in answer:
                     return self._take_place(answer)
                 why, later = f"the scheduler refuses this worker: {answer['refused']}", bool(answer["later"])
+                if answer["done"]:
+                    sys.stderr.write(f"lastwords: {answer['refused']}\n")
+                    raise SystemExit(0)  # so that nobody starts it once more
                 if not later:
                     raise ConfigError(why)
-            except (OSError, FormatError, KeyError) as error:
+            except _NO_ANSWER as error:
                 why = f"there is no scheduler: {error}"
             now_s = mono_s()
             if now_s - begun_s > JOIN_S:
@@ -126,17 +144,18 @@ class Membership:
             time.sleep(AGAIN_S)
 
     def _take_place(self, answer: dict[str, Any]) -> None:
-        cluster, self._name = self._cluster, str(answer["name"])
+        cluster, self._name, self._rank = self._cluster, str(answer["name"]), int(answer["admitted"])
+        self._job = str(answer["job"])
         os.environ.update(
-            RANK=str(answer["admitted"]),
+            RANK=str(self._rank),
             WORLD_SIZE=str(cluster.workers),
             MASTER_ADDR=cluster.host,
-            TORCHELASTIC_RUN_ID=str(answer["job"]),
+            TORCHELASTIC_RUN_ID=self._job,
         )
 
     def _apply(self) -> dict[str, Any]:
         """The scheduler's answer; the connection is `_link` if it is good. OSError, FormatError."""
-        token = token_path(self._cluster.path).read_text(encoding="ascii")
+        token = read_token(self._cluster.path)
         link = socket.create_connection((self._cluster.host, self._cluster.port), ANSWER_S)
         try:
             _refuse_itself(link)
@@ -149,6 +168,8 @@ class Membership:
                 "pid": self._process.pid,
                 "start_ticks": self._process.start_ticks,
                 "workers": self._cluster.workers,
+                "rank": self._rank,
+                "job": self._job,
             }
             send(link, {"apply": application, "proof": proof_of(token, nonce, application)})
             answer = _next(link, lines, messages)
@@ -183,6 +204,8 @@ class Membership:
                     watched.close()
                     watched = self._link = None
                     self._lost_s = mono_s()
+                    with contextlib.suppress(OSError):
+                        send(self._near, {"lost": True})
                 if self._link is None and not self._done.is_set():
                     self._ask_again()
 
@@ -199,8 +222,6 @@ class Membership:
             if self._link is not None:
                 with contextlib.suppress(OSError):
                     send(self._link, message)
-                    if "done" in message:
-                        self._told.set()
         return bool(data)
 
     def _from_scheduler(self) -> bool:
@@ -218,6 +239,8 @@ class Membership:
         if "end" in message:
             sys.stderr.write(f"lastwords: rank {os.environ['RANK']} is ended by the scheduler: {message['end']}\n")
             os._exit(EXIT_NOT_SAVED)
+        if "done" in message:
+            return self._told.set()
         if "enter" in message:
             self._stand.entered(int(message["enter"]))
             os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(message["local"]), str(message["local_size"])
@@ -236,14 +259,12 @@ class Membership:
         assert self._lost_s is not None
         try:
             answer = self._apply()
-        except (OSError, FormatError, KeyError) as error:
+        except _NO_ANSWER as error:
             answer = {"refused": f"there is none: {error}", "later": True}
         if "admitted" in answer:
             if self._said:
                 _log.warning("the scheduler at %s is there again", self._cluster.address)
             self._said = False
-            if "done" in self._stand.said:
-                self._told.set()
             return
         if not answer.get("later"):
             sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer['refused']}\n")
@@ -251,10 +272,11 @@ class Membership:
         if not self._said:
             self._said = True
             _log.warning(
-                "rank %s has lost the scheduler at %s; training goes on, and it is asked for", os.environ["RANK"],
-                self._cluster.address,
+                "rank %s has lost the scheduler at %s; training continues, and it is asked for every %g s: start it "
+                "again",
+                os.environ["RANK"], self._cluster.address, AGAIN_S,
             )  # fmt: skip
-        if self._stand.inside is None and mono_s() - self._lost_s > JOIN_S:
+        if self._stand.inside is None and mono_s() - max(self._lost_s, self._stand.outside_since_s) > JOIN_S:
             sys.stderr.write(f"lastwords: there was no scheduler at {self._cluster.address} for {JOIN_S:g} s\n")
             self._done.set()
             self._near.close()

@@ -52,6 +52,8 @@ class Refused:
 
     why: str
     later: bool = False
+    done: bool = False
+    """Nor does it have to: the worker has come to its end."""
 
 
 @dataclass(slots=True)
@@ -62,9 +64,19 @@ class Registry:
     members: dict[str, Member] = field(default_factory=dict)
 
     def apply(
-        self, name: str, process: Process, workers: int, now_s: float, runs: Callable[[Process], bool | None]
+        self,
+        name: str,
+        process: Process,
+        workers: int,
+        now_s: float,
+        runs: Callable[[Process], bool | None],
+        rank: int | None = None,
     ) -> Admitted | Refused:
-        """A process wants to be a worker. name: "" for any. runs: whether a process does; None where nobody knows."""
+        """A process wants to be a worker.
+
+        name: "" for any. runs: whether a process does; None where nobody knows. rank: what it is already, by the word
+        of a scheduler that has left nothing.
+        """
         if workers != self.workers:
             return Refused(f"it was started for {workers} workers, and the cluster has {self.workers} (MS_WORKER_NUM)")
         name = name or self._any_name(process, now_s, runs)
@@ -72,7 +84,13 @@ class Registry:
             return Refused(f"all {self.workers} workers are there", later=True)
         member = self.members.get(name)
         if member is None:
-            return self._begin(name, process, now_s)
+            return self._begin(name, process, now_s, rank)
+        if rank not in (None, member.rank):
+            return Refused(f"it is rank {rank}, and {name!r} is rank {member.rank} by now; start it again")
+        if member.done and member.process != process:
+            return Refused(
+                f"worker {name!r} has come to the end of main() before, so there is nothing to do", done=True
+            )
         if member.process != process:
             if (why := self._is_taken(member, now_s, runs)) is not None:
                 return Refused(f"{name!r} is taken by {why}", later=True)
@@ -86,19 +104,21 @@ class Registry:
         """Ranks whose processes have ended, or count as dead from now on; each once."""
         found = []
         for member in self.members.values():
-            if not (member.over or member.done or member.linked) and self._is_taken(member, now_s, runs) is None:
+            if not (member.over or member.done) and self._is_taken(member, now_s, runs) is None:
                 member.over = True
                 found.append(member.rank)
         return found
 
-    def _begin(self, name: str, process: Process, now_s: float) -> Admitted | Refused:
+    def _begin(self, name: str, process: Process, now_s: float, is_rank: int | None) -> Admitted | Refused:
         taken = {member.rank for member in self.members.values()}
+        if is_rank in taken:
+            return Refused(f"it is rank {is_rank}, which is another worker by now; start it again")
         free = [rank for rank in range(self.workers) if rank not in taken]
         if not free:
             names = ", ".join(map(repr, [*self.members][:8]))
             return Refused(f"{name!r} is no worker of this cluster; its {self.workers} workers are {names}")
-        wanted = int(name) if name.isascii() and name.isdigit() else -1
-        rank = wanted if wanted in free else free[0]
+        wanted = is_rank if is_rank is not None else int(name) if name.isascii() and name.isdigit() else -1
+        rank = wanted if wanted in free else free[-1]  # numbers mean the rank, and may come later
         self.members[name] = Member(rank, process, silent_since_s=now_s)
         return Admitted(name, rank, anew=True)
 
@@ -117,8 +137,10 @@ class Registry:
 
     def _is_taken(self, member: Member, now_s: float, runs: Callable[[Process], bool | None]) -> str | None:
         """By whom; None if its process is dead, or has been silent for so long."""
-        if member.over or member.done:
+        if member.over:
             return None
+        if member.done:
+            return "a worker that has come to its end"
         process = member.process
         running = runs(process)
         if running is False:

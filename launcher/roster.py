@@ -77,6 +77,8 @@ class Roster:
     ranks: dict[int, Rank] = field(default_factory=dict)
     begun: int = 0
     """How many loops have begun."""
+    known: int = 0
+    """How many ranks are known."""
     earliest_s: float | None = None
     """Nothing is due before."""
     _places: Counter[Place] = field(default_factory=Counter)
@@ -96,12 +98,26 @@ class Roster:
         """No rank is elsewhere."""
         return self._places[place] == len(self.ranks)
 
+    def are_any(self, place: Place) -> bool:
+        """Some rank is there."""
+        return self._places[place] > 0
+
     def put(self, rank: int, place: Place) -> None:
         """Its process has got there, and is due nowhere."""
         one = self.ranks[rank]
         self._places[one.place] -= 1
         self._places[place] += 1
         one.place, one.due_s, one.told_s, one.start_s = place, None, None, None
+
+    def know(self, rank: int) -> None:
+        """Its process has called `lastwords.run`."""
+        one = self.ranks[rank]
+        self.known += not one.known
+        one.known = True
+
+    def all_known(self) -> bool:
+        """Every rank has been heard of."""
+        return self.known == len(self.ranks)
 
     def note(self, rank: int, *, begun: bool, over: bool = False) -> None:
         """Where the loop of a rank is."""

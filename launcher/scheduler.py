@@ -4,12 +4,16 @@ It decides as the launcher does (core.py), keeps what the next scheduler needs, 
 generation meets. A worker's process comes over TCP and shows that it knows the cluster's token:
 
     to a process:    {"nonce": n}
-    from it:         {"apply": {"name", "host", "pid", "start_ticks", "workers"}, "proof": HMAC of both with the token}
-    to it:           {"refused": why, "later": whether it may apply again} or {"admitted": rank, "name", "job"}
+    from it:         {"apply": {"name", "host", "pid", "start_ticks", "workers",
+                     "rank": null or what it is already, "job": "" or what it is part of},
+                     "proof": HMAC of both with the token}
+    to it:           {"refused": why, "later": whether it may apply again, "done": nothing is left to do}
+                     or {"admitted": rank, "name", "job"}
 
 From then on both say what a launcher and its workers say (link.py); besides, a worker that comes back says first
-{"inside": generation, "begun": true or false} if it is in `main`, and {"done": true} at the end of `main`. An order to
-enter carries "local", "local_size" and "rank_0": where rank 0's host is. {"end": why} ends a process.
+{"inside": generation, "begun": true or false, "loops": n} if it is in `main`, and {"done": true} at the end of `main`,
+which is answered so once it is kept. An order to enter carries "local", "local_size" and "rank_0": where rank 0's host
+is. {"end": why} ends a process.
 """
 
 from __future__ import annotations
@@ -50,12 +54,11 @@ from lastwords.launcher.events import (
     Stop,
     Stopped,
     Updated,
-    Waiting,
 )
-from lastwords.launcher.head import Connection, Head, keep_alive
-from lastwords.launcher.link import send
+from lastwords.launcher.head import Connection, Head, accepted
+from lastwords.launcher.link import send, waiting_of
 from lastwords.launcher.recovery import UNKNOWN_CODE
-from lastwords.launcher.registry import Admitted, Member, Process, Registry
+from lastwords.launcher.registry import Admitted, Member, Process, Refused, Registry
 from lastwords.launcher.roster import Place
 from lastwords.launcher.versions import Ask, Sources
 from lastwords.liveness import process_id
@@ -83,6 +86,8 @@ class _Apply:
     pid: int
     start_ticks: int
     workers: int
+    rank: int | None
+    job: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +125,8 @@ class Scheduler:
     def __init__(
         self, cluster: Cluster, state: ClusterState, kept: KeptCluster, selector: selectors.BaseSelector
     ) -> None:
+        if not cluster.recovery:  # what another cluster of the same path has left is over
+            kept = dataclasses.replace(kept, generation=-1, step=0, members={})
         self._cluster, self._state, self._kept = cluster, state, kept
         self._selector = selector
         self._host = process_id.host_id()
@@ -170,11 +177,8 @@ class Scheduler:
     # ------------------------------------------------------------------ who is there
 
     def _accept(self) -> None:
-        try:
-            link, _ = self._server.accept()
-            keep_alive(link)
-        except OSError as error:
-            return _log.warning("a connection could not be taken: %s", error)
+        if (link := accepted(self._server)) is None:
+            return
         self._strangers = [one for one in self._strangers if one.open and one.rank is None]
         if len(self._strangers) >= STRANGERS_MAX:
             self._strangers.pop(0).close()
@@ -191,16 +195,20 @@ class Scheduler:
             _log.warning("a process at %s does not know the token of this cluster; it is not heard", link.peer)
             raise FormatError("no proof")
         who = application.apply
+        if who.job and self._kept.generation < 0 and not self._registry.members:
+            self._kept = dataclasses.replace(self._kept, job=who.job)  # what the scheduler before has kept is lost
         process = Process(who.host, who.pid, who.start_ticks)
         self._look()
-        verdict = self._registry.apply(who.name, process, who.workers, mono_s(), self._runs)
+        before = {**self._registry.members}
+        verdict = self._registry.apply(who.name, process, who.workers, mono_s(), self._runs, who.rank)
+        if isinstance(verdict, Admitted) and verdict.anew and (failure := self._keep()) is not None:
+            self._registry.members = before
+            verdict = Refused(failure, later=True)
         if not isinstance(verdict, Admitted):
-            link.tell({"refused": verdict.why, "later": verdict.later})
+            link.tell({"refused": verdict.why, "later": verdict.later, "done": verdict.done})
             return
         if verdict.anew and self._head.core.place(verdict.rank) is not Place.STARTING:
             self._head.hear(Ended(verdict.rank, UNKNOWN_CODE))
-        if verdict.anew:
-            self._keep()
         self._admit(link, verdict)
 
     def _admit(self, link: _Link, verdict: Admitted) -> None:
@@ -247,9 +255,9 @@ class Scheduler:
     def hear(self, rank: int, message: dict[str, Any]) -> None:
         """What a worker says."""
         if "inside" in message:
-            self._report(Inside(rank, int(message["inside"]), bool(message["begun"])))
+            self._report(Inside(rank, int(message["inside"]), bool(message["begun"]), int(message["loops"])))
         elif "waiting" in message:
-            self._report(Waiting(rank, int(message["waiting"]), str(message["record"]), str(message["sources"])))
+            self._report(waiting_of(rank, message))
         elif "sources" in message:
             self._report(Sources(rank, message["sources"]))
         elif "begun" in message:
@@ -260,7 +268,8 @@ class Scheduler:
             self._report(Over(rank))
         elif "done" in message:
             self._member(rank).done = True
-            self._keep()
+            if self._keep() is None:
+                self._tell(rank, {"done": True})
             self._report(Ended(rank, 0))
 
     def _report(self, event: Event) -> None:
@@ -315,13 +324,15 @@ class Scheduler:
         if rank in self._links:
             self._links[rank].tell(message)
 
-    def _keep(self) -> None:
-        """For the next scheduler. Training goes on without one, too."""
+    def _keep(self) -> str | None:
+        """For the next scheduler; what is wrong if it cannot be written. Training goes on all the same."""
         self._kept = dataclasses.replace(self._kept, members=self._registry.members)
         try:
             self._state.write(self._kept)
         except StorageError as error:
-            _log.error("a scheduler that is started after this one will not know all workers: %s", error)
+            _log.error("what the next scheduler has to know cannot be written: %s", error)
+            return f"the scheduler cannot write its state: {error}"
+        return None
 
 
 class _Link:

@@ -30,6 +30,7 @@ from lastwords.launcher.streams import Streams
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
+from lastwords.optim_wrapper.trainer.hold import is_collective_error
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, wait_out
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,9 @@ CONTROLLER_S = 60.0
 
 LEAVE_S = 20.0
 """How long a survivor may take from the end of an incident until it has left `main` and its groups."""
+
+ECHO_S = 5.0
+"""After a collective has failed before the loop: how long the news may take that its generation is over."""
 
 SOURCES_MAX = 4000
 """Files of the user's code that are compared between a replacement and the other ranks."""
@@ -133,6 +137,8 @@ class Stay:
 
     def __init__(self, link: socket.socket, goes_on_at: int = 0) -> None:
         self.leaving = False
+        self.trains = False
+        """Its loop has begun."""
         self.saved_step = 0
         self.record = ""
         self._link = link
@@ -171,6 +177,7 @@ class Stay:
                 f"main() was entered again after a failure, and step {self._goes_on_at} is saved, but its training "
                 f"loop begins after step {step}: call tft.resume(missing_ok=True) before the loop, every time"
             )
+        self.trains = True
         self._goes_on_at = 0  # of a loop that comes after this one nothing is known
         with contextlib.suppress(OSError):
             send(self._link, {"begun": step})
@@ -223,8 +230,12 @@ class Worker:
         self._condition = threading.Condition()
         self._become: dict[str, Any] | None = None
         self._entered: tuple[int, int, int] | None = None
+        self._generation = -1
+        """The newest one that it has entered `main` in."""
         self._streams: Streams | None = None
         self._gone = False
+        self._scheduler_lost = False
+        """Since this stay in `main` began, and with it the store in which its ranks meet."""
         self._dismissed = False
         self._asked = 0
         self._controller: dict[int, tuple[int, dict[str, object]] | None] = {}
@@ -262,12 +273,21 @@ class Worker:
     def _enter(self, main: Callable[[], object]) -> bool:
         """Once: True if `main` has come to its end."""
         with contextlib.suppress(OSError):  # the launcher has ended, which the listening thread sees
-            send(self._socket, {"waiting": self._saved_step, "record": self._record, "sources": self._version})
+            send(
+                self._socket,
+                {
+                    "waiting": self._saved_step,
+                    "record": self._record,
+                    "sources": self._version,
+                    "entered": self._generation,
+                },
+            )
         with self._condition:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
             if self._entered is None:  # the launcher has ended: as after any incident
                 raise _without_launcher(self._saved_step, told=self._dismissed)
-            generation, port, step = self._entered
+            self._generation, port, step = self._entered
+            generation = self._generation
             os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = str(generation), str(port)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             self._entered = None
@@ -282,7 +302,7 @@ class Worker:
         try:
             _call(main, stay)
         except BaseException as error:  # handed to the caller, unless it is only the news of a failure elsewhere
-            if not stay.leaving:
+            if not stay.leaving and not self._is_echo(error, stay):
                 raise
             _let_go(error)
         else:
@@ -294,6 +314,16 @@ class Worker:
         self._saved_step = max(self._saved_step, stay.saved_step)
         self._record = stay.record or self._record
         return False
+
+    def _is_echo(self, error: BaseException, stay: Stay) -> bool:
+        """A collective has failed before the loop, where no controller tells why: because the generation is over?"""
+        if stay.trains or not is_collective_error(error):
+            return False
+        with self._condition:
+            self._condition.wait_for(lambda: stay.leaving or self._scheduler_lost or self._gone, ECHO_S)
+            if self._scheduler_lost:
+                stay.leave(0, (), None)
+            return stay.leaving
 
     # ------------------------------------------------------------------ inside
 
@@ -344,7 +374,9 @@ class Worker:
                 self._controller[message["asked"]] = None if found is None else (int(found[0]), found[1])
             if "enter" in message:
                 entered = message["enter"], message["port"], message["step"]
-                self._entered, self._abandoned = entered, False
+                self._entered, self._abandoned, self._scheduler_lost = entered, False, False
+            if "lost" in message:
+                self._scheduler_lost = True
             self._condition.notify_all()
 
     def _take_place(self) -> None:

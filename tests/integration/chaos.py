@@ -186,6 +186,7 @@ def live_healed(rig: Rig, story: Story) -> Counter[str]:
     faults = [dataclasses.replace(fault, restart=number) for number, blow in enumerate(story.blows) for fault in blow]
     launch, difference = rig.healed(story.layout, faults, spares=len(story.blows) % 2)
     happened = Counter({"recoveries": sum(one["outcome"] == "RECOVERED" for one in launch.incidents())})
+    happened["killed after the loop"] += launch.codes != {-1: 0}
     resumes = [one for records in launch.track.records for one in records if one["kind"] == "resumed"]
     if not all(one["exact"] for one in resumes):
         happened["inexact, and said so"] += 1

@@ -356,12 +356,19 @@ class Rig:
     def healed(
         self, layout: Layout, faults: Sequence[Fault], *, spares: int = 0, **settings: Any
     ) -> tuple[Launch, Difference | None]:
-        """A run under `lastwords run` to its end, and the first bit in which it differs from one without faults."""
+        """A run under `lastwords run` to its end, and the first bit in which it differs from one without faults.
+
+        A failure after the last step of all ranks is not healed: the job fails, and there is no end to compare.
+        """
         flags = ["--spares", str(spares)]
         arguments: dict[str, Any] = {"faults": faults, "missing_ok": True, **settings}
         launch = self.launch(layout, launcher="healing", launcher_arguments=flags, **arguments)
         launch.finish(HEALED_TIMEOUT_S)
+        ranks = range(layout.world_size)
+        is_over = all(launch.track.last_step(rank) == layout.steps for rank in ranks)
         if launch.codes != {-1: 0}:
+            if is_over:
+                return launch, first_difference(self.reference(layout), launch.track)
             raise launch.fail(f"lastwords run ended with {launch.codes}")
         saved = {incident["step"] for incident in launch.incidents() if incident["outcome"] == "SAVED"}
         return launch, self._healed_difference(launch, saved)

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lastwords.processor.departure import EXIT_SAVED
 from tests.integration.harness import Port
 from tests.launcher import test_heal
 from tests.launcher.test_heal import ROOT, SCRIPT, check_equal, environment
@@ -68,12 +69,15 @@ class Cluster:
         for rank in ranks:
             assert self.workers[rank].wait(WAIT_S) in codes, self.said()
 
-    def wait_for_step(self, step: int) -> None:
-        """Until rank 2, which nobody kills, has ended this step."""
+    def wait_until(self, there: Callable[[], bool]) -> None:
         until_s = time.monotonic() + WAIT_S
-        while self.step() < step:
+        while not there():
             assert time.monotonic() < until_s, self.said()
             time.sleep(0.01)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until rank 2, which nobody kills, has ended this step."""
+        self.wait_until(lambda: self.step() >= step)
 
     def step(self) -> int:
         path = self.directory / "trace-2"
@@ -133,6 +137,43 @@ def test_training_goes_on_without_its_scheduler_and_the_next_one_heals(cluster: 
     cluster.start_scheduler()
     cluster.kill(cluster.workers[1])
     cluster.start(1)
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, {1: 1})
+
+
+@pytest.mark.thorough
+def test_a_scheduler_that_is_killed_before_all_ranks_have_met_takes_nobody_with_it_that_waits_for_others(
+    cluster: Cluster, undisturbed: Path
+) -> None:
+    """The store in which they meet ends with it; whoever comes there later looks for it until its process ends."""
+    plan = ("1:5:bwd",)
+    for rank in range(RANKS):
+        cluster.start(rank, *plan, LATE_RANK="2")
+    cluster.wait(1, codes=(-signal.SIGKILL,))
+    cluster.start(1, *plan)
+    entered = cluster.directory / "resources-2"
+    cluster.wait_until(lambda: len(entered.read_text().splitlines()) == 2)  # and 2 waits for some seconds now
+    cluster.kill(cluster.scheduler)
+    cluster.start_scheduler()
+    cluster.wait(2, codes=(EXIT_SAVED,))
+    cluster.start(2, *plan)
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, {1: 1, 2: 1})
+
+
+@pytest.mark.thorough
+def test_a_scheduler_that_knows_nothing_takes_a_job_that_trains_for_what_it_is(
+    cluster: Cluster, undisturbed: Path
+) -> None:
+    for rank in range(RANKS):
+        cluster.start(rank, MS_NODE_ID=f"worker {RANKS - rank}")
+    cluster.wait_for_step(3)
+    cluster.kill(cluster.scheduler)
+    (cluster.directory / "recovery" / "cluster" / "state.json").unlink()
+    cluster.start_scheduler()
+    cluster.wait_for_step(cluster.step() + 20)
+    cluster.kill(cluster.workers[1])
+    cluster.start(1, MS_NODE_ID=f"worker {RANKS - 1}")
     cluster.finish()
     check_equal(cluster.directory, undisturbed, {1: 1})
 

@@ -254,8 +254,8 @@ def test_in_every_schedule_all_ranks_enter_together_or_the_job_stops(
 class Hasty(LauncherCore):
     """Enters as soon as somebody waits while nobody starts."""
 
-    def _waiting(self, rank: int, step: int, now_s: float) -> list[Effect]:
-        effects = super()._waiting(rank, step, now_s)
+    def _waiting(self, event: Waiting, now_s: float) -> list[Effect]:
+        effects = super()._waiting(event, now_s)
         if Place.STARTING not in {one.place for one in self._ranks.ranks.values()} and not effects and self._healing:
             return self._enter()
         return effects

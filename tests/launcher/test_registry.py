@@ -29,10 +29,10 @@ class Host:
 def test_a_number_is_a_rank_and_other_names_take_what_is_free() -> None:
     registry, runs = Registry(3), Host(FIRST, SECOND, THIRD)
     assert registry.apply("2", FIRST, 3, 0.0, runs) == Admitted("2", 2, anew=True)
-    assert registry.apply("left", SECOND, 3, 0.0, runs) == Admitted("left", 0, anew=True)
-    assert registry.apply("", THIRD, 3, 0.0, runs) == Admitted("1", 1, anew=True)
-    assert registry.apply("left", SECOND, 3, 9.0, runs) == Admitted("left", 0, anew=False), "it has come back"
-    assert registry.apply("", THIRD, 3, 9.0, runs) == Admitted("1", 1, anew=False)
+    assert registry.apply("left", SECOND, 3, 0.0, runs) == Admitted("left", 1, anew=True)
+    assert registry.apply("", THIRD, 3, 0.0, runs) == Admitted("0", 0, anew=True)
+    assert registry.apply("left", SECOND, 3, 9.0, runs) == Admitted("left", 1, anew=False), "it has come back"
+    assert registry.apply("", THIRD, 3, 9.0, runs) == Admitted("0", 0, anew=False)
 
 
 def refused(verdict: Admitted | Refused, *, later: bool) -> None:
@@ -49,6 +49,25 @@ def test_who_is_refused_and_why() -> None:
     registry.apply("1", FAR, 2, 0.0, runs)
     refused(registry.apply("7", SECOND, 2, 0.0, runs), later=False)
     refused(registry.apply("", SECOND, 2, 0.0, runs), later=True)
+
+
+def test_a_process_that_is_a_rank_is_no_other_one_to_a_registry_that_knows_nothing() -> None:
+    registry, runs = Registry(2), Host(FIRST, SECOND)
+    assert registry.apply("beta", SECOND, 2, 0.0, runs, rank=1) == Admitted("beta", 1, anew=True)
+    assert registry.apply("alpha", FIRST, 2, 0.0, runs, rank=0) == Admitted("alpha", 0, anew=True)
+    refused(registry.apply("alpha", FIRST, 2, 0.0, runs, rank=1), later=False)
+    anew = Registry(2)
+    anew.apply("", SECOND, 2, 0.0, runs)
+    refused(anew.apply("alpha", FIRST, 2, 0.0, runs, rank=0), later=False)
+
+
+def test_what_holds_the_connection_of_a_dead_process_open_is_not_the_process() -> None:
+    """A child that it had forked, say."""
+    registry, runs = Registry(1), Host(FIRST)
+    registry.apply("0", FIRST, 1, 0.0, runs)
+    registry.members["0"].linked = True
+    assert registry.ended(0.0, runs) == []
+    assert registry.ended(0.0, Host()) == [0]
 
 
 def test_on_the_same_host_a_name_is_free_at_once() -> None:
@@ -79,6 +98,11 @@ def test_a_process_that_has_done_its_work_is_not_waited_for() -> None:
     registry.apply("0", FIRST, 1, 0.0, runs)
     registry.members["0"].done = True
     assert registry.ended(1e6, Host()) == []
+    verdict = registry.apply("0", SECOND, 1, 1e6, Host(SECOND))
+    refused(verdict, later=False)
+    assert isinstance(verdict, Refused)
+    assert verdict.done, "a supervisor has started it once more"
+    refused(registry.apply("", SECOND, 1, 1e6, Host(SECOND)), later=True)
 
 
 def double(registry: Registry, runs: Host) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, StorageError
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import SCHEDULER, Cluster
 from lastwords.launcher.link import Lines, send
@@ -56,10 +56,13 @@ class Rig:
         send(link, {"apply": application, "proof": proof_of(token or self.state.token(), nonce or drawn, application)})
         return self.answers(link, lines)
 
-    def application(self, name: str, workers: int = 2, pid: int = 0) -> dict[str, Any]:
+    def application(
+        self, name: str, workers: int = 2, pid: int = 0, rank: int | None = None, job: str = ""
+    ) -> dict[str, Any]:
         me = process_id.this_process("")
         return {
-            "name": name, "host": me.host_id, "pid": pid or me.pid, "start_ticks": me.start_ticks, "workers": workers
+            "name": name, "host": me.host_id, "pid": pid or me.pid, "start_ticks": me.start_ticks, "workers": workers,
+            "rank": rank, "job": job,
         }  # fmt: skip
 
 
@@ -88,7 +91,7 @@ def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
     link.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert rig.answers(link, lines) == [{"closed": True}]
     link, lines, _ = rig.connect()
-    send(link, {"waiting": 7, "record": "", "sources": ""})
+    send(link, {"waiting": 7, "record": "", "sources": "", "entered": -1})
     assert rig.answers(link, lines) == [{"closed": True}]
 
 
@@ -113,6 +116,55 @@ def test_a_message_that_makes_no_sense_ends_the_connection_and_not_the_scheduler
     send(link, {"begun": "often"})
     assert rig.answers(link, lines) == [{"closed": True}]
     assert rig.apply("0")[0]["admitted"] == 0
+
+
+def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, lines, nonce = rig.connect()
+    application = rig.application("0")
+    send(link, {"apply": application, "proof": proof_of(rig.state.token(), nonce, application)})
+    rig.answers(link, lines)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.state, "write", no_room)
+        send(link, {"done": True})
+        assert rig.answers(link, lines) == []
+    send(link, {"done": True})
+    assert rig.answers(link, lines) == [{"done": True}]
+
+
+def test_a_scheduler_that_knows_nothing_takes_the_name_of_the_job_that_runs(rig: Rig) -> None:
+    link, lines, nonce = rig.connect()
+    application = rig.application("1", rank=1, job="cluster-of-before")
+    send(link, {"apply": application, "proof": proof_of(rig.state.token(), nonce, application)})
+    (answer,) = rig.answers(link, lines)
+    assert answer["job"] == "cluster-of-before"
+    assert rig.apply("0")[0]["job"] == "cluster-of-before"
+
+
+def test_nobody_is_admitted_whose_name_cannot_be_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.state, "write", no_room)
+        (answer,) = rig.apply("1")
+        assert answer["later"]
+        golden.says(answer["refused"])
+    assert rig.apply("1")[0]["admitted"] == 1
+
+
+def no_room(_: object) -> None:
+    raise StorageError("no space left", errno=28)
+
+
+def test_what_a_cluster_without_recovery_has_left_is_over(rig: Rig) -> None:
+    rig.apply("1")
+    cluster = dataclasses.replace(rig.cluster, recovery=False, port=rig.cluster.port)
+    kept = rig.state._read()
+    assert kept.members
+    rig.scheduler.close()
+    with selectors.DefaultSelector() as selector:
+        scheduler = Scheduler(cluster, rig.state, dataclasses.replace(kept, generation=3), selector)
+        scheduler._look()
+        assert scheduler._result is None, "the death of a process of before ends nothing"
+        assert scheduler._registry.members == {}
+        scheduler.close()
 
 
 def test_a_port_that_is_taken(rig: Rig, tmp_path: Path) -> None:

@@ -9,8 +9,21 @@ from dataclasses import dataclass, field
 import pytest
 
 from lastwords.launcher.core import LauncherCore
-from lastwords.launcher.events import Abandon, Begun, Effect, Ended, Enter, Inside, Kill, Start, Tick, Waiting
-from lastwords.launcher.roster import END_S, Place
+from lastwords.launcher.events import (
+    Abandon,
+    Awaited,
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Inside,
+    Kill,
+    Over,
+    Start,
+    Tick,
+    Waiting,
+)
+from lastwords.launcher.roster import END_S, LEAVE_S, Place
 
 KILLED = -9
 Rule = Callable[[int], LauncherCore]
@@ -28,6 +41,8 @@ class World:
     core: LauncherCore | None
     deaths_left: int
     schedulers_left: int
+    losses_left: int
+    """How often what a scheduler has kept is lost with it."""
     process: list[str]
     entered: list[int]
     begun: list[bool]
@@ -40,10 +55,10 @@ class World:
     wrong: list[str] = field(default_factory=list)
 
     @staticmethod
-    def new(ranks: int, deaths: int, schedulers: int, make: Rule) -> World:
-        no = [False] * ranks
+    def new(ranks: int, deaths: int, schedulers: int, losses: int, make: Rule) -> World:
+        no, process = [False] * ranks, ["starting"] * ranks
         return World(
-            make, make(ranks), deaths, schedulers, ["starting"] * ranks, [-1] * ranks, [*no], [*no], [*no], [*no]
+            make, make(ranks), deaths, schedulers, losses, process, [-1] * ranks, [*no], [*no], [*no], [*no]
         )  # fmt: skip
 
     def key(self) -> str:
@@ -59,7 +74,7 @@ class World:
             core.stopped,
         )
         facts = self.process, self.entered, self.begun, self.told, self.unseen, self.linked, self.kept
-        return repr((known, self.deaths_left, self.schedulers_left, facts))
+        return repr((known, self.deaths_left, self.schedulers_left, self.losses_left, facts))
 
     def handle(self, event: Waiting | Inside | Begun | Ended | Tick, now_s: float = 0.0) -> None:
         if self.core is None:
@@ -107,6 +122,8 @@ class World:
     def moves(self) -> Iterator[Callable[[World], None]]:
         if self.core is None:
             yield World.start_scheduler
+            if self.losses_left and self.kept >= 0:
+                yield World.lose_state
         elif self.schedulers_left:
             yield World.kill_scheduler
         for rank, process in enumerate(self.process):
@@ -129,6 +146,9 @@ class World:
         self.core, self.schedulers_left = None, self.schedulers_left - 1
         self.linked = [False] * len(self.linked)
 
+    def lose_state(self) -> None:
+        self.kept, self.losses_left = -1, self.losses_left - 1
+
     def start_scheduler(self) -> None:
         self.core = self.make(len(self.process))
         if self.kept >= 0:
@@ -146,7 +166,7 @@ class World:
             self.handle(Ended(rank, KILLED))
 
     def start(self, rank: int) -> None:
-        self.process[rank] = "starting"
+        self.process[rank], self.entered[rank] = "starting", -1
 
     def arrive(self, rank: int) -> None:
         """It registers: what became of the process before it is known then."""
@@ -158,15 +178,15 @@ class World:
     def leave(self, rank: int) -> None:
         self.process[rank], self.begun[rank], self.told[rank] = "waiting", False, False
         if self.linked[rank]:
-            self.handle(Waiting(rank))
+            self.handle(Waiting(rank, entered=self.entered[rank]))
 
     def link(self, rank: int) -> None:
         """A process that was there before this scheduler repeats itself."""
         self.linked[rank], self.unseen[rank] = True, False
         if self.process[rank] == "main":
-            self.handle(Inside(rank, self.entered[rank], self.begun[rank]))
+            self.handle(Inside(rank, self.entered[rank], self.begun[rank], int(self.begun[rank])))
         else:
-            self.handle(Waiting(rank))
+            self.handle(Waiting(rank, entered=self.entered[rank]))
 
     def begin(self, rank: int) -> None:
         self.begun[rank] = True
@@ -178,9 +198,9 @@ def late(world: World) -> None:
     world.handle(Tick(), END_S * 2)
 
 
-def explore(ranks: int, deaths: int, schedulers: int, make: Rule) -> tuple[int, list[str]]:
+def explore(ranks: int, deaths: int, schedulers: int, losses: int, make: Rule) -> tuple[int, list[str]]:
     """Distinct states, and what was wrong in them."""
-    first = World.new(ranks, deaths, schedulers, make)
+    first = World.new(ranks, deaths, schedulers, losses, make)
     seen, queue, wrong = {first.key()}, [first], list[str]()
     while queue and len(wrong) < 20:
         world = queue.pop()
@@ -203,25 +223,37 @@ def explore(ranks: int, deaths: int, schedulers: int, make: Rule) -> tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "deaths", "schedulers"),
+    ("ranks", "deaths", "schedulers", "losses"),
     [
-        (2, 1, 1),
-        (2, 2, 1),
-        pytest.param(2, 2, 2, marks=pytest.mark.thorough),
-        pytest.param(3, 1, 1, marks=pytest.mark.thorough),
+        (2, 1, 1, 0),
+        (2, 1, 1, 1),
+        (2, 2, 1, 0),
+        pytest.param(2, 2, 2, 1, marks=pytest.mark.thorough),
+        pytest.param(3, 1, 1, 1, marks=pytest.mark.thorough),
     ],
 )
-def test_in_every_schedule_all_ranks_enter_together(ranks: int, deaths: int, schedulers: int) -> None:
-    states, wrong = explore(ranks, deaths, schedulers, new_core)
-    print(f"{ranks} ranks, {deaths} deaths, {schedulers} schedulers that die: {states} states")
+def test_in_every_schedule_all_ranks_enter_together(ranks: int, deaths: int, schedulers: int, losses: int) -> None:
+    states, wrong = explore(ranks, deaths, schedulers, losses, new_core)
+    print(f"{ranks} ranks, {deaths} deaths, {schedulers} schedulers that die, {losses} states lost: {states} states")
     assert wrong == []
 
 
-class Forgetful(LauncherCore):
-    """Knows nothing of what the scheduler before it has done."""
+class Impatient(LauncherCore):
+    """Takes ranks that it has not heard of for dead."""
 
-    def take_over(self, generation: int, step: int) -> None:
-        pass
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for rank in self.world:
+            self._ranks.know(rank)
+
+
+class Repeating(LauncherCore):
+    """Lets ranks enter a generation that they were in."""
+
+    def _inside(self, event: Inside, now_s: float) -> list[Effect]:
+        effects = super()._inside(event, now_s)
+        self.generation = event.generation
+        return effects
 
 
 class Careless(LauncherCore):
@@ -236,17 +268,36 @@ class Careless(LauncherCore):
 class Trusting(LauncherCore):
     """Leaves ranks alone that have not begun, though others wait."""
 
-    def _inside(self, rank: int, generation: int, begun: bool, now_s: float) -> list[Effect]:
-        super()._inside(rank, generation, begun, now_s)
+    def _inside(self, event: Inside, now_s: float) -> list[Effect]:
+        super()._inside(event, now_s)
         return []
 
     def _tick(self, now_s: float) -> list[Effect]:
         return []
 
 
-@pytest.mark.parametrize("broken", [Forgetful, Careless, Trusting])
+@pytest.mark.parametrize("broken", [Careless, Trusting, Impatient, Repeating])
 def test_a_broken_rule_is_found(broken: type[LauncherCore]) -> None:
-    assert explore(2, 1, 1, lambda ranks: broken(tuple(range(ranks)), start_s=None))[1]
+    assert explore(2, 1, 1, 1, lambda ranks: broken(tuple(range(ranks)), start_s=None))[1]
+
+
+def test_a_rank_that_cannot_be_ended_is_waited_for_by_all_others() -> None:
+    """It is stopped, on a host of its own."""
+    core = new_core(2)
+    for event in (Waiting(0), Waiting(1), Begun(0), Begun(1), Waiting(0, 7)):
+        core.handle(event, 0.0)
+    assert [type(effect) for effect in core.handle(Tick(), LEAVE_S)] == [Kill]
+    assert [type(effect) for effect in core.handle(Tick(), 2 * LEAVE_S)] == [Awaited]
+    assert core.handle(Tick(), 1e9) == []
+    assert core.handle(Ended(1, KILLED), 1e9)[:1] == [Start(1)]
+
+
+def test_two_loops_in_turn_are_told_apart_by_a_scheduler_that_comes_between() -> None:
+    core = new_core(2)
+    core.take_over(0, 0)
+    for event in (Inside(0, 0, True, 1), Over(0), Inside(1, 0, True, 2)):
+        core.handle(event, 0.0)
+    assert Start(1) in core.handle(Ended(1, KILLED), 1.0), "its loop is another one"
 
 
 def test_a_rank_that_people_start_is_waited_for_without_end() -> None:
