@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.scheduler import schedule
+from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.streams import Streams
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.launch import world
@@ -44,9 +44,6 @@ LEAVE_S = 20.0
 
 ECHO_S = 5.0
 """After a collective has failed before the loop: how long the news may take that its generation is over."""
-
-SOURCES_MAX = 4000
-"""Files of the user's code that are compared between a replacement and the other ranks."""
 
 _kept: dict[str, Any] = {}
 _workers: list[Worker] = []
@@ -421,18 +418,6 @@ def _without_launcher(saved_step: int = 0, *, told: bool = False) -> SystemExit:
             f"cannot enter main(); {saved}start the job again; exit code {code}\n"
         )
     return SystemExit(code)
-
-
-def source_digests() -> dict[str, str]:
-    """Of the files of the user's own code that are imported by now, by path; installed packages are left out."""
-    installed = {os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()}
-    found = {}
-    for module in [*sys.modules.values()]:
-        path = getattr(module, "__file__", None)
-        if isinstance(path, str) and path.endswith(".py") and not os.path.realpath(path).startswith((*installed,)):
-            with contextlib.suppress(OSError):
-                found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
-    return dict([*found.items()][:SOURCES_MAX])
 
 
 def warm_up() -> None:

@@ -20,6 +20,7 @@ from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError
 from lastwords.launcher import worker
 from lastwords.launcher.link import VARIABLE, Lines
+from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.streams import Streams
 from lastwords.launcher.worker import keep
 from lastwords.optim_wrapper.launch import world
@@ -222,7 +223,7 @@ def test_what_is_no_main_is_refused_with_what_to_do(main: Any) -> None:
 
 
 def test_the_users_own_files_are_compared_and_installed_ones_are_not() -> None:
-    found = worker.source_digests()
+    found = source_digests()
     assert str(Path(__file__)) in found
     assert not any("site-packages" in path for path in found)
 
