@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -351,12 +351,34 @@ def verify(
         held.release()
 
 
+def examine_data(path: Path, os: Os = REAL_OS, progress: Callable[[int], None] | None = None) -> Found:
+    """As `examine`, and every byte is read, up to the first thing that is wrong.
+
+    BusyError if another process is about to remove it.
+    """
+    held = ReaderLock.take(path, os)
+    try:
+        found = examine(path, os)
+        if found.manifest is None or found.status is not Status.COMPLETE:
+            return found
+        wrong = next(_errors(path, found.manifest, True, os, progress), None)
+        return found if wrong is None else _refused(path, wrong[1], found.manifest)
+    finally:
+        held.release()
+
+
 def _verify(path: Path, deep: bool, os: Os, progress: Callable[[int], None] | None) -> list[Problem]:
     try:
         manifest = _named_manifest(path, os)
     except CheckpointError as error:
         return [Problem(layout.MANIFEST_NAME, str(error))]
-    problems: list[Problem] = []
+    return [Problem(file, str(error)) for file, error in _errors(path, manifest, deep, os, progress)]
+
+
+def _errors(
+    path: Path, manifest: Manifest, deep: bool, os: Os, progress: Callable[[int], None] | None
+) -> Iterator[tuple[str, CheckpointError]]:
+    """What is wrong with each file that is not sound."""
     before = 0
     for entry in manifest.files:
         try:
@@ -364,9 +386,8 @@ def _verify(path: Path, deep: bool, os: Os, progress: Callable[[int], None] | No
             if deep:
                 read_file(path / entry.path, manifest.with_chunks(entry), None, os, _after(before, progress))
         except CheckpointError as error:
-            problems.append(Problem(entry.path, str(error)))
+            yield entry.path, error
         before += entry.bytes
-    return problems
 
 
 def _after(before: int, progress: Callable[[int], None] | None) -> Callable[[int], None] | None:

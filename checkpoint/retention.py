@@ -4,13 +4,15 @@
 Never removed are: the newest complete checkpoint of the job, the one of the latest step (where a start has begun anew
 and is not as far), one that is being read, and what is no whole checkpoint of this job. So whatever several processes
 prune at once, each holds the newest one that it knows as a reader does.
+
+Nothing goes before every byte of the newest has been read: else the only sound one could go for a damaged one's sake.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lastwords.checkpoint import layout, load, removal
@@ -18,7 +20,8 @@ from lastwords.checkpoint.manifest import Claimed, Kind
 from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.reading import Stamp, stamp_of
 from lastwords.checkpoint.system import REAL_OS, Os, storage_errors
-from lastwords.errors import BusyError, CheckpointError, ConfigError, StorageError
+from lastwords.checkpoint.verified_once import VerifiedOnce
+from lastwords.errors import BusyError, CheckpointError, ConfigError, FormatError, StorageError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +77,17 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is kept and what goes, each newest first. others: what is left alone, with the reason of each."""
+    """What is kept and what goes, each newest first.
+
+    spared: of what is kept, what would go if it needed not stay for now. others: what does not count and is left alone,
+    with the reason of each. damaged: those of them that have turned out to be damaged when they were read just now.
+    """
 
     keep: tuple[Whole, ...]
     remove: tuple[Whole, ...]
+    spared: tuple[Whole, ...] = ()
     others: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +138,40 @@ def _one_in(newest_first: Sequence[Whole], pause_ns: int) -> set[Whole]:
     return kept
 
 
-def plan(roots: Sequence[Path], job: str, rules: Rules, os: Os = REAL_OS) -> Plan:
-    """What is to be done about the complete checkpoints of `job` in these directories. StorageError.
+def plan(
+    roots: Sequence[Path],
+    job: str,
+    rules: Rules,
+    os: Os = REAL_OS,
+    *,
+    verified: VerifiedOnce | None = None,
+    spared: Callable[[Path], bool] = lambda _: False,
+) -> Plan:
+    """What is to be done about the checkpoints of `job` in these directories. StorageError, BusyError, ReplacedError.
 
-    Complete is what `resume` takes for complete: the data of its files are not read. A link is never followed.
+    Complete is what `resume` takes for complete. If anything is to go, the newest one is read as well, and the next one
+    if that is damaged: what is damaged does not count. A link is never followed. spared: what stays for now, such as
+    what is to be uploaded first.
     """
+    verified = VerifiedOnce() if verified is None else verified
+    found, others = _complete(roots, job, os)
+    for one in list(found):
+        if problem := verified.known_problem(one.path, one.said, os):
+            found.remove(one)
+            others.append(problem)
+    damaged: list[str] = []
+    while True:
+        made = _sparing(chosen(found, rules), spared)
+        newest = made.keep[0] if made.remove else None
+        problem = "" if newest is None else verified.problem(newest.path, newest.said, os)
+        if newest is None or not problem:
+            return replace(made, others=(*damaged, *others), damaged=tuple(damaged))
+        found.remove(newest)
+        damaged.append(problem)
+
+
+def _complete(roots: Sequence[Path], job: str, os: Os) -> tuple[list[Whole], list[str]]:
+    """The complete checkpoints of a job, newest first, and what was found beside them. No data are read."""
     layout.check_job_name(job)
     found: dict[Path, Claimed] = {}
     others: list[str] = []
@@ -151,30 +189,31 @@ def plan(roots: Sequence[Path], job: str, rules: Rules, os: Os = REAL_OS) -> Pla
             met.add(stamp)  # two of the roots may lead to one directory
             found[path] = said
     # Once more in order: since its place was drawn, a name may have been given to the newest.
-    made = chosen([Whole(path, found[path]) for path in load.newest_first(found)], rules)
-    return Plan(made.keep, made.remove, tuple(others))
+    return [Whole(path, found[path]) for path in load.newest_first(found)], others
 
 
-def sparing(made: Plan, spared: Callable[[Path], bool]) -> Plan:
-    """The same plan, but for what must stay for now, such as what is to be uploaded first."""
+def _sparing(made: Plan, spared: Callable[[Path], bool]) -> Plan:
     stays = tuple(one for one in made.remove if spared(one.path))
     goes = tuple(one for one in made.remove if one not in stays)
-    words = tuple(f"{one.path} has not been uploaded yet" for one in stays)
-    return Plan((*made.keep, *stays), goes, (*made.others, *words))
+    return Plan((*made.keep, *stays), goes, spared=stays)
 
 
-def carry_out(made: Plan, os: Os = REAL_OS) -> list[Outcome]:
-    """Removes what the plan says, the oldest first. What cannot be removed is said, not raised."""
+def carry_out(made: Plan, os: Os = REAL_OS, *, verified: VerifiedOnce | None = None) -> list[Outcome]:
+    """Removes what the plan says, the oldest first. What cannot be removed is said, not raised.
+
+    verified: as for the plan; what is not known is read once more.
+    """
     if not made.remove:
         return []
+    verified = VerifiedOnce() if verified is None else verified
     newest = made.keep[0]
     try:
         held = ReaderLock.take(newest.path, os)
     except BusyError as error:
         return [Outcome(one.path, one.said, error) for one in made.remove]
     try:
-        why = _unheld(newest, held, os)
-        return [Outcome(one.path, one.said, why or _removed(one, os)) for one in reversed(made.remove)]
+        why = _unheld(newest, held, os) or _unsound(newest, verified, os)
+        return [Outcome(one.path, one.said, why or _removed(one, verified, os)) for one in reversed(made.remove)]
     finally:
         held.release()
 
@@ -188,11 +227,21 @@ def _unheld(newest: Whole, held: ReaderLock, os: Os) -> CheckpointError | None:
     return None
 
 
-def _removed(one: Whole, os: Os) -> CheckpointError | None:
+def _unsound(newest: Whole, verified: VerifiedOnce, os: Os) -> CheckpointError | None:
+    """Why this one is not known to be sound; None if it is."""
+    try:
+        problem = verified.problem(newest.path, newest.said, os)
+    except CheckpointError as error:
+        return error
+    return FormatError(f"nothing is removed, since the one that is to stay is damaged: {problem}") if problem else None
+
+
+def _removed(one: Whole, verified: VerifiedOnce, os: Os) -> CheckpointError | None:
     try:
         removal.remove(one.path, one.said, os)
     except CheckpointError as error:
         return error
+    verified.forget(one.said)
     return None
 
 
@@ -210,26 +259,31 @@ def prune(
     rules: Rules,
     os: Os = REAL_OS,
     *,
+    verified: VerifiedOnce | None = None,
     spared: Callable[[Path], bool] = lambda _: False,
 ) -> list[Path]:
     """For the controller: removes what the rules do not keep, logs a line about each, and raises nothing.
 
-    spared: what stays nevertheless.
+    verified, spared: as for `plan`.
     """
+    verified = VerifiedOnce() if verified is None else verified
     gone: list[Path] = []
     try:
         finish(roots, os)
-        planned = plan(roots, job, rules, os)
-        made = sparing(planned, spared)
-        if len(made.remove) < len(planned.remove):
-            logger.info("%d checkpoints stay until they are uploaded", len(planned.remove) - len(made.remove))
-        for outcome in carry_out(made, os):
+        made = plan(roots, job, rules, os, verified=verified, spared=spared)
+        for text in made.damaged:
+            logger.warning("%s; it does not count as one that is kept", text)
+        if made.spared:
+            logger.info("%d checkpoints stay until they are uploaded", len(made.spared))
+        for outcome in carry_out(made, os, verified=verified):
             if outcome.left is not None:
                 logger.info("%s", outcome.left)
             else:
                 what = outcome.said.kind.value
                 logger.info("removed %s (%s); %d checkpoints of the job are kept", outcome.path, what, len(made.keep))
                 gone.append(outcome.path)
+    except UnavailableError as error:
+        logger.info("old checkpoints are not removed yet: %s", error)
     except Exception as error:  # outermost: the job goes on, whatever becomes of its old checkpoints
         logger.warning("old checkpoints are not removed this time: %s", error)
     return gone

@@ -122,8 +122,8 @@ def _verified(path: Path, deep: bool) -> list[tuple[load.Found, list[load.Proble
     results, system = [], os_for([path])
     for found in [load.examine(path, system)] if is_checkpoint(path) else load.scan(path, system):
         total = found.manifest.total_bytes if found.manifest is not None and deep else 0
-        with _progress(found.path.name, total) as progress:
-            problems = load.verify(found.path, deep, system, progress)
+        with progress(found.path.name, total) as on_bytes:
+            problems = load.verify(found.path, deep, system, on_bytes)
         if not problems or found.path == path or system.exists(found.path):
             results.append((found, problems))
     return results
@@ -399,7 +399,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def _progress(name: str, total: int) -> Iterator[Any]:
+def progress(name: str, total: int) -> Iterator[Any]:
     """A bar on stderr while bytes are read; nothing where stderr is no terminal or there is little to read."""
     if not sys.stderr.isatty() or total < (64 << 20):
         yield None
@@ -411,6 +411,6 @@ def _progress(name: str, total: int) -> Iterator[Any]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda done: progress.update(task, completed=done)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda done: bar.update(task, completed=done)

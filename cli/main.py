@@ -235,10 +235,9 @@ def _recovered(arguments: argparse.Namespace) -> ExitCode:
 
 
 def _pruned(arguments: argparse.Namespace) -> ExitCode:
-    outcomes = retention_commands.prune(arguments)
-    if outcomes is None:
+    left = retention_commands.prune(arguments)
+    if left is None:
         return ExitCode.NOTHING_FOUND
-    left = [outcome.left for outcome in outcomes if outcome.left is not None]
     return max((exit_code_of(error) for error in left), default=ExitCode.OK)
 
 

@@ -12,15 +12,17 @@ from rich.text import Text
 
 from lastwords import clock
 from lastwords.checkpoint import load, retention
+from lastwords.checkpoint.manifest import read_manifest
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.remote.address import RemotePath, place
 from lastwords.checkpoint.remote.store import Store, os_for
 from lastwords.checkpoint.remote.transfer import remove
 from lastwords.checkpoint.system import Os
+from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import Verdict
-from lastwords.errors import CheckpointError, ConfigError
+from lastwords.errors import CheckpointError, ConfigError, IncompleteError, StorageError
 
 Add = Callable[[str, str], argparse.ArgumentParser]
 
@@ -87,18 +89,27 @@ def _json(one: load.Found, now_ns: int) -> dict[str, Any]:
     return about
 
 
-def prune(arguments: argparse.Namespace) -> list[retention.Outcome] | None:
-    """Prunes each of the jobs that were named, or the only one, and prints what went; None if there is none."""
+def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
+    """Prunes each of the jobs that were named, or the only one, and prints what went.
+
+    Returns why something that was to go is still there; None if there are no checkpoints.
+    """
     root: Path = arguments.path
     rules = retention.Rules(arguments.keep, arguments.per_minutes, arguments.last_words)
     system = os_for([root])
+    verified = VerifiedOnce(lambda path: commands.progress(path.name, read_manifest(path, system).total_bytes))
+    goes_anyway = arguments.not_uploaded or isinstance(root, RemotePath)
+    spared = (lambda _: False) if goes_anyway else record.not_uploaded(root)
     jobs = arguments.job or _only_job(root, system)
-    plans = [retention.plan([root], job, rules, system) for job in dict.fromkeys(jobs)]
-    if not (arguments.not_uploaded or isinstance(root, RemotePath)):
-        spared = record.not_uploaded(root)
-        plans = [retention.sparing(made, spared) for made in plans]
-    if not any(made.keep for made in plans):
-        commands.nothing(root, as_json=arguments.json, empty={"removed": [], "left": [], "kept": []})
+    try:
+        plans = [
+            retention.plan([root], job, rules, system, verified=verified, spared=spared) for job in dict.fromkeys(jobs)
+        ]
+    except StorageError as error:
+        raise StorageError(f"nothing is removed: {error}", errno=error.errno) from error
+    others = list(dict.fromkeys(text for made in plans for text in made.others))
+    if not any(made.keep for made in plans) and not others:
+        commands.nothing(root, as_json=arguments.json, empty={"removed": [], "left": [], "kept": [], "others": []})
         return None
     if arguments.dry_run:
         outcomes = [retention.Outcome(one.path, one.said) for made in plans for one in reversed(made.remove)]
@@ -106,19 +117,22 @@ def prune(arguments: argparse.Namespace) -> list[retention.Outcome] | None:
         outcomes = [_removed_from(Store(root), one) for made in plans for one in reversed(made.remove)]
     else:
         retention.finish([root])
-        outcomes = [outcome for made in plans for outcome in retention.carry_out(made)]
-    others = dict.fromkeys(text for made in plans for text in made.others)
+        outcomes = [outcome for made in plans for outcome in retention.carry_out(made, verified=verified)]
     kept = [one for made in plans for one in made.keep]
     if arguments.json:
-        commands.print_json(_outcomes_json(outcomes, kept, dry_run=arguments.dry_run))
+        commands.print_json(_outcomes_json(outcomes, kept, others, dry_run=arguments.dry_run))
     else:
         _print_outcomes(outcomes, kept, dry_run=arguments.dry_run)
     for text in others:
         commands.say(f"left as it is: {text}")
-    for outcome in outcomes:
-        if outcome.left is not None:
-            commands.say(str(outcome.left))
-    return outcomes
+    for one in (one for made in plans for one in made.spared):
+        commands.say(f"left as it is: {one.path} has not been uploaded yet")
+    left = [outcome.left for outcome in outcomes if outcome.left is not None]
+    if not kept:
+        left.append(IncompleteError(f"no checkpoint in {root} is sound", missing=(str(root),)))
+    for why in left:
+        commands.say(str(why))
+    return left
 
 
 def _removed_from(store: Store, one: retention.Whole) -> retention.Outcome:
@@ -146,10 +160,13 @@ def _print_outcomes(outcomes: list[retention.Outcome], kept: list[retention.Whol
         tables.console().print(tables.table(title, columns, rows, right=("step",)))
     else:
         tables.console().print("nothing to remove" if not outcomes else "nothing was removed")
-    tables.console().print(f"{len(kept)} kept; the newest is {kept[0].path.name}")
+    if kept:
+        tables.console().print(f"{len(kept)} kept; the newest is {kept[0].path.name}")
 
 
-def _outcomes_json(outcomes: list[retention.Outcome], kept: list[retention.Whole], *, dry_run: bool) -> dict[str, Any]:
+def _outcomes_json(
+    outcomes: list[retention.Outcome], kept: list[retention.Whole], others: list[str], *, dry_run: bool
+) -> dict[str, Any]:
     def one_json(path: Path, said: Any) -> dict[str, Any]:
         return {"path": str(path), "kind": said.kind.value, **dataclasses.asdict(said)}
 
@@ -158,6 +175,7 @@ def _outcomes_json(outcomes: list[retention.Outcome], kept: list[retention.Whole
         "removed": [one_json(one.path, one.said) for one in outcomes if one.left is None],
         "left": [{**one_json(one.path, one.said), "why": str(one.left)} for one in outcomes if one.left is not None],
         "kept": [one_json(one.path, one.said) for one in kept],
+        "others": others,
     }
 
 

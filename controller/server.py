@@ -89,7 +89,7 @@ class ControllerShell:
         self._state_file = state_file
         self._before = before
         self._service = SessionService(token, start_of(spec.job, spec.generation), self)
-        self._storage = StorageJobs(spec, self._from_thread)
+        self._storage = StorageJobs(spec, self._from_thread, may_read=self._has_time)
         self._timeline = Timeline(spec.job, spec.generation)
         self._roster = Roster(spec.world_size)
         self._starter_ticks = process_id.start_ticks(spec.starter_pid) if spec.starter_pid else None
@@ -293,6 +293,12 @@ class ControllerShell:
         """Only the first word of a death: on this host two ranks and this process watch the same one."""
         if self._roster.bury(rank):
             self._timeline.note("died", known_mono_s, rank=rank, source=source.name, **facts)
+
+    def _has_time(self) -> bool:
+        """Whether nobody waits for the disk, or for the end of this process: there is no incident. Any thread."""
+        outcome = self._core.outcome
+        released = outcome is not None and outcome.kind is events.OutcomeKind.RELEASED
+        return self._core.state is State.WATCHING or released
 
     def _from_thread(self, event: Event) -> None:
         """A storage thread's answer; any thread."""

@@ -6,12 +6,13 @@ its daemon thread, and the core's time-outs go on without it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
+from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.uploads import Uploads
-from lastwords.errors import LastWordsError, StorageError, named
+from lastwords.errors import LastWordsError, StorageError, UnavailableError, named
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,12 @@ KEEP_PAUSES_S = (0.5, 2.0, 5.0)
 """Before further tries to rename what is kept: a human does not see a directory under its temporary name."""
 OnEvent = Callable[[events.Event], None]
 
+PRUNING = "pruning"
+"""A queue of its own: before others are removed, a whole checkpoint is read, and nobody is to wait behind that."""
+
+PRUNING_NICE = 10
+"""Training goes first. More than any priority that this process may have."""
+
 PROGRESS_INTERVAL_S = 1.0
 """A verification, or a publication, says so often that it has come further."""
 
@@ -41,12 +49,23 @@ PROGRESS_INTERVAL_S = 1.0
 class StorageJobs:
     """Runs one job after the other for each target directory; results go to `on_event`, from the job's thread.
 
-    facts: what else the manifest says about the run.
+    facts: what else the manifest says about the run. may_read: whether checkpoints may be read although nobody waits
+    for that; any thread.
     """
 
-    def __init__(self, spec: ControllerSpec, on_event: OnEvent, *, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        spec: ControllerSpec,
+        on_event: OnEvent,
+        *,
+        facts: Mapping[str, Any] | None = None,
+        may_read: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._spec = spec
         self._on_event = on_event
+        self._may_read = may_read
+        self._kept = VerifiedOnce(self._at_leisure)
+        self._prune_waits = False
         self._facts = dict(facts or {})
         self._lines: dict[str, queue.SimpleQueue[Callable[[], None]]] = {}
         self._lock = threading.Lock()
@@ -58,12 +77,13 @@ class StorageJobs:
 
     @property
     def busy(self) -> bool:
-        """Whether a job waits or runs."""
+        """Whether a job waits or runs, other than of the queue that may be left at any time."""
         return self._pending > 0
 
     def start(self) -> None:
         """Start the threads now: at a death, memory or the number of processes may be at its limit."""
-        for line in ("tidying", "newest", "lines", *(f"target {number}" for number in range(len(self._roots)))):
+        targets = (f"target {number}" for number in range(len(self._roots)))
+        for line in ("tidying", "newest", "lines", *targets, PRUNING):
             self._submit(line, lambda: None)
 
     def clear_up(self) -> None:
@@ -95,8 +115,13 @@ class StorageJobs:
         self._submit(f"target {effect.target}", lambda: self._keep(effect))
 
     def prune(self, effect: events.Prune) -> None:
-        """Remove checkpoints that the schedule does not keep; gives nothing, the log says which."""
-        self._submit("tidying", lambda: self._prune(effect))
+        """Remove checkpoints that the schedule does not keep; gives nothing, the log says which.
+
+        One order waits at most: what it finds is what is there when its turn comes.
+        """
+        if not self._prune_waits:
+            self._prune_waits = True
+            self._submit(PRUNING, lambda: self._prune(effect))
 
     def append_line(self, path: Path, line: str) -> None:
         """Append one line to a file, for people; a failure is only logged."""
@@ -179,10 +204,23 @@ class StorageJobs:
         return progress
 
     def _prune(self, effect: events.Prune) -> None:
+        self._prune_waits = False
+        with contextlib.suppress(OSError):  # this thread alone, and those that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRUNING_NICE)
         rules = retention.Rules(effect.keep_max, effect.keep_minutes)
         remote = self._spec.remote
         spared = record.not_uploaded(self._spec.root, remote) if remote else lambda _: False
-        retention.prune(self._roots, self._spec.job, rules, spared=spared)
+        retention.prune(self._roots, self._spec.job, rules, verified=self._kept, spared=spared)
+
+    @contextlib.contextmanager
+    def _at_leisure(self, path: Path) -> Iterator[Callable[[int], None]]:
+        """While a checkpoint is read that is to stay: for as long as nothing else needs the disk."""
+
+        def on_bytes(_: int) -> None:
+            if not self._may_read():
+                raise UnavailableError(f"{path} has to be read first, and there is no time for that now")
+
+        yield on_bytes
 
     def _discard(self, tmp_dir: Path) -> None:
         self._discarded[tmp_dir] = None
@@ -277,14 +315,14 @@ class StorageJobs:
 
     def _submit(self, line: str, job: Callable[[], None]) -> None:
         with self._lock:
-            self._pending += 1
+            self._pending += line != PRUNING
             jobs = self._lines.get(line)
             if jobs is None:
                 jobs = self._lines[line] = queue.SimpleQueue()
-                threading.Thread(target=self._run, args=(jobs,), name=f"lastwords-{line}", daemon=True).start()
+                threading.Thread(target=self._run, args=(line, jobs), name=f"lastwords-{line}", daemon=True).start()
         jobs.put(job)
 
-    def _run(self, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    def _run(self, line: str, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
         while True:
             job = jobs.get()
             try:
@@ -293,7 +331,7 @@ class StorageJobs:
                 _log.exception("a storage job failed")
             finally:
                 with self._lock:
-                    self._pending -= 1
+                    self._pending -= line != PRUNING
 
 
 def _append(path: Path, line: str) -> None:

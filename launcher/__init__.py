@@ -8,7 +8,8 @@ agent.py     torch's elastic agent around the two
 recovery.py  where the time of a recovery went
 link.py      what launchers and workers say to each other, as lines of JSON
 worker.py    `lastwords.run(main)`: enters `main` again after a failure, in survivors and replacements alike; what it
-             takes in callables.py, its files in source_files.py, random streams at each entry in streams.py
+             takes in callables.py, its files in source_files.py, its imports in warm_up.py, random
+             streams at each entry in streams.py
 unblock.py   ends the collectives in which a survivor is stuck
 command.py   the command line: torchrun's, and ours; one launcher for a job in claim.py
 

@@ -28,6 +28,7 @@ from lastwords.launcher.scheduler import schedule
 from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.streams import Streams
 from lastwords.launcher.unblock import Unblocker, open_sockets
+from lastwords.launcher.warm_up import warm_up
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import is_collective_error
@@ -418,23 +419,3 @@ def _without_launcher(saved_step: int = 0, *, told: bool = False) -> SystemExit:
             f"cannot enter main(); {saved}start the job again; exit code {code}\n"
         )
     return SystemExit(code)
-
-
-def warm_up() -> None:
-    """What torch imports at the first DDP model and optimizer, imported beforehand: seconds.
-
-    Nothing is computed: torch's optimizers ask for a device at their first step, and a process that waits must not have
-    one, nor call the script's global hooks. What is there then stays for ever: with `gc.freeze`, the collection between
-    two stays in `main` only has to look at what the stay has made, where it would take some tenths of a second else.
-    """
-    import numpy.ma  # noqa: F401
-    import torch._dynamo
-    import torch.nn.parallel
-    import torch.optim
-    import torch.profiler
-    import torch.utils.data  # noqa: F401
-
-    import lastwords.optim_wrapper.trainer.protect  # noqa: F401
-
-    gc.collect()
-    gc.freeze()

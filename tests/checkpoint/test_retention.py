@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os as posix
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from lastwords.checkpoint.manifest import Claimed, Kind
 from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.retention import Rules, Whole, carry_out, chosen, jobs_in, plan, prune
 from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.errors import BusyError, ConfigError, IncompleteError, StorageError
 from tests import golden
 from tests.checkpoint.states import Job, content_of, content_written
@@ -448,3 +452,181 @@ def test_what_is_read_through_read_checkpoint_is_held_and_given_back(tmp_path: P
     prune([tmp_path], "job", Rules(1))  # while the error, and with it the reader's frame, still lives
     assert steps_in(tmp_path) == [36]
     assert failed.value.errno == 0
+
+
+# ---------------------------------------------------------------------- what is damaged
+
+
+def flipped(root: Path, *steps: int) -> None:
+    """One bit of the data of each is wrong."""
+    for step in steps:
+        file = next((layout.checkpoint_dir(root, step) / "rank_1").iterdir())
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+
+def sound_in(root: Path) -> list[int]:
+    return [step for step in steps_in(root) if not load.verify(layout.checkpoint_dir(root, step))]
+
+
+class Counted(Os):
+    """Knows of which steps data were read: what lies behind a file's header."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        count = super().preadv(fd, views, offset)
+        path = Path(name_of(fd))
+        step = layout.CheckpointName.parse(path.parents[1].name)
+        if step is not None and count == self.size(fd):
+            self.read += [step.global_step] * (step.global_step not in self.read[-1:])
+        return count
+
+
+def test_a_damaged_newest_one_removes_no_sound_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(tmp_path, range(34, 37))
+    flipped(tmp_path, 36)
+    prune([tmp_path], "job", Rules(1))
+    assert (steps_in(tmp_path), sound_in(tmp_path)) == ([35, 36], [35])
+    golden.says(caplog.messages)
+
+
+def test_without_the_look_the_only_sound_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the one above."""
+    monkeypatch.setattr(VerifiedOnce, "problem", lambda *_: "")
+    filled(tmp_path, range(34, 37))
+    flipped(tmp_path, 36)
+    prune([tmp_path], "job", Rules(1))
+    assert (steps_in(tmp_path), sound_in(tmp_path)) == ([36], [])
+
+
+def test_what_is_damaged_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    filled(tmp_path, range(31, 37))
+    flipped(tmp_path, 35, 36)
+    made_plan = plan([tmp_path], "job", Rules(2))
+    assert [one.said.global_step for one in made_plan.keep] == [34, 33]
+    assert [one.said.global_step for one in made_plan.remove] == [32, 31]
+    assert len(made_plan.damaged) == 2
+    carry_out(made_plan)
+    assert (steps_in(tmp_path), sound_in(tmp_path)) == ([33, 34, 35, 36], [33, 34])
+
+
+def test_a_truncated_one_does_not_count_either_and_is_not_read(tmp_path: Path) -> None:
+    filled(tmp_path, range(33, 37))
+    file = next((layout.checkpoint_dir(tmp_path, 36) / "rank_1").iterdir())
+    posix.truncate(file, file.stat().st_size - 1)
+    os = Counted()
+    prune([tmp_path], "job", Rules(1), os)
+    assert (steps_in(tmp_path), sound_in(tmp_path), os.read) == ([35, 36], [35], [35])
+
+
+def test_where_all_are_damaged_all_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(tmp_path, range(34, 37))
+    flipped(tmp_path, 34, 35, 36)
+    assert prune([tmp_path], "job", Rules(1)) == []
+    assert steps_in(tmp_path) == [34, 35, 36]
+    assert (
+        plan([tmp_path], "job", Rules(1)).keep[0].said.global_step == 34
+    )  # alone it makes nobody go, so it is not read
+
+
+DAMAGED = [set(steps) for count in range(5) for steps in itertools.combinations(range(31, 35), count)]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_whichever_are_damaged_the_newest_sound_one_stays(tmp_path: Path, keep: int) -> None:
+    whole = filled(tmp_path / "whole", range(31, 35))
+    for number, damaged in enumerate(DAMAGED):
+        root = shutil.copytree(whole, tmp_path / str(number))
+        flipped(root, *damaged)
+        verified = VerifiedOnce()
+        for _ in range(2):
+            prune([root], "job", Rules(keep), verified=verified)
+            assert {*sound_in(root)} >= {*[step for step in range(31, 35) if step not in damaged][-1:]}, damaged
+            assert {*steps_in(root)} >= {step for step in damaged if step > max(sound_in(root), default=0)}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_what_cannot_be_read_is_not_damaged_and_nothing_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    class Failing(Os):
+        fails = True
+
+        def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+            count = super().preadv(fd, views, offset)
+            if self.fails and name_of(fd).endswith("-4_6.ckpt") and count == self.size(fd):
+                raise OSError(number, posix.strerror(number))
+            return count
+
+    filled(tmp_path, range(34, 37))
+    os, verified = Failing(), VerifiedOnce()
+    assert prune([tmp_path], "job", Rules(1), os, verified=verified) == []
+    assert steps_in(tmp_path) == [34, 35, 36]
+    golden.says(caplog.messages)
+    os.fails = False
+    prune([tmp_path], "job", Rules(1), os, verified=verified)
+    assert steps_in(tmp_path) == [36]
+
+
+def test_each_is_read_once_and_only_if_something_is_to_go(tmp_path: Path) -> None:
+    filled(tmp_path, range(34, 37))
+    os, verified = Counted(), VerifiedOnce()
+    prune([tmp_path], "job", Rules(3), os, verified=verified)
+    assert os.read == []
+    flipped(tmp_path, 36)
+    for _ in range(2):
+        prune([tmp_path], "job", Rules(1), os, verified=verified)
+        assert (os.read, steps_in(tmp_path)) == ([36, 35], [35, 36])
+    filled(tmp_path, range(37, 39), PERIODIC.again(generation=2))
+    prune([tmp_path], "job", Rules(2), os, verified=verified)
+    assert (os.read, steps_in(tmp_path)) == ([36, 35, 38], [36, 37, 38])
+
+
+def test_what_is_written_again_is_read_again(tmp_path: Path) -> None:
+    """A person has put the right file back, or what was sound has been damaged since."""
+    filled(tmp_path, range(34, 37))
+    verified = VerifiedOnce()
+    flipped(tmp_path, 36)
+    prune([tmp_path], "job", Rules(1), verified=verified)
+    assert steps_in(tmp_path) == [35, 36]
+    flipped(tmp_path, 36)
+    made_plan = plan([tmp_path], "job", Rules(1), verified=verified)
+    assert [one.said.global_step for one in made_plan.remove] == [35]
+    flipped(tmp_path, 36)
+    [outcome] = carry_out(made_plan, verified=verified)
+    golden.says(outcome.left)
+    assert steps_in(tmp_path) == [35, 36]
+
+
+def test_one_that_is_replaced_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(Os):
+        came = False
+
+        def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+            count = super().preadv(fd, views, offset)
+            if not self.came and "step_36/rank_0" in name_of(fd) and count == self.size(fd):
+                self.came = True
+                PERIODIC.again(generation=2, seed=9).save(tmp_path, 36)
+            return count
+
+    filled(tmp_path, range(34, 37))
+    assert prune([tmp_path], "job", Rules(1), Late()) == []
+    golden.says(caplog.messages)
+    assert sound_in(tmp_path) == [34, 35, 36]
+
+
+def test_a_large_one_is_read_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lastwords.checkpoint.publish.TABLES_BYTES_MAX", 0)
+    monkeypatch.setattr("lastwords.checkpoint.glance.EXAMINED_BYTES_MAX", 0)
+    filled(tmp_path, range(34, 37))
+    for file in (layout.checkpoint_dir(tmp_path, 36) / "rank_1").glob("*.ckpt"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    prune([tmp_path], "job", Rules(1))
+    assert (steps_in(tmp_path), sound_in(tmp_path)) == ([35, 36], [35])

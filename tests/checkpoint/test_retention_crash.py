@@ -14,6 +14,7 @@ from lastwords.checkpoint import layout, load, publish, removal, replacing, stal
 from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.retention import Plan, Rules, carry_out, plan, prune
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree
+from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.errors import BusyError, IncompleteError, LastWordsError
 from tests.checkpoint.interleaving import Choose, Machine, at_random, stopped_once
 from tests.checkpoint.interposed import Crash, InterposedOs, crashing_at
@@ -32,8 +33,8 @@ def filled(root: Path, os: Os = REAL_OS) -> None:
         JOB.again(attempt=attempt).save(root, step, os)
 
 
-def pruned(root: Path, os: Os) -> None:
-    carry_out(plan([root], "job", Rules(KEEP), os), os)
+def pruned(root: Path, os: Os, verified: VerifiedOnce | None = None) -> None:
+    prune([root], "job", Rules(KEEP), os, verified=SEEN if verified is None else verified)
 
 
 def disk() -> SimulatedOs:
@@ -49,6 +50,11 @@ def _filled_disk() -> SimulatedOs:
 
 
 _FILLED = _filled_disk()
+
+
+SEEN = VerifiedOnce()
+"""Whoever prunes the filled disk has read what is on it, but for the tests that begin with that."""
+assert [SEEN.problem(one.path, one.said, _FILLED) for one in plan([ROOT], "job", Rules(0), _FILLED).keep] == [""] * 3
 
 
 def check(root: Path, os: Os, *, finished: bool) -> None:
@@ -105,7 +111,7 @@ def test_a_process_killed_at_any_system_call_leaves_the_real_directory_sound(tmp
         os = InterposedOs(crashing_at(fatal))
         finished = True
         try:
-            pruned(root, os)
+            pruned(root, os, VerifiedOnce())
         except Crash:
             finished = False
         finally:
@@ -156,8 +162,8 @@ def test_a_later_start_that_does_not_go_on_is_caught(monkeypatch: pytest.MonkeyP
 Body = Callable[[InterposedOs], Any]
 
 
-def pruner(keep: int) -> Body:
-    return lambda os: prune([ROOT], "job", Rules(keep), os)
+def pruner(keep: int, *, reads: bool = False) -> Body:
+    return lambda os: prune([ROOT], "job", Rules(keep), os, verified=VerifiedOnce() if reads else SEEN)
 
 
 def reader(step: int) -> Body:
@@ -185,7 +191,7 @@ def later_start(os: InterposedOs) -> None:
 
 
 SCHEDULES: list[tuple[str, Choose]] = [
-    *((f"stopped at call {at}", stopped_once(at)) for at in range(1, 190, 3)),
+    *((f"stopped at call {at}", stopped_once(at)) for at in range(1, 210, 3)),
     *((f"the second stopped at call {at}", stopped_once(at, who=1)) for at in range(1, 120, 3)),
     *((f"seed {seed}", at_random(seed, kills=seed % 2, switch=(0.05, 0.2, 0.5)[seed % 3])) for seed in range(60)),
 ]
@@ -240,6 +246,11 @@ def test_several_that_prune_at_once_leave_what_each_has_to_keep() -> None:
     assert list(judged([pruner(KEEP), pruner(2), lambda os: stale.remove_stale(ROOT, "job", 9, os)], one_is_left)) == []
 
 
+@pytest.mark.thorough
+def test_several_that_prune_at_once_and_read_before_leave_what_each_has_to_keep() -> None:
+    assert list(judged([pruner(KEEP, reads=True), pruner(2, reads=True)], one_is_left)) == []
+
+
 def two_that_disagree() -> list[Body]:
     """Each takes another one for the newest, as if it could not look at the newest of the other."""
 
@@ -248,7 +259,8 @@ def two_that_disagree() -> list[Body]:
             made = plan([ROOT], "job", Rules(0), os)
             keep = [one for one in made.keep if one.said.global_step == (35 if unseen == 36 else 36)]
             if keep:
-                carry_out(Plan(tuple(keep), tuple(one for one in made.keep if one not in keep)), os)
+                goes = tuple(one for one in made.keep if one not in keep)
+                carry_out(Plan(tuple(keep), goes), os, verified=SEEN)
 
         return body
 

@@ -50,6 +50,14 @@ def steps_there(root: RemotePath) -> list[int]:
     return sorted(one.manifest.global_step for one in found if one.manifest is not None)
 
 
+def flipped_there(root: RemotePath, step: int) -> None:
+    """One bit of the data of a checkpoint in the store is wrong."""
+    file = next(Path("/", *root.parts[1:]).glob(f"*step_{step}*/rank_1/*.ckpt"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def test_upload_says_where_each_is(capsys: Capture, here: Path, there: RemotePath) -> None:
     code, said = run_json(capsys, "upload", here, there)
     assert code == ExitCode.OK
@@ -74,10 +82,7 @@ def test_the_commands_that_read_take_a_url(capsys: Capture, here: Path, there: R
 
 def test_verify_reads_every_byte_there(capsys: Capture, here: Path, there: RemotePath) -> None:
     run(capsys, "upload", here, there)
-    file = next(Path("/", *there.parts[1:]).glob("*step_32*/rank_1/*.ckpt"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flipped_there(there, 32)
     code, said = run_json(capsys, "verify", there)
     assert code == ExitCode.DAMAGED
     assert [one["sound"] for one in said["checkpoints"]] == [True, False, True, True]
@@ -91,6 +96,14 @@ def test_prune_of_a_url_keeps_its_own_rule(capsys: Capture, here: Path, there: R
     assert (code, [one["global_step"] for one in said["removed"]]) == (ExitCode.OK, [31, 32])
     assert steps_there(there) == [30, 33]
     assert steps_in(here) == [30, 31, 32, 33]
+
+
+def test_prune_of_a_url_reads_the_one_that_is_to_stay(capsys: Capture, here: Path, there: RemotePath) -> None:
+    run(capsys, "upload", here, there)
+    flipped_there(there, 33)
+    code, said = run_json(capsys, "prune", there, "--keep", 1)
+    assert (code, [one["global_step"] for one in said["removed"]], len(said["others"])) == (ExitCode.OK, [31], 1)
+    assert steps_there(there) == [30, 32, 33]
 
 
 def test_prune_leaves_what_has_not_been_uploaded_unless_asked(capsys: Capture, here: Path, there: RemotePath) -> None:

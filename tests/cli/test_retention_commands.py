@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
+import os as posix
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +11,12 @@ import pytest
 
 from lastwords import clock
 from lastwords.checkpoint import layout, load, publish
+from lastwords.checkpoint.system import Os
 from lastwords.cli import tables
 from lastwords.cli.main import ExitCode, main
 from tests import golden
 from tests.checkpoint.states import Job
-from tests.checkpoint.test_retention import filled, steps_in
+from tests.checkpoint.test_retention import filled, flipped, name_of, sound_in, steps_in
 
 PERIODIC = Job(incident=0)
 Capture = pytest.CaptureFixture[str]
@@ -137,11 +141,57 @@ def test_what_is_left_alone_is_told(capsys: Capture, root: Path) -> None:
     assert steps_in(root) == [30, 33, 34, 36]
 
 
+def test_prune_reads_the_one_that_is_to_stay_and_names_it_if_it_is_damaged(capsys: Capture, root: Path) -> None:
+    flipped(root, 36)
+    before = run_json(capsys, "prune", root, "--keep", 1, "--dry-run")
+    after = run_json(capsys, "prune", root, "--keep", 1)
+    assert (before[1].pop("dry_run"), after[1].pop("dry_run")) == (True, False)
+    assert before == after
+    assert [one["global_step"] for one in after[1]["kept"]] == [35, 30]
+    golden.says(after[1]["others"])
+    code, out, err = run(capsys, "prune", root, "--keep", 1)
+    assert code == ExitCode.OK
+    golden.says((" ".join(out.split()), err))
+    assert (steps_in(root), sound_in(root)) == ([30, 35, 36], [30, 35])
+
+
+def test_prune_where_nothing_is_sound(capsys: Capture, root: Path) -> None:
+    flipped(root, 30, 32, 33, 34, 35, 36)
+    (layout.checkpoint_dir(root, 31) / layout.MANIFEST_NAME).unlink()
+    code, out, err = run(capsys, "prune", root, "--keep", 1, "--last-words")
+    assert (code, steps_in(root)) == (ExitCode.OK, [30, *range(31, 37)])
+    golden.says((" ".join(out.split()), err))
+    for step in range(30, 37):
+        (layout.checkpoint_dir(root, step) / layout.MANIFEST_NAME).unlink(missing_ok=True)
+    code, said = run_json(capsys, "prune", root, "--keep", 1, "--job", "job")
+    assert (code, len(said["others"])) == (ExitCode.DAMAGED, 7)
+    code, out, err = run(capsys, "prune", root, "--keep", 1, "--job", "job")
+    golden.says((out, err.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_what_cannot_be_read_keeps_prune_from_removing(
+    capsys: Capture, root: Path, monkeypatch: pytest.MonkeyPatch, dry: list[str]
+) -> None:
+    reads = Os.preadv
+
+    def failing(self: Os, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        count = reads(self, fd, views, offset)
+        if name_of(fd).endswith("-4_6.ckpt") and count == self.size(fd):
+            raise OSError(errno.EIO, posix.strerror(errno.EIO))
+        return count
+
+    monkeypatch.setattr(Os, "preadv", failing)
+    code, out, err = run(capsys, "prune", root, "--keep", 1, *dry)
+    assert (code, out, steps_in(root)) == (ExitCode.STORAGE, "", [30, *range(31, 37)])
+    golden.says(err)
+
+
 def test_prune_of_nothing(capsys: Capture, tmp_path: Path) -> None:
     assert run(capsys, "prune", tmp_path, "--keep", 1)[0] == ExitCode.NOTHING_FOUND
     assert run(capsys, "prune", tmp_path / "missing", "--keep", 1)[0] == ExitCode.NOTHING_FOUND
     code, said = run_json(capsys, "prune", tmp_path, "--keep", 1, "--job", "nobody")
-    assert (code, said) == (ExitCode.NOTHING_FOUND, {"removed": [], "left": [], "kept": []})
+    assert (code, said) == (ExitCode.NOTHING_FOUND, {"removed": [], "left": [], "kept": [], "others": []})
 
 
 @pytest.mark.parametrize("arguments", [[], ["--keep", "0"], ["--keep", "x"], ["--keep", "2", "--per-minutes", "3"]])

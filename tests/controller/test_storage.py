@@ -6,13 +6,14 @@ import errno
 import os
 import queue
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, publish, retry, stale, system
+from lastwords.checkpoint import layout, publish, retention, retry, stale, system
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import latest, open_checkpoint, verify
 from lastwords.checkpoint.meta import LocalMeta
@@ -22,6 +23,7 @@ from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.storage import StorageJobs
 from tests import golden
 from tests.checkpoint.states import Job
+from tests.checkpoint.test_retention import filled, flipped, sound_in, steps_in
 
 WAIT_S = 20.0
 JOB = Job()
@@ -31,11 +33,11 @@ STEP = 7
 class Answers:
     """Storage jobs, and a queue of what they answer."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, may_read: Callable[[], bool] = lambda: True) -> None:
         self.root = root
         spec = ControllerSpec("127.0.0.1", 30051, "digits", 2, 3, root, fallback_root=root / "fallback")
         self.events: queue.Queue[events.Event] = queue.Queue()
-        self.jobs = StorageJobs(spec, self.events.put)
+        self.jobs = StorageJobs(spec, self.events.put, may_read=may_read)
 
     def next(self) -> events.Event:
         return self.events.get(timeout=WAIT_S)
@@ -437,3 +439,75 @@ def test_a_line_that_cannot_be_appended_for_a_moment_is_not_lost(
     answers.jobs.append_line(tmp_path / "lines", "one")
     answers.settle()
     assert (tmp_path / "lines").read_text() == "one\n"
+
+
+# ---------------------------------------------------------------------- pruning
+
+KEEP_1 = events.Prune(keep_max=1, keep_minutes=0)
+PERIODIC = Job(name="digits", generation=2, incident=0)
+
+
+def test_a_newest_one_that_is_damaged_removes_no_sound_one(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
+    filled(answers.root, range(31, 34), PERIODIC)
+    flipped(answers.root, 33)
+    answers.jobs.prune(KEEP_1)
+    answers.settle()
+    assert (steps_in(answers.root), sound_in(answers.root)) == ([32, 33], [32])
+    golden.says(caplog.messages)
+    caplog.clear()
+    answers.jobs.prune(KEEP_1)
+    answers.settle()
+    assert caplog.messages == []  # read once, and said once
+    filled(answers.root, range(34, 35), PERIODIC.again(attempt=9))
+    answers.jobs.prune(KEEP_1)
+    answers.settle()
+    assert steps_in(answers.root) == [33, 34]
+
+
+def test_reading_is_given_up_when_something_else_needs_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    has_time = False
+    answers = Answers(filled(tmp_path, range(31, 34), PERIODIC), lambda: has_time)
+    answers.jobs.prune(KEEP_1)
+    answers.settle()
+    assert steps_in(tmp_path) == [31, 32, 33]
+    golden.says(caplog.messages)
+    has_time = True
+    answers.jobs.prune(KEEP_1)
+    answers.settle()
+    assert steps_in(tmp_path) == [33]
+
+
+def test_nobody_waits_for_what_is_read_before_others_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    looked = retention.prune
+    monkeypatch.setattr(retention, "prune", lambda *given, **named: looks.append(looked(*given, **named)))
+    reading, go_on = threading.Event(), threading.Event()
+    asked: list[int] = []
+
+    def waits() -> bool:
+        asked.append(os.getpriority(os.PRIO_PROCESS, 0))
+        reading.set()
+        return go_on.wait(WAIT_S)
+
+    answers = Answers(filled(tmp_path, range(31, 34), PERIODIC), waits)
+    answers.jobs.prune(KEEP_1)
+    assert reading.wait(WAIT_S)
+    answers.jobs.clear_up()
+    answers.jobs.look_for_newest(LOOK)
+    assert answers.next() == events.NewestKnown(2, 33, str(layout.checkpoint_dir(tmp_path, 33)))
+    answers.jobs.release()
+    assert not answers.jobs.wait_idle(0.2)
+    assert not answers.jobs.busy  # it may be ended
+    filled(tmp_path, range(34, 35), PERIODIC.again(attempt=9))
+    for _ in range(3):
+        answers.jobs.prune(KEEP_1)
+    go_on.set()
+    answers.settle()
+    assert steps_in(tmp_path) == [34]
+    assert len(looks) == 2  # of the orders that came meanwhile one was left
+    assert {*asked} == {max(os.getpriority(os.PRIO_PROCESS, os.getpid()), storage.PRUNING_NICE)}
