@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint.retention import Rules
-from lastwords.errors import ConfigError, NotTextError
+from lastwords.errors import ConfigError, NotTextError, WrongTypeError
 from lastwords.vocabulary import Schedule
 
 FORMATS = ("ckpt", "safetensors")
@@ -20,7 +20,8 @@ KEEP = 5
 class CheckpointConfig:
     """For `tft.every(config)`. As upstream: steps are preferred to seconds, and `keep_checkpoint_max` to minutes.
 
-    Raises ConfigError (a ValueError) where all four numbers are 0 or None, and for anything that cannot be meant.
+    Raises ConfigError (a ValueError) where all four numbers are 0 or None, and for anything that cannot be meant;
+    WrongTypeError (a TypeError as well) where upstream raises TypeError.
     Unlike upstream, training never waits for a checkpoint (`async_save`), every rank writes its own part, which any
     layout can load (`integrated_save`), everything has a checksum (`crc_check`), and an exception is always saved
     (`exception_save`): these four change nothing here. `append_info` is refused: register such values with `extras=`.
@@ -48,7 +49,14 @@ class CheckpointConfig:
             checked_count(name, 0 if number is None else number)
         if not any(numbers.values()):
             raise ConfigError(f"CheckpointConfig needs one of {', '.join(numbers)}; all are None or 0")
-        if self.append_info is not None:
+        for name in ("integrated_save", "exception_save", "crc_check"):
+            if not isinstance(getattr(self, name), bool):
+                raise WrongTypeError(f"{name} must be a bool, not {getattr(self, name)!r}")
+        if not isinstance(self.async_save, bool | str):
+            raise WrongTypeError(f"async_save must be a bool or a str, not {self.async_save!r}")
+        if self.append_info is not None and not isinstance(self.append_info, list):
+            raise WrongTypeError(f"append_info must be a list, not {self.append_info!r}")
+        if self.append_info:
             raise ConfigError(
                 "append_info is not supported: register such values with extras=, which also restores them"
             )
@@ -83,7 +91,7 @@ class ModelCheckpoint:
         if self.directory is not None and not isinstance(self.directory, str | os.PathLike):
             raise NotTextError(f"directory must be a path, not a {type(self.directory).__name__}")
         if self.config is not None and not isinstance(self.config, CheckpointConfig):
-            raise ConfigError(f"config must be a CheckpointConfig, not a {type(self.config).__name__}")
+            raise WrongTypeError(f"config must be a CheckpointConfig, not a {type(self.config).__name__}")
 
 
 def schedule_of(given: CheckpointConfig | ModelCheckpoint, ckpt_save_path: Path) -> Schedule:
@@ -91,7 +99,7 @@ def schedule_of(given: CheckpointConfig | ModelCheckpoint, ckpt_save_path: Path)
     if isinstance(given, CheckpointConfig):
         return given.schedule
     if not isinstance(given, ModelCheckpoint):
-        raise ConfigError(f"every() takes a CheckpointConfig or a ModelCheckpoint, not a {type(given).__name__}")
+        raise WrongTypeError(f"every() takes a CheckpointConfig or a ModelCheckpoint, not a {type(given).__name__}")
     if given.directory is not None and Path(given.directory).absolute() != ckpt_save_path:
         raise ConfigError(
             f"ModelCheckpoint(directory={str(given.directory)!r}) is not ckpt_save_path ({ckpt_save_path}): one "
@@ -109,7 +117,9 @@ def checked_schedule(steps: int, seconds: float, keep: int | None, keep_per_minu
     checked_count("keep", keep)
     if keep and keep_per_minutes:
         raise ConfigError(f"every(keep={keep}, keep_per_minutes={keep_per_minutes}): only one of them can decide")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise WrongTypeError(f"seconds must be a number from 0, not {seconds!r}")
+    if not 0 <= seconds < float("inf"):
         raise ConfigError(f"seconds must be a number from 0, not {seconds!r}")
     if not steps and not seconds:
         raise ConfigError("every() needs steps=... or seconds=..., or both")
@@ -117,6 +127,8 @@ def checked_schedule(steps: int, seconds: float, keep: int | None, keep_per_minu
 
 
 def checked_count(name: str, number: object) -> None:
-    """ConfigError unless it is an int from 0."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+    """ConfigError unless it is an int from 0; WrongTypeError, which is one, for what is no int."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise WrongTypeError(f"{name} must be an int from 0, not {number!r}")
+    if number < 0:
         raise ConfigError(f"{name} must be an int from 0, not {number!r}")

@@ -263,8 +263,8 @@ class TFTRegister:
             raise ConfigError("every() has to be called before the training loop begins")
         if config is None:
             run.schedule = checked_schedule(steps, seconds, keep, keep_per_minutes)
-        elif steps or seconds:
-            raise ConfigError("every() takes a config, or steps= and seconds=, not both")
+        elif steps or seconds or keep is not None or keep_per_minutes:
+            raise ConfigError("every() takes a config, or numbers (steps=, seconds=, keep=, ...), not both")
         else:
             run.schedule = schedule_of(config, self._config.ckpt_save_path)
 

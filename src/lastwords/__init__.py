@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StrategyError,
         UnavailableError,
         UnstorableError,
+        WrongTypeError,
     )
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
@@ -78,6 +79,7 @@ __all__ = [
     "UnavailableError",
     "Unit",
     "UnstorableError",
+    "WrongTypeError",
     "__version__",
     "get_ckpt_path_with_strategy",
     "keep",

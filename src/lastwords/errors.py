@@ -37,6 +37,10 @@ class NotARankError(ConfigError, TypeError):
     """A rank was given as something else than an int."""
 
 
+class WrongTypeError(ConfigError, TypeError):
+    """An argument is of a type that cannot be meant."""
+
+
 class NoStrategiesError(ConfigError, NotADirectoryError):
     """Strategies were to be read from something that is no directory."""
 

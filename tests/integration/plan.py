@@ -113,7 +113,9 @@ class Plan:
     data: str = "refetch"
     whole: bool = False  # gather the state, and what the model answers, after a resume and at the end
     every: int = 0  # a periodic checkpoint after every so many steps; 0: none
+    every_s: float = 0.0  # or one every so many seconds
     keep: int = 0  # so many of them, 0: all
+    keep_minutes: int = 0  # or one in so many minutes
     faults: tuple[Fault, ...] = ()
     sabotage: tuple[str, ...] = ()
     bad_extra: bool = False  # register something that cannot be stored

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,44 @@ def test_only_so_many_are_kept(rig: Rig) -> None:
     kept = steps_of(launch)
     assert kept == sorted(kept)[-2:]
     assert 1 <= len(kept) <= 2
+
+
+def slow(layout: Layout) -> list[Fault]:
+    """No step takes less than 0.25 s, so that there is time for checkpoints between two of them."""
+    return [Fault(0, step, "end", ("sleep:0.25",)) for step in range(1, layout.steps + 1)]
+
+
+def written_by(launch: Launch) -> list[int]:
+    """The step of each periodic checkpoint that was published, by the controllers' logs."""
+    logs = sorted((Path(launch.plan.checkpoints) / "logs").glob("controller-*.log"))
+    return [int(step) for log in logs for step in re.findall(r"checkpoint of step (\d+): ", log.read_text())]
+
+
+@pytest.mark.thorough
+def test_one_is_due_every_so_many_seconds(rig: Rig) -> None:
+    layout = Layout()
+    began_mono_s = time.monotonic()
+    launch = rig.launch(layout, faults=slow(layout), every_s=0.5)
+    launch.finish()
+    assert set(launch.codes.values()) == {0}, launch.job.report()
+    assert first_difference(rig.reference(layout), launch.track, range(1, layout.steps + 1)) is None
+    assert written_by(launch) == steps_of(launch)
+    assert 2 <= len(steps_of(launch)) <= (time.monotonic() - began_mono_s) / 0.5
+    assert len(steps_of(launch)) < layout.steps
+    for checkpoint in launch.checkpoints:
+        check_sound(checkpoint)
+
+
+@pytest.mark.thorough
+def test_one_in_so_many_minutes_is_kept_and_the_newest(rig: Rig) -> None:
+    """The whole run takes less than a minute."""
+    layout = Layout()
+    launch = rig.launch(layout, faults=slow(layout), every=1, keep_minutes=1)
+    launch.finish()
+    assert set(launch.codes.values()) == {0}, launch.job.report()
+    written = written_by(launch)
+    assert len(written) > 2
+    assert steps_of(launch) == [written[0], written[-1]]
 
 
 def test_a_resumed_job_goes_on_with_its_checkpoints(rig: Rig) -> None:

@@ -260,8 +260,10 @@ class Trainer:
         self.faults.frozen = lambda: sabotage.is_frozen(tft)
         self.faults.told = lambda: sabotage.is_told(tft)
         self.faults.at("before_loop")
-        if self.plan.every:
-            tft.every(steps=self.plan.every, keep=self.plan.keep)
+        plan = self.plan
+        if plan.every or plan.every_s:
+            kept = {"keep_per_minutes": plan.keep_minutes} if plan.keep_minutes else {"keep": plan.keep}
+            tft.every(steps=plan.every, seconds=plan.every_s, **kept)
         self.faults.save = tft.save
         point = None
         if self.plan.recover or restart_count():
