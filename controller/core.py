@@ -32,6 +32,7 @@ from lastwords.controller.events import (
     ControllerOptions,
     Died,
     Effect,
+    EndKnown,
     Event,
     FromRank,
     NewestKnown,
@@ -47,7 +48,6 @@ from lastwords.controller.incident import TIMERS, Incident
 from lastwords.controller.job_state import JobState
 from lastwords.controller.loop import LoopWatch, Strayed
 from lastwords.controller.membership import Life, Member
-from lastwords.controller.memory import Memory
 from lastwords.controller.periodic import PERIODIC, Periodic
 from lastwords.controller.stragglers import Stragglers
 from lastwords.controller.succession import Succession
@@ -102,6 +102,8 @@ class ControllerCore(JobState):
                 self._on_session_closed(rank)
             case Died(rank, source):
                 self._on_end(rank, source)
+            case EndKnown(rank, how):
+                self._on_end_known(rank, how)
             case Watched(rank, ended):
                 self._members.members[rank].watched = not ended
                 if ended:
@@ -130,19 +132,6 @@ class ControllerCore(JobState):
         effects, context.effects = context.effects, []
         return self._remembering(effects)
 
-    def _remembering(self, effects: list[Effect]) -> list[Effect]:
-        """What follows from an event, and before all of it what the next controller has to know of that."""
-        if self._succession.may_wait(effects, self._incident):
-            return effects
-        numbers = Memory(
-            incident=self._incident_number,
-            resumed=self._incident_resumed,
-            periodic=self._periodic.newest,
-            outcome=self._closing.outcome,
-        )
-        kept = self._succession.remember(numbers, self._incident)
-        return effects if kept is None else [kept, *effects]
-
     def _begin(self) -> None:
         """The first event; perhaps in the place of a controller that was killed."""
         context, before = self._context, self._succession.before
@@ -168,9 +157,6 @@ class ControllerCore(JobState):
                 incident.on_death(gone.rank, gone.source)
             self._open(incident, f"the controller was killed in incident {memory.incident}")
             self._succession.publish_first()
-
-    def _current(self, number: int) -> Incident | None:
-        return self._incident if self._incident is not None and self._incident.number == number else None
 
     def _on_timer(self, name: str) -> None:
         if name in Succession.TIMERS:
@@ -267,6 +253,8 @@ class ControllerCore(JobState):
 
     def _on_peer_died(self, member: Member, report: PeerDied) -> None:
         self._on_end(report.dead_rank, report.source)
+        if report.how:
+            self._on_end_known(report.dead_rank, report.how)
 
     # ------------------------------------------------------------------ registration
 
@@ -346,6 +334,15 @@ class ControllerCore(JobState):
         elif member.source not in CERTAIN:
             member.source = source
 
+    def _on_end_known(self, rank: int, how: str) -> None:
+        member = self._members.members.get(rank)
+        if member is None or not member.buried or member.how:
+            return
+        before, member.how = member.death, how
+        self._context.log(WARNING, f"rank {rank} {member.death}")
+        if self._incident is not None:
+            self._incident.causes.explain(rank, before, member.death)
+
     def _on_silence(self, member: Member, source: DeathSource) -> None:
         if member.life is not Life.ALIVE:
             return
@@ -394,12 +391,6 @@ class ControllerCore(JobState):
             self._closing.stop_if_empty()
 
     # ------------------------------------------------------------------ incidents
-
-    def _incident_or_new(self) -> Incident:
-        if self._incident is None:
-            self._incident_number += 1
-            self._incident = Incident(self._context, self._incident_number)
-        return self._incident
 
     def _stray(self, strayed: Strayed | None) -> None:
         if strayed is not None:

@@ -26,13 +26,13 @@ _SUSPICION_WORDS: Final[Mapping[DeathSource, str]] = {
 _SIGNAL_NAMES: Final[Mapping[int, str]] = {1: "SIGHUP", 2: "SIGINT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
 
 
-def death_text(source: DeathSource) -> str:
-    """How a death by this source is told, without the rank.
+def death_text(source: DeathSource, how: str = "") -> str:
+    """How a death by this source is told, without the rank. how: the process has ended, where that is known.
 
-    >>> death_text(DeathSource.PIDFD)
-    'died (killed or crashed)'
+    >>> death_text(DeathSource.PIDFD), death_text(DeathSource.PIDFD, "SIGSEGV, segmentation fault")
+    ('died (killed or crashed)', 'died (SIGSEGV, segmentation fault)')
     """
-    return _DEATH_WORDS[source]
+    return f"died ({how})" if how and source in CERTAIN else _DEATH_WORDS[source]
 
 
 def suspicion_text(source: DeathSource) -> str:
@@ -69,6 +69,11 @@ class Causes:
         self._words[rank] = words if known is None else f"{known}, then {words}"
         self._only_signals = False
         return True
+
+    def explain(self, rank: int, words: str, better: str) -> None:
+        """What was said of a death is said with more knowledge."""
+        if rank in self._words:
+            self._words[rank] = self._words[rank].replace(words, better)
 
     def add_signal(self, rank: int, words: str) -> bool:
         """A request to stop. After a death it is the launcher's answer to that death, not a cause of its own."""

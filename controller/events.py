@@ -158,6 +158,14 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
+class EndKnown:
+    """How the process of a rank that has died has ended, for people; comes after the death."""
+
+    rank: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
 class StorageProgress:
     """The verification, or the publication, of this attempt has come further."""
 
@@ -240,7 +248,7 @@ class Tick:
 StorageEvent = StorageProgress | Verified | VerifyFailed | VerifyBlocked | Published | PublishFailed
 """About one attempt's files."""
 
-Event = FromRank | SessionClosed | Died | Watched | StorageEvent | NewestKnown | Tick
+Event = FromRank | SessionClosed | Died | EndKnown | Watched | StorageEvent | NewestKnown | Tick
 
 
 # --------------------------------------------------------------------------- effects

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from lastwords.controller.closing import Closing
 from lastwords.controller.context import JobContext
-from lastwords.controller.events import ControllerOptions, Outcome, Remember, State
+from lastwords.controller.events import ControllerOptions, Effect, Outcome, Remember, State
 from lastwords.controller.hang import HangWatch
 from lastwords.controller.incident import Incident
 from lastwords.controller.loop import LoopWatch
 from lastwords.controller.membership import Membership
+from lastwords.controller.memory import Memory
 from lastwords.controller.periodic import Periodic
 from lastwords.controller.stragglers import Stragglers
 from lastwords.controller.succession import Succession
@@ -69,3 +70,25 @@ class JobState:
     def deadline_s(self) -> float | None:
         """When the next Tick is due; None if nothing is waited for. Before the first event it is due at once."""
         return self._timers.next_s if self._started else 0.0
+
+    def _current(self, number: int) -> Incident | None:
+        return self._incident if self._incident is not None and self._incident.number == number else None
+
+    def _incident_or_new(self) -> Incident:
+        if self._incident is None:
+            self._incident_number += 1
+            self._incident = Incident(self._context, self._incident_number)
+        return self._incident
+
+    def _remembering(self, effects: list[Effect]) -> list[Effect]:
+        """What follows from an event, and before all of it what the next controller has to know of that."""
+        if self._succession.may_wait(effects, self._incident):
+            return effects
+        numbers = Memory(
+            incident=self._incident_number,
+            resumed=self._incident_resumed,
+            periodic=self._periodic.newest,
+            outcome=self._closing.outcome,
+        )
+        kept = self._succession.remember(numbers, self._incident)
+        return effects if kept is None else [kept, *effects]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from lastwords.controller.detection import CERTAIN
+from lastwords.controller.detection import CERTAIN, death_text
 from lastwords.controller.words import first_texts, ranks_text
 from lastwords.vocabulary import NO_SCHEDULE, DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Schedule, Stand
 
@@ -56,6 +56,7 @@ class Member:
     connected: bool = True
     life: Life = Life.ALIVE
     source: DeathSource | None = None  # of the suspicion or death
+    how: str = ""  # it has died, as far as is known
     watched: bool = False  # the end of its process will be told, so its silence is none
     suspect_since_s: float = 0.0
     waits_at: str = ""  # the user's line where it has long been in a collective or a backward pass, as it says
@@ -75,6 +76,11 @@ class Member:
     def buried(self) -> bool:
         """True if the process has certainly ended. One that was only silent for too long may come back."""
         return self.life is Life.DEAD and self.source in CERTAIN
+
+    @property
+    def death(self) -> str:
+        """How its death is told; it has died."""
+        return "is gone" if self.source is None else death_text(self.source, self.how)
 
     @property
     def reachable(self) -> bool:

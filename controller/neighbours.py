@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 class Neighbours:
     """The host watch behind a thread of its own, since adding a watch opens files and may wait for a thread.
 
-    `on_death(rank, source, known_mono_s)`, `on_watched(rank)` and `on_release(rank)` come from threads of their own;
-    methods are for the loop's thread.
+    `on_death(rank, source, known_mono_s)`, `on_watched(rank)`, `on_release(rank)` and `on_ending(rank, how)` come from
+    threads of their own; methods are for the loop's thread.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Neighbours:
         on_death: Callable[[int, DeathSource, float], None],
         on_watched: Callable[[int], None],
         on_release: Callable[[int], None],
+        on_ending: Callable[[int, str], None],
         nonce: str = "",
     ) -> None:
         self._job = job
@@ -40,7 +41,7 @@ class Neighbours:
         self._host_id = process_id.host_id()
         self._on_watched = on_watched
         self._watched: dict[int, ProcessId] = {}
-        self._watch = HostWatch(on_death, on_release=on_release)
+        self._watch = HostWatch(on_death, on_release=on_release, on_ending=on_ending)
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")  # one keeps the order of calls
 
     def clear_up(self) -> None:

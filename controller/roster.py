@@ -17,6 +17,7 @@ class _Seen:
     stand: Stand
     heard_mono_s: float
     dead: bool = False
+    explained: bool = False
     status: Status | None = None
 
 
@@ -83,6 +84,14 @@ class Roster:
         if seen is None or seen.dead:
             return False
         seen.dead = True
+        return True
+
+    def explain(self, rank: int) -> bool:
+        """It is known how the process of this rank has died; False if that was known already."""
+        seen = self._seen.get(rank)
+        if seen is None or not seen.dead or seen.explained:
+            return False
+        seen.explained = True
         return True
 
     def views(self, now_s: float, slower: Mapping[int, float] = MappingProxyType({})) -> tuple[RankState, ...]:

@@ -109,6 +109,7 @@ class ControllerShell:
             self._on_death,
             lambda rank: self._call_soon(self._feed, (events.Watched(rank),)),
             lambda rank: self._call_soon(self._feed, (events.Watched(rank, ended=True),)),
+            lambda rank, how: self._call_soon(self._on_end_known, rank, how),
             spec.nonce,
         )
 
@@ -264,6 +265,8 @@ class ControllerShell:
                 self._neighbours.part_with(report.rank)
             elif isinstance(report, PeerDied) and report.source in CERTAIN:
                 self._note_death(report.dead_rank, report.source, now_s, seen_by=report.rank)
+                if report.how:
+                    self._note_ending(report.dead_rank, report.how, now_s)
             self._timeline.note_report(report, now_s)
             self._perform(self._ask(events.FromRank(report), now_s), now_s, session, report.rank)
         self._rearm()
@@ -289,6 +292,10 @@ class ControllerShell:
         self._note_death(rank, source, known_mono_s)
         self._feed((events.Died(rank, source),))
 
+    def _on_end_known(self, rank: int, how: str) -> None:
+        self._note_ending(rank, how, clock.mono_s())
+        self._feed((events.EndKnown(rank, how),))
+
     def _note_death(self, rank: int, source: DeathSource, known_mono_s: float, **facts: int) -> None:
         """Only the first word of a death: on this host two ranks and this process watch the same one."""
         if self._roster.bury(rank):
@@ -299,6 +306,10 @@ class ControllerShell:
         outcome = self._core.outcome
         released = outcome is not None and outcome.kind is events.OutcomeKind.RELEASED
         return self._core.state is State.WATCHING or released
+
+    def _note_ending(self, rank: int, how: str, now_s: float) -> None:
+        if self._roster.explain(rank):
+            self._timeline.note("ended", now_s, rank=rank, how=how)
 
     def _from_thread(self, event: Event) -> None:
         """A storage thread's answer; any thread."""

@@ -6,7 +6,7 @@ One line of JSON for each incident goes to {ckpt root}/logs/incidents.jsonl:
     {"job", "generation", "incident", "outcome", "step", "path", "reason", "cause_ranks", "bytes",
      "known_mono_s", "known_wall_ns", "events": [{"what", "mono_s", "rank"?, "attempt"?, ...}, ...]}
 
-"outcome" is a name of ExitKind or "FALSE_ALARM". Events: known, frozen_sent, suspected, died, raised, signalled,
+"outcome" is a name of ExitKind or "FALSE_ALARM". Events: known, frozen_sent, suspected, died, ended, raised, signalled,
 settled, proceed_sent, stack, decided, saved, save_failed, verified, verify_failed, verify_blocked, published,
 publish_failed, exit_sent, resumed.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lastwords.controller.decision import NO_TARGETS, RankView
-from lastwords.controller.detection import death_text
 from lastwords.controller.membership import Life, Membership
 from lastwords.controller.saving import Saving
 from lastwords.vocabulary import Settled
@@ -19,7 +18,7 @@ def rank_views(
     for rank, member in membership.members.items():
         stand, absence = None, ""
         if not member.living:
-            absence = death_text(member.source) if member.source is not None else "is gone"
+            absence = member.death
         elif rank in excluded:
             absence = excluded[rank]
         elif member.life is Life.ALIVE and rank in settled:

@@ -74,10 +74,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of `rank` has ended. code: as of `Popen.returncode`."""
+    """The process of `rank` has ended. code: as of `Popen.returncode`. how: the same, for people."""
 
     rank: int
     code: int
+    how: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Head:
         self.core = LauncherCore(tuple(range(size)), start_s=start_s)
         self._recovery = Recovery(tuple(range(size)))
         self._record: Path | None = None
-        self._codes: dict[int, int] = {}
+        self._ended: dict[int, Ended] = {}
         self._first = number * GENERATIONS_PER_ROUND
         self._address = address
         self._store: TCPStore | None = None
@@ -117,7 +117,8 @@ class Head:
             case Stop():
                 self._tell_all(effect)
             case Start(rank):
-                self._recovery.died(rank, self._codes.pop(rank, 0), mono_s())
+                ended = self._ended.pop(rank, Ended(rank, 0))
+                self._recovery.died(rank, ended.code, mono_s(), ended.how)
                 self._host_of[rank](effect)
             case _:
                 self._host_of[effect.rank](effect)
@@ -128,8 +129,8 @@ class Head:
 
     def _note(self, event: Event, now_s: float) -> None:
         match event:
-            case Ended(rank, code):
-                self._codes[rank] = code
+            case Ended(rank):
+                self._ended[rank] = event
             case Waiting(rank, step, record):
                 self._record = Path(record) if record else self._record
                 self._recovery.waiting(rank, step, now_s)

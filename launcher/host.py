@@ -40,6 +40,8 @@ from lastwords.launcher.processes import Controllers, Process, Spare, ended_badl
 from lastwords.launcher.standby import Standby
 from lastwords.launcher.versions import Ask, Sources
 from lastwords.liveness import process_id
+from lastwords.liveness.endings import ending_text
+from lastwords.liveness.oom_counts import OomCounts
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +182,8 @@ class Host:
 
     def _watch(self, rank: int) -> None:
         process = self.processes[rank]
+        counts = OomCounts.around(process.pid)
+        before = counts.read()
 
         def ended() -> None:
             if ended_badly(process.pid):
@@ -194,9 +198,10 @@ class Host:
                 del self._links[rank]
                 self._forget(link)
                 link.close()
+            how = ending_text(code, before, counts.read())
             if code:
-                _log.warning("rank %d (pid %d) ended with %d", rank, process.pid, code)
-            self._report(Ended(rank, code))
+                _log.warning("rank %d (pid %d) ended with %d (%s)", rank, process.pid, code, how)
+            self._report(Ended(rank, code, how))
 
         self._at_the_end_of(process, ended)
 

@@ -3,7 +3,7 @@
 A recovery lasts from the first death until every rank has updated its weights again. Its line in incidents.jsonl:
 
     {"outcome": "RECOVERED", "generation", "step", "began_mono_s", "died_mono_s",
-     "events": [{"what", "mono_s", "rank"?, "code"?}, ...]}
+     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?}, ...]}
 
 generation: of the ranks that go on. began_mono_s: when the generation before it entered `main`. died_mono_s: the first
 sign that it is over. Events: died (the process has ended; the controller often knows before), left (a survivor is out
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lastwords.liveness.endings import ending_text
 from lastwords.vocabulary import ExitKind, Phase, Stand
 
 OUTCOME = "RECOVERED"
@@ -46,10 +46,11 @@ class Recovery:
     _late: set[int] = field(default_factory=set)
     """Those that have not updated since all entered `main`."""
 
-    def died(self, rank: int, code: int, now_s: float) -> None:
-        """A process has ended, and another one takes its place. code: as of `Popen.returncode`."""
+    def died(self, rank: int, code: int, now_s: float, how: str = "") -> None:
+        """A process has ended, and another one takes its place. code, how: as of `events.Ended`."""
         self._dead.add(rank)
-        self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code})
+        more = {"how": how} if how else {}
+        self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code, **more})
 
     def waiting(self, rank: int, step: int, now_s: float) -> None:
         """`rank` is ready to enter `main`. step: the newest one that it knows to be saved."""
@@ -119,11 +120,12 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
     found = [f"{word} after {_since(died_s, at)}" for what, word in moments for at in _last(incident or _NONE, what)]
     found += [f"replaced after {_since(died_s, at)}" for at in _last(record, "ready")]
     found += [f"training again after {_since(died_s, at)}" for at in _last(record, "updated")]
-    dead: dict[int, int] = {}
+    seen = {one["rank"]: one["how"] for one in (incident or _NONE)["events"] if one["what"] == "ended"}
+    dead: dict[int, str] = {}
     for one in record["events"]:
         if one["what"] == "died":  # a replacement may have died, too, and matters less
-            dead.setdefault(one["rank"], one["code"])
-    who = ", ".join(f"rank {rank} died ({_end(code)})" for rank, code in dead.items())
+            dead.setdefault(one["rank"], seen.get(one["rank"]) or one.get("how") or _end(one["code"]))
+    who = ", ".join(f"rank {rank} died ({how})" for rank, how in dead.items())
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
     return f"{who}: {', '.join(found)}; {_saved(record['step'], incident)}"
 
@@ -162,8 +164,4 @@ def _since(begin_s: float, end_s: float) -> str:
 
 
 def _end(code: int) -> str:
-    if code == UNKNOWN_CODE:
-        return "killed or crashed"
-    if code >= 0:
-        return f"exit code {code}"
-    return signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    return "killed or crashed" if code == UNKNOWN_CODE else ending_text(code)

@@ -44,6 +44,20 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[19])
 
 
+def exit_code(process: ProcessId) -> int | None:
+    """How this process of this host, which has died, has ended: as of Popen.returncode. None where nobody says so.
+
+    Whoever may look at a process can read it from when its threads end until its parent has collected it. Others read
+    0, which an end by `os._exit(0)` cannot be told from: that is None, too.
+    """
+    try:
+        fields = _fields(process.pid)
+        status = int(fields[49]) if int(fields[19]) == process.start_ticks else 0
+    except (OSError, IndexError, ValueError):
+        return None
+    return os.waitstatus_to_exitcode(status) if status else None
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger holds this process; False where the system does not say.
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from lastwords.clock import Clock, mono_s
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
+from lastwords.liveness import process_id
+from lastwords.liveness.endings import UNKNOWN, OomKills, ending_text
+from lastwords.liveness.oom_counts import OomCounts
 from lastwords.liveness.pidfd import PidWatcher
 from lastwords.liveness.robust_mutex import EndKind, Watch, state_of, watch
 from lastwords.vocabulary import DeathSource, ProcessId
@@ -23,6 +26,9 @@ OnDeath = Callable[[int, DeathSource, float], None]
 OnRelease = Callable[[int], None]
 """Called with a rank that gave its life line back: what follows is no death."""
 
+OnEnding = Callable[[int, str], None]
+"""Called with a rank that has died, after `OnDeath`, and how it has ended, for people. Not where nobody knows."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -30,18 +36,32 @@ class _Entry:
     life_path: Path | None
     life: Watch | None = None
     pid_token: int | None = None
+    by_pid: bool = True
+    counts: OomCounts | None = None
+    kills: OomKills = UNKNOWN  # before it died
+    died: bool = False
+    told: bool = False  # how
 
 
 class HostWatch:
     """Calls `on_death` at most once for each added process, from a thread of its own; the calls may overlap.
 
-    A process that released its life line before it ended is no death; `on_release` hears of it, in the same way.
+    A process that released its life line before it ended is no death; `on_release` hears of it, in the same way. How
+    a death came about is told after it, by `on_ending`: to read that may take as long as to free the process's memory.
     `add`, `remove` and `stop` may be called from any thread, also from within the call-backs.
     """
 
-    def __init__(self, on_death: OnDeath, *, on_release: OnRelease = lambda rank: None, clock: Clock = mono_s) -> None:
+    def __init__(
+        self,
+        on_death: OnDeath,
+        *,
+        on_release: OnRelease = lambda rank: None,
+        on_ending: OnEnding = lambda rank, how: None,
+        clock: Clock = mono_s,
+    ) -> None:
         self._on_death = on_death
         self._on_release = on_release
+        self._on_ending = on_ending
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
@@ -57,7 +77,10 @@ class HostWatch:
         out: for a process that shares /dev/shm but not the pid namespace, where its pid means another one.
         """
         self.remove(rank)
-        entry = _Entry(process, life_path)
+        entry = _Entry(process, life_path, by_pid=by_pid)
+        if by_pid:
+            entry.counts = OomCounts.around(process.pid)
+            entry.kills = entry.counts.read()
         with self._lock:
             self._entries[rank] = entry
         sources: list[DeathSource] = []
@@ -112,6 +135,7 @@ class HostWatch:
 
     def _life_ended(self, rank: int, entry: _Entry, kind: EndKind) -> None:
         self._ended(rank, entry, DeathSource.ROBUST_MUTEX, kind)
+        self._tell_ending(rank, entry, last=entry.pid_token is None)
 
     def _pid_ended(self, rank: int, entry: _Entry) -> None:
         kind = EndKind.DIED
@@ -121,6 +145,7 @@ class HostWatch:
             except (UnavailableError, ConfigError, FormatError, StorageError):
                 pass  # the file is gone or another process's by now; the pidfd's word stands
         self._ended(rank, entry, DeathSource.PIDFD, kind)
+        self._tell_ending(rank, entry, last=True)
 
     def _ended(self, rank: int, entry: _Entry, source: DeathSource, kind: EndKind) -> None:
         now_s = self._clock()
@@ -130,5 +155,21 @@ class HostWatch:
             del self._entries[rank]
         if kind is EndKind.DIED:
             self._on_death(rank, source, now_s)
+            entry.died = True
         else:
             self._on_release(rank)
+
+    def _tell_ending(self, rank: int, entry: _Entry, *, last: bool) -> None:
+        """last: nobody will look again, so it is told even if its exit status is not known."""
+        if not entry.died or entry.told or not entry.by_pid:
+            return
+        code = process_id.exit_code(entry.process)
+        if code is None and not last:
+            return
+        with self._lock:
+            if entry.told:
+                return
+            entry.told = True
+        kills = UNKNOWN if entry.counts is None else entry.counts.read()
+        if how := ending_text(code, entry.kills, kills):
+            self._on_ending(rank, how)

@@ -19,6 +19,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from lastwords.checkpoint.retry import PAUSES_S, patiently
@@ -62,12 +63,13 @@ class HostRing:
         self._lock = threading.Lock()
         self._after: list[int] = []  # ranks of this host that were never watched yet, next ones first
         self._watched: set[int] = set()
+        self._died: dict[int, PeerDied] = {}
         self._tried: dict[int, int] = {}
         self.is_first = False
         """Whether this is the lowest rank of its host; known after `start`."""
         self._stopped = False
         self._pid = os.getpid()
-        self._watch = HostWatch(self._on_death, on_release=self._on_release)
+        self._watch = HostWatch(self._on_death, on_release=self._on_release, on_ending=self._on_ending)
 
     def start(self) -> None:
         """Begin to watch; call it once all ranks are registered. A host that cannot be watched is only logged."""
@@ -96,8 +98,12 @@ class HostRing:
     # ------------------------------------------------------------------ watchers' threads
 
     def _on_death(self, rank: int, source: DeathSource, known_mono_s: float) -> None:
-        self._report(PeerDied(self._rank, self._generation, rank, source))
+        self._died[rank] = report = PeerDied(self._rank, self._generation, rank, source)
+        self._report(report)
         self._take_next(rank)
+
+    def _on_ending(self, rank: int, how: str) -> None:
+        self._report(replace(self._died[rank], how=how))
 
     def _on_release(self, rank: int) -> None:
         self._take_next(rank)

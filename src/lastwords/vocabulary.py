@@ -229,12 +229,16 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """A processor saw another process of its host die (robust mutex or pidfd)."""
+    """A processor saw another process of its host die (robust mutex or pidfd).
+
+    how: it has ended, for people; said once more with it, as soon as that is known.
+    """
 
     rank: int  # the observer
     generation: int
     dead_rank: int
     source: DeathSource
+    how: str = ""
 
 
 @dataclass(frozen=True, slots=True)

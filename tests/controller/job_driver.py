@@ -10,6 +10,7 @@ from lastwords.controller.events import (
     Died,
     Discard,
     Effect,
+    EndKnown,
     Event,
     FromRank,
     Keep,
@@ -146,6 +147,10 @@ class JobDriver:
     def kill(self, rank: int, source: DeathSource = DeathSource.ROBUST_MUTEX) -> list[Effect]:
         """The host watch speaks."""
         return self.tell(Died(rank, source))
+
+    def explain(self, rank: int, how: str = "SIGSEGV, segmentation fault") -> list[Effect]:
+        """The host watch knows how its process has ended."""
+        return self.tell(EndKnown(rank, how))
 
     def close(self, rank: int) -> list[Effect]:
         """Its session breaks."""

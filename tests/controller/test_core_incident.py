@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lastwords.controller.events import ControllerOptions, FromRank, NewestKnown, OutcomeKind, StartPublish, State
@@ -729,3 +731,52 @@ def test_a_name_that_never_comes_is_not_waited_for_for_ever(answered: bool) -> N
 def test_an_answer_that_comes_late_changes_nothing() -> None:
     job = losing("AB")
     assert job.tell(NewestKnown(1, *OLDER)) == []
+
+
+# --------------------------------------------------------------------------- how a process has ended
+
+
+def test_how_a_rank_has_died_is_said_in_the_reason_and_once_in_the_log() -> None:
+    job = JobDriver(3)
+    job.kill(1)
+    golden.says(job.sent(Freeze)[0].reason)
+    job.explain(1)
+    golden.says(job.logs())
+    assert job.explain(1, "SIGABRT, abort") == [], "the first word counts"
+    for rank in (0, 2):
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.verified()
+    published = job.starts()
+    assert isinstance(published, StartPublish)
+    golden.says(published.reason)
+
+
+def test_a_neighbour_tells_of_a_death_and_then_how_it_came_about() -> None:
+    job = JobDriver(3, hosts="abb")
+    death = PeerDied(2, GENERATION, 1, DeathSource.ROBUST_MUTEX)
+    job.hear(death)
+    assert sorted(job.sent(Freeze)) == [0, 2]
+    job.hear(replace(death, how="exit code 3"))
+    job.hear(replace(death, rank=0, how="exit code 3"))
+    for rank in (0, 2):
+        job.settle(rank, computing(0))
+    golden.says(job.sent(Exit)[0].reason)
+
+
+def test_where_a_unit_is_lost_with_a_rank_it_is_said_how_that_has_died() -> None:
+    job = JobDriver(2, units=("A", "B"))
+    job.kill(1)
+    job.explain(1)
+    job.settle(0, computing(5))
+    golden.says(job.sent(Exit)[0].reason)
+
+
+@pytest.mark.parametrize("ranks", [[], [0]])
+def test_how_a_rank_ended_that_has_not_died_changes_nothing(ranks: list[int]) -> None:
+    """It was only lost, or nobody knows it."""
+    job = JobDriver(3)
+    for rank in ranks:
+        job.close(rank)
+    assert job.explain(0) == []
+    assert job.explain(7) == []

@@ -21,7 +21,7 @@ def test_a_rank_that_cannot_be_watched_for_a_moment_is_watched_soon(
 ) -> None:
     monkeypatch.setattr(neighbours_module, "PAUSES_S", (0.01, 0.01))
     done: queue.Queue[int] = queue.Queue()
-    here = Neighbours("job", 1, lambda *death: None, done.put, done.put)
+    here = Neighbours("job", 1, lambda *death: None, done.put, done.put, lambda *ending: None)
     left = [UnavailableError("Too many open files")] * failures
 
     def add(rank: int, *rest: Any) -> None:

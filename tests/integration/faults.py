@@ -5,6 +5,10 @@ Actions, carried out in order:
     kill            kill -9 of this process
     kill:2          kill -9 of rank 2
     kill_after:0.1  kill -9 of this process so many seconds later, wherever it is then
+    segv            read address 0
+    abort           abort(), as a failed assertion in C does
+    os_exit:3       os._exit(3)
+    take:N          take so many bytes of memory, and use them (see the sabotage in_cgroup)
     raise           InjectedError
     raise:TEXT      RuntimeError(TEXT), for errors that look like those of a collective
     mark:NAME       tell the other ranks that this point was reached
@@ -33,6 +37,7 @@ Actions, carried out in order:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -115,6 +120,7 @@ class Faults:
         self._checkpoints = Path(plan.checkpoints)
         self._port = plan.ctrl_port
         self._killed_controller = 0
+        self._taken: list[bytearray] = []
         restart = restart_count()
         self._armed: dict[tuple[str, int], list[Fault]] = {}
         for fault in plan.faults:
@@ -143,6 +149,14 @@ class Faults:
         verb, _, value = action.partition(":")
         if verb == "kill":
             os.kill(self._pid(int(value)) if value else os.getpid(), signal.SIGKILL)
+        elif verb == "segv":
+            ctypes.string_at(0)
+        elif verb == "abort":
+            os.abort()
+        elif verb == "os_exit":
+            os._exit(int(value))
+        elif verb == "take":
+            self._taken = [bytearray(1 << 20) for _ in range(int(value) >> 20)]
         elif verb == "kill_after":
             timer = threading.Timer(float(value), os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True

@@ -16,6 +16,7 @@ disk_full_at:NAME         likewise, but only for files below a directory of that
 fsync_fails:0             every fsync on rank 0 fails with EIO
 fsync_fails_once          the first fsync of each rank fails with EIO
 another_host              every rank says that it is of a host on which the controller is not
+in_cgroup:1=FOLDER        rank 1 is in this cgroup
 no_controller             rank ctrl_rank_id believes that it has started a controller
 """
 
@@ -32,6 +33,7 @@ from typing import Any
 
 from tests.integration.faults import Faults
 from tests.integration.plan import Plan
+from tests.liveness.cgroups import put
 
 HANG_S = 60.0
 _done: list[str] = []
@@ -183,6 +185,12 @@ def _on_pwrite(act: Callable[[Path], None]) -> None:
     Os.pwrite = pwrite  # type: ignore[method-assign]
 
 
+def _in_cgroup(place: str) -> None:
+    rank, _, folder = place.partition("=")
+    if os.environ["RANK"] == rank:
+        put(os.getpid(), Path(folder))
+
+
 def _disk_full(_: str) -> None:
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -242,6 +250,7 @@ _SABOTAGE: dict[str, Callable[[str], None]] = {
     "dies_while_writing": _dies_while_writing,
     "fsync_fails": _fsync_fails,
     "fsync_fails_once": _fsync_fails_once,
+    "in_cgroup": _in_cgroup,
     "hangs_while_writing": _hangs_while_writing,
     "no_bucket_replay": _no_bucket_replay,
     "no_controller": _no_controller,

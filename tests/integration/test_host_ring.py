@@ -42,7 +42,14 @@ class Heard:
 
     def __init__(self) -> None:
         self._reports: queue.Queue[PeerDied] = queue.Queue()
-        self.put = self._reports.put
+        self._endings: queue.Queue[PeerDied] = queue.Queue()
+
+    def put(self, report: PeerDied) -> None:
+        (self._endings if report.how else self._reports).put(report)
+
+    def ending(self) -> tuple[int, str]:
+        report = self._endings.get(timeout=WAIT_S)
+        return report.dead_rank, report.how
 
     def deaths(self, count: int) -> list[int]:
         return [self._reports.get(timeout=WAIT_S).dead_rank for _ in range(count)]
@@ -82,6 +89,7 @@ def test_each_rank_watches_the_next_two_and_takes_the_next_one_for_each_it_loses
     assert ring[1].nothing()
     neighbours[5].kill()  # the next one; then rank 1 comes into view, and has died already
     assert ring[1].deaths(2) == [5, 1]
+    assert ring[1].ending() == (5, "SIGKILL")
     neighbours[2].kill()
     neighbours[0].kill()
     assert sorted(ring[1].deaths(2)) == [0, 2]

@@ -211,8 +211,8 @@ def test_a_watcher_that_is_killed_or_stopped_does_not_keep_the_death_from_the_ot
 
 def test_a_large_process_is_known_dead_before_its_memory_is_freed(life_path: Path) -> None:
     with Living(life_path, resident_mb=1024) as living:
-        ends, pid_ends = Ends(), Ends()
-        hosts = HostWatch(ends)
+        ends, pid_ends, told = Ends(), Ends(), Ends()
+        hosts = HostWatch(ends, on_ending=told)
         hosts.add(0, life_path, living.process)
         watch_pid(living.process, pid_ends)
         killed_s = time.monotonic()
@@ -222,6 +222,8 @@ def test_a_large_process_is_known_dead_before_its_memory_is_freed(life_path: Pat
         mutex_s, pid_s = ends.at_s[0] - killed_s, pid_ends.at_s[0] - killed_s
         assert mutex_s < pid_s / 2, f"mutex {mutex_s * 1e3:.2f} ms, pidfd {pid_s * 1e3:.2f} ms"
         assert ends.wait(2, timeout_s=0.2) == ends.seen[:1], "reported once, although both sources speak"
+        assert told.wait(2, timeout_s=0.0) == [(0, "SIGKILL")]
+        assert ends.at_s[0] <= told.at_s[0], "nobody waits for it"
         hosts.stop()
 
 

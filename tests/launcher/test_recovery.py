@@ -11,7 +11,9 @@ import pytest
 
 from lastwords.launcher import head
 from lastwords.launcher.events import Begun, Ended, Updated, Waiting
-from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, sentence
+from lastwords.launcher.recovery import OUTCOME, UNKNOWN_CODE, Recovery, incident_of, sentence
+from lastwords.liveness.endings import OomKills, ending_text
+from tests import golden
 
 KILLED = -9
 
@@ -93,6 +95,17 @@ def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_that_of_its_replacem
     recovery.died(1, KILLED, 20.0)
     recovery.died(1, 1, 20.1)
     assert sentence(json.dumps(again(recovery)), None).startswith("rank 1 died (SIGKILL): ")
+
+
+def test_what_the_controller_knows_of_an_end_is_in_the_sentence() -> None:
+    """It has watched the process for longer, or is the only one that has seen how it ended."""
+    for code, how in ((KILLED, "SIGKILL"), (UNKNOWN_CODE, "")):
+        recovery = training()
+        recovery.died(1, code, 20.0, how)
+        line = json.dumps(again(recovery))
+        ended = {"what": "ended", "mono_s": 20.0, "rank": 1, "how": ending_text(-9, OomKills(0), OomKills(1))}
+        golden.says(sentence(line, {"known_mono_s": 20.0, "step": 31, "events": [ended]}))
+    golden.says(sentence(line, None))
 
 
 def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> None:

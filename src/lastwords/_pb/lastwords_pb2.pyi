@@ -292,16 +292,18 @@ class Left(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ...) -> None: ...
 
 class PeerDied(_message.Message):
-    __slots__ = ("rank", "generation", "dead_rank", "source")
+    __slots__ = ("rank", "generation", "dead_rank", "source", "how")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DEAD_RANK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HOW_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     dead_rank: int
     source: DeathSource
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., dead_rank: _Optional[int] = ..., source: _Optional[_Union[DeathSource, str]] = ...) -> None: ...
+    how: str
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., dead_rank: _Optional[int] = ..., source: _Optional[_Union[DeathSource, str]] = ..., how: _Optional[str] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("rank", "generation")
