@@ -28,6 +28,9 @@ from lastwords.errors import CheckpointError, IncompleteError, StorageError
 
 logger = logging.getLogger(__name__)
 
+LISTINGS_MAX = 20
+"""How often directories are listed again since what was found in them has gone: each time something was pruned."""
+
 
 class Status(enum.Enum):
     """What a scan says of a directory."""
@@ -99,7 +102,16 @@ def newest(
 
 
 def _newest(roots: Iterable[Path], jobs: Collection[str] | None, os: Os, every_file: bool) -> Path | None:
-    paths = candidates(roots, os, Claimed.read)
+    roots = [*roots]
+    for _ in range(LISTINGS_MAX):
+        paths = candidates(roots, os, Claimed.read)
+        found = _first_complete(paths, jobs, os, every_file)
+        if found is not None or {*paths} <= {*candidates(roots, os)}:
+            return found
+    raise StorageError(f"checkpoints vanish from {', '.join(map(str, roots))} as fast as they are looked at: try again")
+
+
+def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, every_file: bool) -> Path | None:
     for place, path in enumerate(paths):
         found, claimed = look(path, os, every_file)
         wanted = claimed is None or jobs is None or claimed.job in jobs

@@ -253,10 +253,8 @@ class ControllerShell:
                 if session.strays <= STRAYS_LOGGED:
                     _log.warning(
                         "%s: dropped %s of rank %d, which is registered over another session",
-                        session,
-                        type(report).__name__,
-                        report.rank,
-                    )
+                        session, type(report).__name__, report.rank,
+                    )  # fmt: skip
                 continue
             self._roster.hear(report, now_s)
             if isinstance(report, SaveProgress):
@@ -265,8 +263,7 @@ class ControllerShell:
                 self._neighbours.part_with(report.rank)
             elif isinstance(report, PeerDied) and report.source in CERTAIN:
                 self._note_death(report.dead_rank, report.source, now_s, seen_by=report.rank)
-                if report.how:
-                    self._note_ending(report.dead_rank, report.how, now_s)
+                self._note_ending(report.dead_rank, report.how, now_s)
             self._timeline.note_report(report, now_s)
             self._perform(self._ask(events.FromRank(report), now_s), now_s, session, report.rank)
         self._rearm()
@@ -303,12 +300,11 @@ class ControllerShell:
 
     def _has_time(self) -> bool:
         """Whether nobody waits for the disk, or for the end of this process: there is no incident. Any thread."""
-        outcome = self._core.outcome
-        released = outcome is not None and outcome.kind is events.OutcomeKind.RELEASED
+        released = self._core.outcome is not None and self._core.outcome.kind is events.OutcomeKind.RELEASED
         return self._core.state is State.WATCHING or released
 
     def _note_ending(self, rank: int, how: str, now_s: float) -> None:
-        if self._roster.explain(rank):
+        if how and self._roster.explain(rank):
             self._timeline.note("ended", now_s, rank=rank, how=how)
 
     def _from_thread(self, event: Event) -> None:

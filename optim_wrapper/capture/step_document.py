@@ -80,7 +80,7 @@ def changed_before_the_end(which: str, step: int) -> str:
     """Say that these rank-local extras changed between forward pass and step end; the reason for a death in between."""
     _log.warning(
         "%s changed between the forward pass and the end of step %s: if a rank is killed in between, the "
-        "resume is not exact; change it before the forward pass, or after the step's end",
+        "resume is not exact; change it before the forward pass of the step that uses it",
         which,
         step,
     )

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,6 +248,25 @@ def test_a_damaged_newest_one_is_skipped_with_a_warning(tmp_path: Path, caplog: 
     assert load.latest(tmp_path) == older
     golden.says(caplog.messages)
     assert [found.status for found in load.scan(tmp_path)] == [load.Status.DAMAGED, load.Status.COMPLETE]
+
+
+def test_what_is_pruned_between_a_listing_and_a_look_leaves_a_newer_one_to_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but a listing once more finds it: without it, a resume would begin anew."""
+    older = JOB.save(tmp_path, 36)
+    listed, prunes = load.candidates, [True]
+
+    def candidates(*args: Any) -> list[Path]:
+        found = listed(*args)
+        if prunes.pop() if prunes else False:
+            JOB.save(tmp_path, 37)
+            shutil.rmtree(older)
+        return found
+
+    monkeypatch.setattr(load, "candidates", candidates)
+    newest = load.latest(tmp_path)
+    assert newest == tmp_path / "tft_saved_checkpoints-step_37"
 
 
 def test_statuses_tell_incomplete_from_damaged(tmp_path: Path) -> None:
