@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lastwords.controller.events import INFO, ControllerOptions, Effect, Log, Send, State
 from lastwords.controller.membership import Life, Member, Membership
+from lastwords.controller.preemption import in_a_hurry, saving_s
 from lastwords.vocabulary import ExitKind, Notice, Order
 
 
@@ -87,6 +88,8 @@ class JobContext:
         self.state = State.REGISTERING
         self.now_s = 0.0
         self.certain = False
+        self._unhurried = options
+        self.preempted = False  # a launcher, or the platform, has asked for the end, and says when that comes
         self.publishing = False  # a periodic checkpoint is complete: the controller stays until it has its name
         self.effects: list[Effect] = []
 
@@ -97,6 +100,24 @@ class JobContext:
         self.certain = True
         self.timers.set_earlier("suspects", self.now_s)
         return True
+
+    def begin_grace(self) -> bool:
+        """A rank was sent SIGTERM: waits are cut to the grace period. False if that is done, or there is none.
+
+        The timer "grace" rings when nothing more is to be waited for.
+        """
+        if self.preempted or not self.options.preemption_grace_s:
+            return False
+        self.preempted = True
+        self.timers.set("grace", self.now_s + saving_s(self.options))
+        self.options = in_a_hurry(self.options)
+        return True
+
+    def uncut_s(self, option: str) -> float:
+        """Give a deadline back what the grace period has taken from it; returns how much that is, 0.0 if nothing."""
+        full_s, cut_s = getattr(self._unhurried, option), getattr(self.options, option)
+        self.options = replace(self.options, **{option: full_s})
+        return float(full_s - cut_s)
 
     def silent_until_s(self, member: Member) -> float:
         """When a rank of which nothing is heard counts as dead."""

@@ -54,6 +54,8 @@ class ControllerOptions:
     behind, and never less than some of the job's steps take; hang_timeout_s: until that is an incident, 0: never.
     straggler_notice_s: of being slower than its peers until a rank is named.
     newest_timeout_s: where nothing can be saved, until it is known what there is to go on from instead.
+    preemption_grace_s: from the first SIGTERM until the processes are taken away, 0: nobody says when. Other deadlines
+    are cut to it, see `preemption`.
     has_fallback_target: there is a second directory (target 1).
     """
 
@@ -75,6 +77,7 @@ class ControllerOptions:
     hang_notice_s: float = 10.0
     hang_timeout_s: float = 0.0
     straggler_notice_s: float = 30.0
+    preemption_grace_s: float = 0.0
     has_fallback_target: bool = False
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lastwords.controller.choice import choose, files_retry_s, or_one_step_back, retry_s
-from lastwords.controller.context import Ended, JobContext, Resumed, Verdict
+from lastwords.controller.context import Ended, Resumed
 from lastwords.controller.decision import Decision, NoDecision, NoDecisionKind, laggards
-from lastwords.controller.detection import Causes, death_text, signal_text, suspicion_text
+from lastwords.controller.detection import death_text, signal_text, suspicion_text
 from lastwords.controller.events import (
     ERROR,
     INFO,
@@ -27,16 +27,14 @@ from lastwords.controller.events import (
     VerifyBlocked,
     VerifyFailed,
 )
-from lastwords.controller.newest import Newest
-from lastwords.controller.saving import Saving
+from lastwords.controller.incident_state import NOTICE_S, IncidentState
 from lastwords.controller.views import rank_views
-from lastwords.controller.words import first_texts, newest_text
+from lastwords.controller.words import newest_text
 from lastwords.vocabulary import (
     DeathSource,
     ExitKind,
     Freeze,
     Phase,
-    Proceed,
     Raised,
     SaveFailed,
     SaveProgress,
@@ -45,32 +43,9 @@ from lastwords.vocabulary import (
     Stand,
 )
 
-NOTICE_S = 3.0
-"""From the beginning of an incident until people are told for whom all wait; ranks settle within milliseconds."""
 
-
-class Incident:
+class Incident(IncidentState):
     """The course of one incident; `context.state` says which stage it is in."""
-
-    def __init__(self, context: JobContext, number: int) -> None:
-        self._context = context
-        self.number = number
-        self.causes = Causes()
-        self.verdict: Verdict | None = None
-        self.excluded: dict[int, str] = {}  # living ranks that are not waited for any more, and why
-        self.opened = False  # everybody has been told
-        self._first_words = ""
-        self._settled: dict[int, Settled] = {}
-        self._unsettled: set[int] = set()
-        self._late: dict[int, float] = {}  # ranks that are awaited since later -> their own deadline
-        self._awaited: set[int] = set()  # laggards that were waited for: once each
-        self._proceeding: dict[int, float] = {}  # rank -> deadline
-        self._proceed_step = 0
-        self._selected = False
-        self.saving = Saving(context, number)
-        self._told = ""
-        self._resend_pause_s = RESEND_INTERVAL_S
-        self.newest = Newest(context, number)
 
     # ------------------------------------------------------------------ how it starts
 
@@ -86,10 +61,6 @@ class Incident:
         self._arm_resend()
         self.newest.look()
         self.advance()
-
-    def words(self) -> str:
-        """Why this incident is on, for people."""
-        return self.causes.text() or self._first_words
 
     def _send_freeze(self, ranks: Iterable[int]) -> None:
         order = Freeze(self._context.generation, self.number, self._context.options.settle_timeout_s, self.words())
@@ -143,6 +114,7 @@ class Incident:
 
     def on_signalled(self, report: Signalled) -> None:
         """A rank was asked to stop."""
+        self._hurry.begin(report.signal_number, self._late)
         self.be_certain()
         if self.causes.add_signal(report.rank, words := signal_text(report.signal_number)) and self.opened:
             self._context.log(INFO, f"incident {self.number}: rank {report.rank} {words}")
@@ -264,9 +236,6 @@ class Incident:
         self._arm_resend()
         self._verify_if_written()
 
-    def _proceed(self) -> Proceed:
-        return Proceed(self._context.generation, self.number, self._proceed_step)
-
     # ------------------------------------------------------------------ save
 
     def on_save_progress(self, report: SaveProgress) -> None:
@@ -370,7 +339,10 @@ class Incident:
         match name:
             case "settle" if self._context.certain and self._context.state in (State.SETTLING, State.PROCEEDING):
                 late = {rank for rank in self._unsettled if self._late.get(rank, 0.0) > self._context.now_s}
-                for rank in sorted((self._unsettled | (self._context.members.suspects - self.excluded.keys())) - late):
+                overdue = (self._unsettled | (self._context.members.suspects - self.excluded.keys())) - late
+                if self._have_more_time(name, overdue):
+                    return
+                for rank in sorted(overdue):
                     self._exclude(rank, f"did not stop {within}")
                 if late:
                     self._context.timers.start("settle", min(self._late[rank] for rank in late))
@@ -378,14 +350,13 @@ class Incident:
             case "notice":
                 self._tell_for_whom_all_wait()
             case "proceed":
+                if self._have_more_time(name, {*self._proceeding}):
+                    return
                 for rank in sorted(self._proceeding):
                     self._exclude(rank, f"did not apply step {self._proceed_step} {within}")
                 self.advance()
             case "writers":
-                if overdue := self.saving.drop_overdue():
-                    for rank, words in overdue:
-                        self._exclude(rank, words)
-                    self._choose_again()
+                self._on_overdue_writers()
             case "again":
                 self._try_again()
             case "newest":
@@ -393,21 +364,29 @@ class Incident:
             case "storage":
                 what = "verification" if self._context.state is State.VERIFYING else "publication"
                 self._give_up_target(f"the {what} made no progress for {self._context.options.storage_timeout_s:g} s")
+            case "grace":
+                words = f"{self.words()}; {self._hurry.missing_text(self._awaited_ranks)}"
+                self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words, newest_text(self.newest.known)))))
             case "resend":
                 self._resend()
 
-    def _tell_for_whom_all_wait(self) -> None:
-        context, members = self._context, self._context.members
-        silent = members.suspects - self.excluded.keys()
-        awaited = silent | (self._unsettled & members.living) | self._proceeding.keys()
-        if not awaited or context.state not in (State.SETTLING, State.PROCEEDING):
+    def _have_more_time(self, timer: str, overdue: set[int]) -> bool:
+        """Where nothing can be saved without the ranks that are late, in a grace period."""
+        more_s = self._hurry.more_s("settle_timeout_s", overdue, self._settled, self.excluded)
+        if more_s:
+            self._context.timers.set(timer, self._context.now_s + more_s)
+        return more_s > 0
+
+    def _on_overdue_writers(self) -> None:
+        dropped = self.saving.drop_overdue()
+        late = {writing.part.rank for writing, _ in dropped}
+        if more_s := self._hurry.more_s("progress_timeout_s", late, self._settled, self.excluded):
+            self.saving.wait_on((writing for writing, _ in dropped), more_s)
             return
-        who = first_texts(
-            (f"rank {rank} (process {members.members[rank].process.pid})" for rank in sorted(awaited)), ", "
-        )
-        why = "no answer, as of a process that is stopped" if silent else "in an update, or hanging"
-        words = f"{self.words()}; all ranks wait for {who}, for {context.longest_wait_s(silent):.0f} s at most: {why}"
-        context.tell_people(words, about=awaited)
+        for writing, words in dropped:
+            self._exclude(writing.part.rank, words)
+        if dropped:
+            self._choose_again()
 
     def _try_again(self) -> None:
         if self._context.state in (State.VERIFYING, State.PUBLISHING):
@@ -435,4 +414,4 @@ class Incident:
             self._context.timers.start("resend", self._context.now_s + self._resend_pause_s)
 
 
-TIMERS = ("settle", "notice", "proceed", "writers", "storage", "again", "newest", "resend")
+TIMERS = ("settle", "notice", "proceed", "writers", "storage", "again", "newest", "grace", "resend")

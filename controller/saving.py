@@ -10,6 +10,7 @@ their number is bounded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lastwords.controller.context import JobContext
@@ -202,7 +203,7 @@ class Saving:
             if target not in self.closed_targets and (forgiven or self._failures.get(target, 0) < failures_max)
         )
 
-    def drop_overdue(self) -> list[tuple[int, str]]:
+    def drop_overdue(self) -> list[tuple[Writing, str]]:
         """Give up writers that have made no progress for too long; returns each with what to say of it, sorted."""
         now_s = self._context.now_s
         options = self._context.options
@@ -211,11 +212,25 @@ class Saving:
         for rank in late:
             writing = self.writing.pop(rank)
             if writing.sync_until_s is not None and now_s >= writing.sync_until_s:
-                told.append((rank, f"was inside fsync or close for {options.sync_timeout_s:g} s"))
+                told.append((writing, f"was inside fsync or close for {options.sync_timeout_s:g} s"))
             else:
-                told.append((rank, f"made no progress for {options.progress_timeout_s:g} s while writing"))
+                told.append((writing, f"made no progress for {options.progress_timeout_s:g} s while writing"))
         self._arm()
         return told
+
+    def wait_on(self, dropped: Iterable[Writing], more_s: float) -> None:
+        """Writers that were given up have more time after all."""
+        for writing in dropped:
+            writing.deadline_s += more_s
+            self.writing[writing.part.rank] = writing
+        self._arm()
+
+    def hurry(self) -> None:
+        """Deadlines have become shorter: those that run already, too."""
+        by_s = self._context.now_s + self._context.options.progress_timeout_s
+        for writing in self.writing.values():
+            writing.deadline_s = min(writing.deadline_s, by_s)
+        self._arm()
 
     def unanswered(self) -> list[Writing]:
         """Writers that may have missed their order, sorted."""

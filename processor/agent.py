@@ -364,8 +364,7 @@ class Agent:
     def _end_from_here(self) -> None:
         """The training thread sits in the user's code or in a collective; it gets a moment to come by by itself."""
         with self._condition:
-            saved = (verdict := self._departure.verdict) is not None and verdict.code == ways_out.EXIT_SAVED
-            come_by_s = ways_out.COME_BY_S if saved else ways_out.COME_BY_UNSAVED_S
+            come_by_s = ways_out.come_by_s(self._departure.verdict, asked_to_stop=self._core.asked_to_stop)
             come_by_s = 0.0 if self._departure.process_stays else come_by_s
             if ways_out.wait_out(lambda s: self._condition.wait_for(lambda: self._in_our_hands > 0, s), come_by_s):
                 return

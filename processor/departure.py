@@ -54,7 +54,7 @@ WRITES_BYTES_MIN = 256 << 10
 
 COME_BY_UNSAVED_S = 3.0
 """The same where nothing was saved: mostly errors that all ranks have at once, at the start or in resume(), and each
-should end with its own traceback rather than with the news of another one's."""
+should end with its own traceback rather than with the news of another one's. Not so where a signal ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,19 @@ class Verdict:
             "(`lastwords latest PATH` prints the newest one)"
         )
         return Verdict(EXIT_NOT_SAVED, line, is_cause=True)
+
+
+def come_by_s(verdict: Verdict | None, *, asked_to_stop: bool) -> float:
+    """How long the training thread may take to come by. asked_to_stop: by a signal, which may be why the job ends.
+
+    >>> verdict = Verdict(EXIT_NOT_SAVED, "", is_cause=True)
+    >>> come_by_s(verdict, asked_to_stop=False), come_by_s(verdict, asked_to_stop=True)
+    (3.0, 0.5)
+    """
+    if verdict is None:
+        return COME_BY_UNSAVED_S
+    soon = verdict.code == EXIT_SAVED or (verdict.is_cause and asked_to_stop)
+    return COME_BY_S if soon else COME_BY_UNSAVED_S
 
 
 def verdict_of(rank: int, order: Exit, *, stays: bool = False) -> Verdict:

@@ -117,6 +117,11 @@ class RankState:
         return 0 < last <= self._ended_step and self._phase in ENDED_PHASES
 
     @property
+    def asked_to_stop(self) -> bool:
+        """True once this process has got a stop signal that was reported."""
+        return self._said.signalled is not None
+
+    @property
     def welcomed(self) -> bool:
         """True once the controller has said that all ranks are registered."""
         return self._welcomed

@@ -54,6 +54,10 @@ WAITS = {
     "hang_notice_s": ("for a step to end on any rank, or some median steps if that is more", "people are told"),
     "hang_timeout_s": ("the same, if it is set", "an incident"),
     "straggler_notice_s": ("of looks at a rank that is slower than its peers", "people are told"),
+    "preemption_grace_s": (
+        "from the first SIGTERM until the processes are taken away, if it is set",
+        "a little earlier the incident ends, with what is published by then",
+    ),
     "exit_timeout_s": ("for the last session to end", "the controller ends"),
     "step_end_grace_s": ("for the end of a step after a frozen update", "the rank settles in UPDATED"),
     "unprotected_s": (
