@@ -181,7 +181,6 @@ def _outcomes_json(
 
 def _positive(text: str) -> int:
     """Of an option."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
+    return int(text)

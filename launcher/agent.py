@@ -26,7 +26,7 @@ from lastwords.clock import wall_ns
 from lastwords.launcher.events import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.host import Host
-from lastwords.launcher.link import VARIABLE
+from lastwords.optim_wrapper.launch.config import LAUNCHER
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class HealingAgent(LocalElasticAgent):
         server = socket.socket(socket.AF_UNIX)
         server.bind(str(directory / "agent"))
         server.listen(worker_group.spec.local_world_size + self._spares_wanted)
-        os.environ[VARIABLE] = str(directory / "agent")
+        os.environ[LAUNCHER] = str(directory / "agent")
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._round = _Round(worker_group, self._pcontext, server, self._spares_wanted, self._rounds)
         self._rounds += 1

@@ -74,7 +74,8 @@ def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
         )
     missing = [name for name in (WORKERS, HOST, PORT, PATH) if not environ.get(name)]
     if missing:
-        raise ConfigError(f"{ROLE} is {role}, and {', '.join(missing)} not set: docs/cluster.md")
+        who = f"{ROLE}={role}" if said else "lastwords scheduler"
+        raise ConfigError(f"{who} needs {', '.join(missing)} in the environment: docs/cluster.md")
     recovery = environ.get(RECOVERY, "0")
     if recovery not in ("0", "1"):
         raise ConfigError(f"{RECOVERY} is {recovery!r}; it is 0 or 1")

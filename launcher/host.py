@@ -35,13 +35,14 @@ from lastwords.launcher.events import (
     Stopped,
     Updated,
 )
-from lastwords.launcher.link import SPARE, Lines, send, waiting_of
+from lastwords.launcher.link import Lines, send, waiting_of
 from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
 from lastwords.launcher.standby import Standby
 from lastwords.launcher.versions import Ask, Sources
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
 from lastwords.liveness.oom_counts import OomCounts
+from lastwords.optim_wrapper.launch.config import SPARE
 
 _log = logging.getLogger(__name__)
 

@@ -23,12 +23,6 @@ import msgspec
 from lastwords.errors import FormatError
 from lastwords.launcher import events, versions
 
-VARIABLE = "LASTWORDS_LAUNCHER"
-"""Environment variable: path of the socket of this host's launcher."""
-
-SPARE = "LASTWORDS_SPARE"
-"""Environment variable: 1 in a process that has no rank yet."""
-
 LINE_BYTES_MAX = 1 << 22
 """Paths and digests of some thousands of files take less."""
 

@@ -22,7 +22,7 @@ from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError
 from lastwords.launcher.callables import refuse_main, refuse_needed, shown
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
-from lastwords.launcher.link import SPARE, VARIABLE, Lines, send
+from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.scheduler import schedule
 from lastwords.launcher.source_files import source_digests
@@ -30,6 +30,7 @@ from lastwords.launcher.streams import Streams
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.launcher.warm_up import warm_up
 from lastwords.optim_wrapper.launch import world
+from lastwords.optim_wrapper.launch.config import LAUNCHER, SPARE
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import is_collective_error
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, wait_out
@@ -62,7 +63,7 @@ def run(main: Callable[[], object]) -> None:
     refuse_main(main)
     if _workers:
         raise ConfigError("lastwords.run(main) was called in this process before: call it once, for all the training")
-    path = os.environ.pop(VARIABLE, None)  # not for what this process starts
+    path = os.environ.pop(LAUNCHER, None)  # not for what this process starts
     cluster = cluster_of(os.environ) if path is None else None
     if cluster is not None:
         return _run_in(cluster, main)

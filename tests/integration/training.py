@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-from lastwords.launcher.link import VARIABLE
+from lastwords.optim_wrapper.launch.config import LAUNCHER
 from tests.integration import sabotage
 from tests.integration.faults import Faults, restart_count
 from tests.integration.network import Net, make_loader
@@ -325,7 +325,7 @@ def take_output(directory: Path, rank: int) -> None:
 
 def main(arguments: list[str], make: Callable[[Plan, int], Trainer] = Trainer) -> None:
     """Train as the plan says; the exit code is the interpreter's."""
-    if VARIABLE in os.environ:
+    if LAUNCHER in os.environ:
         import lastwords
 
         lastwords.run(lambda: train(arguments, make))

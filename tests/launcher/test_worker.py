@@ -19,11 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError
 from lastwords.launcher import worker
-from lastwords.launcher.link import VARIABLE, Lines
+from lastwords.launcher.link import Lines
 from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.streams import Streams
 from lastwords.launcher.worker import keep
 from lastwords.optim_wrapper.launch import world
+from lastwords.optim_wrapper.launch.config import LAUNCHER
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from tests import golden
@@ -35,7 +36,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "agent"))
     server.listen()
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "agent"))
+    monkeypatch.setenv(LAUNCHER, str(tmp_path / "agent"))
     for name, value in (("RANK", "0"), ("MASTER_PORT", "0"), ("TORCHELASTIC_RESTART_COUNT", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
@@ -235,7 +236,7 @@ def test_a_process_group_from_before_run_is_refused(launcher: socket.socket, mon
 
 
 def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this_one(launcher: socket.socket) -> None:
-    one = worker.Worker(worker._connected(os.environ[VARIABLE]))
+    one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
     link, _ = launcher.accept()
     one._asked = 6
     one._take({"controller": [41, {"port": 1}], "asked": 6})  # its stay in main was over by then
@@ -255,7 +256,7 @@ def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this
 def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
     launcher: socket.socket, dismissed: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one = worker.Worker(worker._connected(os.environ[VARIABLE]))
+    one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
     link, _ = launcher.accept()
     if dismissed:
         link.sendall(b'{"dismissed": true}\n')

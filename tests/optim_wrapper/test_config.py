@@ -135,6 +135,14 @@ def test_a_misspelt_setting_is_named_with_the_one_that_was_meant(
     assert len(caplog.records) == 1, "once a host"
 
 
+def test_a_script_that_the_launcher_does_not_know_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It was started by `lastwords run`, and does not call `lastwords.run(main)`."""
+    Config.from_env(**GOOD, environ={config.LAUNCHER: "/tmp/agent", config.SPARE: "1", "LOCAL_RANK": "0"})
+    golden.says("\n".join(caplog.messages))
+    Config.from_env(**GOOD, environ={config.LAUNCHER: "/tmp/agent", "LOCAL_RANK": "3"})
+    assert len(caplog.messages) == 1
+
+
 def test_what_can_be_set_is_not_taken_for_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
     others = {"LASTWORDS_JOB": "j", "LASTWORDS_TOKEN": "t", "LASTWORDS_REQUIRE_SPACE": "1", "OTHER": "x"}
     others |= {"LASTWORDS_REMOTE": "s3://bucket/job", "LASTWORDS_SHARED_FROM_MB": "64"}
