@@ -43,6 +43,7 @@ class HangWatch:
         self._since_s = 0.0
         self._told_s = 0.0  # without an ended step, when that was said last
         self._asked: set[int] | None = None  # for their stacks, and they have not answered; None: nobody was asked
+        self._ends = False  # the job, once they have answered
 
     # ------------------------------------------------------------------ what ranks say
 
@@ -85,10 +86,11 @@ class HangWatch:
             self._ask()
             return None
         text, late = self._words(), behind(self._context.members.members)
-        self._told_s, self._asked = self._quiet_s, None
-        if self._is_over:
+        self._told_s, silent, self._asked = self._quiet_s, self._asked, None
+        if self._ends:
             self._context.log(WARNING, text)
-            return Strayed(tuple(late), f"stood still: no step had ended for {self._told_s:.0f} s")
+            words = f"stood still: no step had ended for {self._told_s:.0f} s"
+            return Strayed(tuple(late), f"{words}, and did not answer" if silent >= {*late} else words)
         self._context.tell_people(text, about=late)
         self._arm()
         return None
@@ -129,11 +131,14 @@ class HangWatch:
     # ------------------------------------------------------------------ words
 
     def _ask(self) -> None:
-        context = self._context
+        """Those that are behind for their stacks; before an incident the others, too, as far as there is room."""
+        context, self._ends = self._context, self._is_over
         text = f"no step has ended for {self._quiet_s:.0f} s; rank"
-        self._asked = set()
-        for rank in behind(context.members.members)[:NAMED_RANKS_MAX]:
-            self._asked.add(rank)
+        ranks = behind(context.members.members)
+        if self._ends:
+            ranks += sorted(context.members.members.keys() - {*ranks})
+        self._asked = {*ranks[:NAMED_RANKS_MAX]}
+        for rank in ranks[:NAMED_RANKS_MAX]:
             context.send(rank, Notice(context.generation, f"{text} {rank} is here:", stack=True))
         context.timers.set("hang", context.now_s + ANSWER_S)
 

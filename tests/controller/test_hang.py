@@ -152,6 +152,29 @@ def test_after_a_false_alarm_the_time_starts_anew() -> None:
     assert said(job) != []
 
 
+def asked(job: JobDriver) -> list[int]:
+    """Ranks that are asked for their stacks, in that order."""
+    return [rank for rank, _, stack in said(job) if stack]
+
+
+def test_before_an_incident_some_of_the_others_are_asked_for_their_stacks_too() -> None:
+    job = training(20, ControllerOptions(hang_timeout_s=60.0))
+    stuck(job, late=(17, 18))
+    job.wait(60.0)
+    assert asked(job) == [17, 18, 17, 18, 17, 18, 0, 1, 2, 3, 4, 5], "notices after 10 s and 32 s, then the incident"
+    job.wait(ANSWER_S)
+    golden.says(job.sent(Freeze)[0].reason)
+
+
+def test_an_incident_that_is_due_while_stacks_are_waited_for_has_all_of_them() -> None:
+    """The notice is due a moment before it."""
+    job = training(3, ControllerOptions(hang_timeout_s=NOTICE_S + ANSWER_S / 2))
+    stuck(job, late=(1,))
+    job.wait(NOTICE_S + 2 * ANSWER_S)
+    assert asked(job) == [1, 1, 0, 2]
+    assert job.core.state is State.SETTLING
+
+
 def test_by_default_a_hang_is_no_incident() -> None:
     job = training()
     stuck(job)
@@ -163,11 +186,11 @@ def test_by_default_a_hang_is_no_incident() -> None:
 def test_with_a_time_out_it_is_one_and_whoever_can_be_reached_saves() -> None:
     job = training(3, ControllerOptions(hang_timeout_s=60.0))
     stuck(job, late=(1,))
-    job.wait(60.0 - ANSWER_S)
+    job.wait(60.0)
     assert not job.sent(Freeze)
-    job.wait(2 * ANSWER_S)
-    asked = [e.rank for e in job.effects if isinstance(e, Send) and isinstance(e.order, Notice) and e.order.stack]
-    assert asked == [1], "its stack comes before the incident"
+    assert asked(job)[-3:] == [1, 0, 2], "the stacks come before the incident, and that of the stuck rank first"
+    job.hear(Stack(1, GENERATION, "model.py ..."))
+    job.wait(ANSWER_S)
     assert sorted(job.sent(Freeze)) == [0, 1, 2]
     golden.says(job.sent(Freeze)[0].reason)
     for rank in (0, 2):

@@ -20,6 +20,7 @@ Actions, carried out in order:
     await_saved:3   wait until a checkpoint of step 3 is published
     sleep:0.5       do nothing for so many seconds, in the interpreter
     hang            do nothing until killed
+    hold_lock       the same in C, with the interpreter's lock
     hold            from now on this rank does not see that a gate is passed, whatever the others do
     stop:1.0        SIGSTOP for so many seconds
     kill_controller kill -9 of the controller
@@ -54,6 +55,7 @@ from tests.integration.plan import Fault, Plan
 
 AWAIT_S = 60.0
 """Longest wait for another rank's mark; a test that gets here is broken, and exits with AWAIT_CODE."""
+FOREVER_S = 3600
 AWAIT_CODE = 99
 
 
@@ -191,6 +193,8 @@ class Faults:
             self._sleep(float(value))
         elif verb == "hold":
             self.holds_gate = True
+        elif verb == "hold_lock":
+            ctypes.PyDLL(None).sleep(FOREVER_S)
         elif verb == "hang":
             self._sleep(AWAIT_S)
         elif verb == "stop":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from tests import golden
 from tests.integration.harness import Cluster
+from tests.integration.plan import Fault, Layout
+from tests.integration.rig import EXIT_SAVED, KILLED, RUN_TIMEOUT_S, Rig
 from tests.integration.toy import Toy
 
 pytestmark = pytest.mark.process
@@ -54,6 +57,36 @@ def test_with_a_time_out_a_stuck_rank_ends_with_the_others_and_its_stack_is_on_r
     (manifest,) = toy.manifests()
     assert (manifest["global_step"], manifest["cause_ranks"]) == (STEP - 1, [1])
     (line,) = (toy.checkpoints / "logs" / "incidents.jsonl").read_text().splitlines()
-    (stack,) = [event for event in json.loads(line)["events"] if event["what"] == "stack"]
-    assert stack["rank"] == 1
-    assert "time.sleep" in stack["text"]
+    stacks = {event["rank"]: event["text"] for event in json.loads(line)["events"] if event["what"] == "stack"}
+    assert [rank for rank in range(RANKS) if "time.sleep(" in stacks[rank]] == [1]
+    assert [rank for rank in range(RANKS) if "all_reduce(" in stacks[rank]] == [0, 2]
+
+
+LAYOUT = Layout(world_size=RANKS, augment=True)
+SOON = {"LASTWORDS_HANG_NOTICE_S": "4", "LASTWORDS_HANG_TIMEOUT_S": "6", "LASTWORDS_SETTLE_TIMEOUT_S": "2"}
+
+
+def test_a_rank_that_keeps_the_interpreters_lock_is_said_not_to_answer_and_the_others_save(rig: Rig) -> None:
+    launch = rig.launch(LAYOUT, faults=[Fault(1, STEP, "forward", ("hold_lock",))], env=SOON)
+    launch.job.wait(RUN_TIMEOUT_S, ranks=(0, 2))
+    launch.job.signal(1, signal.SIGKILL)  # nothing in it can end it, and plain launchers do so
+    launch.finish()
+    assert launch.codes == {0: EXIT_SAVED, 1: KILLED, 2: EXIT_SAVED}, launch.job.report()
+    step = rig.check_step(launch, [1], {STEP - 1})
+    reason = launch.manifest(launch.checkpoints[-1])["reason"]
+    said = lines(f"{launch.job.output(0)}\n{reason}", "answer")
+    golden.says([line.rpartition("; ")[2] for line in said])  # its newest status may be some moments older
+    rig.check_resume(launch, step)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("action", ["hang", "hold_lock"])
+def test_a_stuck_rank_is_replaced_under_lastwords_run(rig: Rig, action: str) -> None:
+    """It does not leave main(), so the launcher ends its process; the others keep theirs."""
+    launch, difference = rig.healed(LAYOUT, [Fault(1, STEP, "forward", (action,))], env=SOON)
+    assert difference is None, launch.fail(str(difference))
+    (recovery,) = [one for one in launch.incidents() if one["outcome"] == "RECOVERED"]
+    assert {one["rank"] for one in recovery["events"] if one["what"] == "ready"} == {1}
+    assert {one["rank"] for one in recovery["events"] if one["what"] == "left"} == {0, 2}
+    (incident,) = [one for one in launch.incidents() if one["outcome"] == "SAVED"]
+    golden.says(lines(incident["reason"], "stood"))

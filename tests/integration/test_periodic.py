@@ -168,7 +168,8 @@ def test_what_nobody_holds_any_more_comes_from_the_newest_checkpoint(rig: Rig) -
     assert difference is None, launch.fail(str(difference))
     assert launch.resumed_after() == 3
     (incident,) = [one for one in launch.incidents() if one["outcome"] == "NOT_SAVED"]
-    golden.says(incident["reason"])
+    reason = re.sub(r"died \([^)]*\)", "died (_)", incident["reason"])  # how may be known a moment too late
+    golden.says(reason[reason.index("ranks-1-3") :])
 
 
 def test_a_healed_job_goes_on_with_its_checkpoints(rig: Rig) -> None:
