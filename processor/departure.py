@@ -61,7 +61,7 @@ should end with its own traceback rather than with the news of another one's. No
 class Verdict:
     """What this rank was told at the end of an incident. is_cause: of that rank, or of nobody that is known.
 
-    line: for people; the exit code is added when it is said.
+    line: for people; the exit code is added when it is said. "": there is nothing that others do not say.
     """
 
     code: int
@@ -108,6 +108,8 @@ def verdict_of(rank: int, order: Exit, *, stays: bool = False) -> Verdict:
             f"training continues with step {order.step + 1}"
         )
         return Verdict(EXIT_SAVED, line, is_cause, order.step)
+    if stays and order.kind is ExitKind.NOTHING_TO_SAVE:
+        return Verdict(EXIT_NOT_SAVED, "", is_cause)  # `lastwords run` says once where all go on
     what = "there was nothing new to save" if order.kind is ExitKind.NOTHING_TO_SAVE else "NOTHING WAS SAVED"
     line = f"lastwords: rank {rank}: {order.reason}; {what}"
     return Verdict(EXIT_NOT_SAVED, line, is_cause)
@@ -208,6 +210,8 @@ class Departure:
             self._announced = True
             code = self._verdict.code if self._exit_code is None else self._exit_code
             line = f"{self._verdict.line}; exit code {code}" if ends else self._verdict.line
+        if not self._verdict.line:
+            return
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(line + "\n")
             sys.stderr.flush()

@@ -62,6 +62,16 @@ def test_with_a_time_out_a_stuck_rank_ends_with_the_others_and_its_stack_is_on_r
     assert [rank for rank in range(RANKS) if "all_reduce(" in stacks[rank]] == [0, 2]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["exits", "leaves_out"])
+def test_a_rank_without_which_the_others_wait_in_an_own_loop_is_named_long_before_they_end(toy: Toy, what: str) -> None:
+    """One calls sys.exit(0), the other one swallows an exception and goes on, until the last step is not its own."""
+    env = {"LASTWORDS_LEAVE_TIMEOUT_S": "9"}
+    codes = toy.run("waits", env=env, own_loop=True, parts=1, steps=STEPS, **{what: [1, STEP]})
+    assert codes == dict.fromkeys(range(RANKS), 75), toy.report()
+    golden.says(lines(toy.said(0), "left"))
+
+
 LAYOUT = Layout(world_size=RANKS, augment=True)
 SOON = {"LASTWORDS_HANG_NOTICE_S": "4", "LASTWORDS_HANG_TIMEOUT_S": "6", "LASTWORDS_SETTLE_TIMEOUT_S": "2"}
 
@@ -74,8 +84,8 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_said_not_to_answer_and_the_o
     assert launch.codes == {0: EXIT_SAVED, 1: KILLED, 2: EXIT_SAVED}, launch.job.report()
     step = rig.check_step(launch, [1], {STEP - 1})
     reason = launch.manifest(launch.checkpoints[-1])["reason"]
-    said = lines(f"{launch.job.output(0)}\n{reason}", "answer")
-    golden.says([line.rpartition("; ")[2] for line in said])  # its newest status may be some moments older
+    said = [line.rpartition("; ")[2] for line in lines(launch.job.output(0), "lock")]
+    golden.says([*said, *lines(reason, "stood")])
     rig.check_resume(launch, step)
 
 

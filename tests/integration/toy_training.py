@@ -42,6 +42,7 @@ PLAN: dict[str, Any] = {
     "declare": True,
     "kill": None,  # [rank, step, place]: "forward", "backward" (before the part's collective), "end"
     "kill_after": (),  # [rank, place] each: where others have to be in that step before the kill
+    "exits": None,  # [rank, step]: sys.exit(0) in the forward pass
     "raises": None,  # [rank, step]: an exception in the forward pass
     "sleeps": None,  # [rank, step, seconds]: this rank sleeps in its forward pass
     "stops": None,  # [rank, step, seconds]: this rank is stopped there, and goes on
@@ -112,6 +113,8 @@ class Job:
         plan = self.plan
         self.optimizer.zero_grad()
         self.come_by(step, "forward")
+        if self.at("exits", step):
+            sys.exit(0)
         if self.at("raises", step):
             raise ValueError("the data is bad")
         if self.at("sleeps", step):

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lastwords.processor.departure import Departure, verdict_of
+from lastwords.vocabulary import Exit, ExitKind
+from tests import golden
+
 WAIT_S = 30.0
 
 BEGIN = """
@@ -227,3 +231,18 @@ def test_a_process_that_writes_the_users_files_is_not_ended_meanwhile(
     code, _ = run(WRITES.format(path=str(path), work=work) + course.format(export=export))
     assert code == 75
     assert path.read_bytes().endswith(b"whole") is whole
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("kind", ExitKind, ids=lambda kind: kind.name)
+def test_where_a_process_goes_on_nobody_says_that_there_is_nothing_to_save(
+    capsys: pytest.CaptureFixture[str], kind: ExitKind, stays: bool
+) -> None:
+    """`lastwords run` says it, once for all ranks."""
+    order = Exit(1, 1, kind, 7, "/c/step_7", "rank 1 died (SIGKILL)", (1,))
+    departure = Departure(0)
+    departure.decide(verdict_of(0, order, stays=stays))
+    departure.announce(ends=not stays)
+    said = capsys.readouterr().err
+    assert bool(said) is not (stays and kind is ExitKind.NOTHING_TO_SAVE)
+    golden.says(said)
