@@ -329,13 +329,13 @@ class Worker:
     def _become_controller(self, work: dict[str, str]) -> tuple[int, dict[str, object]] | None:
         """The launcher has a process that has imported what a controller needs."""
         with self._condition:
-            self._asked += 1  # an answer may come after the stay in main that has asked for it
+            self._asked = asked = self._asked + 1  # an answer may come after the stay in main that has asked for it
             try:
-                send(self._socket, {"controller": work, "asked": self._asked})
+                send(self._socket, {"controller": work, "asked": asked})
             except OSError:  # the launcher has gone: this process starts the controller itself
                 return None
-            self._condition.wait_for(lambda: self._asked in self._controller or self._gone, CONTROLLER_S)
-            return self._controller.pop(self._asked, None)
+            self._condition.wait_for(lambda: asked in self._controller or self._gone, CONTROLLER_S)
+            return self._controller.pop(asked, None)
 
     def _listen(self) -> None:
         lines = Lines()

@@ -252,6 +252,25 @@ def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this
     link.close()
 
 
+def test_two_threads_that_ask_for_a_controller_get_each_its_own(launcher: socket.socket) -> None:
+    """A rank may still wait for one that was to follow when the next generation asks for its first one."""
+    one = worker.Worker(worker._connected(os.environ[VARIABLE]))
+    link, _ = launcher.accept()
+    found: dict[str, Any] = {}
+    threads = {
+        name: threading.Thread(target=lambda name=name: found.update({name: one._become_controller({})}))
+        for name in ("older", "newer")
+    }
+    for thread in threads.values():
+        thread.start()
+        link.recv(1 << 20)  # it has asked
+    for name, asked in (("newer", 2), ("older", 1)):
+        one._take({"controller": [40 + asked, {}], "asked": asked})
+        threads[name].join(10.0)
+        assert found[name] == (40 + asked, {})
+    link.close()
+
+
 @pytest.mark.parametrize("dismissed", [False, True])
 def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
     launcher: socket.socket, dismissed: bool, capfd: pytest.CaptureFixture[str]
