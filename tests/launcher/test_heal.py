@@ -23,7 +23,7 @@ START_S = 200.0
 
 
 def environment() -> dict[str, str]:
-    kept = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    kept = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LASTWORDS_JOB", "LASTWORDS_LAUNCHER"):
         kept.pop(name, None)
     return kept
