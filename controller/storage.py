@@ -229,7 +229,7 @@ class StorageJobs:
     def _release(self) -> None:
         # Once more: what was in the way, such as too many open files, may have passed, and a writer that had its order
         # just before the end may have made its directory again.
-        for tmp_dir in self._discarded:
+        for tmp_dir in [*self._discarded]:  # the threads of the directories may still add to it
             stale.discard_own(tmp_dir)
         while self._claims:
             self._claims.pop().release()
