@@ -35,7 +35,7 @@ from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, Report, 
 _log = logging.getLogger(__name__)
 
 HOUSEKEEPING_INTERVAL_S = 0.2
-"""How often the run file is brought up to date and the starter is looked after."""
+"""How often the run file is brought up to date, the starter is looked after, and a sign of life is left."""
 
 STRAYS_LOGGED = 3
 """A refused process that goes on talking is mentioned this often."""
@@ -151,6 +151,7 @@ class ControllerShell:
         self._storage.start()
         self._storage.clear_up()
         housekeeping = self._loop.create_task(self._keep_house())
+        beating = self._loop.create_task(self._beat())
         on_ready()
         try:
             await self._stopped.wait()
@@ -161,6 +162,7 @@ class ControllerShell:
             await self._service.end_all(STOP_GRACE_S)
             await server.stop(STOP_GRACE_S)
             await self._loop.run_in_executor(None, self._clean_up)
+            beating.cancel()
         return self._stop_reason or ""
 
     def _follow(self) -> None:
@@ -202,6 +204,12 @@ class ControllerShell:
             except Exception:  # outermost loop of a task: keep the service going
                 _log.exception("housekeeping failed")
             ticks += 1
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+
+    async def _beat(self) -> None:
+        """By the loop that does everything: a controller that leaves no such sign is ended by ranks of its host."""
+        while self._state_file is not None:
+            self._state_file.beat()
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
 
     def _look_after(self, ticks: int) -> None:

@@ -5,7 +5,8 @@
 
 A controller can only run on the host whose address the ranks know, and shared memory lives as long as that. So writing
 takes some microseconds, needs no fsync, and is done before each act that rests on it. A controller that ends by itself
-removes the file with the directory: where it is left, its controller was killed.
+removes the file with the directory: where it is left, its controller was killed. While it serves, it touches the file
+every fifth of a second: where the time of the last change stands still, the controller is stopped or hangs.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ class StateFile:
                 _log.error("no controller can follow if this one is killed: %s cannot be written: %s", self.path, error)
             self._problem = str(error)
 
+    def beat(self) -> None:
+        """A sign of life: the time of the file's last change moves."""
+        with contextlib.suppress(OSError):  # there may be no file: then no controller can follow either
+            os.utime(self.path)
+
 
 def _write_all(fd: int, raw: bytes) -> None:
     left = memoryview(raw)
@@ -153,6 +159,14 @@ def owner(path: Path) -> Owner | None:
     try:
         return msgspec.json.decode(_raw(path), type=_Owned).owner
     except (UnavailableError, ConfigError, msgspec.MsgspecError):
+        return None
+
+
+def beat(path: Path) -> int | None:
+    """The newest sign of life of the controller whose file this is: another number each time. None without a file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
         return None
 
 

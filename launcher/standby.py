@@ -1,4 +1,4 @@
-"""Starts the controller again where it was killed together with all ranks of its host, which would do so otherwise.
+"""Starts the controller again where it was killed, or is silent, and no rank of its host is left that would do so.
 
 Ranks of other hosts that still hold everything then save, and nothing is lost. As long as ranks of this host live, it
 is their turn first.
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from lastwords.liveness.pidfd import PidWatcher
 from lastwords.optim_wrapper.launch.successor import ControllerWatch
+from lastwords.processor.events import ProcessorOptions
+from lastwords.processor.silence import Silence
 
 
 class Standby:
@@ -28,7 +30,13 @@ class Standby:
             self._path = path
             self._pids = self._pids or PidWatcher()
             self._watch = ControllerWatch(
-                "the launcher", path, self._pids.add, lambda: len(self._ranks), lambda: self._path == path
+                "the launcher",
+                path,
+                self._pids.add,
+                lambda: len(self._ranks),
+                lambda: self._path == path,
+                Silence(ProcessorOptions()),
+                lambda: not self._ranks,
             )
             self._watch.start()
         self._ranks.add(rank)

@@ -61,6 +61,11 @@ class Correspondence:
         return bool(self._part.incident or self.left or self.raised or (self.loop and not self.loop_open))
 
     @property
+    def asks(self) -> bool:
+        """True if this rank has something to say that only a controller can act upon."""
+        return not self.closed and bool(self.waits or self.signalled or self.deaths)
+
+    @property
     def only_left(self) -> bool:
         """True if all that this rank waits for is that the others leave the loop, too."""
         return self.left is not None and not self._part.incident and self.raised is None

@@ -27,14 +27,18 @@ class ProcessorOptions:
     step_end_grace_s: how long a frozen rank in UPDATED may take to reach its step's end before it settles as it is
     (a logging collective there may never return). unprotected_s: how long a rank that trains goes without a session
     before it says so, and before a signal takes the way that it would take without us. controller_lost_s: how long one
-    that can do nothing but wait for the controller goes without a session before it leaves on its own. has_copy: this
-    rank keeps a copy of its state at the end of each step; a frozen rank that is UPDATING for longer than
-    update_grace_s, or whose update has torn, then stands by that copy.
+    that can do nothing but wait for the controller goes without a session before it leaves on its own. unanswered_s,
+    controller_silent_s: how long the controller may show no sign of life before a rank of its host starts another one;
+    the first where this rank has something to say, the second where it merely trains. has_copy: this rank keeps a copy
+    of its state at the end of each step; a frozen rank that is UPDATING for longer than update_grace_s, or whose update
+    has torn, then stands by that copy.
     """
 
     step_end_grace_s: float = 0.5
     unprotected_s: float = 5.0
     controller_lost_s: float = 30.0
+    unanswered_s: float = 5.0
+    controller_silent_s: float = 10.0
     has_copy: bool = False
     update_grace_s: float = 1.0
 

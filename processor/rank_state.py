@@ -127,6 +127,11 @@ class RankState:
         return self._welcomed
 
     @property
+    def asks(self) -> bool:
+        """True if this rank waits for the controller, was asked to stop, or knows of a death."""
+        return self._said.asks
+
+    @property
     def released(self) -> bool:
         """True once every rank has left the loop; this process may go on after it."""
         return self._released

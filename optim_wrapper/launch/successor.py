@@ -1,8 +1,11 @@
-"""Starts the controller again where it was killed: any rank of its host can, and the lowest one that lives does.
+"""Starts the controller again where it was killed or is silent: any rank of its host can, the lowest living one does.
 
 The ranks of that host watch the controller's process. A controller that ends by itself takes its state file away; one
 that was killed leaves it, and whoever is next in the row of ranks starts another one with it. The others wait for their
 turn, which comes if those before them are dead or stopped. Two that do it at once do no harm (`controller.takeover`).
+
+A controller that lives and shows no sign of life (stopped, hanging) is ended by the one that follows it, if it does not
+answer that either. How long it may be silent is decided by `processor.silence`.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from pathlib import Path
 from lastwords import clock
 from lastwords.controller import state_file
 from lastwords.controller.launch import start_successor
-from lastwords.errors import ConfigError, LastWordsError, UnavailableError
+from lastwords.controller.state_file import Owner
+from lastwords.errors import BusyError, ConfigError, LastWordsError, UnavailableError
 from lastwords.liveness import process_id
+from lastwords.processor.silence import Silence
 from lastwords.vocabulary import ProcessId
 
 _log = logging.getLogger(__name__)
@@ -25,6 +30,12 @@ TURN_S = 2.0
 """A rank waits so long for each living rank before it: a process needs 0.3 s to become a controller."""
 
 POLL_INTERVAL_S = 0.05
+
+LOOK_INTERVAL_S = clock.OwnTime.LOOK_INTERVAL_S
+"""Between two looks for a sign of life."""
+
+STOP_S = 1.0
+"""A watch that is stopped while it starts a controller is waited for no longer."""
 
 LEAVE_S = 5.0
 """A rank that leaves waits so long, at most, for a controller that clears up behind the job."""
@@ -37,7 +48,9 @@ class ControllerWatch:
     """Harmless on a host without a controller. `start` and `stop` by any thread. name: of the rank, for people.
 
     when_ended: has a process watched. living_before: living ranks of this host that come before this one. wanted:
-    whether this rank still needs a controller, which is not so once it knows how its job ends.
+    whether this rank still needs a controller, which is not so once it knows how its job ends. silence: of the
+    controller, as this rank takes it. asks: whether this rank has something to say that only a controller can act upon.
+    reached: whether this rank has a session.
     """
 
     def __init__(
@@ -47,29 +60,33 @@ class ControllerWatch:
         when_ended: Callable[[ProcessId, Callable[[], None]], object],
         living_before: Callable[[], int],
         wanted: Callable[[], bool],
+        silence: Silence,
+        asks: Callable[[], bool],
+        reached: Callable[[], bool] = lambda: True,
     ) -> None:
         self._name = name
         self._path = path
         self._when_ended = when_ended
         self._living_before = living_before
         self._wanted = wanted
+        self._silence, self._asks, self._reached = silence, asks, reached
+        self._own_time = clock.OwnTime()
+        self._ended = threading.Event()  # the process that is watched now; or this watch is stopped
         self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lastwords-successor", daemon=True)
         self._tries = 0
 
     def start(self) -> None:
-        """Watch the controller that serves now."""
-        owner = state_file.owner(self._path)
-        if owner is None:
-            return
-        process = ProcessId(process_id.host_id(), owner.pid, owner.start_ticks, nonce="")
-        try:
-            self._when_ended(process, self._on_end)
-        except UnavailableError as error:
-            _log.info("%s does not watch the controller: %s", self._name, error)
+        """Watch the controller that serves, and those that follow it."""
+        if state_file.owner(self._path) is not None:
+            self._thread.start()
 
     def stop(self) -> None:
-        """A controller that ends from now on is nobody's business here."""
+        """A controller that ends, or is silent, from now on is nobody's business here."""
         self._stopped.set()
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)
 
     def leave(self) -> None:
         """This rank ends, knowing how the job does. If the controller was killed before it could clear up, and nobody
@@ -85,22 +102,68 @@ class ControllerWatch:
             return
         _log.info("%s sees to it that a controller clears up", self._name)
         self._wanted = lambda: True
-        thread = threading.Thread(target=self._see_to_it, name="lastwords-successor", daemon=True)
+        thread = threading.Thread(
+            target=self._guarded, args=(self._until_another_serves,), name="lastwords-successor", daemon=True
+        )
         thread.start()
         thread.join(LEAVE_S)
 
     # ------------------------------------------------------------------ threads of its own
 
-    def _on_end(self) -> None:
-        if not self._stopped.is_set():
-            threading.Thread(target=self._see_to_it, name="lastwords-successor", daemon=True).start()
+    def _run(self) -> None:
+        while self._guarded(self._until_ended) and self._guarded(self._until_another_serves):
+            pass
 
-    def _see_to_it(self) -> None:
+    def _guarded(self, step: Callable[[], bool]) -> bool:
         try:
-            if self._until_another_serves():
-                self.start()
-        except Exception:  # outermost frame of this thread: training goes on without a controller
+            return step()
+        except Exception:  # outermost frame of a thread: training goes on without a controller
             _log.exception("%s could not see to it that a controller serves", self._name)
+            return False
+
+    def _until_ended(self) -> bool:
+        """Watch the controller that serves now, and have it followed if it is silent. False if this watch is over."""
+        owner = state_file.owner(self._path)
+        if owner is None:
+            return False
+        ended = self._ended = threading.Event()
+        try:
+            self._when_ended(ProcessId(process_id.host_id(), owner.pid, owner.start_ticks, nonce=""), ended.set)
+        except UnavailableError as error:
+            _log.info("%s does not watch the controller: %s", self._name, error)
+            return False
+        self._silence.begin(self._own_time.at(clock.mono_s()))
+        while not (self._stopped.is_set() or ended.wait(LOOK_INTERVAL_S)):
+            if self._is_silent():
+                self._end_silent(owner)
+        return not self._stopped.is_set()
+
+    def _is_silent(self) -> bool:
+        now_s, asks = self._own_time.at(clock.mono_s()), self._asks()
+        self._silence.look(state_file.beat(self._path) if self._reached() else None, now_s)
+        if not self._silence.is_over(asks, is_first=True, now_s=now_s) or not self._wanted():
+            return False
+        is_first = self._living_before() == 0
+        # Without its file it has ended by itself, or nobody can follow.
+        return self._silence.is_over(asks, is_first=is_first, now_s=now_s) and self._path.exists()
+
+    def _end_silent(self, owner: Owner) -> None:
+        """Start the next controller, which ends this one if it does not answer."""
+        _log.info("the controller (process %d) shows no sign of life; %s asks it", owner.pid, self._name)
+        try:
+            handle = start_successor(self._path)
+            _log.warning(
+                "the controller (process %d) did not answer and was ended; %s has started it again as process %d",
+                owner.pid,
+                self._name,
+                handle.pid,
+            )
+        except BusyError as error:
+            _log.info("%s", error)  # this one has answered, or another rank was faster
+        except LastWordsError as error:
+            if not self._stopped.is_set():
+                _log.warning("%s could not replace the controller, which does not answer: %s", self._name, error)
+        self._silence.begin(self._own_time.at(clock.mono_s()))
 
     def _until_another_serves(self) -> bool:
         """True once a controller lives; False if none is wanted, or none can be had from here."""

@@ -38,6 +38,7 @@ from lastwords.processor.ring import HostRing, living_before
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
+from lastwords.processor.silence import Silence
 from lastwords.transport import host_port, start_of
 from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello
 
@@ -136,9 +137,9 @@ class Protection:
                 f"not all ranks registered with the controller within {start_timeout_s:g} s; look for the errors of "
                 "ranks that did not start (LASTWORDS_START_TIMEOUT_S sets the limit)"
             )
-        self._look_after_host(agreement)
+        self._look_after_host(agreement, core)
 
-    def _look_after_host(self, agreement: startup.Agreement) -> None:
+    def _look_after_host(self, agreement: startup.Agreement, core: ProcessorCore) -> None:
         """Everybody has said Hello, so every rank of this host has its life line."""
         self._ring = HostRing(
             self._world.rank, agreement.job, agreement.generation, self.agent.on_peer_died, agreement.nonce
@@ -152,6 +153,9 @@ class Protection:
             self._ring.when_ended,
             lambda: living_before(self._world.rank, *start, agreement.nonce),
             lambda: not (self.closed or self._departure.decided),
+            Silence(self._config.processor),
+            lambda: core.asks,
+            lambda: self._session is not None and self._session.up,
         )
         self._watch.start()
         if state_path.exists() and (leaver := reentry.leaver()) is not None:

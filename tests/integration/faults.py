@@ -25,7 +25,10 @@ Actions, carried out in order:
     stop:1.0        SIGSTOP for so many seconds
     kill_controller kill -9 of the controller
     lose_controller the same, and what it has kept for another one is gone
-    await_controller  wait until another one serves than the one that was killed here
+    stop_controller   SIGSTOP of the controller
+    hang_controller   its event loop does nothing any more, its other threads go on (see `hanging`)
+    wake_controller   SIGCONT of the one that was stopped
+    await_controller  wait until another one serves than the one that was killed, or stopped, here
     pause:WHO,A,B   in A seconds, SIGSTOP for B seconds; WHO is "self" or "controller"
     trouble:A,B     in A seconds, the file system is ill for B seconds (see trouble.py)
     term            SIGTERM to this process
@@ -98,6 +101,21 @@ def controller_pid(port: int) -> int:
     return pid
 
 
+def hanging(directory: Path) -> dict[str, str]:
+    """Environment of ranks whose controller obeys `hang_controller`. A handler of Python's runs in its event loop."""
+    directory.mkdir()
+    code = (
+        "import signal, sys, time\n"
+        "def hang(*_):\n"
+        "    while True:\n"
+        "        time.sleep(1)\n"
+        "if 'lastwords.controller' in sys.orig_argv:\n"
+        "    signal.signal(signal.SIGUSR2, hang)\n"
+    )
+    (directory / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))}
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this rank."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -168,6 +186,12 @@ class Faults:
             if verb == "lose_controller":
                 state.unlink()
             os.kill(self._killed_controller, signal.SIGKILL)
+        elif verb in ("stop_controller", "hang_controller"):
+            self._killed_controller = controller_pid(self._port)
+            os.kill(self._killed_controller, signal.SIGSTOP if verb == "stop_controller" else signal.SIGUSR2)
+        elif verb == "wake_controller":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._killed_controller, signal.SIGCONT)
         elif verb == "await_controller":
             wait_until(self._another_controller_serves, "another controller")
         elif verb == "raise":

@@ -71,13 +71,17 @@ def controllers_of(pid: int) -> list[int]:
 
 
 @pytest.mark.thorough
-def test_all_ranks_of_the_controllers_host_die_with_it_and_nothing_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_ranks_of_the_controllers_host_die_with_it_and_nothing_is_lost(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     launchers = start(tmp_path, 100_000)
     try:
         until(lambda: all((tmp_path / f"trace-{rank}").exists() for rank in range(RANKS)), "all ranks train")
         first = [pids(tmp_path, rank)[0] for rank in range(RANKS)]
         (controller,) = controllers_of(first[0])
-        for pid in (controller, *first[:PER_HOST]):
+        os.kill(controller, number)
+        for pid in first[:PER_HOST]:
             os.kill(pid, signal.SIGKILL)
         until(lambda: all(len(pids(tmp_path, rank)) == 2 for rank in range(PER_HOST)), "the dead are replaced")
         for rank in range(RANKS):

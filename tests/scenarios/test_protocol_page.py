@@ -65,6 +65,14 @@ WAITS = {
         "the rank says that it is unprotected; signals act as without lastwords",
     ),
     "controller_lost_s": ("for a controller, of a rank that can do nothing else", "the rank leaves with the reason"),
+    "unanswered_s": (
+        "for a sign of life of the controller, of a rank of its host that has something to say",
+        "it is asked, and followed if it does not answer within 2 s",
+    ),
+    "controller_silent_s": (
+        "the same, of one that merely trains",
+        "it is asked, and followed if it does not answer within 2 s",
+    ),
     "update_grace_s": (
         "for the end of a frozen update, of a rank with a copy of the last step",
         "the rank settles with its copy",
