@@ -13,6 +13,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,16 +31,17 @@ from lastwords.controller import server as controller_server
 from lastwords.controller import sessions as controller_sessions
 from lastwords.controller import storage as controller_storage
 from lastwords.controller.core import ControllerCore
-from lastwords.controller.events import ControllerOptions
+from lastwords.controller.events import ControllerOptions, Remember
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import CheckpointError, ConfigError, GateFailedError
+from lastwords.optim_wrapper.launch import successor as successor_module
 from lastwords.processor import agent as agent_module
 from lastwords.processor import departure as departure_module
 from lastwords.processor import saver as saver_module
 from lastwords.processor import session as session_module
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import EXIT_SAVED, Departure
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Departure
 from lastwords.processor.saver import Position, SaverSpec
 from lastwords.processor.session import Session
 from lastwords.transport import grpc, start_of
@@ -50,6 +52,7 @@ from tests.sim.checkers import complaints
 from tests.sim.job import TORN, Job
 from tests.sim.ledger import Ledger, Life, Publication, RankRecord, Written
 from tests.sim.shells.disk import Calls
+from tests.sim.shells.following import Following
 from tests.sim.shells.plan import Blow, StackPlan
 from tests.sim.shells.scheduler import Gone, Process, Queue, Scheduler, Threading, Time
 from tests.sim.shells.wire import Loop, Wire
@@ -152,6 +155,8 @@ class Rank:
         agent.start(session)
         if not agent.wait_until(lambda: agent.welcomed, WELCOME_TIMEOUT_S):
             return 1
+        if self.stack.following is not None and job.hosts[self.rank] == job.hosts[0]:
+            self.stack.following.watch(self, lambda: session.up).start()
         agent.begin_loop(0, 0, 0)
         try:
             for step in range(1, job.steps + 1):
@@ -252,12 +257,17 @@ def _name_of(step: int) -> tuple[int, int]:
 class Watch:
     """In place of the controller's host watch: the world tells it who has died."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.on_death: Callable[[int, DeathSource, float], None] = next(a for a in arguments if callable(a))
+    def __init__(self, following: Following | None, *arguments: Any) -> None:
+        self.on_death: Callable[[int, DeathSource, float], None]
+        self.on_release: Callable[[int], None]
+        self.on_death, _, self.on_release = (argument for argument in arguments if callable(argument))
+        self._following = following
 
     def clear_up(self) -> None: ...
 
-    def welcome(self, rank: int, process: ProcessId) -> None: ...
+    def welcome(self, rank: int, process: ProcessId) -> None:
+        if self._following is not None:
+            self._following.looks_after(self, rank)
 
     def part_with(self, rank: int) -> None: ...
 
@@ -279,6 +289,8 @@ class Stack:
         self.ledger = Ledger([rank.record for rank in self.ranks])
         self.core = ControllerCore(self.job.world_size, 1, ControllerOptions())
         self.watch: Watch | None = None
+        stops = any(blow.kind == "stop_controller" for blow in plan.blows)
+        self.following = Following(self) if stops else None
         self.lines: list[str] = []
         self.misnamed: list[str] = []
         self.misordered: list[str] = []
@@ -306,7 +318,7 @@ class Stack:
                 self.disk.mkdir(FALLBACK)
                 facts, written = OLDER.facts(OLDER_STEP), OLDER.write(FALLBACK, OLDER_STEP, self.disk)
                 publish.publish(FALLBACK, written, facts, self.disk, published_unix_ns=AHEAD_NS)
-            scheduler.spawn(self.controller, "loop", self._serve)
+            scheduler.spawn(self.controller, "loop", lambda: self.serve(self.controller, None))
             for rank in self.ranks:
                 scheduler.spawn(rank.process, "main", rank.main)
             for blow in self.plan.blows:
@@ -319,21 +331,27 @@ class Stack:
         self._look_at_the_disk()
         return self.ledger
 
-    def _serve(self) -> None:
+    def serve(self, process: Process, before: Remember | None) -> None:
+        """The main thread of a controller's process."""
         loop = Loop(self.scheduler)
+        self.controller = self.wire.controller = process
+        self.core = ControllerCore(self.job.world_size, 1, ControllerOptions(), before)
         try:
-            reason = loop.run_until_complete(self._shell())
+            reason = loop.run_until_complete(self._shell(before))
             self.tell("controller", f"stops: {reason}")
             self.ledger.controller_stopped = True
+            if self.following is not None:
+                self.following.ends()
         finally:
             loop.abandon()
         for rank in self.ranks:
             self.wire.cut(rank.rank, 0.001, 0.001)
         self.scheduler.leave()
 
-    async def _shell(self) -> str:
+    async def _shell(self, before: Remember | None) -> str:
         spec = ControllerSpec(ADDRESS[0], ADDRESS[1], NAME, 1, self.job.world_size, ROOT)
-        shell = controller_server.ControllerShell(spec, "token", self.core)
+        kept: Any = None if self.following is None else self.following.begins(self.controller)
+        shell = controller_server.ControllerShell(spec, "token", self.core, state_file=kept, before=before)
         self.watch = shell._neighbours  # type: ignore[assignment]
         return await shell.run(lambda: None)
 
@@ -341,6 +359,11 @@ class Stack:
     def _simulated(self) -> Iterator[None]:
         threading, queue, time = (kind(self.scheduler) for kind in (Threading, Queue, Time))
         with contextlib.ExitStack() as stack:
+            if self.following is not None:
+                stack.enter_context(mock.patch.object(successor_module, "state_file", self.following.state_file()))
+                stack.enter_context(mock.patch.object(successor_module, "start_successor", self.following.start))
+                stack.enter_context(mock.patch.object(successor_module, "threading", threading))
+                stack.enter_context(mock.patch.object(successor_module, "_log", _Lines(self)))
             for module in (agent_module, departure_module, saver_module, session_module, controller_storage):
                 stack.enter_context(mock.patch.object(module, "threading", threading))
             stack.enter_context(mock.patch.object(agent_module, "time", time))
@@ -355,7 +378,7 @@ class Stack:
             stack.enter_context(mock.patch.object(departure_module, "_bytes_written", return_value=(0, 0)))
             stack.enter_context(mock.patch.object(session_module, "grpc", _PerRank(self)))
             stack.enter_context(mock.patch.object(controller_server, "grpc", self.wire.for_controller()))
-            stack.enter_context(mock.patch.object(controller_server, "Neighbours", Watch))
+            stack.enter_context(mock.patch.object(controller_server, "Neighbours", partial(Watch, self.following)))
             stack.enter_context(mock.patch.object(controller_server, "paths", mock.Mock()))
             stack.enter_context(mock.patch.object(clock, "mono_s", self._mono_s))
             stack.enter_context(mock.patch.object(clock, "wall_ns", self._wall_ns))
@@ -422,13 +445,20 @@ class Stack:
             if self.controller.lives and self.watch is not None and self.job.hosts[rank.rank] == self.job.hosts[0]:
                 watch, known_s = self.watch, self.scheduler.now_s + 0.0005
                 self.scheduler.after(0.0005, lambda: watch.on_death(blow.rank, DeathSource.ROBUST_MUTEX, known_s))
+            if self.following is not None and self.controller.stopped:  # else the controller's own watch says the same
+                self.following.died(rank)
 
     def ended(self, rank: Rank) -> None:
         """The kernel closes what a process had open."""
+        gives_up = rank.record.farewell == f"exit {EXIT_NOT_SAVED}"
+        if self.following is not None and not gives_up:
+            self.scheduler.after(0.0, self.following.excuse)
         self.wire.cut(rank.rank, 0.0, 0.001 + 0.3 * self.scheduler.dice.random())
 
     def _kill_controller(self, blow: Blow) -> None:
         self.ledger.controller_killed = True
+        if self.following is not None:
+            self.following.ends()  # what it has kept is lost with it
         self.wire.server = None
         self.scheduler.kill(self.controller)
         for rank in self.ranks:
@@ -453,12 +483,13 @@ class Stack:
             self.wire.cut(rank.rank, 0.01, 0.0)
 
     def _stop_controller(self, blow: Blow) -> None:
-        self.controller.stopped = True
-        if blow.lasts_s >= SILENT_S:
-            self.ledger.certain_faults += 1
+        controller = self.controller
+        controller.stopped = True
+        if self.following is not None:
+            self.following.stopped(controller)
 
         def go_on() -> None:
-            self.controller.stopped = False
+            controller.stopped = False
 
         self.scheduler.after(blow.lasts_s, go_on)
 
