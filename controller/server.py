@@ -11,11 +11,11 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from lastwords import clock, codec
 from lastwords.controller import events
+from lastwords.controller.core_api import Core
 from lastwords.controller.detection import CERTAIN
 from lastwords.controller.events import Effect, Event, State
 from lastwords.controller.handover import RunFile
@@ -47,27 +47,6 @@ STORAGE_GRACE_S = 30.0
 """Unfinished files of gigabytes take their time to be removed; what is left then is removed by the next job."""
 
 _MAY_END_WHEN_EMPTY = (State.REGISTERING, State.EXITING, State.RELEASING, State.REFUSING)
-
-
-class Core(Protocol):
-    """What the shell needs of a core (`controller.core.ControllerCore`)."""
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def deadline_s(self) -> float | None: ...
-
-    @property
-    def incident(self) -> int: ...
-
-    @property
-    def outcome(self) -> events.Outcome | None: ...
-
-    @property
-    def slower(self) -> Mapping[int, float]: ...
-
-    def handle(self, event: Event, now_s: float) -> list[Effect]: ...
 
 
 class ControllerShell:
