@@ -158,6 +158,8 @@ def joined(unit: str, shares: Sequence[Sequence[TensorSpec]]) -> dict[str, Whole
 
 def _whole(name: str, stored: Sequence[tuple[int, TensorSpec]]) -> Whole:
     stored = sorted(stored, key=lambda one: one[1].offsets)
+    if len({len(spec.shape) for _, spec in stored}) > 1:
+        raise FormatError(f"the slices of {name!r} do not make up one tensor")
     first, shape = stored[0][1], list(stored[0][1].shape)
     axis = next((axis for axis, at in enumerate(stored[-1][1].offsets) if at != first.offsets[axis]), 0)
     pieces = [Piece((0,) * len(shape), stored[0][0], first)]

@@ -14,6 +14,7 @@ import xxhash
 from lastwords.checkpoint.layout import CheckpointName
 from lastwords.errors import ConfigError
 
+_PATTERN = re.compile(r"[*?\[\]]")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.ASCII)
 
 
@@ -45,6 +46,12 @@ def address_of(url: str) -> RemotePath:
     found = _URL.fullmatch(url)
     if found is None or not found[2].strip("/") or "::" in url or "?" in url:
         raise ConfigError(f"{url!r} is no URL of a directory in a remote store; give one such as s3://bucket/job")
+    if found := _PATTERN.search(url):
+        raise ConfigError(f"{url!r} has {found[0]!r}, which stores take for a pattern: choose a directory without it")
+    if (url.startswith("file://")) != url.startswith(f"{url.partition(':')[0]}:///"):
+        raise ConfigError(
+            f"{url!r} names no place: file:///PATH has three slashes, any other URL a host or bucket first"
+        )
     return RemotePath(url)
 
 

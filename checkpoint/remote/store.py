@@ -7,6 +7,7 @@ library's own number, or EREMOTEIO.
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import itertools
 import os as posix
@@ -33,7 +34,13 @@ class Store:
 
     def __init__(self, root: RemotePath) -> None:
         self.root = root
-        self._files = _file_system(str(root))
+        _refuse_unknown(str(root))
+
+    @functools.cached_property
+    def _files(self) -> Any:
+        """Some libraries connect when they are made: a store that does not answer then may do so later."""
+        # A listing that is remembered would hide what another process has uploaded.
+        return _core().url_to_fs(str(self.root), use_listings_cache=False)[0]
 
     def names(self, directory: RemotePath) -> list[str]:
         """What is in a directory, sorted. FileNotFoundError if there is none."""
@@ -84,16 +91,20 @@ class Store:
             self._files.rm(str(path), recursive=True)
 
 
-def _file_system(url: str) -> Any:
+def _refuse_unknown(url: str) -> None:
+    """ConfigError where no library that is installed knows the URL."""
     try:
-        core: Any = importlib.import_module("fsspec.core")
+        core = _core()
     except ImportError as error:
         raise ConfigError(f"{url} needs fsspec: pip install 'lastwords[remote]'") from error
     try:
-        # A listing that is remembered would hide what another process has uploaded.
-        return core.url_to_fs(url, use_listings_cache=False)[0]
+        core.get_filesystem_class(url.partition(":")[0])
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{url} cannot be used: {error}") from error
+
+
+def _core() -> Any:
+    return importlib.import_module("fsspec.core")
 
 
 @contextmanager

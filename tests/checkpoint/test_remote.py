@@ -6,11 +6,13 @@ import errno
 import os as posix
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lastwords.checkpoint import layout, load, starts
 from lastwords.checkpoint.remote import address, fetch, record, transfer
+from lastwords.checkpoint.remote import store as store_module
 from lastwords.checkpoint.remote.address import RemotePath, address_of
 from lastwords.checkpoint.remote.store import RemoteOs, Store, os_for
 from lastwords.checkpoint.remote.transfer import download, upload
@@ -61,7 +63,20 @@ def kill_at(store: WatchedStore, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "bucket/job", "s3://", "s3:///", "simplecache::s3://bucket", "s3://bucket?x=1", "S3://bucket"]
+    "url",
+    [
+        "",
+        "bucket/job",
+        "s3://",
+        "s3:///",
+        "simplecache::s3://bucket",
+        "s3://bucket?x=1",
+        "S3://bucket",
+        "s3://bucket/job[12]",
+        "memory://job*",
+        "hdfs:///user/me",
+        "file://mnt/job",
+    ],
 )
 def test_what_is_no_directory_of_a_store_is_refused(url: str) -> None:
     with golden.raises(ConfigError):
@@ -339,6 +354,27 @@ def test_a_start_draws_above_every_generation_in_the_store(root: RemotePath, sav
 def test_a_store_that_does_not_answer_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert fetch.highest_generation([address_of("nostore://bucket/job")]) == 0
     golden.says(caplog.messages)
+
+
+def test_a_store_that_connects_when_it_is_made_may_refuse_and_answer_later(
+    root: RemotePath, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of ftp, sftp and hdfs do."""
+    refused = [True]
+    made = store_module._core().url_to_fs
+
+    def url_to_fs(*args: object, **options: object) -> object:
+        if refused:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, posix.strerror(errno.ECONNREFUSED))
+        return made(*args, **options)
+
+    store = Store(root)
+    monkeypatch.setattr(store_module, "_core", lambda: SimpleNamespace(url_to_fs=url_to_fs))
+    with pytest.raises(StorageError):
+        upload(saved, store)
+    refused.clear()
+    upload(saved, store)
+    assert load.latest(root, os=RemoteOs(store)) is not None
 
 
 def test_a_library_has_errors_of_its_own(root: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,6 +240,14 @@ def test_a_share_of_the_step_before_is_noticed(tmp_path: Path) -> None:
     assert [rank for rank, _ in problems] == [2]
 
 
+def test_slices_of_other_dimensions_are_no_tensor() -> None:
+    """As a forged table may say; it is refused, not an error of Python."""
+    row = TensorSpec(f"unit/{UNIT}/0of2/model/w", "F32", (2,), (4,), (0,))
+    plane = TensorSpec(f"unit/{UNIT}/1of2/model/w", "F32", (2, 1), (4, 2), (0, 1))
+    with golden.raises(FormatError):
+        joined(UNIT, [[row], [plane]])
+
+
 def test_names() -> None:
     assert whole_units(["a", "b/1of2", "c/0of2", "c/1of2", "d/0of2", "d/0of3"]) == {"a", "c"}
     assert [Share.parse(text).count for text in ("a/2of2", "a/0of1", "a/01of2", "/0of2", "a/b/0of2")] == [1] * 5
