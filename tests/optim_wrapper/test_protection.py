@@ -101,7 +101,8 @@ def removals(protection: Any, job: str, ranks: tuple[int, ...], monkeypatch: pyt
     monkeypatch.setattr(leftovers, "remove_dead_job_dirs", lambda: calls.append(None))
     lives = [LifeLine.create(paths.life_path(job, 1, rank)) for rank in ranks]
     protection._agent = SimpleNamespace(on_peer_died=lambda report: None, close=lambda: None)
-    protection._look_after_host(Agreement(job, 1, "token", "prefix"))
+    core: Any = SimpleNamespace(asks=False)
+    protection._look_after_host(Agreement(job, 1, "token", "prefix"), core)
     protection.close()
     for life in lives:
         life.release()
