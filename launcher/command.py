@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
@@ -53,7 +54,10 @@ def run(argv: Sequence[str]) -> None:
             f"--spares is {arguments.spares}; a spare takes {SPARE_BYTES / 1e9:g} GB of memory and more, and this host "
             f"has {memory_bytes / 1e9:.1f} GB left: leave room for {memory_bytes // SPARE_BYTES} at most"
         )
-    fewest, most = parse_min_max_nnodes(arguments.nnodes)
+    if not (arguments.module or arguments.no_python or arguments.run_path or Path(arguments.training_script).exists()):
+        raise ConfigError(f"there is no script {arguments.training_script!r} in {Path.cwd()}")
+    with _refusals():
+        fewest, most = parse_min_max_nnodes(arguments.nnodes)
     if fewest != most:
         raise ConfigError(
             f"--nnodes={arguments.nnodes}: lastwords run replaces processes, and keeps the number of hosts; name one "
@@ -63,7 +67,8 @@ def run(argv: Sequence[str]) -> None:
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if arguments.master_port is None:
         arguments.master_port = 29500
-    config, command, command_arguments = config_from_args(arguments)
+    with _refusals():
+        config, command, command_arguments = config_from_args(arguments)
     if config.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node is {config.nproc_per_node}; it is a number of ranks, from 1")
     if not isinstance(command, str):
@@ -75,6 +80,15 @@ def run(argv: Sequence[str]) -> None:
     finally:
         for one in claimed:
             one.close()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What torch refuses of its own flags is a ConfigError."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"torch refuses the flags: {error}") from error
 
 
 def available_memory_bytes() -> int:

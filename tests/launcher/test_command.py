@@ -18,14 +18,33 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    "flags", [["--spares", "-1"], ["--spares", "100"], ["--nnodes", "1:4"], ["--run-path"]], ids=" ".join
+    "flags",
+    [
+        ["--spares", "-1"],
+        ["--spares", "100"],
+        ["--nnodes", "1:4"],
+        ["--nnodes", "two"],
+        ["--nproc-per-node", "x"],
+        ["--nproc-per-node", "0"],
+        ["--max-restarts", "-2"],
+        ["--run-path"],
+    ],
+    ids=" ".join,
 )
 def test_flags_that_cannot_work_are_refused_before_anything_starts(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "available_memory_bytes", lambda: 2 * GIB)
+    script = tmp_path / "train.py"
+    script.touch()
     with golden.raises(ConfigError):
-        command.run([*flags, "train.py"])
+        command.run([*flags, str(script)])
+
+
+def test_a_script_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with golden.raises(ConfigError):
+        command.run(["--standalone", "train.py"])
 
 
 def test_memory_is_what_the_kernel_says() -> None:
