@@ -14,7 +14,7 @@ import xxhash
 from lastwords.checkpoint.layout import CheckpointName
 from lastwords.errors import ConfigError
 
-_PATTERN = re.compile(r"[*?\[\]]")
+_PATTERN = re.compile(r"[*\[\]]")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.ASCII)
 
 
