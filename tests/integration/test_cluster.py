@@ -203,6 +203,9 @@ def test_a_cluster_that_is_killed_whole_goes_on_from_its_newest_checkpoint(clust
     cluster.start_scheduler()
     cluster.finish()
     check_equal(cluster.directory, undisturbed, {0: 1, 1: 2, 2: 1})
-    repeated = [line.split()[0] for line in (cluster.directory / "trace-2").read_text().splitlines()]
-    assert repeated.count("6") == 2, "after step 5, which was saved"
-    assert repeated.count("5") <= 1, "a rank that was stopped after its update has no line of it"
+    (saved,) = (cluster.directory / "ckpt").glob("tft_saved_checkpoints-step_*")
+    step = int(saved.name.rpartition("_")[2])
+    assert step in (4, 5), "5 unless the dead rank alone had what was to be reduced of it"
+    repeated = [int(line.split()[0]) for line in (cluster.directory / "trace-2").read_text().splitlines()]
+    assert repeated.count(step + 1) == 2
+    assert repeated.count(step) <= 1, "a rank that was stopped after its update has no line of it"
