@@ -1,11 +1,12 @@
-"""What a periodic checkpoint costs the training, beside DCP's async_save of the same state and a plain copy of it.
+"""What a periodic checkpoint costs the training, beside other writers of the same state and a plain copy of it.
 
     python bench/periodic.py [--mib 256] [--saves 12] [--dir PATH]
 
 One rank trains a multilayer perceptron (weights and AdamW's moments: --mib). In turn, a checkpoint is written by
-`tft.save()`, or by DCP's `async_save`, or none, for as many steps as that takes; so all meet the same load. Per way:
-the stall (what the copy adds to one step), the median step while a checkpoint is being written divided by the median
-step beside it in which none is, and the time until it is durable.
+`tft.save()`, by DCP's `async_save`, and by torch_checkpointing, where it is installed; so all meet the same load. Per
+way: the stall (what the copy adds to one step), the median step while a checkpoint is being written divided by the
+median step just before in which none is, and the time until it is written. "Plain" copies the same tensors, at the end
+of a step too, into others of that size which have been touched. Exit code 1 if a budget is missed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import tempfile
 import time
 import warnings
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -33,6 +34,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import lastwords
 from lastwords.processor.writers import Writers
+
+try:
+    import torch_checkpointing
+    import torch_checkpointing.config
+    import torch_checkpointing.staging
+    import torch_checkpointing.storage.filesystem
+except ImportError:
+    torch_checkpointing = None  # type: ignore[assignment]
 
 STALL_BUDGET, STEP_BUDGET = 1.2, 1.05
 BESIDE_STEPS = 12
@@ -59,20 +68,26 @@ class Training:
         self.step = 0
         self.batch = torch.randn(16, WIDTH)
 
-    def one(self) -> float:
-        """Seconds of one step."""
+    def one(self, update: AbstractContextManager[object] = nullcontext()) -> float:  # noqa: B008
+        """Seconds of one step, whose update is made within `update`."""
         begun_mono_s = time.monotonic()
         self.tft.optimizer.zero_grad()
         self.net(self.batch).square().mean().backward()
-        self.tft.optimizer.step()
+        with update:
+            self.tft.optimizer.step()
         self.step += 1
         self.tft.step_end(1, self.step)
         return time.monotonic() - begun_mono_s
 
-    def state_bytes(self) -> int:
-        """Of weights and moments."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Weights and moments."""
         moments = [value for state in self.tft.optimizer.inner.state.values() for value in state.values()]
-        return sum(one.numel() * one.element_size() for one in [*self.net.parameters(), *moments])
+        return [one.detach() for one in [*self.net.parameters(), *moments]]
+
+    def state(self) -> dict[str, Any]:
+        """As DCP names it."""
+        model, optimizer = get_state_dict(self.net, self.tft.optimizer.inner)
+        return {"model": model, "optim": optimizer}
 
 
 class Copies:
@@ -92,34 +107,33 @@ class Copies:
         Writers.copy = timed  # type: ignore[method-assign]
 
 
-class Way:
-    """One way to write a checkpoint, and what it cost."""
+Cost = tuple[float, float, list[float]]
+"""Stall, time until it is written (both in seconds, the second from the end of the first), and the steps meanwhile."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.stalls_s: list[float] = []
-        self.ratios: list[float] = []
-        self.durable_s: list[float] = []
 
-    def note(self, beside_s: list[float], during_s: list[float], stall_s: float, durable_s: float) -> None:
+class ByLastwords:
+    """`tft.save()`; the step that copies is none of those meanwhile."""
+
+    name = "**lastwords**"
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._copies = Copies()
+
+    def save(self) -> Cost:
         """One checkpoint."""
-        self.stalls_s.append(stall_s)
-        self.durable_s.append(durable_s)
-        if during_s:
-            self.ratios.append(statistics.median(during_s) / statistics.median(beside_s))
+        training, before = self._training, len(self._copies.took_s)
+        training.tft.save()
+        while len(self._copies.took_s) == before:
+            training.one()
+        begun_mono_s, copied_step = time.monotonic(), training.step - 1
+        during_s: list[float] = []
+        while not published(training.root, copied_step):
+            during_s.append(training.one())
+        return self._copies.took_s[-1], time.monotonic() - begun_mono_s, during_s
 
-
-def by_lastwords(training: Training, copies: Copies) -> tuple[float, float, list[float]]:
-    """Stall, time until it is durable, and the steps meanwhile; the step that copies is none of them."""
-    before = len(copies.took_s)
-    training.tft.save()
-    while len(copies.took_s) == before:
-        training.one()
-    begun_mono_s, copied_step = time.monotonic(), training.step - 1
-    during_s: list[float] = []
-    while not published(training.root, copied_step):
-        during_s.append(training.one())
-    return copies.took_s[-1], time.monotonic() - begun_mono_s, during_s
+    def close(self) -> None:
+        """Nothing of its own."""
 
 
 def published(root: Path, step: int) -> bool:
@@ -127,64 +141,172 @@ def published(root: Path, step: int) -> bool:
     return any(int(path.name.rpartition("_")[2]) >= step for path in root.glob("tft_saved_checkpoints-step_*"))
 
 
-def by_dcp(training: Training, directory: Path, group: dist.ProcessGroup) -> tuple[float, float, list[float]]:
-    """The same."""
-    begun_mono_s, place = time.monotonic(), directory / str(training.step)
-    model, optimizer = get_state_dict(training.net, training.tft.optimizer.inner)
-    future: Future[Any] = dcp.async_save({"model": model, "optim": optimizer}, checkpoint_id=place, process_group=group)
-    stall_s = time.monotonic() - begun_mono_s
-    during_s: list[float] = []
-    while not future.done():
-        during_s.append(training.one())
-    future.result()
-    shutil.rmtree(place)
-    return stall_s, time.monotonic() - begun_mono_s, during_s
+class ByDcp:
+    """`torch.distributed.checkpoint.async_save`."""
+
+    name = "DCP `async_save`"
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        self._training, self._directory = training, directory
+        self._group = dist.new_group(backend="gloo")
+
+    def save(self) -> Cost:
+        """One checkpoint."""
+        begun_mono_s, place = time.monotonic(), self._directory / str(self._training.step)
+        future: Future[Any] = dcp.async_save(self._training.state(), checkpoint_id=place, process_group=self._group)
+        copied_mono_s = time.monotonic()
+        during_s: list[float] = []
+        while not future.done():
+            during_s.append(self._training.one())
+        future.result()
+        shutil.rmtree(place)
+        return copied_mono_s - begun_mono_s, time.monotonic() - copied_mono_s, during_s
+
+    def close(self) -> None:
+        """Nothing that outlives the process."""
 
 
-def plain_copy_s(size: int) -> float:
-    """Of so many bytes, into memory that has been touched before."""
-    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    took_s = []
-    for _ in range(5):
+class Waited:
+    """A context, and how long it was waited for."""
+
+    def __init__(self, inner: AbstractContextManager[object]) -> None:
+        self._inner = inner
+        self.took_s = 0.0
+
+    def __enter__(self) -> None:
         begun_mono_s = time.monotonic()
-        target[:] = source
-        took_s.append(time.monotonic() - begun_mono_s)
-    return statistics.median(took_s)
+        self._inner.__enter__()
+        self.took_s = time.monotonic() - begun_mono_s
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
 
 
-def measure(directory: Path, mib: int, saves: int) -> None:
-    """All of it."""
-    copies, ours, theirs = Copies(), Way("lastwords"), Way("DCP async_save")
+class ByTorchCheckpointing:
+    """Its `save()` copies beside the next forward and backward pass; `lock()` keeps the update waiting for the copy."""
+
+    name = "torch_checkpointing (no fsync)"
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        self._training, self._directory = training, directory
+        staging = torch_checkpointing.staging.CheckpointStagerConfig(
+            use_pinned_memory=False, use_non_blocking_copy=False
+        )
+        saving = torch_checkpointing.config.AsyncCheckpointSaverConfig(staging_config=staging)
+        # Its default, O_DIRECT from buffers of any alignment, is refused by ext4 (EINVAL).
+        storage = torch_checkpointing.storage.filesystem.LocalFileSystemStorageConfig(use_direct_io=False)
+        config = torch_checkpointing.CheckpointManager.Config(save=saving, storage_config=storage)
+        self._manager = torch_checkpointing.CheckpointManager(config)
+
+    def save(self) -> Cost:
+        """One checkpoint."""
+        begun_mono_s, place = time.monotonic(), self._directory / str(self._training.step)
+        future = self._manager.save(str(place), self._training.state())
+        assert future is not None
+        stall_s, copied_mono_s = time.monotonic() - begun_mono_s, time.monotonic()
+        lock = Waited(self._manager.lock())
+        during_s = [self._training.one(lock) - lock.took_s]
+        stall_s += lock.took_s
+        while not future.done():
+            during_s.append(self._training.one(self._manager.lock()))
+        future.result()
+        shutil.rmtree(place)
+        return stall_s, time.monotonic() - copied_mono_s, during_s
+
+    def close(self) -> None:
+        """Ends its process."""
+        self._manager.close()
+
+
+class PlainCopy:
+    """Of the same tensors, at the end of a step too."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._targets = [torch.ones_like(one) for one in training.tensors()]
+
+    def took_s(self) -> float:
+        """Seconds of one."""
+        begun_mono_s = time.monotonic()
+        for source, target in zip(self._training.tensors(), self._targets, strict=True):
+            target.copy_(source)
+        return time.monotonic() - begun_mono_s
+
+
+class Figures:
+    """What one way cost."""
+
+    def __init__(self) -> None:
+        self.stalls_s: list[float] = []
+        self.of_a_copy: list[float] = []
+        self.ratios: list[float] = []
+        self.written_s: list[float] = []
+
+    def note(self, cost: Cost, beside_s: list[float], copy_s: float) -> None:
+        """One checkpoint."""
+        stall_s, written_s, during_s = cost
+        self.stalls_s.append(stall_s)
+        self.of_a_copy.append(stall_s / copy_s)
+        self.written_s.append(written_s)
+        if during_s:
+            self.ratios.append(statistics.median(during_s) / statistics.median(beside_s))
+
+    def row(self, name: str) -> str:
+        """Of the table."""
+        ratio = f"{statistics.median(self.ratios):.2f}" if self.ratios else "-"
+        stall_ms = 1e3 * statistics.median(self.stalls_s)
+        return (
+            f"| {name} | {stall_ms:.0f} ms | {statistics.median(self.of_a_copy):.2f} | {ratio} "
+            f"| {statistics.median(self.written_s):.2f} s |"
+        )
+
+    def kept(self) -> bool:
+        """Whether both budgets are."""
+        step = statistics.median(self.ratios) if self.ratios else 1.0
+        return statistics.median(self.of_a_copy) <= STALL_BUDGET and step <= STEP_BUDGET
+
+
+def measure(training: Training, ways: list[Any], saves: int) -> bool:
+    """All of it; whether lastwords, the first of the ways, keeps its budgets."""
+    figures = {way.name: Figures() for way in ways}
+    plain = PlainCopy(training)
+    copies_s, steps_s = [], []
+    for number in range(saves + 1):  # the first one allocates
+        for way in ways:
+            beside_s = [training.one() for _ in range(BESIDE_STEPS)]
+            copies_s.append(plain.took_s())
+            cost = way.save()
+            if number:
+                figures[way.name].note(cost, beside_s, copies_s[-1])
+                steps_s.extend(beside_s)
+    size_mib = sum(one.numel() * one.element_size() for one in training.tensors()) / (1 << 20)
+    copy_ms, step_ms = 1e3 * statistics.median(copies_s), 1e3 * statistics.median(steps_s)
+    print(
+        f"{size_mib:.0f} MiB in {len(training.tensors())} tensors, plain copy {copy_ms:.0f} ms, step {step_ms:.0f} ms\n"
+    )
+    print("| way | stall | stall / plain copy | step while it writes / step | written after |")
+    print("|---|---:|---:|---:|---:|")
+    for way in ways:
+        print(figures[way.name].row(way.name))
+    print(f"\nbudgets: stall / plain copy <= {STALL_BUDGET}, step while it writes / step <= {STEP_BUDGET}")
+    return figures[ways[0].name].kept()
+
+
+def compared(directory: Path, mib: int, saves: int) -> bool:
+    """With all ways that are installed."""
     training = Training(mib, directory)
-    group = dist.new_group(backend="gloo")
     with training.tft:
         training.tft.every(steps=1 << 40, keep=2)
         for _ in range(5):
             training.one()
-        for number in range(saves + 1):  # the first one allocates
-            for way in (ours, theirs):
-                beside_s = [training.one() for _ in range(BESIDE_STEPS)]
-                if way is ours:
-                    stall_s, durable_s, during_s = by_lastwords(training, copies)
-                else:
-                    stall_s, durable_s, during_s = by_dcp(training, directory / "dcp", group)
-                if number:
-                    way.note(beside_s, during_s, stall_s, durable_s)
-        size = training.state_bytes()
-    report(size, plain_copy_s(size), statistics.median(beside_s), (ours, theirs))
-
-
-def report(size: int, copy_s: float, step_s: float, ways: tuple[Way, ...]) -> None:
-    """The table."""
-    print(f"state {size / (1 << 20):.0f} MiB, plain copy {1e3 * copy_s:.0f} ms, step {1e3 * step_s:.0f} ms\n")
-    print("| way | stall | of a plain copy | step while it writes | durable after |")
-    print("|---|---:|---:|---:|---:|")
-    for way in ways:
-        stall_s = statistics.median(way.stalls_s)
-        ratio = f"{statistics.median(way.ratios):.2f} x" if way.ratios else "-"
-        durable_s = statistics.median(way.durable_s)
-        print(f"| {way.name} | {1e3 * stall_s:.0f} ms | {stall_s / copy_s:.2f} x | {ratio} | {durable_s:.2f} s |")
-    print(f"\nbudgets: stall <= {STALL_BUDGET} x a plain copy, step <= {STEP_BUDGET} x")
+        ways: list[Any] = [ByLastwords(training), ByDcp(training, directory / "dcp")]
+        if torch_checkpointing is not None:
+            ways.append(ByTorchCheckpointing(training, directory / "torch_checkpointing"))
+        try:
+            return measure(training, ways, saves)
+        finally:
+            for way in ways:
+                way.close()
 
 
 def main() -> int:
@@ -198,11 +320,11 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="bench-periodic-", dir=options.dir))
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        measure(directory, options.mib, options.saves)
+        kept = compared(directory, options.mib, options.saves)
         dist.destroy_process_group()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    return 0
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":
