@@ -1,4 +1,4 @@
-"""The demo of a dynamic cluster: its worker, its scheduler and both at once get `kill -9`, and are started again.
+"""The demo of a dynamic cluster: a worker, the scheduler, both, and all at once get `kill -9`, and are started again.
 
 python -m demo.recover --workers 4 --seed 7     the same victims and steps as the last time with seed 7
 """
@@ -82,7 +82,7 @@ class Cluster:
         """RuntimeError if a process ends meanwhile, TimeoutError if it takes for ever."""
         deadline_mono_s = time.monotonic() + story.RUN_TIMEOUT_S
         while not until():
-            for name in self._names():
+            for name in self.names():
                 if name not in self._killed and os.waitpid(self._pid(name), os.WNOHANG) != (0, 0):
                     raise RuntimeError(f"{name} has ended, {what}:\n{self._said(name)}")
             if time.monotonic() > deadline_mono_s:
@@ -92,7 +92,7 @@ class Cluster:
     def finish(self) -> None:
         """All processes come to their end by themselves."""
         deadline_mono_s = time.monotonic() + story.RUN_TIMEOUT_S
-        for name in self._names():
+        for name in self.names():
             while (ended := os.waitpid(self._pid(name), os.WNOHANG)) == (0, 0):
                 if time.monotonic() > deadline_mono_s:
                     raise TimeoutError(f"{name} has not ended:\n{self._said(name)}")
@@ -151,8 +151,10 @@ def _live(console: Console, demo: story.Demo) -> int:
     acts.a_worker_dies()
     acts.the_scheduler_dies()
     acts.both_die()
+    acts.all_die()
     cluster.finish()
-    return _verdict(console, cluster.folder, uninterrupted, dict.fromkeys(acts.victims, 1))
+    deaths = {rank: 1 + acts.victims.count(rank) for rank in range(cluster.workers)}
+    return _verdict(console, cluster.folder, uninterrupted, deaths)
 
 
 class Acts:
@@ -197,6 +199,15 @@ class Acts:
         if (started := self._cluster.recover()) != both:
             raise RuntimeError(f"recover.sh has started {started} again, where {both} were killed")
         self._tell(f"the scheduler and worker {victim} in step {step}; recover.sh: {self._after(step, killed_mono_s)}")
+
+    def all_die(self) -> None:
+        """What goes on then is the newest checkpoint: the last words of the act before."""
+        step = self._reach(self._draws.randint(2, 5), self.victims[0])
+        killed_mono_s = time.monotonic()
+        self._cluster.kill(*self._cluster.names())
+        if (started := self._cluster.recover()) != self._cluster.names():
+            raise RuntimeError(f"recover.sh has started {started} again, where all were killed")
+        self._tell(f"all processes in step {step}; recover.sh: {self._after(step, killed_mono_s)}")
 
     def _reach(self, step: int, rank: int) -> int:
         """Waits until the rank is in the middle of this step, or of the second after what was reached before."""

@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import selectors
-import signal
 import socket
 import struct
 import sys
@@ -251,9 +250,6 @@ class Membership:
             self._done.set()
             self._told.set()
             self._near.close()
-            if "stop" in message:
-                sys.stderr.write(f"lastwords: the scheduler has given up: {message['stop']}\n")
-                os.kill(os.getpid(), signal.SIGTERM)
 
     def _ask_again(self) -> None:
         assert self._lost_s is not None

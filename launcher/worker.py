@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -368,6 +369,8 @@ class Worker:
                 self._become = message
             if "dismissed" in message:
                 self._dismissed = True
+                if "stop" in message:
+                    self._stop(str(message["stop"]))
             if "controller" in message:
                 found = message["controller"]
                 self._controller[message["asked"]] = None if found is None else (int(found[0]), found[1])
@@ -377,6 +380,12 @@ class Worker:
             if "lost" in message:
                 self._scheduler_lost = True
             self._condition.notify_all()
+
+    def _stop(self, why: str) -> None:
+        """The scheduler has given up. Whoever leaves `main` anyway ends with its own code, which no signal cuts off."""
+        sys.stderr.write(f"lastwords: the scheduler has given up: {why}\n")
+        if self._inside and self._stay is not None and not self._stay.leaving:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _take_place(self) -> None:
         """A spare takes the place of a rank; the launcher may as well end without ever needing it."""

@@ -53,14 +53,14 @@ def test_a_directory_that_has_a_job_or_none_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.thorough
-def test_the_demo_kills_a_worker_the_scheduler_and_both_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_the_demo_kills_a_worker_the_scheduler_both_and_all_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "demo.recover", "--workers", "2", "--out", str(tmp_path / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     demo = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=environment, cwd=ROOT)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     lines = demo.stdout.strip().splitlines()
     assert lines[-1] == IDENTICAL
-    assert sum("kill -9 of" in line for line in lines) == 3
+    assert sum("kill -9 of" in line for line in lines) == 4
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in content(path)]
     assert left == []
 

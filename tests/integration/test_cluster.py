@@ -27,7 +27,7 @@ WAIT_S = 200.0
 class Cluster:
     """Processes of one cluster, each in a log of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, recovery: bool = True) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True)
         self._port = Port()
@@ -36,17 +36,17 @@ class Cluster:
             "MS_WORKER_NUM": str(RANKS),
             "MS_SCHED_HOST": "127.0.0.1",
             "MS_SCHED_PORT": str(self._port.number),
-            "MS_ENABLE_RECOVERY": "1",
+            "MS_ENABLE_RECOVERY": str(int(recovery)),
             "MS_RECOVERY_PATH": str(directory / "recovery"),
         }
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
         self.scheduler = self.start_scheduler()
 
     def start_scheduler(self, **environ: str) -> subprocess.Popen[bytes]:
-        """Or start it again."""
-        self.scheduler = self._start(
-            "scheduler", ["-m", "lastwords.cli", "scheduler"], {"MS_ROLE": "MS_SCHED", **environ}
-        )
+        """Or start it again: the script itself, which is a scheduler by MS_ROLE, unless it has been started before."""
+        script = ["-m", SCRIPT, str(self.directory), str(STEPS)]
+        command = ["-m", "lastwords.cli", "scheduler"] if (self.directory / "scheduler.log").exists() else script
+        self.scheduler = self._start("scheduler", command, {"MS_ROLE": "MS_SCHED", **environ})
         return self.scheduler
 
     def start(self, rank: int, *deaths: str, **environ: str) -> subprocess.Popen[bytes]:
@@ -209,3 +209,22 @@ def test_a_cluster_that_is_killed_whole_goes_on_from_its_newest_checkpoint(clust
     repeated = [int(line.split()[0]) for line in (cluster.directory / "trace-2").read_text().splitlines()]
     assert repeated.count(step + 1) == 2
     assert repeated.count(step) <= 1, "a rank that was stopped after its update has no line of it"
+
+
+@pytest.mark.thorough
+def test_without_recovery_the_first_death_ends_the_job_whose_step_is_saved(tmp_path: Path, undisturbed: Path) -> None:
+    """And it begins again at that step, if all are started again."""
+    cluster = Cluster(tmp_path / "cluster", recovery=False)
+    try:
+        for rank in range(RANKS):
+            cluster.start(rank, "1:5:bwd")
+        cluster.wait(1, codes=(-signal.SIGKILL,))
+        cluster.wait(0, 2, codes=(EXIT_SAVED,))
+        assert cluster.scheduler.wait(WAIT_S) == 1, cluster.said()
+        for rank in range(RANKS):
+            cluster.start(rank, "1:5:bwd")
+        cluster.start_scheduler()
+        cluster.finish()
+    finally:
+        cluster.end()
+    check_equal(cluster.directory, undisturbed, dict.fromkeys(range(RANKS), 1))

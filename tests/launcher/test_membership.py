@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lastwords.launcher import membership
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
 from lastwords.launcher.membership import Membership
+from tests import golden
 
 
 def test_a_worker_that_has_met_itself_at_the_schedulers_port_leaves_it_at_once(
@@ -29,3 +31,28 @@ def test_a_worker_that_has_met_itself_at_the_schedulers_port_leaves_it_at_once(
     with pytest.raises(UnavailableError):
         Membership(cluster)
     socket.create_server(address).close()
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["it has never started", "its port is closed"])
+def test_a_scheduler_that_cannot_be_reached_is_waited_for_with_a_limit_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, started: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
+    cluster = Cluster(WORKER, 2, *address, tmp_path, True)
+    if started:
+        with ClusterState(cluster).held():
+            ClusterState(cluster).token()
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(membership, "mono_s", lambda: now_s)
+    monkeypatch.setattr(membership.time, "sleep", sleep)
+    with caplog.at_level(logging.WARNING), pytest.raises(UnavailableError) as refused:
+        Membership(cluster)
+    assert now_s == pytest.approx(membership.JOIN_S, abs=1)
+    assert len(caplog.messages) == pytest.approx(membership.JOIN_S / membership.NOTICE_S, abs=4)
+    golden.says([caplog.messages[0], str(refused.value)])
