@@ -39,6 +39,10 @@ class Track:
         """Newest step whose body this rank has finished; 0 if none."""
         return max(self.steps(rank), default=0)
 
+    def pids(self, rank: int) -> list[int]:
+        """The processes that were this rank, in turn."""
+        return list(dict.fromkeys(record["pid"] for record in self.records[rank]))
+
     def one(self, rank: int, kind: str) -> Record | None:
         """The newest record of a kind."""
         found = [record for record in self.records[rank] if record["kind"] == kind]

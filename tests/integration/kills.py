@@ -55,21 +55,22 @@ class Kill:
         """What each rank has to do, so that this happens and nothing else."""
         leader, *others = self.victims
         survivors = self.survivor_ranks(layout)
-        faults = [Fault(rank, self.step, self.phase, (f"mark:victim-{rank}", "hang")) for rank in others]
-        actions = [f"await:victim-{rank}" for rank in others]
+        here = f"step{self.step}"  # several kills of one run have marks of their own
+        faults = [Fault(rank, self.step, self.phase, (f"mark:{here}-victim-{rank}", "hang")) for rank in others]
+        actions = [f"await:{here}-victim-{rank}" for rank in others]
         if self.step > 1:
             # Nobody dies before every survivor has ended the step before, or N could be smaller still.
             for rank in survivors:
-                faults.append(Fault(rank, self.step, "body", (f"mark:before-{rank}",), micro=0))
-                actions.append(f"await:before-{rank}")
+                faults.append(Fault(rank, self.step, "body", (f"mark:{here}-before-{rank}",), micro=0))
+                actions.append(f"await:{here}-before-{rank}")
         held = survivors if self.survivors == "behind" else survivors[1:] if self.survivors == "split" else []
         hold_phase = "backward_last" if self.phase == "backward_last" else "before_step"
         for rank in held:
             actions_held = tuple(f"await_death:{victim}" for victim in self.victims)
             faults.append(Fault(rank, self.step, hold_phase, (*actions_held, "await_frozen")))
         if self.survivors in ("ahead", "split"):
-            faults.append(Fault(survivors[0], self.step, self._ahead_phase(layout), ("mark:ahead",)))
-            actions.append("await:ahead")
+            faults.append(Fault(survivors[0], self.step, self._ahead_phase(layout), (f"mark:{here}-ahead",)))
+            actions.append(f"await:{here}-ahead")
         actions += [f"kill:{rank}" for rank in others]
         faults.append(Fault(leader, self.step, self.phase, (*actions, "kill")))
         return tuple(faults)

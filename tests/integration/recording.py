@@ -48,7 +48,7 @@ class Recording:
 
     def write(self, kind: str, **values: object) -> None:
         """Append one record."""
-        os.write(self._file, (json.dumps({"kind": kind, **values}) + "\n").encode())
+        os.write(self._file, (json.dumps({"kind": kind, "pid": os.getpid(), **values}) + "\n").encode())
 
     def write_step(self, step: int, epoch: int, values: dict[str, str], extras: dict[str, Any]) -> None:
         """The end of a step's body: losses and batches, and a digest of every piece of state."""

@@ -83,28 +83,11 @@ def check_equal(directory: Path, undisturbed: Path, died: dict[int, int], ranks:
         assert len(pids(directory, rank)) == 1 + died.get(rank, 0), rank
 
 
-@pytest.mark.parametrize(
-    ("deaths", "spares"),
-    [
-        (("1:5:bwd", "0:11:fwd"), 1),
-        (("2:5:win", "0:5:win"), 0),
-        pytest.param(("1:5:fwd", "2:9:bwd", "0:13:win"), 0, marks=pytest.mark.thorough),
-        pytest.param(("1:0:main", "0:7:bwd"), 1, marks=pytest.mark.thorough),
-    ],
-    ids=lambda value: "+".join(value) if isinstance(value, tuple) else f"{value} spares",
-)
-def test_only_the_dead_are_replaced_and_nothing_differs(
-    tmp_path: Path, undisturbed: Path, deaths: tuple[str, ...], spares: int
-) -> None:
-    run(tmp_path, *deaths, spares=spares)
-    died: dict[int, int] = {}
-    for death in deaths:
-        rank, step, phase = death.split(":")
-        # Of two that are to die at once, one may be parked by the other's death before it gets there.
-        if (tmp_path / f"died-{rank}-{step}-{phase}").exists():
-            died[int(rank)] = died.get(int(rank), 0) + (step != "0")
-    assert {death.split(":")[1] for death in deaths} == {path.name.split("-")[2] for path in tmp_path.glob("died-*")}
-    check_equal(tmp_path, undisturbed, died)
+@pytest.mark.thorough
+def test_a_rank_that_dies_in_main_before_its_loop_is_replaced(tmp_path: Path, undisturbed: Path) -> None:
+    run(tmp_path, "1:0:main", "0:7:bwd", spares=1)
+    check_equal(tmp_path, undisturbed, {0: 1})
+    assert {path.name for path in tmp_path.glob("died-*")} == {"died-1-0-main", "died-0-7-bwd"}
 
 
 @pytest.mark.thorough
