@@ -364,10 +364,15 @@ class Host:
         """One that was started with the arguments of this rank: torchrun's macros may differ by rank."""
         context = self._context
         for one in self._spares:
-            if one.ready and one.process.proc.poll() is None and context.args[local] == context.args[0]:
-                self._spares.remove(one)
-                self._spares_died = 0
-                return one
+            pid = one.process.proc.pid
+            if not one.ready or one.process.proc.poll() is not None or context.args[local] != context.args[0]:
+                continue
+            if process_id.is_stopped(pid):  # all ranks would wait for it; a new process takes some seconds
+                self._say_once(f"a spare (pid {pid}) is stopped and is not used until `kill -CONT {pid}` lets it go on")
+                continue
+            self._spares.remove(one)
+            self._spares_died = 0
+            return one
         return None
 
     def _restock_in(self, seconds: float) -> None:

@@ -230,6 +230,26 @@ class Accepts:
         return getattr(self._one, name)
 
 
+def test_a_spare_that_is_stopped_is_used_only_once_it_goes_on(
+    host: Host, started: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        host._restock()
+        (spare,) = host._spares
+        spare.ready, spare.process.proc = True, process
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert host._take_spare(0) is host._take_spare(0) is None
+        os.kill(process.pid, signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+        assert host._take_spare(0) is spare
+    finally:
+        process.kill()
+        process.wait()
+    golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
+
+
 def test_spares_that_die_in_a_row_are_counted_until_one_is_used(host: Host, clock: Clock, started: list[str]) -> None:
     def spare_ends() -> None:
         spare = host._spares[0]
