@@ -1,8 +1,10 @@
 """A training script for `lastwords run`: some ranks kill themselves once, at a step and a phase that the plan names.
 
-Arguments: a directory, steps, and deaths as rank:step:phase (phase: main, parent, fwd, bwd or win; or what is no death:
-hang and nap in front of the backward pass, stop for some seconds, skip a collective, leave the loop). Each rank appends
-a line per step to {directory}/trace-{rank}: step, loss, pid and time, and writes a digest of all state at the end.
+Arguments: a directory, steps, and deaths as rank:step:phase. Phases of a step: parent (which is killed), fwd, bwd, win,
+always (each time that it comes there), unsaved, and skip, which leaves out a collective and is no death. Of main and
+resume, in place of a step, the generation; of import, how many processes of the rank have died before. Each rank
+appends a line per step to {directory}/trace-{rank}: step, loss, pid and time, and writes a digest of all state at the
+end.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ from lastwords.optim_wrapper.trainer import reentry
 
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 DEATHS = {(int(rank), int(step), phase) for rank, step, phase in (one.split(":") for one in sys.argv[3:])}
+MEETS = any(phase == "skip" for *_, phase in DEATHS)
 WORKERS = 2 if "LOADER_WORKERS" in os.environ else 0
-FOREVER_S, NAP_S = 600.0, 8.0
 kept: list[BaseException] = []
 entries: list[int] = []
 outside: list[torch.nn.Module] = []
@@ -80,15 +81,18 @@ class Unsaid:
         return lambda *args: die(0, "release") if name == "over" else None
 
 
-def stand_still(step: int) -> None:
-    """For ever, for some seconds, or stopped for some seconds, if the plan says so."""
-    if due(step, "hang"):
-        signal.sigtimedwait((), FOREVER_S)
-    if due(step, "nap"):
-        signal.sigtimedwait((), NAP_S)
-    if due(step, "stop"):
-        subprocess.Popen(["sh", "-c", f"sleep {NAP_S}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+class Counted:
+    """State of the script's own. Where it is loaded, the resume has begun and not ended."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"entries": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        die(generation(), "resume")
+
+
+def generation() -> int:
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 @contextlib.contextmanager
@@ -127,7 +131,7 @@ def main() -> None:
     if "FORKS" in os.environ and os.fork() == 0:
         signal.sigtimedwait((), 20)
         os._exit(0)
-    die(0, "main")
+    die(generation(), "main")
     if "OUTSIDE" in os.environ and not outside:
         outside.append(network())
     made = network()
@@ -138,7 +142,7 @@ def main() -> None:
     sampler: torch.utils.data.DistributedSampler[object] = torch.utils.data.DistributedSampler(data, shuffle=True)
     loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler, num_workers=WORKERS)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    tft = lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer)
+    tft = lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer, extras={"counted": Counted()})
     with protected(tft):
         optimizer = tft.optimizer
         point = tft.resume(missing_ok=True)
@@ -150,8 +154,9 @@ def main() -> None:
                 loss = model(batch).pow(2).mean()
                 die(step, "parent")
                 die(step, "fwd")
-                stand_still(step)
-                if "MEET" in os.environ and not due(step, "skip"):
+                if (rank, step, "always") in DEATHS:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if MEETS and not due(step, "skip"):
                     dist.barrier()
                 loss.backward()
                 die(step, "bwd")
@@ -160,8 +165,6 @@ def main() -> None:
                 die(step, "win")
                 with (DIRECTORY / f"trace-{rank}").open("a", encoding="utf-8") as file:
                     file.write(f"{step} {loss.item()!r} {os.getpid()} {time.monotonic()}\n")
-                if due(step, "leave"):
-                    break
         except BaseException as error:
             kept.append(error)  # as a library for error reports may do
             raise
@@ -179,4 +182,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("RANK", "").isdecimal():  # no spare, and no worker of a dynamic cluster
+        die(len([*DIRECTORY.glob(f"died-{os.environ['RANK']}-*")]), "import")
     lastwords.run(main)

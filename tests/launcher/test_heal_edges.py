@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, run
+from lastwords.checkpoint import load
+from lastwords.launcher import core
+from tests import golden
+from tests.integration.zygote import command_line, processes
+from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run, trace
 from tests.launcher.test_launcher_ends import until
+from tests.selection import more
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 RANKS = 2
+CAPTURED: dict[str, Any] = {"env": environment(), "cwd": ROOT, "capture_output": True, "text": True, "timeout": 200}
+
+
+def command(directory: Path, *deaths: str) -> list[str]:
+    launcher = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return [*launcher, "-m", SCRIPT, str(directory), str(STEPS), *deaths]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +58,70 @@ def test_where_nothing_is_saved_nobody_goes_on_with_weights_from_outside_of_main
     check_equal(tmp_path, undisturbed, {0: 1, 1: 1}, ranks=RANKS)
 
 
+@pytest.mark.parametrize(
+    "second",
+    [more("1:1:import"), more("1:1:main"), more("1:1:resume"), "0:1:resume"],
+    ids=["the replacement in its import", "in main", "in resume", "another survivor in resume"],
+)
+def test_whoever_dies_while_a_death_is_healed_is_replaced_as_well(
+    tmp_path: Path, undisturbed: Path, second: str
+) -> None:
+    run(tmp_path, "1:5:bwd", second, ranks=RANKS)
+    assert (tmp_path / f"died-{second.replace(':', '-')}").exists()
+    check_equal(tmp_path, undisturbed, {1: 1} | ({0: 1} if second.startswith("0") else {}), ranks=RANKS)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_number(tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path, "1:5:always"), **CAPTURED)
+    assert done.returncode == 1, done.stderr
+    golden.says([line for line in done.stderr.splitlines() if line.startswith("lastwords run: ")][-1])
+    assert [max(trace(tmp_path, rank)) for rank in range(RANKS)] == [4, 4]
+    assert load.latest(tmp_path / "ckpt") is not None
+    started = (tmp_path / "resources-1").read_text().splitlines()
+    assert len(started) == 1 + core.DEATHS_MAX + 1, "the first death comes with a newly saved step"
+    assert len((tmp_path / "resources-0").read_text().splitlines()) == len(started)
+
+
+@pytest.mark.thorough
+def test_ranks_of_which_one_has_left_out_a_collective_are_named_and_go_on_from_the_step_before(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LASTWORDS_HANG_NOTICE_S", "4")
+    monkeypatch.setenv("LASTWORDS_HANG_TIMEOUT_S", "6")
+    run(tmp_path, "1:5:skip", ranks=RANKS)
+    check_equal(tmp_path, undisturbed, {}, ranks=RANKS)
+    lines = (tmp_path / "ckpt" / "logs" / "incidents.jsonl").read_text().splitlines()
+    (incident,) = [one for one in map(json.loads, lines) if one["outcome"] == "SAVED"]
+    assert (incident["step"], incident["cause_ranks"]) == (4, [0, 1])
+    stacks = {event["rank"]: event["text"] for event in incident["events"] if event["what"] == "stack"}
+    assert [rank for rank in range(RANKS) if "dist.barrier()" in stacks[rank]] == [0]
+    assert [rank for rank in range(RANKS) if "loss.backward()" in stacks[rank]] == [1]
+
+
+@pytest.mark.thorough
+def test_a_launcher_that_is_killed_while_it_heals_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        launcher = subprocess.Popen(command(tmp_path, "1:5:bwd"), env=environment(), cwd=ROOT, stdout=log, stderr=log)
+    try:
+        until((tmp_path / "died-1-5-bwd").exists, "rank 1 dies")
+        launcher.kill()
+        until(lambda: processes_of(tmp_path) <= {launcher.pid}, "all processes of the job have ended")
+    finally:
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+    assert load.latest(tmp_path / "ckpt") is not None, (tmp_path / "log").read_text()
+    assert len(pids(tmp_path, 1)) == 1, "its replacement has trained"
+
+
+def processes_of(directory: Path) -> set[int]:
+    """Those that have this directory among their arguments."""
+    return {pid for pid in processes() if str(directory) in command_line(pid)}
+
+
 def test_a_death_between_the_end_of_the_loops_and_its_news_makes_nobody_train_again(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["-m", SCRIPT, str(tmp_path), str(STEPS), "1:0:release"]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command(tmp_path, "1:0:release"), **CAPTURED)
     assert done.returncode != 0
     assert (tmp_path / "died-1-0-release").exists(), done.stderr
     for rank in range(RANKS):
@@ -55,10 +130,8 @@ def test_a_death_between_the_end_of_the_loops_and_its_news_makes_nobody_train_ag
 
 @pytest.mark.thorough
 def test_a_launcher_that_has_no_descriptors_for_a_while_goes_on_once_it_has(tmp_path: Path, undisturbed: Path) -> None:
-    command = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["-m", SCRIPT, str(tmp_path), str(STEPS), "1:5:bwd"]
     with (tmp_path / "log").open("wb") as log:
-        launcher = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=log)
+        launcher = subprocess.Popen(command(tmp_path, "1:5:bwd"), env=environment(), cwd=ROOT, stdout=log, stderr=log)
     try:
         until(lambda: all((tmp_path / f"trace-{rank}").exists() for rank in range(RANKS)), "all ranks train")
         fewest, most = resource.prlimit(
