@@ -94,3 +94,37 @@ def test_a_spare_that_is_stopped_or_dies_as_it_is_needed_is_not_waited_for(rig: 
     assert difference is None, launch.fail(str(difference))
     _, successor = launch.track.pids(1)
     assert successor != int((launch.directory / "mark-spare").read_text())
+
+
+@pytest.mark.thorough
+def test_a_controller_that_dies_once_its_checkpoint_is_published_is_followed(rig: Rig) -> None:
+    death = Fault(1, 3, "forward", ("kill",))
+    launch, difference = rig.healed(
+        LAYOUT, [death, Fault(0, 3, "backward", ("await_saved:2", "kill_controller", "mark:killed"))]
+    )
+    assert difference is None, launch.fail(str(difference))
+    assert (launch.directory / "mark-killed").exists()
+    assert [len(launch.track.pids(rank)) for rank in range(LAYOUT.world_size)] == [1, 2, 1], launch.job.report()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pause", ["sleep:8", "stop:8"])
+def test_a_rank_that_pauses_is_waited_for_with_a_death_beside_it_and_without(rig: Rig, pause: str) -> None:
+    alone = Fault(0, 2, "forward", (pause,))
+    beside = [Fault(0, 5, "forward", ("mark:here", pause)), Fault(1, 5, "forward", ("await:here", "kill"))]
+    launch, difference = rig.healed(LAYOUT, [alone, *beside])
+    assert difference is None, launch.fail(str(difference))
+    assert [len(launch.track.pids(rank)) for rank in range(LAYOUT.world_size)] == [1, 2, 1], launch.job.report()
+    assert [one["step"] for one in launch.incidents() if one["outcome"] == "SAVED"] == [4]
+    assert [one["outcome"] for one in launch.incidents()].count("RECOVERED") == 1
+
+
+@pytest.mark.thorough
+def test_a_rank_that_leaves_its_loop_early_is_taken_back_and_no_process_is_replaced(rig: Rig) -> None:
+    soon = {"LASTWORDS_LEAVE_TIMEOUT_S": "5"}
+    launch, difference = rig.healed(LAYOUT, [Fault(1, 3, "end", ("break",))], env=soon)
+    assert difference is None, launch.fail(str(difference))
+    assert [len(launch.track.pids(rank)) for rank in range(LAYOUT.world_size)] == [1, 1, 1], launch.job.report()
+    (incident,) = [one for one in launch.incidents() if one["outcome"] == "SAVED"]
+    assert (incident["step"], incident["cause_ranks"]) == (3, [1])
+    assert not [event for event in incident["events"] if event["what"] == "ended"], "nobody is taken for dead"
