@@ -10,6 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -75,28 +76,31 @@ def _tell(
     uninterrupted: Mapping[int, RankLog],
     recoveries: Sequence[Recovery],
 ) -> int:
-    logs = read_logs(training.folder)
-    difference = healed_difference(uninterrupted, logs, [one.step for one in recoveries])
-    difference = difference or _other_processes(training, [one.dead_rank for one in recoveries])
+    found = difference(uninterrupted, training.folder, recoveries)
     picture = demo.out / "healing.png"
-    draw(picture, uninterrupted, logs, recoveries, title="Two kills" if difference is None else "The runs differ")
+    title = "Two kills" if found is None else "The runs differ"
+    draw(picture, uninterrupted, read_logs(training.folder), recoveries, title=title)
     console.print(table(recoveries))
     console.print(f"picture: {picture}\n", soft_wrap=True)
-    if difference is not None:
-        console.print(f"the runs differ: {difference}", style="bold red", markup=False, soft_wrap=True)
+    if found is not None:
+        console.print(f"the runs differ: {found}", style="bold red", markup=False, soft_wrap=True)
         return story.EXIT_DIFFERENT
     console.print(f"[bold green]{IDENTICAL}[/]")
     return 0
 
 
-def _other_processes(training: Training, dead: Sequence[int]) -> str | None:
-    """None if each rank ran in one process, those that were killed in two."""
-    for rank in range(training.ranks):
-        lines = [json.loads(line) for line in training.log(rank).read_text(encoding="utf-8").splitlines()]
+def difference(uninterrupted: Mapping[int, RankLog], healed: Path, recoveries: Sequence[Recovery]) -> str | None:
+    """None if the run that logged to `healed` is the uninterrupted one, and only those that were killed were replaced.
+
+    Each rank ran in one process, those that were killed in two.
+    """
+    found = healed_difference(uninterrupted, read_logs(healed), [one.step for one in recoveries])
+    for rank in uninterrupted if found is None else ():
+        lines = [json.loads(line) for line in (healed / f"rank_{rank}.jsonl").read_text(encoding="utf-8").splitlines()]
         pids = {line["pid"] for line in lines if "pid" in line}
-        if len(pids) != 1 + (rank in dead):
+        if len(pids) != 1 + sum(one.dead_rank == rank for one in recoveries):
             return f"rank {rank} ran in {len(pids)} processes"
-    return None
+    return found
 
 
 def table(recoveries: Sequence[Recovery]) -> Table:
