@@ -90,10 +90,11 @@ class NoDecisionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NoDecision:
-    """Nothing can be saved, and why."""
+    """Nothing can be saved, and why. step: that could have been; 0 if nobody is left who has one."""
 
     kind: NoDecisionKind
     reason: str
+    step: int = 0
 
 
 def laggards(views: Mapping[int, RankView], answer: Decision | NoDecision) -> set[int]:

@@ -209,8 +209,16 @@ class Incident(IncidentState):
             known = self.newest.known
             self._end(ExitKind.NOTHING_TO_SAVE, f"{words}; {newest_text(known)}" if known and known.path else words)
         else:
-            more = (self.saving.storage_reason, newest_text(self.newest.known))
-            self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words, *more))))
+            self._end_unsaved(words, self.saving.storage_reason, step=answer.step)
+
+    def _end_unsaved(self, *words: str, step: int = 0) -> None:
+        """Said, too: what there is to go on from instead. step: one that somebody had, if it is known."""
+        newest = newest_text(self.newest.known, self.reached(step))
+        self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (*words, newest))))
+
+    def reached(self, step: int) -> int:
+        """The step up to which all is lost that no checkpoint has, for people."""
+        return max(step, self._context.members.reached)
 
     def _carry_out(self, decision: Decision) -> None:
         context = self._context
@@ -365,8 +373,7 @@ class Incident(IncidentState):
                 what = "verification" if self._context.state is State.VERIFYING else "publication"
                 self._give_up_target(f"the {what} made no progress for {self._context.options.storage_timeout_s:g} s")
             case "grace":
-                words = f"{self.words()}; {self._hurry.missing_text(self._awaited_ranks)}"
-                self._end(ExitKind.NOT_SAVED, "; ".join(filter(None, (words, newest_text(self.newest.known)))))
+                self._end_unsaved(self.words(), self._hurry.missing_text(self._awaited_ranks))
             case "resend":
                 self._resend()
 

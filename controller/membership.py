@@ -173,6 +173,11 @@ class Membership:
         return [rank for rank in range(self.world_size) if rank not in self.members]
 
     @property
+    def reached(self) -> int:
+        """The newest step that some rank, dead or alive, is known to have ended."""
+        return max([self.base_step, *(member.stand.ended_step for member in self.members.values())])
+
+    @property
     def units(self) -> tuple[str, ...]:
         """Every unit that a checkpoint must hold, sorted."""
         if self._units is None:

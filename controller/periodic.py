@@ -78,7 +78,7 @@ class Periodic:
         """A rank asks for one, beside those that are due. One of a later step than that makes way for it.
 
         One of a step that no rank has ended, and that is no later, is what it asks for: ranks may ask all at once."""
-        if self._orders and self._reached < self._step <= self._next_step:
+        if self._orders and self._context.members.reached < self._step <= self._next_step:
             self._asked_for = True
             return
         self._wanted = True
@@ -131,13 +131,7 @@ class Periodic:
     @property
     def _next_step(self) -> int:
         """The first one for which an order should come in time."""
-        return max(self._reached + self._ahead_steps, self._ended + 1)
-
-    @property
-    def _reached(self) -> int:
-        """The newest step that some rank is known to have ended."""
-        members = self._context.members
-        return max(members.base_step, *(member.stand.ended_step for member in members.members.values()))
+        return max(self._context.members.reached + self._ahead_steps, self._ended + 1)
 
     def on_timer(self, name: str) -> None:
         """`checkpoint`: one is due. `behind`: writers show no progress."""

@@ -164,9 +164,9 @@ def _select_among(
                 by_storage = by_storage or obstacle.storage
     assert first_obstacle is not None
     if by_storage:
-        return NoDecision(NoDecisionKind.STORAGE, f"no rank is left that could write {first_obstacle.unit}")
+        return NoDecision(NoDecisionKind.STORAGE, f"no rank is left that could write {first_obstacle.unit}", steps[0])
     lost = _lost_units(survey, steps[0]) or [first_obstacle.unit]
-    return NoDecision(NoDecisionKind.NO_HOLDER, lost_text(survey.views, lost, steps[0]))
+    return NoDecision(NoDecisionKind.NO_HOLDER, lost_text(survey.views, lost, steps[0]), steps[0])
 
 
 def _lost_units(survey: _Survey, step: int) -> list[str]:

@@ -50,13 +50,23 @@ def units_text(units: Sequence[str]) -> str:
     return " + ".join(units) if len(units) <= NAMED_UNITS_MAX else f"{len(units)} units"
 
 
-def newest_text(newest: NewestKnown | None) -> str:
+def newest_text(newest: NewestKnown | None, reached: int = 0) -> str:
     """What there is to go on from instead; "" if nobody has looked yet.
 
-    >>> newest_text(NewestKnown(36, "/ckpt/tft_saved_checkpoints-step_36"))
-    'the newest checkpoint is of step 36: /ckpt/tft_saved_checkpoints-step_36'
+    reached: the step that cannot be saved; 0: what is lost is not said. Nor is it where the checkpoint is of a later
+    step: that is another job's, or of a start that had come farther.
+
+    >>> newest_text(NewestKnown(1, 36, "/ckpt/tft_saved_checkpoints-step_36"), 40)
+    'the newest checkpoint is of step 36: /ckpt/tft_saved_checkpoints-step_36; 4 steps are lost'
+    >>> newest_text(NewestKnown(1, 0, ""), 1)
+    'there is no older checkpoint; 1 step is lost'
     """
     if newest is None:
         return ""
     known = f"the newest checkpoint is of step {newest.step}: {newest.path}"
-    return known if newest.path else "there is no older checkpoint"
+    words = known if newest.path else "there is no older checkpoint"
+    return f"{words}; {_lost_text(reached - newest.step)}" if reached and reached >= newest.step else words
+
+
+def _lost_text(steps: int) -> str:
+    return f"{steps} steps are lost" if steps > 1 else f"{steps or 'no'} step is lost"

@@ -10,10 +10,11 @@ import pytest
 
 import lastwords.checkpoint
 import lastwords.cli
+import lastwords.controller
 
 MODULES = [
     f"{package.__name__}.{module.name}"
-    for package in (lastwords.checkpoint, lastwords.cli)
+    for package in (lastwords.checkpoint, lastwords.cli, lastwords.controller)
     for module in pkgutil.iter_modules(package.__path__)
     if module.name != "__main__"
 ]

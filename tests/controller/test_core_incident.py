@@ -632,12 +632,35 @@ NEWER = (4, "/ckpt/tft_saved_checkpoints-step_4")
 
 
 def text_of(newest: tuple[int, str]) -> str:
-    return newest_text(NewestKnown(1, *newest))
+    """Where step 5 cannot be saved."""
+    return newest_text(NewestKnown(1, *newest), 5)
 
 
 def test_the_newest_older_checkpoint_is_named() -> None:
     assert lost("AB", dead=(1,), newest=OLDER).endswith(text_of(OLDER))
     assert lost("AB", dead=(1,)).endswith(text_of((0, "")))
+
+
+@pytest.mark.parametrize("step", [0, 3, 4, 5, 9])
+def test_how_many_steps_are_lost_is_said(step: int) -> None:
+    """Not where the newest one is of a later step: another job's, or of a start that had come farther."""
+    newest = (step, f"/ckpt/tft_saved_checkpoints-step_{step}" if step else "")
+    reason = lost("AB", dead=(1,), newest=newest)
+    golden.says(reason)
+    assert (" lost" in reason) == (step <= 5)
+
+
+def test_steps_that_only_the_dead_have_ended_are_lost_too() -> None:
+    """Nobody is left who could say so any more."""
+    job = JobDriver(2, units=("A", "B"))
+    job.newest = OLDER
+    job.begin_loop()
+    for rank, step in enumerate((6, 7)):
+        job.hear(Status(rank, GENERATION, computing(step)))
+    for rank in range(2):
+        job.kill(rank)
+    assert job.core.outcome is not None
+    assert job.core.outcome.reason.endswith(newest_text(NewestKnown(1, *OLDER), 7))
 
 
 def nothing_new(start_step: int | None) -> str:

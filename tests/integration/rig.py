@@ -354,15 +354,23 @@ class Rig:
         return launch
 
     def healed(
-        self, layout: Layout, faults: Sequence[Fault], *, spares: int = 0, **settings: Any
+        self,
+        layout: Layout,
+        faults: Sequence[Fault],
+        *,
+        spares: int = 0,
+        meanwhile: Callable[[Launch], None] = lambda _: None,
+        **settings: Any,
     ) -> tuple[Launch, Difference | None]:
         """A run under `lastwords run` to its end, and the first bit in which it differs from one without faults.
 
-        A failure after the last step of all ranks is not healed: the job fails, and there is no end to compare.
+        meanwhile: called while it runs. A failure after the last step of all ranks is not healed: the job fails, and
+        there is no end to compare.
         """
         flags = ["--spares", str(spares)]
         arguments: dict[str, Any] = {"faults": faults, "missing_ok": True, **settings}
         launch = self.launch(layout, launcher="healing", launcher_arguments=flags, **arguments)
+        meanwhile(launch)
         launch.finish(HEALED_TIMEOUT_S)
         ranks = range(layout.world_size)
         is_over = all(launch.track.last_step(rank) == layout.steps for rank in ranks)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from lastwords.checkpoint.manifest import Claimed
+from lastwords.cli.main import main as cli
+from lastwords.controller import handover
 from tests import golden
 from tests.integration.compare import first_difference
 from tests.integration.kills import Kill
@@ -117,10 +119,14 @@ def slow(layout: Layout) -> list[Fault]:
     return [Fault(0, step, "end", ("sleep:0.25",)) for step in range(1, layout.steps + 1)]
 
 
+def logs_of(launch: Launch) -> list[Path]:
+    """The controllers' logs, in order."""
+    return sorted((Path(launch.plan.checkpoints) / "logs").glob("controller-*.log"))
+
+
 def written_by(launch: Launch) -> list[int]:
     """The step of each periodic checkpoint that was published, by the controllers' logs."""
-    logs = sorted((Path(launch.plan.checkpoints) / "logs").glob("controller-*.log"))
-    return [int(step) for log in logs for step in re.findall(r"checkpoint of step (\d+): ", log.read_text())]
+    return [int(step) for log in logs_of(launch) for step in re.findall(r"checkpoint of step (\d+): ", log.read_text())]
 
 
 @pytest.mark.thorough
@@ -160,16 +166,37 @@ def test_a_resumed_job_goes_on_with_its_checkpoints(rig: Rig) -> None:
     assert steps_of(resumed)[-1] > 3
 
 
-def test_what_nobody_holds_any_more_comes_from_the_newest_checkpoint(rig: Rig) -> None:
+def shown(launch: Launch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `lastwords status` prints of the controller that runs now, in one line."""
+    logs = str(Path(launch.plan.checkpoints) / "logs")
+    (running,) = [one for one in handover.running_here() if one.log.startswith(logs)]
+    assert cli(["status", "--controller", running.address]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_what_nobody_holds_any_more_comes_from_the_newest_checkpoint(
+    rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the controller's log, the list of incidents and `lastwords status` say what that costs."""
     layout = parallel_layout("tp")
     lost = groups(layout)[1]
     actions = ("await_saved:3", *(f"kill:{rank}" for rank in lost[1:]), "kill")
-    launch, difference = rig.healed(layout, [Fault(lost[0], 5, "forward", actions)], every=3)
+    faults = [Fault(lost[0], 5, "forward", actions), Fault(0, 6, "forward", ("mark:healed", "await:seen"), restart=1)]
+    said: list[str] = []
+
+    def look(launch: Launch) -> None:
+        launch.job.wait_for((launch.directory / "mark-healed").exists, 150, "step 6")
+        said.append(shown(launch, capsys))
+        (launch.directory / "mark-seen").touch()
+
+    launch, difference = rig.healed(layout, faults, meanwhile=look, every=3)
     assert difference is None, launch.fail(str(difference))
     assert launch.resumed_after() == 3
     (incident,) = [one for one in launch.incidents() if one["outcome"] == "NOT_SAVED"]
     reason = re.sub(r"died \([^)]*\)", "died (_)", incident["reason"])  # how may be known a moment too late
     golden.says(reason[reason.index("ranks-1-3") :])
+    assert f"({incident['reason']}): NOT_SAVED" in said[0]
+    assert any(incident["reason"] in log.read_text() for log in logs_of(launch)), launch.job.report()
 
 
 def test_a_healed_job_goes_on_with_its_checkpoints(rig: Rig) -> None:

@@ -65,15 +65,23 @@ def _no_words(_: object) -> str:
     return "a reason"
 
 
+def _no_number(*_: object) -> int:
+    return 0
+
+
 def _nothing(*_: object) -> None:
     """No session stays away for long here, so there is no deadline without a controller."""
 
 
 @contextlib.contextmanager
 def reduced() -> Iterator[None]:
-    """Nothing is sent again, and reasons are not worded: they differ by what was heard first, and decide nothing."""
+    """Nothing is sent again, and reasons are not worded: they differ by what was heard first, and decide nothing.
+
+    Nor is it said how many steps are lost, which differs by what the dead had said.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("lastwords.controller.incident.Incident.words", _no_words))
+        stack.enter_context(mock.patch("lastwords.controller.incident.Incident.reached", _no_number))
         for name in _SENDING_AGAIN:
             stack.enter_context(mock.patch(name, NEVER_S))
         stack.enter_context(mock.patch(f"{_CORRESPONDENCE}.run_timer", _nothing))
