@@ -15,6 +15,7 @@ from typing import NamedTuple
 from lastwords import clock
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import give_name, sync_name
+from lastwords.checkpoint.codec import INTEGER_MAX
 from lastwords.checkpoint.description import Incident, build_manifest
 from lastwords.checkpoint.entries import shares_problem
 from lastwords.checkpoint.manifest import Claimed, Manifest, read_manifest
@@ -320,7 +321,8 @@ def _describe(
 def later_than_all(root: Path, now_ns: int, os: Os = REAL_OS) -> int:
     """`now_ns`, or a little more than the newest `published_unix_ns` among the checkpoints in `root`.
 
-    A wall clock that was set back must not make a new checkpoint look older than the one before it.
+    A wall clock that was set back must not make a new checkpoint look older than the one before it. Nor must one that
+    says the largest number that a manifest may have make the new one unreadable: then both say the same.
     """
     with storage_errors("listing", root):
         names = os.listdir(root)
@@ -329,7 +331,7 @@ def later_than_all(root: Path, now_ns: int, os: Os = REAL_OS) -> int:
         if layout.CheckpointName.parse(name) is None or Claimed.if_readable(path, os).published_unix_ns < now_ns:
             continue
         try:
-            now_ns = max(now_ns, read_manifest(path, os).published_unix_ns + 1)
+            now_ns = min(max(now_ns, read_manifest(path, os).published_unix_ns + 1), INTEGER_MAX)
         except CheckpointError:
             continue  # damaged, so its claim is worth nothing
     return now_ns

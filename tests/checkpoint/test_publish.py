@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 from lastwords.checkpoint import layout, load, publish, removal, stale
+from lastwords.checkpoint.codec import INTEGER_MAX
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
@@ -303,6 +304,17 @@ def test_meta_that_readers_refuse_is_published_all_the_same(
     golden.says(load.verify(path)[0].text)
     with golden.raises(FormatError):
         content_of(path)
+
+
+def test_after_one_that_says_the_latest_time_there_is_the_next_can_be_read(tmp_path: Path) -> None:
+    """The control: a later time is one that no manifest may say."""
+    for step, said in ((37, INTEGER_MAX), (38, 1)):
+        publish.publish(tmp_path, JOB.write(tmp_path, step), JOB.facts(step), published_unix_ns=said)
+    newest = load.latest(tmp_path)
+    assert newest == layout.checkpoint_dir(tmp_path, 38)
+    assert load.verify(newest) == []
+    publish.publish(tmp_path, JOB.write(tmp_path, 39), JOB.facts(39), published_unix_ns=INTEGER_MAX + 1)
+    assert load.verify(layout.checkpoint_dir(tmp_path, 39))
 
 
 def test_a_part_without_a_name_still_says_its_global_step(tmp_path: Path) -> None:
