@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.load import Checkpoint, latest, open_checkpoint
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, where_it_leads
 from lastwords.errors import CheckpointError, IncompleteError, MismatchError, ReplacedError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
 
 def _is_named(path: Path) -> bool:
     """Whether the path, or what it leads to, has a checkpoint's name."""
-    return any(layout.CheckpointName.parse(name) is not None for name in (path.name, path.resolve().name))
+    return any(layout.CheckpointName.parse(name) is not None for name in (path.name, where_it_leads(path).name))
 
 
 def _read_once(path: Path, read: Callable[[Checkpoint], T], os: Os, checked: bool) -> T:

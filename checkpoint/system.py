@@ -295,6 +295,12 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         raise storage_error(doing, path, error) from error
 
 
+def where_it_leads(path: Path) -> Path:
+    """The path without links, as far as they lead anywhere. StorageError where the current directory is gone."""
+    with storage_errors("following", path):
+        return Path(posix.path.realpath(path))
+
+
 def close(fd: int, path: Path, os: Os) -> None:
     """Closes; the descriptor is gone even if the system reports an error, which is a StorageError."""
     with storage_errors("closing", path):

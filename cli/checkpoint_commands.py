@@ -21,6 +21,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
 from lastwords.checkpoint.remote.address import RemotePath
 from lastwords.checkpoint.remote.store import os_for
+from lastwords.checkpoint.system import where_it_leads
 from lastwords.checkpoint.unpublished import Unpublished, find_unpublished
 from lastwords.cli import reasons, tables
 from lastwords.errors import IncompleteError
@@ -131,7 +132,7 @@ def _verified(path: Path, deep: bool) -> list[tuple[load.Found, list[load.Proble
 
 def is_checkpoint(path: Path) -> bool:
     """True for a directory that is a checkpoint by its name or its manifest, however damaged it may be."""
-    names, system = (path.name, path.resolve().name), os_for([path])
+    names, system = (path.name, where_it_leads(path).name), os_for([path])
     named = any(layout.CheckpointName.parse(name) is not None for name in names) and (
         system.leads_to_directory(path) or system.is_link(path)
     )

@@ -13,7 +13,7 @@ from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.partfile import check_header
 from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.slice_reader import StoredTensor
-from lastwords.checkpoint.system import Os
+from lastwords.checkpoint.system import Os, where_it_leads
 from lastwords.errors import FormatError
 
 
@@ -31,7 +31,7 @@ class PublishedFiles:
 
         FormatError for a manifest that is damaged or lists no such file, and for a header that is not as it says.
         """
-        real = path.resolve()
+        real = where_it_leads(path)
         directory = real.parent.parent
         manifest = self._manifest_of(real)
         if manifest is None:
@@ -54,7 +54,7 @@ class PublishedFiles:
 
     def unit_of(self, path: Path, unit: str) -> UnitEntry | None:
         """The unit of which this file has shares, out of all of them; None if no manifest lies beside the file."""
-        manifest = self._manifest_of(path.resolve())
+        manifest = self._manifest_of(where_it_leads(path))
         return None if manifest is None else manifest.units[unit]
 
     def stored(self, path: Path, unit: str, name: str) -> tuple[StoredTensor, ...]:
@@ -64,7 +64,7 @@ class PublishedFiles:
         return tuple(self._piece(path, entry.shares[piece.share].file, piece) for piece in entry.wholes[name].pieces)
 
     def _piece(self, path: Path, file: str, piece: Piece) -> StoredTensor:
-        beside = path.resolve().parent.parent / file
+        beside = where_it_leads(path).parent.parent / file
         found = self._opened.get(beside) or self.entry_of(beside)
         assert found is not None
         self._opened[beside] = found

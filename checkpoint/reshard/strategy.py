@@ -27,7 +27,7 @@ from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.meta import Rank
 from lastwords.checkpoint.reshard_plan import Divided, Shard
-from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors
+from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors, where_it_leads
 from lastwords.checkpoint.versions import STRATEGY_FORMAT
 from lastwords.errors import (
     FormatError,
@@ -296,7 +296,7 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
         Path(text("src_strategy_dirs", src_strategy_dirs)),
         Path(text("dst_strategy_file", dst_strategy_file)),
     )
-    if not os.is_directory(source.resolve()):
+    if not os.is_directory(where_it_leads(source)):
         raise NoStrategiesError(
             f"{source} is not a directory; pass the directory that holds the stages' strategy files"
         )

@@ -45,6 +45,37 @@ def test_all_commands_see_it(root: Path, capsys: pytest.CaptureFixture[str]) -> 
             assert err == ""
 
 
+COMMANDS = ("ls", "latest", "inspect", "verify", "groups", "prune --keep=1", "upload", "transform")
+
+
+def refused(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether it ends with an exit code and a sentence; an exception that is none of ours is a traceback."""
+    name, *options = command.split()
+    more = {"upload": ["file:///nowhere/at/all"], "transform": ["out", "--to", "whole"]}.get(name, options)
+    code = main([name, path, *more])
+    shown = "".join(capsys.readouterr())
+    return code != ExitCode.OK and len(shown) > 20
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_link_that_leads_in_a_circle_is_refused(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert refused(command, str(tmp_path / "loop"), capsys)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("path", [".", "ckpt"])
+def test_a_path_from_a_directory_that_is_gone_is_refused(
+    tmp_path: Path, command: str, path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert refused(command, path, capsys)
+
+
 def test_one_that_leads_nowhere_is_named_and_is_not_passed_over_in_silence(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
