@@ -122,10 +122,14 @@ def making_directory(target: Path, os: Os = REAL_OS) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _hidden(target: Path, os: Os) -> Iterator[Path]:
-    hidden = target.parent / f"{TEMPORARY}{target.name}"
-    with alone(target.parent / f"{hidden.name}.lock", target, os):
+    with alone_at(target, os):
         refuse_existing(target, os)
-        yield hidden
+        yield target.parent / f"{TEMPORARY}{target.name}"
+
+
+def alone_at(target: Path, os: Os) -> contextlib.AbstractContextManager[None]:
+    """Nobody makes `target` during the block. BusyError if another process does already."""
+    return alone(target.parent / f"{TEMPORARY}{target.name}.lock", target, os)
 
 
 def _sync_file(path: Path, os: Os) -> None:

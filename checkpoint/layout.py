@@ -45,7 +45,7 @@ UNIT_KINDS = ("model", "buffer", "optim", "extra")
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """Name of a published directory. `replaced` is set on one that another job's checkpoint has pushed aside.
+    """Name of a published directory. `replaced` is set on one that another has pushed aside.
 
     checksum: of its manifest, in a remote store and in a directory into which it was downloaded from there.
     """

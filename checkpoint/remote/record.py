@@ -1,5 +1,6 @@
 """What of a directory is known to have been uploaded, so that nothing else is pruned: `.lastwords-uploaded.json`.
 
+A fallback directory has a copy, which also says what is in the store of the checkpoints of the other.
 Written by whoever uploads, read by whoever prunes. What cannot be read says that nothing has been uploaded.
 """
 
@@ -17,7 +18,7 @@ from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote.address import name_of
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.checkpoint.versions import UPLOADED_FORMAT
-from lastwords.errors import FormatError, StorageError
+from lastwords.errors import ConfigError, FormatError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,12 @@ def read(root: Path, os: Os = REAL_OS) -> Record | None:
     except (FormatError, StorageError) as error:
         logger.warning("%s", error)
         return Record()
+
+
+def refuse_checkpoint(root: Path, os: Os = REAL_OS) -> None:
+    """ConfigError if it is a checkpoint, in which a record is a foreign file."""
+    if layout.CheckpointName.parse(root.name) is not None or os.exists(root / layout.MANIFEST_NAME):
+        raise ConfigError(f"{root} is a checkpoint; give the directory that holds it: {root.absolute().parent}")
 
 
 def write(root: Path, record: Record, os: Os = REAL_OS) -> None:

@@ -1,8 +1,10 @@
 """One checkpoint goes to a remote store, or comes from there. Nothing of either is visible before it is complete.
 
 up      its files, then a look at the size of each, then the manifest. Without that there is no checkpoint: whoever
-        is killed before leaves files that the next upload of this checkpoint finds and does not send again.
-down    into a hidden directory beside the others, made durable, every byte verified, then one rename.
+        is killed before leaves files that the next upload of this checkpoint finds and does not send again. What a
+        store has lost, or has only a part of, is sent again.
+down    into a hidden directory beside the others, made durable, every byte verified, then one rename. A damaged one
+        that has the name already is kept under another one.
 removed the manifest first.
 """
 
@@ -10,19 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os as posix
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.checkpoint import layout, load
-from lastwords.checkpoint.appearing import TEMPORARY, making_directory
+from lastwords.checkpoint.appearing import TEMPORARY, alone_at, making_directory
 from lastwords.checkpoint.document import read_document
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.remote.address import RemotePath, name_of
 from lastwords.checkpoint.remote.store import OnBytes, RemoteOs, Store
+from lastwords.checkpoint.removal import move_aside
 from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -34,6 +38,8 @@ from lastwords.checkpoint.system import (
     sync_directory,
 )
 from lastwords.errors import FormatError, ReplacedError, StorageError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ def items_of(manifest: Manifest, raw: bytes) -> list[Item]:
 
 
 def upload(directory: Path, store: Store, on_bytes: OnBytes | None = None, os: Os = REAL_OS) -> RemotePath:
-    """Uploads a published checkpoint, unless it is there; returns where it is.
+    """Uploads a published checkpoint, or what of it is not there; returns where it is.
 
     Every byte is verified before. Raises IncompleteError or FormatError if it is not sound, BusyError or ReplacedError
     if it is removed meanwhile, StorageError. The same call again goes on where it stopped.
@@ -67,7 +73,7 @@ def upload(directory: Path, store: Store, on_bytes: OnBytes | None = None, os: O
             manifest, raw = _manifest(here, os)
             target = store.root / name_of(manifest.global_step, raw)
             items = items_of(manifest, raw)
-            if not _is_there(store, target / layout.MANIFEST_NAME, len(raw)):
+            if not (_has_manifest(store, target, raw) and _has_files(store, target, items)):
                 _refuse_problems(directory, here, os)
                 _send(here, target, store, items, on_bytes)
             return target
@@ -102,6 +108,16 @@ def _refuse_problems(directory: Path, here: Path, os: Os) -> None:
 def _is_there(store: Store, path: RemotePath, size: int) -> bool:
     with storage_errors("looking for", path):
         return store.size(path) == size
+
+
+def _has_manifest(store: Store, target: RemotePath, raw: bytes) -> bool:
+    path = target / layout.MANIFEST_NAME
+    with storage_errors("looking for", path):
+        return store.size(path) == len(raw) and store.read(path, 0, len(raw)) == raw
+
+
+def _has_files(store: Store, target: RemotePath, items: list[Item]) -> bool:
+    return all(_is_there(store, target / item.path, item.bytes) for item in items)
 
 
 def _send(here: Path, target: RemotePath, store: Store, items: list[Item], on_bytes: OnBytes | None) -> None:
@@ -149,6 +165,7 @@ def download(source: RemotePath, root: Path, store: Store, on_bytes: OnBytes | N
     with storage_errors("looking for", target):
         if os.exists(target) and load.examine(target, os).status is load.Status.COMPLETE:
             return target
+    _keep_aside(target, os)
     _sweep(root, os)
     with making_directory(target, os) as hidden:
         manifest, raw = _remote_manifest(source, store)
@@ -162,6 +179,20 @@ def download(source: RemotePath, root: Path, store: Store, on_bytes: OnBytes | N
         if problems:
             raise FormatError(f"{source} is damaged: {problems[0].text}")
     return target
+
+
+def _keep_aside(target: Path, os: Os) -> None:
+    """Frees the name from what is not whole there. StorageError if that cannot be read: it may be whole."""
+    with alone_at(target, os), storage_errors("looking at", target):
+        if not os.exists(target):
+            return
+        found = load.examine(target, os)
+        if found.status is load.Status.COMPLETE:
+            return  # another process was faster
+        if found.status is load.Status.UNREADABLE:
+            raise StorageError(found.why, errno=found.errno)
+        aside = move_aside(target, target, os)
+    logger.warning("%s is downloaded again; what had its name is kept as %s: %s", target, aside, found.why)
 
 
 def _remote_manifest(source: RemotePath, store: Store) -> tuple[Manifest, bytes]:

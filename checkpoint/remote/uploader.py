@@ -71,7 +71,10 @@ def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> lis
 
 
 class Uploader:
-    """Uploads what is missing from one store. `roots`: the first one has the record of what has been uploaded."""
+    """Uploads what is missing from one store.
+
+    roots: the record in the first one says what has been uploaded; the others have a copy.
+    """
 
     def __init__(
         self, roots: Sequence[Path], to: RemotePath, job: str | None, os: Os = REAL_OS, store: Store | None = None
@@ -82,14 +85,19 @@ class Uploader:
         self._os = os
         self._store = store
         self._left: set[str] = set()
+        self._unwritten: StorageError | None = None
 
     def upload_missing(self, *, again: bool = False) -> list[Local]:
         """Uploads every checkpoint that is not there; returns those, the newest first.
 
         again: also what the record says is there, if it is not. One that is damaged here, or removed meanwhile, is left
         out, with a line in the log. StorageError if the store, or the file system here, refuses; then what was
-        uploaded before stays. BusyError if another process uploads from this directory.
+        uploaded before stays. A record that cannot be written (a full disk) is no obstacle: the error comes at the end,
+        and the next call, which finds everything in the store, writes it. BusyError if another process uploads from
+        this directory. ConfigError if it is no directory of checkpoints but one of them.
         """
+        for root in self._roots:
+            record.refuse_checkpoint(root, self._os)
         with LockFile(self._roots[0] / LOCK_NAME, self._os).held() as mine:
             if not mine:
                 raise BusyError(f"another process uploads the checkpoints in {self._roots[0]}")
@@ -101,7 +109,7 @@ class Uploader:
         known = record.read(self._roots[0], self._os)
         if known is None or known.url != str(self._to):
             known = record.Record(str(self._to))
-            record.write(self._roots[0], known, self._os)
+        self._note(known)
         here = complete_in(self._roots, self._job, self._os)
         kept = frozenset(one.name for one in complete_in(self._roots, None, self._os))
         known = replace(known, names=known.names & kept)
@@ -110,8 +118,22 @@ class Uploader:
             if one.name not in self._left and self._uploaded(one):
                 uploaded.append(one)
                 known = replace(known, names=known.names | {one.name})
-                record.write(self._roots[0], known, self._os)
+                self._note(known)
+        if self._unwritten is not None:
+            raise self._unwritten
         return uploaded
+
+    def _note(self, known: record.Record) -> None:
+        """In every directory that there is, since each may be pruned by itself."""
+        self._unwritten = None
+        for root in self._roots:
+            if root != self._roots[0] and not self._os.leads_to_directory(root):
+                continue
+            try:
+                if record.read(root, self._os) != known:
+                    record.write(root, known, self._os)
+            except StorageError as error:
+                self._unwritten = error
 
     def _uploaded(self, one: Local) -> bool:
         assert self._store is not None

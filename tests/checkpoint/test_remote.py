@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os as posix
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from lastwords.checkpoint.remote import store as store_module
 from lastwords.checkpoint.remote.address import RemotePath, address_of
 from lastwords.checkpoint.remote.store import RemoteOs, Store, os_for
 from lastwords.checkpoint.remote.transfer import download, upload
-from lastwords.checkpoint.system import REAL_OS
+from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import BusyError, ConfigError, FormatError, ReplacedError, StorageError
 from tests import golden
 from tests.checkpoint.states import Job, content_of, content_written
@@ -177,6 +177,41 @@ def test_a_file_that_the_store_has_half_is_sent_again(tmp_path: Path, saved: Pat
     assert load.verify(there, os=os_for([there])) == []
 
 
+def shorter(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def another(path: Path) -> None:
+    """Of the same size."""
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+@pytest.mark.parametrize("torn_by", [shorter, Path.unlink])
+@pytest.mark.parametrize("file", ["rank_0/*.ckpt", "rank_1/*.ckpt", layout.MANIFEST_NAME])
+def test_what_is_torn_in_the_store_is_uploaded_again(
+    tmp_path: Path, saved: Path, file: str, torn_by: Callable[[Path], None]
+) -> None:
+    """By a lifecycle rule, say, or a disk below the store."""
+    check_uploaded_again(tmp_path, saved, file, torn_by)
+
+
+def test_a_manifest_of_the_same_size_that_is_another_is_uploaded_again(tmp_path: Path, saved: Path) -> None:
+    check_uploaded_again(tmp_path, saved, layout.MANIFEST_NAME, another)
+
+
+def check_uploaded_again(tmp_path: Path, saved: Path, file: str, torn_by: Callable[[Path], None]) -> None:
+    root = file_store(tmp_path / "store")
+    there = upload(saved, Store(root))
+    (path,) = Path("/", *there.parts[1:]).glob(file)
+    torn_by(path)
+    assert load.verify(there, os=os_for([there]))
+    store = WatchedStore(root)
+    assert upload(saved, store) == there
+    assert load.verify(there, os=os_for([there])) == []
+    assert {put.name for put in store.puts} == {path.name, layout.MANIFEST_NAME}
+
+
 def test_a_store_that_loses_a_file_gets_no_manifest(tmp_path: Path, saved: Path) -> None:
     root = file_store(tmp_path / "store")
     store = WatchedStore(root)
@@ -237,6 +272,39 @@ def test_what_comes_down_is_what_went_up(root: RemotePath, saved: Path, tmp_path
     assert download(there, here, store) == found
     assert store.gets == []
     assert upload(found, store) == there
+
+
+@pytest.mark.parametrize("file", ["rank_1/*.ckpt", layout.MANIFEST_NAME])
+def test_a_copy_that_is_damaged_here_is_downloaded_again_and_kept_beside_it(
+    root: RemotePath, saved: Path, tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = upload(saved, Store(root))
+    here = download(there, tmp_path / "other", Store(root))
+    shorter(next(here.glob(file)))
+    assert load.latest(here.parent) is None
+    caplog.clear()
+    assert download(there, here.parent, Store(root)) == here
+    golden.says(caplog.messages)
+    assert content_of(here) == content_written(JOB, 37)
+    aside = here.with_name(str(layout.CheckpointName(37, replaced=1)))
+    assert {path for path in here.parent.iterdir() if path.is_dir()} == {here, aside}
+    assert load.latest(here.parent) == here
+
+
+def test_a_copy_here_that_cannot_be_read_may_be_whole_and_stays(root: RemotePath, saved: Path, tmp_path: Path) -> None:
+    there = upload(saved, Store(root))
+    here = download(there, tmp_path / "other", Store(root))
+
+    class Ill(Os):
+        def open_read(self, path: Path) -> int:
+            if here in path.parents:
+                raise OSError(errno.EIO, posix.strerror(errno.EIO))
+            return super().open_read(path)
+
+    with golden.raises(StorageError):
+        download(there, here.parent, Store(root), os=Ill())
+    assert [path.name for path in here.parent.iterdir() if path.is_dir()] == [here.name]
+    assert content_of(here) == content_written(JOB, 37)
 
 
 @pytest.mark.parametrize("number", range(FILES))

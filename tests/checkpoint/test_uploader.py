@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os as posix
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from lastwords.checkpoint.remote import record, uploader
 from lastwords.checkpoint.remote.address import RemotePath, address_of
 from lastwords.checkpoint.remote.store import Store, os_for
 from lastwords.checkpoint.remote.uploader import LAST_TRIES_S, LOOK_S, PAUSES_S, Uploader, follow, wait_on
-from lastwords.errors import BusyError, StorageError
+from lastwords.checkpoint.system import Os
+from lastwords.errors import BusyError, ConfigError, StorageError
 from tests import golden
 from tests.checkpoint.states import Job
 from tests.checkpoint.stores import KilledError, WatchedStore, file_store
@@ -101,6 +103,56 @@ def test_a_killed_upload_is_finished_by_the_next(here: Path, store: WatchedStore
     store.on_put = lambda _: None
     assert upload_all(here, store) == [32, 31]
     assert len(store.puts) == len(set(store.puts)) == 9
+
+
+class FullDisk(Os):
+    """Nothing can be written, until it is well."""
+
+    def __init__(self) -> None:
+        self.is_well = False
+
+    def create(self, path: Path, *, direct: bool) -> int:
+        if record.FILE_NAME in path.name and not self.is_well:
+            raise OSError(errno.ENOSPC, posix.strerror(errno.ENOSPC))
+        return super().create(path, direct=direct)
+
+
+def test_a_full_disk_stops_no_upload_and_the_record_is_written_when_it_has_room(
+    here: Path, store: WatchedStore
+) -> None:
+    """Uploads are what lets `keep=` make room."""
+    disk = FullDisk()
+    mine = Uploader([here], store.root, "job", disk, store=store)
+    for _ in range(2):
+        with golden.raises(StorageError):
+            mine.upload_missing()
+        assert steps_of(store) == [33, 32, 31]
+    assert record.read(here) is None
+    disk.is_well = True
+    mine.upload_missing()
+    assert steps_of(store) == [33, 32, 31], "nothing is sent twice"
+    assert mine.upload_missing() == []
+    assert not any(map(record.not_uploaded(here), here.glob("tft_*")))
+
+
+def test_a_fallback_directory_has_a_record_of_its_own_as_soon_as_it_is_there(
+    here: Path, store: WatchedStore, tmp_path: Path
+) -> None:
+    other = tmp_path / "fallback"
+    mine = Uploader([here, other], store.root, "job", store=store)
+    mine.upload_missing()
+    assert not other.exists()
+    waits = PERIODIC.again(attempt=9).save(other, 34)
+    mine.upload_missing()
+    assert not record.not_uploaded(other)(waits)
+    assert record.not_uploaded(other)(PERIODIC.again(attempt=10).save(other, 35))
+    assert record.read(other) == record.read(here)
+
+
+def test_one_checkpoint_is_no_directory_of_them(here: Path, store: WatchedStore) -> None:
+    with golden.raises(ConfigError):
+        upload_all(layout.checkpoint_dir(here, 33), store)
+    assert store.puts == []
 
 
 def test_progress_of_a_long_one_is_said(

@@ -117,6 +117,25 @@ def test_prune_leaves_what_has_not_been_uploaded_unless_asked(capsys: Capture, h
     assert steps_in(here) == [30, 36]
 
 
+def test_prune_of_a_fallback_directory_leaves_what_has_not_been_uploaded(
+    capsys: Capture, here: Path, there: RemotePath, tmp_path: Path
+) -> None:
+    fallback = filled(tmp_path / "fallback", range(41, 43))
+    run(capsys, "upload", here, there, "--fallback", fallback)
+    filled(fallback, range(43, 46))
+    run(capsys, "prune", fallback, "--keep", 1)
+    assert steps_in(fallback) == [43, 44, 45]
+
+
+def test_one_checkpoint_is_not_uploaded_as_if_it_held_some(capsys: Capture, here: Path, there: RemotePath) -> None:
+    checkpoint = layout.checkpoint_dir(here, 33)
+    before = sorted(checkpoint.rglob("*"))
+    code, _, errors = run(capsys, "upload", checkpoint, there)
+    assert code == ExitCode.USAGE
+    golden.says(errors)
+    assert sorted(checkpoint.rglob("*")) == before
+
+
 def test_where_nobody_uploads_prune_is_as_ever(capsys: Capture, here: Path) -> None:
     assert record.read(here) is None
     run(capsys, "prune", here, "--keep", 1)
