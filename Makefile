@@ -12,7 +12,7 @@
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
-#   make chaos     kills at random instants: make chaos N=50 SEED=1; MODE=storage, pause, stranger or jobs adds trouble, MODE=heal runs under lastwords run, heal-controller kills the controller there, too
+#   make chaos     kills at random instants, every other run under lastwords run: make chaos N=50 SEED=1; MODE=kill or heal for one of them, storage, pause, stranger or jobs for other trouble, heal-controller kills the controller under lastwords run, too
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
 #   make bench     measures the budgets, beside the machine's own limits
 #   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover and lastwords in turn: make bench-peers N=20; 75 minutes
@@ -27,7 +27,7 @@ READY := $(VENV)/.ready
 N ?= 20
 WORKERS ?= 5
 SEED ?= 1
-MODE ?= kill
+MODE ?= kill,heal
 LAYOUT ?= tp
 TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\

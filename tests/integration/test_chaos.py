@@ -1,4 +1,4 @@
-"""Kills at random instants: `make chaos N=50 SEED=1 MODE=kill`, and a few of them in every test run."""
+"""Kills at random instants: `make chaos N=50 SEED=1 MODE=kill,heal`, and a few of them in every test run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tests.selection import usually
 pytestmark = pytest.mark.process
 
 FEW = range(7001, 7005)
-MODE = os.environ.get("LASTWORDS_CHAOS_MODE", "kill")
+MODES = os.environ.get("LASTWORDS_CHAOS_MODE", "kill,heal").split(",")
 OTHER_MODES = ("storage", "pause", "stranger", "jobs", "heal", "heal-controller")
 CHEAP_SEED = {"storage": 12, "pause": 5, "stranger": 2, "jobs": 13, "heal": 3, "heal-controller": 3}
 MANY_SEED = int(os.environ.get("LASTWORDS_CHAOS_SEED", "1"))
 MANY = range(MANY_SEED, MANY_SEED + int(os.environ.get("LASTWORDS_CHAOS_N", "20")))
+"""The modes take turns; which one a seed has does not depend on the first seed."""
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +55,11 @@ def test_a_kill_at_a_random_instant_costs_nothing(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", MANY)
+@pytest.mark.parametrize(("seed", "mode"), [(seed, MODES[seed % len(MODES)]) for seed in MANY])
 def test_many_kills_at_random_instants_cost_nothing(
-    cluster_of: Callable[[str], Cluster], tmp_path: Path, seed: int
+    cluster_of: Callable[[str], Cluster], tmp_path: Path, seed: int, mode: str
 ) -> None:
-    live_through(cluster_of(MODE), seed, tmp_path, MODE)
+    live_through(cluster_of(mode), seed, tmp_path, mode)
 
 
 @pytest.mark.slow
