@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import lastwords
+from lastwords.launcher import worker
 from lastwords.optim_wrapper.trainer import reentry
 
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
@@ -140,7 +141,10 @@ def main() -> None:
     samples = torch.randn(STEPS * 4 * dist.get_world_size(), 32, generator=torch.Generator().manual_seed(3))
     data = torch.utils.data.TensorDataset(samples)
     sampler: torch.utils.data.DistributedSampler[object] = torch.utils.data.DistributedSampler(data, shuffle=True)
-    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler, num_workers=WORKERS)
+    persist = os.environ.get("LOADER_WORKERS") == "persistent"
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, sampler=sampler, num_workers=WORKERS, persistent_workers=persist
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     tft = lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer, extras={"counted": Counted()})
     with protected(tft):
@@ -184,4 +188,6 @@ def main() -> None:
 if __name__ == "__main__":
     if os.environ.get("RANK", "").isdecimal():  # no spare, and no worker of a dynamic cluster
         die(len([*DIRECTORY.glob(f"died-{os.environ['RANK']}-*")]), "import")
+    if "HELD" in os.environ:  # the frames of a `main` that was left keep what is in them
+        worker._let_go = lambda error: None
     lastwords.run(main)

@@ -84,6 +84,20 @@ def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_numb
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("held", "loaders"), [(False, 1), (True, 3)], ids=["let go", "negative control"])
+def test_workers_of_a_loader_end_with_the_stay_in_main_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool, loaders: int
+) -> None:
+    """Persistent ones belong to the loader, which a frame of `main` holds."""
+    monkeypatch.setenv("LOADER_WORKERS", "persistent")
+    if held:
+        monkeypatch.setenv("HELD", "1")
+    run(tmp_path, "0:5:bwd", "0:9:bwd", ranks=RANKS)
+    assert [len(pids(tmp_path, rank)) for rank in range(RANKS)] == [3, 1]
+    assert len((tmp_path / "children-1").read_text().split()) == 2 * loaders
+
+
+@pytest.mark.thorough
 def test_ranks_of_which_one_has_left_out_a_collective_are_named_and_go_on_from_the_step_before(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
