@@ -55,7 +55,7 @@ class Succession:
             member.connected, member.loop_agreed = False, memory.loop
         members.base_step = memory.base_step
         members.loop, members.loop_go_sent = memory.loop, memory.loop is not None
-        for gone in memory.gone:
+        for gone in memory.gone if self._members else ():  # before all are registered, nobody is known by name
             members.bury(gone.rank, gone.source)
             if gone.left is not None:
                 members.leave(Left(gone.rank, members.generation, gone.left))

@@ -302,6 +302,22 @@ def test_before_all_are_registered_it_begins_from_the_beginning() -> None:
     assert line.sent(Welcome).keys() == {0, 1}
 
 
+def test_a_death_before_all_were_registered_ends_the_start_under_whoever_follows() -> None:
+    """It was started by hand, and knows of that rank only that it is dead."""
+    line = Line(2, options=OPTIONS, registered=False)
+    line.newest = None  # killed before it knew how the start ends
+    line.hello(0)
+    line.kill(0)
+    assert line.kept is not None
+    assert line.kept.memory.gone
+    assert line.kept.memory.outcome is None
+    line.follow()
+    line.hello(1)
+    line.wait(60.0)
+    assert line.core.outcome is not None
+    assert line.core.outcome.kind is OutcomeKind.NOT_SAVED
+
+
 def test_no_number_of_a_periodic_checkpoint_is_used_twice() -> None:
     line = training(schedule=Schedule(steps=5))
     assert line.kept is not None
