@@ -137,8 +137,7 @@ class Components:
     def following(self, numbers: Numbers) -> list[tuple[Action, Numbers]]:
         """Everything that has to be tried next, with the state after it; nothing if this is an end."""
         looks = [self.looks[number] for number in numbers[:-1]]
-        over, lives, storage, time_may_pass = self._shared_looks[numbers[-1]]
-        if not over:
+        if not self.over(numbers):
             may_break = sum(look.breaks for look in looks) < self.world.breaks_max
             for rank, look in enumerate(looks):
                 if look.next_up is not None and self._heard_first(look.next_up, numbers, may_break):
@@ -149,6 +148,11 @@ class Components:
                     found = self._own(rank, numbers, looks)
                     if found:
                         return found + self._faults_of(rank, numbers, looks)
+        return self._everything(numbers, looks)
+
+    def _everything(self, numbers: Numbers, looks: list[Look]) -> list[tuple[Action, Numbers]]:
+        """Without looking for what may wait."""
+        over, lives, storage, time_may_pass = self._shared_looks[numbers[-1]]
         found = []
         for rank, look in enumerate(looks):
             if look.next_up is not None and lives:

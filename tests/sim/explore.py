@@ -24,7 +24,7 @@ from tests.sim.ledger import Life
 from tests.sim.mutants import MUTANTS as MUTANTS_OF_INCIDENTS
 from tests.sim.periodic_mutants import MUTANTS as MUTANTS_OF_PERIODIC
 from tests.sim.small_jobs import BROKEN, JOBS, PERIODIC
-from tests.sim.small_world import Action, SmallWorld, Tables
+from tests.sim.small_world import JUDGED, Action, SmallWorld, Tables
 
 NEVER_S = 1e9
 
@@ -190,8 +190,8 @@ class Search:
         shared = parts.shared[numbers[-1]]
         key = (
             tuple(parts.looks[number].record for number in numbers[:-1]),
-            shared[-5:],
-        )  # the disk, and what the ledger has of it
+            shared[-JUDGED:],
+        )
         texts = self._judged.get(key)
         if texts is None:
             parts.put(numbers)

@@ -74,6 +74,9 @@ Own = tuple[Any, ...]
 State = tuple[Any, ...]
 """The `Own` of each rank, and last what is shared."""
 
+JUDGED = 6
+"""So many values at the end of what is shared matter to the checkers: a controller that lives, the disk, the ledger."""
+
 
 class Tables:
     """Numbers for everything that recurs: core states, messages, disks."""
@@ -164,13 +167,13 @@ class SmallWorld(World):
         number, ledger = self.tables.number, self.ledger
         return (
             self.controller.state,
-            self.controller_lives,
             self.controller_clock_s,
             self.stage,
             number(self.verifying),
             number(self.publishing),
             number(self.periodic_files),
             tuple(sorted(self.bound)),
+            self.controller_lives,
             self.tables.number_disk(self.disk, self.disk_number),
             number(tuple(ledger.publications)),
             number(tuple(ledger.renamings)),
@@ -199,13 +202,13 @@ class SmallWorld(World):
         controller: Any = self.controller
         (
             controller.state,
-            self.controller_lives,
             self.controller_clock_s,
             self.stage,
             verifying,
             publishing,
             periodic_files,
             bound,
+            self.controller_lives,
             disk,
             publications,
             renamings,
@@ -497,7 +500,7 @@ class SmallWorld(World):
             return True
         if not isinstance(report, Settled | Raised):
             return False
-        core: Any = self.tables.controllers.core(controller.state)
+        core: Any = controller.table.core(controller.state)
         incident = core._incident
         if incident is None or not incident.opened:
             return False

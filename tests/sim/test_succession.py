@@ -1,6 +1,12 @@
-"""The controller is killed at every instant of small jobs, and another one follows: the invariants hold."""
+"""The controller is killed at every instant of small jobs, and another one follows: the invariants hold.
+
+Two controllers at once (no fence) make many more states, so they are explored with two ranks only; the random schedules
+of `test_followed_schedules` have them with more.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 
@@ -9,33 +15,98 @@ from lastwords.controller.events import Effect, Remember
 from lastwords.controller.membership import Member, Membership
 from lastwords.controller.succession import Succession
 from lastwords.vocabulary import Hello
-from tests.sim.small_jobs import JOBS
-from tests.sim.succession import explore_succession
+from tests.selection import more
+from tests.sim.small_jobs import JOBS, PERIODIC
+from tests.sim.succession import SHIPPED, How, explore_succession
 
+SMALL = JOBS | PERIODIC
 JOB = JOBS["ddp-two-break"].job
 
 
-@pytest.mark.parametrize(("name", "states"), [("ddp-two-break", 69_141), ("two-break", 51_099)])
-def test_a_controller_may_be_killed_at_any_instant(name: str, states: int) -> None:
-    found = explore_succession(JOBS[name].job, kills_max=1)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """So many deaths of ranks and of controllers in a small job, and the number of its states."""
+
+    name: str
+    deaths: int
+    restarts: int
+    states: int
+    how: How = SHIPPED
+
+    def __str__(self) -> str:
+        others = [name for name in ("late_orders", "lost") if getattr(self.how, name)]
+        return "-".join((self.name, f"{self.deaths}-deaths", f"{self.restarts}-restarts", *others))
+
+
+CASES = [
+    Case("ddp-two-break", 1, 1, 12_060),
+    Case("two-break", 1, 1, 8_857),
+    Case("mixed", 0, 1, 17_697),
+    Case("mixed-skip", 0, 1, 32_255),
+    Case("ddp-shares", 0, 1, 30_167),
+    Case("periodic-gate", 0, 1, 28_436),
+    more(Case("ddp-two-break", 1, 1, 13_893, How(late_orders=True))),
+    more(Case("ddp-two-break", 1, 1, 12_753, How(lost=True))),
+    more(Case("mixed", 0, 2, 116_130)),
+    more(Case("mixed-hang", 0, 1, 14_403)),
+    more(Case("periodic-break", 0, 1, 38_026)),
+    more(Case("periodic-gate", 1, 1, 127_002)),
+]
+LONG = [
+    Case("ddp-two", 1, 1, 37_179),
+    Case("ddp-two-break", 1, 2, 81_309),
+    Case("ddp-shares", 0, 2, 236_690),
+    Case("periodic-mixed", 0, 1, 2_630_371),
+]
+
+
+def assert_explored(case: Case) -> None:
+    found = explore_succession(SMALL[case.name].job, case.deaths, case.restarts, case.how)
     assert found.bad == []
     assert found.complete
-    assert found.states == states
+    assert found.states == case.states
 
 
-def test_without_the_fence_the_older_one_publishes_too_late() -> None:
-    found = explore_succession(JOB, kills_max=1, fenced=False)
-    assert found.bad
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_controller_may_be_killed_at_any_instant(case: Case) -> None:
+    assert_explored(case)
 
 
-def test_what_is_remembered_after_the_act_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_a_controller_of_a_larger_small_job_may_be_killed_at_any_instant(case: Case) -> None:
+    assert_explored(case)
+
+
+def test_the_reductions_lose_no_end() -> None:
+    """How everything ends, with and without the short cuts."""
+    job = JOBS["two-break"].job
+    assert explore_succession(job, 0).ends == explore_succession(job, 0, whole=True).ends
+
+
+# ------------------------------------------------------------------ negative controls
+
+
+def test_without_the_fence_the_older_one_acts_too_late() -> None:
+    assert explore_succession(JOBS["two-break"].job, 0, how=How(fenced=False)).bad
+
+
+@pytest.mark.parametrize("name", ["two-break", "mixed", "mixed-skip", "ddp-shares", "periodic-gate"])
+def test_what_is_remembered_after_the_act_comes_too_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     remembering = ControllerCore._remembering
 
     def afterwards(core: ControllerCore, effects: list[Effect]) -> list[Effect]:
         return sorted(remembering(core, effects), key=lambda effect: isinstance(effect, Remember))
 
     monkeypatch.setattr(ControllerCore, "_remembering", afterwards)
-    assert explore_succession(JOB, kills_max=1).bad
+    assert explore_succession(SMALL[name].job, 0).bad
+
+
+@pytest.mark.parametrize("name", ["two-break", "mixed", "mixed-skip", "ddp-shares", "periodic-gate"])
+def test_a_file_that_is_older_than_the_last_act_leads_astray(name: str) -> None:
+    """What the shipped one keeps may be lost where nothing has been done that rests on it, and no more than that."""
+    assert explore_succession(SMALL[name].job, 0, how=How(stale=True)).bad
 
 
 def test_without_the_step_of_the_start_nothing_would_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,11 +117,11 @@ def test_without_the_step_of_the_start_nothing_would_be_saved(monkeypatch: pytes
         return admit(members, hello)
 
     monkeypatch.setattr(Membership, "admit", as_at_a_start)
-    assert explore_succession(JOBS["ddp-two"].job, kills_max=1).bad
+    assert explore_succession(JOBS["ddp-two"].job, 1).bad
 
 
 def test_without_the_dead_nobody_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does not come back has to be asked for: the dead say nothing any more."""
     monkeypatch.setattr(Succession, "take_absent", lambda succession: [])
     monkeypatch.setattr("tests.sim.succession.ANNOUNCES_AGAIN", False)
-    assert explore_succession(JOB, kills_max=1).bad
+    assert explore_succession(JOB, 1).bad

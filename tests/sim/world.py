@@ -334,7 +334,8 @@ class World:
 
     def _from_gate(self, trainer: Trainer) -> None:
         if trainer.core.stand.phase is Phase.SKIPPED:
-            self._move_to(trainer, At.END)
+            parks = trainer.core.frozen or trainer.core.leaving  # at the gate, which it still has to pass
+            self._move_to(trainer, At.PARK_END if parks else At.END)
         elif trainer.core.frozen or trainer.core.leaving:
             self._try_update(trainer)
         else:
@@ -407,8 +408,10 @@ class World:
             self._next_step(trainer)
 
     def _from_park_end(self, trainer: Trainer) -> None:
-        if trainer.record.ended + 1 not in self.job.skipped or not self._back_to_gate(trainer):
+        if trainer.record.ended + 1 not in self.job.skipped or not self.job.has_gate:
             self._from_end(trainer)
+        elif not self._back_to_gate(trainer):  # it has failed, or this rank is to leave: it stays parked there
+            self._move_to(trainer, At.PARK_END)
 
     def _from_park_ended(self, trainer: Trainer) -> None:
         if not trainer.core.frozen:

@@ -84,21 +84,6 @@ class Following:
         self.begun = 0
         self._watching: set[int] = set()
         self._told: list[tuple[Process, Callable[[], None]]] = []
-        self._locks: list[tuple[Process, int]] = []
-        self._note_locks()
-
-    def _note_locks(self) -> None:
-        """They end with the process that holds them."""
-        disk, scheduler = self.stack.disk, self.stack.scheduler
-        shipped = disk.try_lock
-
-        def try_lock(fd: int, *, shared: bool = False) -> bool:
-            taken = shipped(fd, shared=shared)
-            if taken and scheduler.inside:
-                self._locks.append((scheduler.current.process, fd))
-            return taken
-
-        disk.try_lock = try_lock  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------ what the shipped watch looks at
 
@@ -174,7 +159,7 @@ class Following:
             scheduler.leave()
         self.holder = process
         answer.pid = self.begun + 2
-        self.stack.serve(process, self.remembered)
+        self.stack.serve(process, self.begins(process), self.remembered)
 
     def _answers(self, older: Process) -> bool:
         scheduler = self.stack.scheduler
@@ -197,18 +182,11 @@ class Following:
 
     def end(self, process: Process) -> None:
         """SIGKILL."""
-        stack = self.stack
-        stack.wire.server = None
         process.stopped = False
-        stack.scheduler.kill(process)
-        for rank in stack.ranks:
-            stack.wire.cut(rank.rank, 0.001, 0.0)
-        for holder, fd in self._locks:
-            if holder is process and fd in stack.disk._fds:
-                stack.disk.unlock(fd)
+        self.stack.kill_process(process)
         for watched, on_end in self._told:
             if watched is process:
-                stack.scheduler.after(0.0005, on_end)
+                self.stack.scheduler.after(0.0005, on_end)
 
     # ------------------------------------------------------------------ what else happens around it
 

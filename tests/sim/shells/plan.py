@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from tests.sim.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """`kind` is a method of `Stack`: kill, stop, cut, one_way, glitch, kill_controller, stop_controller."""
+    """`kind` is a method of `Stack`: kill, stop, cut, one_way, glitch, kill_controller, stop_controller, or
+    start_controller: `count` processes at once try to take the place of the one that serves, or did."""
 
     kind: str
     at_s: float
@@ -35,6 +37,7 @@ class StackPlan:
     delay_s: float = 0.001
     slow_disk_s: float = 0.01
     older_is_ahead: bool = False  # an older checkpoint was written where the clock was years ahead
+    followed: bool = False  # controllers hold their lock and keep their state, so that others can take their place
     names_late: bool = False  # a step has a name only when its loop has ended it
 
 
@@ -86,3 +89,24 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(KINDS)) -> StackPlan:
         names_late=dice.random() < 0.5,
         older_is_ahead=random.Random(seed ^ 0xC10C).random() < 0.2,  # older seeds stay what they were
     )
+
+
+def draw_followed(seed: int) -> StackPlan:
+    """The same with a controller that is killed, or stopped, and one or two others that are to take its place."""
+    dice = random.Random(f"followed {seed}")
+    plan = draw(seed, frozenset(KINDS) - {"kill_controller", "stop_controller"})
+    about_s = 0.06 + 0.03 * plan.job.steps
+    blows = [*plan.blows]
+    at_s = dice.choice((0.0, 0.15, 0.15, 0.15)) + dice.choice((about_s, 0.5, 1.5)) * dice.random()
+    killed = [blow.at_s for blow in blows if blow.kind == "kill"]
+    if killed and dice.random() < 0.5:
+        at_s = killed[0] + dice.choice((0.003, 0.1, 0.5)) * dice.random()
+    for _ in range(dice.choice((1, 1, 2))):
+        kind = dice.choices(("kill_controller", "stop_controller"), (3, 1))[0]
+        lasts_s = dice.choice((dice.random(), 5.0 * dice.random()))
+        blows.append(Blow(kind, at_s, lasts_s=lasts_s if kind == "stop_controller" else 0.0))
+        at_s += dice.choice((0.01 * dice.random(), 0.3 + 0.3 * dice.random(), 3.0 * dice.random()))
+        blows.append(Blow("start_controller", at_s, count=dice.choice((1, 1, 2))))
+        at_s += dice.choice((0.02, 0.3, 1.0)) * dice.random()
+    ordered = tuple(sorted(blows, key=lambda blow: blow.at_s))
+    return dataclasses.replace(plan, blows=ordered, followed=True)

@@ -7,26 +7,27 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from tests.sim.shells.plan import draw
+from tests.sim.shells.plan import draw, draw_followed
 from tests.sim.shells.stack import Stack
 
 
-def sweep(seeds: Iterable[int]) -> tuple[Counter[str], list[tuple[int, str]]]:
+def sweep(seeds: Iterable[int], *, followed: bool = False) -> tuple[Counter[str], list[tuple[int, str]]]:
     """How the jobs of these seeds ended, and what the checkers complain about."""
     endings: Counter[str] = Counter()
     failures: list[tuple[int, str]] = []
     for seed in seeds:
-        stack = Stack(draw(seed))
+        stack = Stack(draw_followed(seed) if followed else draw(seed))
         stack.run()
         outcome = stack.core.outcome
         endings[outcome.kind.value if outcome is not None else "none"] += 1
+        endings["followed"] += len(stack.served) - 1
         failures += [(seed, text) for text in stack.complaints()[:1]]
     return endings, failures
 
 
-def command(seed: int) -> str:
+def command(seed: int, *, followed: bool = False) -> str:
     """What replays this seed."""
-    return f"python -m tests.sim.shells.run --seed {seed}"
+    return f"python -m tests.sim.shells.run --seed {seed}" + (" --followed" if followed else "")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,13 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.shells.run", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="the schedule to replay, or the first of --count")
     parser.add_argument("--count", type=int, default=0, help="run so many seeds and print only what fails")
+    parser.add_argument("--followed", action="store_true", help="the controller is killed or stopped, and followed")
     options = parser.parse_args(arguments)
+    followed = options.followed
     if options.count:
-        endings, failures = sweep(range(options.seed, options.seed + options.count))
-        sys.stdout.write("".join(f"{command(seed)}\n    {text}\n" for seed, text in failures))
+        endings, failures = sweep(range(options.seed, options.seed + options.count), followed=followed)
+        sys.stdout.write("".join(f"{command(seed, followed=followed)}\n    {text}\n" for seed, text in failures))
         sys.stdout.write(f"{options.count} schedules, {len(failures)} failed, endings: {dict(endings)}\n")
         return 1 if failures else 0
-    stack = Stack(draw(options.seed))
+    stack = Stack((draw_followed if followed else draw)(options.seed))
     stack.run()
     bad = stack.complaints()
     lines = [str(stack.plan), *stack.lines, "", *(f"VIOLATED  {text}" for text in bad)]

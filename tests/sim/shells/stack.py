@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,10 +31,11 @@ from lastwords.checkpoint.system import Os
 from lastwords.controller import server as controller_server
 from lastwords.controller import sessions as controller_sessions
 from lastwords.controller import storage as controller_storage
+from lastwords.controller import takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions, Remember
 from lastwords.controller.spec import ControllerSpec
-from lastwords.errors import CheckpointError, ConfigError, GateFailedError
+from lastwords.errors import CheckpointError, ConfigError, GateFailedError, LastWordsError
 from lastwords.optim_wrapper.launch import successor as successor_module
 from lastwords.processor import agent as agent_module
 from lastwords.processor import departure as departure_module
@@ -51,6 +53,7 @@ from tests.checkpoint.states import Job as OlderJob
 from tests.sim.checkers import complaints
 from tests.sim.job import TORN, Job
 from tests.sim.ledger import Ledger, Life, Publication, RankRecord, Written
+from tests.sim.shells.controllers import Controllers
 from tests.sim.shells.disk import Calls
 from tests.sim.shells.following import Following
 from tests.sim.shells.plan import Blow, StackPlan
@@ -257,17 +260,20 @@ def _name_of(step: int) -> tuple[int, int]:
 class Watch:
     """In place of the controller's host watch: the world tells it who has died."""
 
-    def __init__(self, following: Following | None, *arguments: Any) -> None:
+    def __init__(self, stack: Stack, *arguments: Any) -> None:
         self.on_death: Callable[[int, DeathSource, float], None]
         self.on_release: Callable[[int], None]
         self.on_death, _, self.on_release, _ = (argument for argument in arguments if callable(argument))
-        self._following = following
+        self._stack = stack
 
     def clear_up(self) -> None: ...
 
     def welcome(self, rank: int, process: ProcessId) -> None:
-        if self._following is not None:
-            self._following.looks_after(self, rank)
+        following = self._stack.following
+        if following is not None:
+            following.looks_after(self, rank)
+        elif self._stack.ranks[rank].record.life is Life.KILLED:
+            self._stack.announce(rank, self)
 
     def part_with(self, rank: int) -> None: ...
 
@@ -283,17 +289,22 @@ class Stack:
         self.scheduler = Scheduler(random.Random(plan.seed))
         self.disk = SimulatedOs()
         self.calls = Calls(self.disk, self.scheduler, plan.slow_disk_s)
-        self.controller = Process("controller")
+        spec = ControllerSpec(ADDRESS[0], ADDRESS[1], NAME, 1, self.job.world_size, ROOT)
+        self.controllers = Controllers(self.scheduler, self.disk, spec, self.kill_process, self._answers)
+        self.controller = self.controllers.new()  # the one that serves, or did
+        self.served: list[Process] = []
         self.wire = Wire(self.scheduler, self.controller, plan.delay_s)
+        self._spec = spec
         self.ranks = [Rank(self, rank) for rank in range(self.job.world_size)]
         self.ledger = Ledger([rank.record for rank in self.ranks])
         self.core = ControllerCore(self.job.world_size, 1, ControllerOptions())
         self.watch: Watch | None = None
         stops = any(blow.kind == "stop_controller" for blow in plan.blows)
-        self.following = Following(self) if stops else None
+        self.following = Following(self) if stops and not plan.followed else None
         self.lines: list[str] = []
         self.misnamed: list[str] = []
         self.misordered: list[str] = []
+        self.at_once: list[str] = []
         self.struck: set[Blow] = set()
 
     def complaints(self) -> list[str]:
@@ -301,6 +312,7 @@ class Stack:
         found = complaints(self.job, self.ledger)
         found += [f"a_name_is_never_guessed: {text}" for text in self.misnamed]
         found += [f"a_resume_takes_the_newest_step: {text}" for text in self.misordered]
+        found += [f"one_controller_at_a_time: {text}" for text in self.at_once]
         return found + [f"no_thread_crashes: {text}" for text in self.scheduler.crashed]
 
     def tell(self, who: str, text: str) -> None:
@@ -311,19 +323,18 @@ class Stack:
     def run(self) -> Ledger:
         """Until nothing can happen any more; the checkpoints that were published are in the ledger."""
         scheduler = self.scheduler
-        with self._simulated():
+        with tempfile.TemporaryDirectory() as directory, self._simulated():
             self.disk.mkdir(ROOT.parent)
             self.disk.mkdir(ROOT)
             if self.plan.older_is_ahead:
                 self.disk.mkdir(FALLBACK)
                 facts, written = OLDER.facts(OLDER_STEP), OLDER.write(FALLBACK, OLDER_STEP, self.disk)
                 publish.publish(FALLBACK, written, facts, self.disk, published_unix_ns=AHEAD_NS)
-            scheduler.spawn(self.controller, "loop", lambda: self.serve(self.controller, None))
-            for rank in self.ranks:
-                scheduler.spawn(rank.process, "main", rank.main)
-            for blow in self.plan.blows:
-                scheduler.after(blow.at_s, lambda blow=blow: self._strike(blow))
-            self.ledger.crossed_horizon = not scheduler.run(HORIZON_S)
+            with self.controllers.simulated(Path(directory)) if self.plan.followed else contextlib.nullcontext():
+                scheduler.spawn(self.controller, "loop", self._begin)
+                if not self.plan.followed:
+                    self._begin_job()
+                self.ledger.crossed_horizon = not scheduler.run(HORIZON_S)
         self.ledger.ended = True
         for rank in self.ranks:
             if rank.record.life is Life.ALIVE:
@@ -331,29 +342,69 @@ class Stack:
         self._look_at_the_disk()
         return self.ledger
 
-    def serve(self, process: Process, before: Remember | None) -> None:
-        """The main thread of a controller's process."""
+    def _begin_job(self) -> None:
+        for rank in self.ranks:
+            self.scheduler.spawn(rank.process, "main", rank.main)
+        for blow in self.plan.blows:
+            self.scheduler.after(blow.at_s, lambda blow=blow: self._strike(blow))
+
+    def _begin(self) -> None:
+        """The first controller."""
+        state_file: Any = None
+        if self.following is not None:
+            state_file = self.following.begins(self.controller)
+        elif self.plan.followed:
+            state_file = self.controllers.first()
+            self._begin_job()
+        self.serve(self.controller, state_file)
+
+    def _begin_anew(self) -> None:
+        """Another one, which may find that it is not wanted."""
+        process = self.scheduler.current.process
+        try:
+            state_file, kept = self.controllers.follow(by_hand=self.plan.seed % 2 == 0)
+        except LastWordsError as error:
+            self.tell(process.name, f"does not serve: {error}")
+            self.scheduler.leave()
+        self.tell(process.name, f"takes the place of the one before: {kept.remembered}")
+        self.serve(process, state_file, kept.remembered)
+
+    def serve(self, process: Process, state_file: Any, before: Remember | None = None) -> None:
+        """The main thread of a controller's process. state_file: a `StateFile`, or what stands in for it."""
         loop = Loop(self.scheduler)
         self.controller = self.wire.controller = process
         self.core = ControllerCore(self.job.world_size, 1, ControllerOptions(), before)
+        self.at_once += [f"{other.name} lives when {process.name} serves" for other in self.served if other.lives]
+        self.served.append(process)
+        self.ledger.controller_killed = False
         try:
-            reason = loop.run_until_complete(self._shell(before))
-            self.tell("controller", f"stops: {reason}")
-            self.ledger.controller_stopped = True
+            reason = loop.run_until_complete(self._shell(self.core, state_file, before))
+            self.tell(process.name, f"stops: {reason}")
+            if process is self.controller:
+                self.ledger.controller_stopped = True
             if self.following is not None:
                 self.following.ends()
         finally:
             loop.abandon()
-        for rank in self.ranks:
-            self.wire.cut(rank.rank, 0.001, 0.001)
+        if self.plan.followed:
+            self.controllers.clear_up()
+        self._part(process)
         self.scheduler.leave()
 
-    async def _shell(self, before: Remember | None) -> str:
-        spec = ControllerSpec(ADDRESS[0], ADDRESS[1], NAME, 1, self.job.world_size, ROOT)
-        kept: Any = None if self.following is None else self.following.begins(self.controller)
-        shell = controller_server.ControllerShell(spec, "token", self.core, state_file=kept, before=before)
+    async def _shell(self, core: ControllerCore, state_file: Any, before: Remember | None) -> str:
+        shell = controller_server.ControllerShell(self._spec, "token", core, state_file=state_file, before=before)
         self.watch = shell._neighbours  # type: ignore[assignment]
         return await shell.run(lambda: None)
+
+    def _part(self, process: Process) -> None:
+        """The sessions of a controller whose process has ended break."""
+        for rank in self.ranks:
+            if self.wire.serves(process, rank.rank):
+                self.wire.cut(rank.rank, 0.001, 0.001)
+
+    def _answers(self, process: Process) -> bool:
+        """Whether a controller would answer a question now."""
+        return not process.stopped and self.wire.is_served_by(process)
 
     @contextlib.contextmanager
     def _simulated(self) -> Iterator[None]:
@@ -378,11 +429,12 @@ class Stack:
             stack.enter_context(mock.patch.object(departure_module, "_bytes_written", return_value=(0, 0)))
             stack.enter_context(mock.patch.object(session_module, "grpc", _PerRank(self)))
             stack.enter_context(mock.patch.object(controller_server, "grpc", self.wire.for_controller()))
-            stack.enter_context(mock.patch.object(controller_server, "Neighbours", partial(Watch, self.following)))
+            stack.enter_context(mock.patch.object(controller_server, "Neighbours", partial(Watch, self)))
             stack.enter_context(mock.patch.object(controller_server, "paths", mock.Mock()))
             stack.enter_context(mock.patch.object(clock, "mono_s", self._mono_s))
             stack.enter_context(mock.patch.object(clock, "wall_ns", self._wall_ns))
-            for module in (agent_module, session_module, saver_module, controller_server, controller_storage):
+            modules = (agent_module, session_module, saver_module, controller_server, controller_storage, takeover)
+            for module in modules:
                 stack.enter_context(mock.patch.object(module, "_log", _Lines(self)))
             stack.enter_context(mock.patch.object(controller_sessions, "_log", _Lines(self)))
             for name, call in self.calls.patches().items():
@@ -442,11 +494,16 @@ class Stack:
             self.ledger.certain_faults += 1
             self.ended(rank)
             self.scheduler.kill(rank.process)
-            if self.controller.lives and self.watch is not None and self.job.hosts[rank.rank] == self.job.hosts[0]:
-                watch, known_s = self.watch, self.scheduler.now_s + 0.0005
-                self.scheduler.after(0.0005, lambda: watch.on_death(blow.rank, DeathSource.ROBUST_MUTEX, known_s))
+            if self.controller.lives and self.watch is not None:
+                self.announce(blow.rank, self.watch)
             if self.following is not None and self.controller.stopped:  # else the controller's own watch says the same
                 self.following.died(rank)
+
+    def announce(self, rank: int, watch: Watch) -> None:
+        """The host watch of a controller sees the end of a rank of its host."""
+        if self.job.hosts[rank] == self.job.hosts[0]:
+            known_s = self.scheduler.now_s + 0.0005
+            self.scheduler.after(0.0005, lambda: watch.on_death(rank, DeathSource.ROBUST_MUTEX, known_s))
 
     def ended(self, rank: Rank) -> None:
         """The kernel closes what a process had open."""
@@ -456,13 +513,26 @@ class Stack:
         self.wire.cut(rank.rank, 0.0, 0.001 + 0.3 * self.scheduler.dice.random())
 
     def _kill_controller(self, blow: Blow) -> None:
-        self.ledger.controller_killed = True
         if self.following is not None:
             self.following.ends()  # what it has kept is lost with it
-        self.wire.server = None
-        self.scheduler.kill(self.controller)
-        for rank in self.ranks:
-            self.wire.cut(rank.rank, 0.001, 0.0)
+        if self.controller.lives:
+            self.kill_process(self.controller)
+
+    def kill_process(self, process: Process) -> None:
+        """SIGKILL of a controller, or of one that would be."""
+        if not process.lives:
+            return
+        self.tell(process.name, "is killed")
+        if process is self.controller:
+            self.ledger.controller_killed = True
+        self.wire.close(process)
+        self.scheduler.kill(process)
+        self.calls.release(process.name)
+        self._part(process)
+
+    def _start_controller(self, blow: Blow) -> None:
+        for _ in range(blow.count):
+            self.scheduler.spawn(self.controllers.new(), "loop", self._begin_anew)
 
     def _stop(self, blow: Blow) -> None:
         """SIGSTOP, and SIGCONT later."""
@@ -483,13 +553,15 @@ class Stack:
             self.wire.cut(rank.rank, 0.01, 0.0)
 
     def _stop_controller(self, blow: Blow) -> None:
-        controller = self.controller
-        controller.stopped = True
+        process = self.controller
+        process.stopped = True
         if self.following is not None:
-            self.following.stopped(controller)
+            self.following.stopped(process)
+        elif blow.lasts_s >= SILENT_S:
+            self.ledger.certain_faults += 1
 
         def go_on() -> None:
-            controller.stopped = False
+            process.stopped = False
 
         self.scheduler.after(blow.lasts_s, go_on)
 

@@ -1,4 +1,8 @@
-"""The controller is stopped in random schedules of the shells, for a while or for good: nobody loses anything by it."""
+"""The controller is stopped or killed in random schedules of the shells: nobody loses anything by it.
+
+Stopped, for a while or for good, with the shipped watch of the ranks: `behind_a_silent_controller`. Killed or stopped,
+with the shipped `takeover`, which one or two processes at once begin: `draw_followed`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from lastwords.controller import takeover
 from lastwords.processor.silence import Silence
 from tests.sim.shells.following import behind_a_silent_controller
+from tests.sim.shells.run import command
+from tests.sim.shells.run import sweep as sweep_followed
 from tests.sim.shells.stack import Stack
 
 SCHEDULES = 40
@@ -48,3 +55,29 @@ def test_without_a_watch_for_silence_it_is_given_up(monkeypatch: pytest.MonkeyPa
     _, followed, failures = sweep(range(1, 9))
     assert not followed
     assert any("i3_what_can_be_saved_is_saved" in text for text in failures)
+
+
+FOLLOWED = 20
+
+
+def _assert_followed(seeds: range) -> None:
+    endings, failures = sweep_followed(seeds, followed=True)
+    assert failures == [], "\n".join(f"{text}\n    replay: {command(seed, followed=True)}" for seed, text in failures)
+    assert endings["followed"] > len(seeds) // 3
+    assert endings["saved"] > len(seeds) // 10
+
+
+def test_one_controller_serves_at_a_time_and_loses_nothing_of_the_one_before() -> None:
+    _assert_followed(range(1, FOLLOWED + 1))
+
+
+@pytest.mark.thorough
+def test_one_controller_serves_at_a_time_in_many_schedules() -> None:
+    _assert_followed(range(FOLLOWED + 1, 400))
+
+
+def test_without_the_lock_two_of_them_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(takeover, "_take_lock", lambda directory, wait_s: True)
+    _, failures = sweep_followed(range(1, 11), followed=True)
+    assert any(text.startswith("one_controller_at_a_time") for _, text in failures)

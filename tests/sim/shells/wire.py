@@ -80,6 +80,7 @@ class Call:
         self.rank = rank
         self.metadata = tuple(metadata)
         self.context: Context | None = None
+        self.server: Server | None = None
         self.cut = False
         self._scheduler = wire.scheduler
         self._inbox: list[bytes] = []
@@ -234,6 +235,7 @@ class Server:
         self._wire = wire
         self.session: Callable[..., Any] | None = None
         self.loop: Any = asyncio.get_running_loop()
+        self.process = wire.scheduler.current.process
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         (handler,) = handlers
@@ -250,7 +252,8 @@ class Server:
         if self._wire.server is self:
             self._wire.server = None
         for call in list(self._wire.calls.values()):
-            call.end(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
+            if call.server is self:
+                call.end(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
 
 
 class Wire:
@@ -289,11 +292,12 @@ class Wire:
             self.scheduler.after(min(blocked_s, 1.0), lambda: call.end(grpc.StatusCode.UNAVAILABLE, "no route"))
             return
         server = self.server
-        if server is None or server.session is None or not self.controller.lives:
+        if server is None or server.session is None or not server.process.lives:
             call.end(grpc.StatusCode.UNAVAILABLE, "connection refused")
             return
         context = Context(call, server.loop)
         call.open(context)
+        call.server = server
         self.calls[call.rank] = call
         handler = server.session
 
@@ -301,6 +305,20 @@ class Wire:
             context.task = server.loop.create_task(context.serve(handler))
 
         server.loop.call_soon_threadsafe(begin)
+
+    def is_served_by(self, process: Process) -> bool:
+        """Whether new connections reach this process."""
+        return self.server is not None and self.server.process is process
+
+    def serves(self, process: Process, rank: int) -> bool:
+        """Whether the connection of this rank leads to this process."""
+        call = self.calls.get(rank)
+        return call is not None and call.server is not None and call.server.process is process
+
+    def close(self, process: Process) -> None:
+        """A process has ended: what listened there is gone."""
+        if self.is_served_by(process):
+            self.server = None
 
     def carry(self, call: Call, *, up: bool, deliver: Callable[[], None]) -> None:
         """Deliver in order, after a delay, unless the connection has broken meanwhile."""
