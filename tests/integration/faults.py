@@ -51,6 +51,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -125,16 +126,54 @@ def controller_pid(port: int) -> int:
 
 def hanging(directory: Path) -> dict[str, str]:
     """Environment of ranks whose controller obeys `hang_controller`. A handler of Python's runs in its event loop."""
-    directory.mkdir()
-    code = (
-        "import signal, sys, time\n"
-        "def hang(*_):\n"
-        "    while True:\n"
-        "        time.sleep(1)\n"
-        "if 'lastwords.controller' in sys.orig_argv:\n"
-        "    signal.signal(signal.SIGUSR2, hang)\n"
+    return _in_the_controller(
+        directory,
+        """
+        import signal, time
+
+        def hang(*_):
+            while True:
+                time.sleep(1)
+
+        signal.signal(signal.SIGUSR2, hang)
+        """,
     )
-    (directory / "sitecustomize.py").write_text(code)
+
+
+def dying(directory: Path, state: str, *, acts: bool) -> dict[str, str]:
+    """Environment of ranks whose first controller gets kill -9 when it comes to this state (`events.State`).
+
+    acts: it has carried out what follows from coming there; else only what it keeps for the next one. The file `died`
+    in the directory then says in which state it was.
+    """
+    return _in_the_controller(
+        directory,
+        f"""
+        import os, pathlib, signal
+        from lastwords.controller.events import Remember
+        from lastwords.controller.server import ControllerShell
+
+        died, perform = pathlib.Path({str(directory / "died")!r}), ControllerShell._perform
+
+        def perform_and_die(shell, effects, *others):
+            state = shell._core.state.value
+            dies = bool(effects) and state == {state!r} and not died.exists()
+            kept = [effect for effect in effects or () if isinstance(effect, Remember)]
+            perform(shell, kept if dies and not {acts} else effects, *others)
+            if dies:
+                died.write_text(state)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        ControllerShell._perform = perform_and_die
+        """,
+    )
+
+
+def _in_the_controller(directory: Path, code: str) -> dict[str, str]:
+    """Environment of ranks whose controllers run this first."""
+    directory.mkdir()
+    block = textwrap.indent(textwrap.dedent(code), "    ")
+    (directory / "sitecustomize.py").write_text(f"import sys\n\nif 'lastwords.controller' in sys.orig_argv:{block}")
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))}
 
 

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.integration.faults import controller_state, is_gone
+from tests.integration.faults import controller_state, dying, is_gone
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Launch, Rig
@@ -69,14 +70,22 @@ def test_a_controller_and_a_rank_that_are_killed_at_once_lose_nothing(rig: Rig, 
     rig.check_resume(launch, step)
 
 
-@pytest.mark.parametrize(
-    "after_s", [0.0, 0.005, 0.01, 0.02, 0.04, *(more(after_s) for after_s in (0.0025, 0.0075, 0.015, 0.03, 0.06, 0.1))]
-)
-def test_a_controller_that_is_killed_in_an_incident_is_followed(rig: Rig, after_s: float) -> None:
-    """Freezing, settling, saving, verifying, publishing, telling: whatever it was doing then."""
-    fault = Fault(1, 6, "forward", ("await_death:2", f"sleep:{after_s}", "kill_controller", "hang"))
-    launch = rig.launch(LAYOUT, faults=faults(fault))
+STAGES = [
+    *(("settling", True), ("saving", True), ("publishing", False)),
+    *(more("saving", False), more("verifying", True), more("publishing", True), more("exiting", False)),
+    *(more("settling", False), more("verifying", False), more("exiting", True)),
+]
+
+
+@pytest.mark.parametrize(("state", "acts"), STAGES)
+def test_a_controller_that_is_killed_in_an_incident_is_followed(
+    rig: Rig, tmp_path: Path, state: str, acts: bool
+) -> None:
+    """When it has kept that it is there, or when it has also done what follows from that."""
+    site = tmp_path / "site"
+    launch = rig.launch(LAYOUT, faults=faults(), env=dying(site, state, acts=acts))
     survive(rig, launch)
+    assert (site / "died").read_text() == state
 
 
 def test_a_controller_that_is_killed_when_all_have_been_told_leaves_nothing_behind(rig: Rig) -> None:
@@ -87,11 +96,15 @@ def test_a_controller_that_is_killed_when_all_have_been_told_leaves_nothing_behi
     assert rig.check_last_words(launch, KILL.victims, KILL.steps_expected(LAYOUT))
 
 
-def test_a_controller_that_is_killed_while_ranks_wait_at_the_end_releases_them(rig: Rig) -> None:
-    fault = Fault(1, LAYOUT.steps, "end", ("sleep:0.5", "kill_controller"))
-    launch = rig.launch(LAYOUT, faults=[fault])
+@pytest.mark.parametrize("acts", [False, more(True)])
+def test_a_controller_that_is_killed_while_ranks_wait_at_the_end_releases_them(
+    rig: Rig, tmp_path: Path, acts: bool
+) -> None:
+    site = tmp_path / "site"
+    launch = rig.launch(LAYOUT, env=dying(site, "releasing", acts=acts))
     launch.finish()
     rig.check_untouched(launch)
+    assert (site / "died").read_text() == "releasing"
 
 
 def test_a_controller_that_is_killed_again_and_again_is_started_by_hand(rig: Rig) -> None:
