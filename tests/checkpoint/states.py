@@ -13,7 +13,9 @@ from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
+from lastwords.checkpoint.shares import share_of
 from lastwords.checkpoint.system import REAL_OS, Os
+from lastwords.vocabulary import Share
 
 STEPS_PER_EPOCH = 10
 
@@ -64,18 +66,23 @@ class Job:
     def tmp_dir(self, root: Path, step: int) -> Path:
         return layout.tmp_dir(root, step, self.name, self.generation, self.incident, self.attempt)
 
+    def units_of(self, rank: int, step: int) -> dict[str, UnitState]:
+        """What this rank writes: rank 0 unit `a`, rank 1 unit `bb`; by their names in its part."""
+        unit = ("a", "bb")[rank]
+        return {unit: self.unit(unit, step)}
+
     def write(self, root: Path, step: int, os: Os = REAL_OS) -> Path:
-        """Both parts: rank 0 writes unit `a` and its own local state, rank 1 unit `bb` and its own."""
+        """Both parts: the units of each rank, and its own local state."""
         directory = self.tmp_dir(root, step)
         epoch, step_in_epoch = layout.epoch_and_step(step, STEPS_PER_EPOCH)
-        for rank, unit in ((0, "a"), (1, "bb")):
+        for rank in (0, 1):
             write_part(
                 directory,
                 rank,
                 epoch,
                 step_in_epoch,
                 step,
-                {unit: self.unit(unit, step)},
+                self.units_of(rank, step),
                 {rank: self.local(rank, step)},
                 {"torch": "2.13", "threads": 1 + rank},
                 job=self.name,
@@ -97,7 +104,8 @@ class Job:
         )
 
     def verify(self, directory: Path, step: int, os: Os = REAL_OS) -> list[tuple[int, str]]:
-        return publish.verify_parts(directory, (0, 1), ("a", "bb"), (0, 1), step, os)
+        wanted = [unit for rank in (0, 1) for unit in self.units_of(rank, step)]
+        return publish.verify_parts(directory, (0, 1), wanted, (0, 1), step, os)
 
     def save(self, root: Path, step: int, os: Os = REAL_OS) -> Path:
         """All of it, as writers and controller do together."""
@@ -115,6 +123,15 @@ class Job:
     def again(self, **changes: int | str) -> Job:
         """The same job, started again."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class SharedJob(Job):
+    """Each rank writes a share of both units."""
+
+    def units_of(self, rank: int, step: int) -> dict[str, UnitState]:
+        shares = (Share(unit, rank, 2) for unit in ("a", "bb"))
+        return {str(share): share_of(self.unit(share.unit, step), share) for share in shares}
 
 
 def published(

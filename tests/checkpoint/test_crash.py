@@ -15,7 +15,7 @@ from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import CheckpointError, LastWordsError
 from tests.checkpoint.interposed import Crash, InterposedOs, counting, crashing_at
 from tests.checkpoint.simulated_disk import Content, SimulatedOs
-from tests.checkpoint.states import Job, content_of, content_written
+from tests.checkpoint.states import Job, SharedJob, content_of, content_written
 from tests.selection import usually
 
 ROOT = Path("/ckpt")
@@ -102,11 +102,15 @@ CASES = {
     "the same step of the same job": ((OLDER, 37), (NEWER, 37), {}),
     "the same step, no exchange of names": ((OLDER, 37), (NEWER, 37), {"can_exchange": False}),
     "the same step of another job": ((OLDER, 37), (OTHER, 37), {}),
+    "written in shares": ((OLDER, 36), (SharedJob(generation=2, seed=7), 37), {}),
+    "a periodic one": ((OLDER, 36), (OLDER.again(incident=0, seed=7), 37), {}),
+    "last words after a periodic one": ((OLDER.again(incident=0), 36), (OLDER.again(seed=7), 37), {}),
+    "the same step as a periodic one": ((OLDER.again(incident=0), 37), (OLDER.again(seed=7), 37), {}),
     "no O_DIRECT": ((OLDER, 36), (NEWER, 37), {"direct": False}),
 }
 
 
-@pytest.mark.parametrize("case", usually(CASES, ["the next step", "the same step, no exchange of names"]))
+@pytest.mark.parametrize("case", usually(CASES, ["the next step", "the same step, no exchange of names", "written in shares"]))
 def test_power_lost_at_any_system_call_leaves_the_older_and_the_whole_new_one_or_none(case: str) -> None:
     older, newer, features = CASES[case]
     states = 0
