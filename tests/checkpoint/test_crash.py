@@ -110,7 +110,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", usually(CASES, ["the next step", "the same step, no exchange of names", "written in shares"]))
+@pytest.mark.parametrize(
+    "case", usually(CASES, ["the next step", "the same step, no exchange of names", "written in shares"])
+)
 def test_power_lost_at_any_system_call_leaves_the_older_and_the_whole_new_one_or_none(case: str) -> None:
     older, newer, features = CASES[case]
     states = 0

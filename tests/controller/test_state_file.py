@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,11 @@ from lastwords.controller.membership import LoopShape
 from lastwords.controller.memory import Gone, Memory, Registered
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.state_file import Owner, StateFile
-from lastwords.errors import ConfigError, FormatError, UnavailableError
+from lastwords.errors import ConfigError, FormatError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.vocabulary import DeathSource, Phase, ProcessId, Schedule, Stand
 from tests import golden
+from tests.killed import at_each_call
 
 PARTS = (PartPlan(0, 3, ("replicated",), (0, 1)),)
 MEMORY = Memory(
@@ -137,3 +141,60 @@ def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
     link.symlink_to(path)
     with golden.raises(ConfigError):
         state_file.read(link)
+
+
+NEWER = Remember(REMEMBERED.members, dataclasses.replace(MEMORY, incident=3))
+
+
+def kills(path: Path, tmp_path: Path) -> list[int | str]:
+    """What is read after each kill while the newer state takes the place of the older one."""
+    older = StateFile(path, OWNER, spec_of(tmp_path), "t0ken")
+    newer = StateFile(path, dataclasses.replace(OWNER, pid=OWNER.pid + 1), spec_of(tmp_path), "t0ken")
+    found: list[int | str] = []
+    for _ in at_each_call(lambda: newer.write(NEWER)):
+        try:
+            kept = state_file.read(path)
+        except LastWordsError as error:
+            found.append(type(error).__name__)
+        else:
+            memory = {OWNER.pid: MEMORY, OWNER.pid + 1: NEWER.memory}[kept.owner.pid]
+            found.append(kept.memory.incident if kept.memory == memory else "mixed")
+            assert state_file.owner(path) == kept.owner
+        older.write(REMEMBERED)
+    return found
+
+
+def test_killed_at_any_system_call_it_leaves_the_older_state_or_the_newer_one(path: Path, tmp_path: Path) -> None:
+    written(path, tmp_path)
+    found = kills(path, tmp_path)
+    assert len(found) > 5
+    assert {*found} == {2, 3}
+    assert found[-1] == 3
+
+
+def test_killed_before_there_is_any_it_leaves_none_or_a_whole_one(path: Path, tmp_path: Path) -> None:
+    file = StateFile(path, OWNER, spec_of(tmp_path), "t0ken")
+    found: list[bool | None] = []
+    for _ in at_each_call(lambda: file.write(REMEMBERED)):
+        try:
+            found.append(state_file.read(path).remembered == REMEMBERED)
+        except UnavailableError:
+            found.append(None)
+        path.unlink(missing_ok=True)
+    assert found[-1] is True
+    assert False not in found
+    assert [*path.parent.iterdir()], "nothing is left to remove"
+    paths.remove_job_dir("state-file", 2, "5f3a", root=tmp_path)
+    assert not path.parent.exists(), "what a killed controller was writing stays"
+
+
+@contextlib.contextmanager
+def in_place(path: Path) -> Iterator[int]:
+    yield os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+
+def test_a_file_that_is_written_in_place_is_torn(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    written(path, tmp_path)
+    monkeypatch.setattr(paths, "replacing", in_place)
+    assert "FormatError" in kills(path, tmp_path)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from lastwords.errors import BusyError, ConfigError, FormatError
-from lastwords.launcher.cluster_state import ClusterState, directory_of, token_path
+from lastwords.checkpoint.appearing import write_file
+from lastwords.checkpoint.part import write_document
+from lastwords.checkpoint.system import Os, read_whole
+from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError
+from lastwords.launcher import cluster_state
+from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, token_path
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.registry import Member, Process
 from tests import golden
+from tests.checkpoint.simulated_disk import SimulatedOs
+from tests.checkpoint.test_crash import crashes
 
 ENVIRONMENT = {
     "MS_ROLE": "MS_WORKER",
@@ -45,6 +54,59 @@ def test_what_is_kept_is_there_for_the_next_scheduler_and_nobody_else(tmp_path: 
     with ClusterState(cluster(tmp_path)).held() as anew:
         assert (anew.generation, anew.members) == (-1, {})
         assert anew.job != kept.job
+
+
+RECOVERY = Path("/recovery")
+OLDER, NEWER = (KeptCluster(VERSION, "127.0.0.1:8118", 2, "job", generation, 7 + generation) for generation in (1, 2))
+
+
+def disk() -> SimulatedOs:
+    """The older state is durable."""
+    made = SimulatedOs()
+    for directory in (RECOVERY, directory_of(RECOVERY)):
+        made.mkdir(directory)
+        made.fsync(made.open_directory(directory.parent))
+    write_file(directory_of(RECOVERY) / "state.json", msgspec.json.encode(OLDER), made)
+    return made
+
+
+def after_each_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None]) -> set[str]:
+    """What the next scheduler begins with, wherever the power was lost: the newer state has to be there if promised."""
+    directory_of(tmp_path).mkdir()
+    found = set()
+
+    def save(root: Path, os: Os) -> None:
+        monkeypatch.setattr(cluster_state, "write_file", functools.partial(write, os=os))
+        ClusterState(cluster(RECOVERY)).write(NEWER)
+
+    for _, after, promised in crashes(disk, save):
+        there, here = (directory_of(path) / "state.json" for path in (RECOVERY, tmp_path))
+        here.unlink(missing_ok=True)
+        if after.exists(there):
+            here.write_bytes(read_whole(there, after, bytes_max=1 << 20))
+        try:
+            with ClusterState(cluster(tmp_path)).held() as kept:
+                names = [name for name, known in (("older", OLDER), ("newer", NEWER)) if kept == known]
+                found.add("a broken promise" if promised and names != ["newer"] else "".join(names) or "neither")
+        except LastWordsError as error:
+            found.add(type(error).__name__)
+    return found
+
+
+def test_power_lost_at_any_system_call_leaves_the_older_state_or_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert after_each_crash(tmp_path, monkeypatch, write_file) == {"older", "newer"}
+
+
+def in_place(target: Path, raw: bytes, os: Os, *, replace: bool) -> None:
+    os.unlink(target)
+    write_document(target, raw, os, durable=True)
+
+
+def test_a_state_that_is_written_in_place_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    assert "neither" in after_each_crash(tmp_path, monkeypatch, in_place)
 
 
 def test_two_schedulers_on_one_path(tmp_path: Path) -> None:
