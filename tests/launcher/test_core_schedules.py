@@ -37,6 +37,10 @@ class Process:
     known: bool = False
     entries: int = 0
     generation: int = -1
+    goes_on_at: int = 0
+    """The step that it was told when it entered `main`."""
+    holds: int = 0
+    """The step that its loop has begun after."""
     begun: bool = False
     trained: bool = False
     """A loop has begun in it, so what is outside of `main` may have changed."""
@@ -52,12 +56,20 @@ class Process:
 
 @dataclass
 class World:
-    """A core and the processes that it directs. faulty: `main` raises wherever a process enters it once more."""
+    """A core and the processes that it directs.
+
+    faulty: `main` raises wherever a process enters it once more. careless: it may begin anew although a step is saved.
+    """
 
     core: LauncherCore
     deaths_left: int
     faulty: bool
     processes: list[Process]
+    careless: bool = False
+    asleep: tuple[int, ...] = ()
+    """Generations of processes that others have replaced though they had not ended: stopped, they may wake up."""
+    newest: int = -1
+    """Generation that was entered last; its store has this name."""
     step: int = 0
     """Newest one that is saved; 0: none."""
     released: bool = False
@@ -74,31 +86,36 @@ class World:
         core = self.core
         counts = core.generation, core._failures, core._deaths, core._step, core._failed_loop, self.deaths_left
         flags = core._healing, core.stopped, core._leaving, self.released, self.said, self.step, self.late
-        return repr((core._ranks.ranks, counts, flags, self.processes))
+        return repr((core._ranks.ranks, counts, flags, self.processes, self.asleep, self.newest))
 
     def handle(self, event: Event) -> list[Effect]:
         effects = self.core.handle(event, self.now_s)
         for effect in effects:
             match effect:
                 case Start(rank):
-                    self.processes[rank] = Process(known=self.processes[rank].known)
+                    if (before := self.processes[rank]).state in ALIVE:
+                        self.asleep = (*self.asleep, before.generation)
+                    self.processes[rank] = Process(known=before.known)
                 case Abandon(rank):
                     self.processes[rank].told = True
                 case Kill(rank):
                     self.processes[rank].condemned = True
-                case Enter(generation):
-                    self.enter(generation)
+                case Enter(generation, step=step):
+                    self.enter(generation, step)
                 case Stop(failure) if failure is not None and not self.may_stop:
                     self.wrong.append(f"the job is given up: {failure}")
         return effects
 
-    def enter(self, generation: int) -> None:
+    def enter(self, generation: int, step: int) -> None:
+        if generation <= self.newest:
+            self.wrong.append(f"I8: generation {generation} meets in a store where ranks have met before")
+        self.newest = generation
         if self.said:
             self.wrong.append("a job that has ended trains again")
         self.released = False
         for rank, one in enumerate(self.processes):
             if one.state == "main":
-                self.wrong.append(f"rank {rank} is still in generation {one.generation} when {generation} begins")
+                self.wrong.append(f"I8: rank {rank} is in generation {one.generation} when {generation} begins")
             if one.state != "waiting":
                 continue
             if one.condemned:
@@ -107,6 +124,7 @@ class World:
                 self.wrong.append(f"rank {rank} begins anew in a process that has trained")
             one.state, one.generation, one.entries = "main", generation, one.entries + 1
             one.begun = one.told = one.over = False
+            one.goes_on_at = step if generation else 0
 
     def moves(self) -> Iterator[Callable[[World], object]]:
         all_in = all(one.state == "main" for one in self.processes)
@@ -126,6 +144,8 @@ class World:
                 yield from self.moves_in_main(rank, one, all_in)
         if trains and not self.released:
             yield lambda world: world.release()
+        if trains and self.asleep:
+            yield lambda world: world.wake_up()
         if self.late and any(one.state == "main" and one.told for one in self.processes):
             yield lambda world: world.be_late()
 
@@ -140,7 +160,9 @@ class World:
         if fails and not one.told:
             yield lambda world: world.die(rank, 1)
         if all_in and not one.begun and not fails:
-            yield lambda world: world.begin(rank)
+            yield lambda world: world.begin(rank, world.step)
+            if self.careless and self.step:
+                yield lambda world: world.begin(rank, 0)
 
     def kill(self, rank: int, saves: bool = False) -> None:
         one = self.processes[rank]
@@ -167,9 +189,19 @@ class World:
         one.state, one.begun, one.told, one.known = "waiting", False, False, True
         self.handle(Waiting(rank, self.step if left else 0))
 
-    def begin(self, rank: int) -> None:
-        self.processes[rank].begun = self.processes[rank].trained = True
-        self.handle(Begun(rank, self.step))
+    def begin(self, rank: int, step: int) -> None:
+        """Its loop, after this step; a loop that does not go on where it has to raises (`worker.Stay.begun`)."""
+        one = self.processes[rank]
+        if step < one.goes_on_at:
+            return self.die(rank, 1)
+        one.begun = one.trained = True
+        one.holds = step
+        self.handle(Begun(rank, step))
+        if all(other.begun for other in self.processes) and len({other.holds for other in self.processes}) > 1:
+            self.wrong.append(f"I8: ranks train from different steps: {[other.holds for other in self.processes]}")
+
+    def wake_up(self) -> None:
+        self.wrong.append(f"I8: a process of generation {self.asleep[0]} goes on when {self.newest} trains")
 
     def release(self) -> None:
         self.released = True
@@ -195,11 +227,17 @@ class World:
 
 
 def explore(
-    ranks: int, deaths: int, make: Callable[[tuple[int, ...]], LauncherCore], faulty: bool = False, late: int = 0
+    ranks: int,
+    deaths: int,
+    make: Callable[[tuple[int, ...]], LauncherCore],
+    faulty: bool = False,
+    late: int = 0,
+    careless: bool = False,
 ) -> tuple[int, list[str]]:
     """Distinct states, and what was wrong in them. With two disturbances a job may be given up."""
     processes = [Process() for _ in range(ranks)]
-    first = World(make(tuple(range(ranks))), deaths, faulty, processes, may_stop=deaths + faulty + late > 2, late=late)
+    may_stop = careless or deaths + faulty + late > 2
+    first = World(make(tuple(range(ranks))), deaths, faulty, processes, careless, may_stop=may_stop, late=late)
     seen, queue, wrong = {first.key()}, [first], []
     while queue and len(wrong) < 20:
         world = queue.pop()
@@ -312,6 +350,51 @@ class Conservative(LauncherCore):
 
     def _renews(self) -> bool:
         return False
+
+
+def test_in_every_schedule_ranks_that_train_hold_the_same_step_also_where_main_may_begin_anew() -> None:
+    states, wrong = explore(3, 1, LauncherCore, careless=True)
+    print(f"3 ranks, 1 death, main may begin anew: {states} states")
+    assert wrong == []
+
+
+class Unordered(LauncherCore):
+    """Does not say where the loops go on."""
+
+    def _enter(self) -> list[Effect]:
+        return [Enter(effect.generation) for effect in super()._enter() if isinstance(effect, Enter)]
+
+
+class Repeating(LauncherCore):
+    """Lets all meet where those of the first generation have met."""
+
+    def _enter(self) -> list[Effect]:
+        return [Enter(0, step=effect.step) for effect in super()._enter() if isinstance(effect, Enter)]
+
+
+class Impatient(LauncherCore):
+    """Starts another process before the one that it kills has ended."""
+
+    def _tick(self, now_s: float) -> list[Effect]:
+        effects = super()._tick(now_s)
+        return effects + [more for one in effects if isinstance(one, Kill) for more in self._start(one.rank, now_s)]
+
+
+@pytest.mark.parametrize("broken", [Hasty, Repeating])
+def test_a_generation_that_begins_too_early_or_in_an_old_store_is_found(broken: type[LauncherCore]) -> None:
+    assert violates_i8(explore(3, 1, broken)[1])
+
+
+def test_a_rank_that_holds_another_step_is_found_where_nothing_says_which() -> None:
+    assert violates_i8(explore(3, 1, Unordered, careless=True)[1])
+
+
+def test_a_stopped_process_that_wakes_up_in_a_later_generation_is_found() -> None:
+    assert violates_i8(explore(2, 1, Impatient, late=1)[1])
+
+
+def violates_i8(wrong: list[str]) -> bool:
+    return any(one.startswith("I8: ") for one in wrong)
 
 
 @pytest.mark.parametrize("broken", [Hasty, Forgetful, Deaf, Trusting, Untiring])
