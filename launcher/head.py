@@ -24,6 +24,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from lastwords.clock import mono_s
+from lastwords.controller.words import ranks_text
 from lastwords.errors import FormatError, UnavailableError
 from lastwords.launcher.core import LauncherCore
 from lastwords.launcher.events import Begun, Effect, Ended, Enter, Event, Lost, Start, Stop, Tick, Updated, Waiting
@@ -46,6 +47,9 @@ HOSTS_AT_ONCE = 4096
 """Launchers that may come in the same moment."""
 
 CONNECT_S = 60.0
+HOSTS_S = 2 * CONNECT_S
+"""From the end of the rendezvous until the launchers of all its hosts have come: one may be lost in between."""
+
 AGAIN_S = 0.2
 
 STORE_S = 60.0
@@ -70,6 +74,8 @@ class Head:
         self._host_of: dict[int, Callable[[Effect], None]] = {}
         self._events: deque[Event] = deque()
         self._busy = False
+        self._size = size
+        self._hosts_due_s = None if start_s is None else mono_s() + HOSTS_S
 
     def take_over(self, generation: int, step: int) -> None:
         """Follow a head that was killed after it had let all ranks enter `main` in this generation."""
@@ -80,6 +86,8 @@ class Head:
         """A host of these ranks takes part."""
         self._hosts.append(obey)
         self._host_of.update(dict.fromkeys(ranks, obey))
+        if len(self._host_of) == self._size:
+            self._hosts_due_s = None
 
     def hear(self, event: Event) -> None:
         """Something has happened to a rank, wherever it is; also while an effect is carried out."""
@@ -99,11 +107,20 @@ class Head:
     @property
     def due_in_s(self) -> float | None:
         """When `tick` is wanted."""
-        due_s = self.core.deadline_s
-        return None if due_s is None else max(0.0, due_s - mono_s())
+        dues_s = [due_s for due_s in (self.core.deadline_s, self._hosts_due_s) if due_s is not None]
+        return max(0.0, min(dues_s) - mono_s()) if dues_s else None
 
     def tick(self) -> None:
         """Time has passed."""
+        if self._hosts_due_s is not None and mono_s() >= self._hosts_due_s:
+            self._hosts_due_s = None
+            missing = ranks_text(rank for rank in range(self._size) if rank not in self._host_of)
+            self.hear(
+                Lost(
+                    f"the launcher of the host of {missing} has not come within {HOSTS_S:g} s: it has ended, or"
+                    " a port is closed between the hosts"
+                )
+            )
         self.hear(Tick())
 
     def _carry_out(self, effect: Effect) -> None:
@@ -120,8 +137,10 @@ class Head:
                 ended = self._ended.pop(rank, Ended(rank, 0))
                 self._recovery.died(rank, ended.code, mono_s(), ended.how)
                 self._host_of[rank](effect)
-            case _:
+            case _ if effect.rank in self._host_of:
                 self._host_of[effect.rank](effect)
+            case _:
+                _log.warning("the launcher of rank %d's host has not come yet; all others wait for it", effect.rank)
 
     def _tell_all(self, effect: Effect) -> None:
         for obey in self._hosts:

@@ -158,3 +158,45 @@ def test_a_launcher_that_has_no_descriptors_for_a_while_goes_on_once_it_has(tmp_
         launcher.kill()
         launcher.wait()
     check_equal(tmp_path, undisturbed, {1: 1}, ranks=RANKS)
+
+
+CHANGED = """
+import os, pathlib, signal, sys
+import lastwords
+from lastwords.launcher import worker
+from tests.launcher.healed_training import DIRECTORY, main
+
+def ready(warm_up=worker.warm_up):
+    warm_up()
+    (DIRECTORY / "spare-is-ready").touch()
+
+if "LASTWORDS_SPARE" in os.environ:
+    while not all((DIRECTORY / f"trace-{rank}").exists() for rank in range(2)):
+        signal.sigtimedwait((), 0.05)
+    pathlib.Path(__file__).write_text(pathlib.Path(__file__).read_text() + "# another version")
+    worker.warm_up = ready
+lastwords.run(main)
+"""
+"""A script that is another one for its spare than for the ranks, which have begun by then."""
+
+
+@pytest.mark.thorough
+def test_a_spare_that_has_another_version_of_the_script_takes_nobodys_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CHANGED)
+    command = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += ["--spares", "1", str(script), str(tmp_path), "100000"]
+    with (tmp_path / "log").open("wb") as log:
+        launcher = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=log, stderr=log)
+    try:
+        until(lambda: (tmp_path / "spare-is-ready").exists(), "a spare that was started late")
+        (first,) = pids(tmp_path, 1)
+        os.kill(first, signal.SIGKILL)
+        assert launcher.wait(200) != 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+    (said,) = [line for line in (tmp_path / "log").read_text().splitlines() if "another version of" in line]
+    assert str(script) in said
+    assert "(a spare)" in (tmp_path / "log").read_text()
+    assert [len(pids(tmp_path, rank)) for rank in range(RANKS)] == [1, 1], "nobody trains with another version"

@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from lastwords.errors import FormatError
+from lastwords.launcher import head
 from lastwords.launcher.events import (
     Abandon,
     Awaited,
@@ -29,6 +30,7 @@ from lastwords.launcher.events import (
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
 from lastwords.launcher.versions import Sources
+from tests import golden
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,35 @@ def test_a_head_that_goes_stops_the_others() -> None:
     job.turn(3)
     (stop,) = job.there
     assert isinstance(stop, Stop)
+
+
+def test_the_launcher_of_a_host_that_is_lost_after_the_rendezvous_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, told = [0.0], list[Effect]()
+    monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
+    one = Head(2, 0, "127.0.0.1")
+    one.has_host(range(1), told.append)
+    one.hear(Waiting(0))
+    while not told:
+        assert one.due_in_s is not None, "all wait for ever"
+        now_s[0] += one.due_in_s
+        one.tick()
+    (stop,) = told
+    assert isinstance(stop, Stop)
+    golden.says(str(stop.failure))
+    golden.says("\n".join(caplog.messages))
+
+
+def test_where_all_launchers_have_come_none_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, told = [0.0], list[Effect]()
+    monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
+    one = Head(2, 0, "127.0.0.1")
+    for rank in range(2):
+        one.has_host(range(rank, rank + 1), told.append)
+    now_s[0] += 2 * head.HOSTS_S
+    one.tick()
+    assert (one.due_in_s, told) == (None, [])
 
 
 def test_whoever_does_not_know_the_token_is_not_heard() -> None:

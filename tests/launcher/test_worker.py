@@ -170,6 +170,27 @@ def test_a_run_that_no_with_encloses_is_held_and_ended_when_its_main_is_left(lau
     assert (one.held, one.closed) == (["Connection closed by peer"], 1)
 
 
+def test_what_is_kept_is_made_once_however_often_main_is_entered_and_what_main_returns_is_dropped(
+    launcher: socket.socket,
+) -> None:
+    seen: list[object] = []
+    leave = stuck([])
+
+    def main() -> int:
+        seen.append(keep("data of this test", object))
+        if len(seen) == 1:
+            leave()
+        return 5
+
+    thread, heard = play(launcher, [ENTER + b'{"abandon": true}\n', ENTER])
+    assert worker.run(main) is None  # type: ignore[func-returns-value]
+    assert [message["waiting"] for message in heard if "waiting" in message] == [0, 0]
+    first, again = seen
+    assert first is again
+    assert keep("other data of this test", object) is not first
+    del thread
+
+
 def test_a_worker_says_one_digest_of_the_users_code_and_the_files_only_where_they_are_asked_for(
     launcher: socket.socket,
 ) -> None:
