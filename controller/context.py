@@ -141,9 +141,9 @@ class JobContext:
         """Say one line to the operator."""
         self.effects.append(Log(level, text))
 
-    def tell_people(self, text: str, *, about: Collection[int] = ()) -> None:
-        """A line in the output of one rank: the lowest, if it can be none of those that it is about."""
-        self.log(INFO, text)
+    def tell_people(self, text: str, *, about: Collection[int] = (), level: int = INFO) -> None:
+        """A line in the log, and in the output of one rank: the lowest, if it can be none of those that it is about."""
+        self.log(level, text)
         living = [rank for rank in self.members.connected_ranks() if self.members.members[rank].life is Life.ALIVE]
         for rank in sorted(living, key=lambda rank: (rank in about, rank))[:1]:
             self.send(rank, Notice(self.generation, text))

@@ -63,7 +63,8 @@ class Periodic:
         self._missing: set[int] = set()  # ranks whose parts are not finished
         self._bytes: dict[int, int] = {}  # of the parts that have begun
         self._syncing = False  # a writer was inside fsync or the like
-        self._holds = False  # all ranks have left the loop, and wait for it
+        self._newest_step = 0  # of those that were published
+        self._left_at: int | None = None  # all ranks have left the loop after this step, and wait for it
         self._stage: StartVerify | StartPublish | None = None
 
     # ------------------------------------------------------------------ when
@@ -105,18 +106,26 @@ class Periodic:
             self._drop()
 
     def holds_release(self, step: int) -> bool:
-        """All ranks have left the loop at `step`: whether they have to stay until a checkpoint is written."""
-        self._holds = bool(self._orders) and self._step <= step
-        if self._holds:
-            self._context.timers.start("behind", self._due_s())
-        else:
+        """All ranks have left the loop at `step`: whether they have to stay until a checkpoint is written.
+
+        One that was asked for and that no step came after is of this step: nothing of it moves any more.
+        """
+        if self._orders and self._step > step:
+            self._wanted |= self._asked_for
             self._drop()
-        return self._holds
+        if self._wanted and not self._orders and self._newest_step != step:
+            self._order(step)
+            if not self._orders:
+                self._say_not_written(step, "a rank has ended")
+        self._left_at = step if self._orders else None
+        if self._orders:
+            self._context.timers.start("behind", self._due_s())
+        return bool(self._orders)
 
     @property
     def holds_no_more(self) -> bool:
         """Whether the checkpoint that the ranks have waited for is over."""
-        return self._holds and not self._orders
+        return self._left_at is not None and not self._orders
 
     def order_next(self) -> None:
         """Order the next checkpoint, unless one is under way already or everybody is leaving."""
@@ -137,7 +146,8 @@ class Periodic:
         """`checkpoint`: one is due. `behind`: writers show no progress."""
         if name == "checkpoint":
             self._rearm()
-            self.want()
+            if not self._context.members.anyone_left:
+                self.want()
         elif self._orders:
             who = ranks_text(self._missing) if self._missing else "the controller"
             self._give_up(f"{who} made no progress")
@@ -202,7 +212,7 @@ class Periodic:
         if not self._expects(report.rank, report.attempt):
             return
         self._ended = max(self._ended, self._step)
-        if not report.missed:
+        if not report.missed or self._step == self._left_at:
             self._give_up(f"rank {report.rank}: {report.reason}")
             return
         self._wanted |= self._asked_for
@@ -285,7 +295,7 @@ class Periodic:
     def _published(self, path: str) -> None:
         written = sum(self._bytes.values())
         self._context.log(INFO, f"checkpoint of step {self._step}: {written / 1e6:.1f} MB in {path}")
-        self._troubled = False
+        self._troubled, self._newest_step = False, self._step
         self._ahead_steps = max(1, self._ahead_steps // 2)
         self._forget()
         if self._schedule.keep_max or self._schedule.keep_minutes:
@@ -293,11 +303,18 @@ class Periodic:
         self.order_next()
 
     def _give_up(self, why: str) -> None:
-        text = f"the periodic checkpoint of step {self._step} was not written: {why}; training continues"
-        self._context.log(INFO if self._troubled else WARNING, text)
-        self._troubled = True
+        self._say_not_written(self._step, why)
         self._drop()
         self.order_next()
+
+    def _say_not_written(self, step: int, why: str) -> None:
+        """In the output of a rank, too, until one is written again."""
+        text = f"the periodic checkpoint of step {step} was not written: {why}; training continues"
+        if self._troubled:
+            self._context.log(INFO, text)
+        else:
+            self._context.tell_people(text, level=WARNING)
+        self._troubled = True
 
     def _drop(self) -> None:
         if self._orders:

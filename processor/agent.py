@@ -243,11 +243,13 @@ class Agent:
         self._park(lambda: not self._core.frozen and look())
 
     def left(self) -> None:
-        """The loop is over here; waits until every rank has left, or for the incident's end."""
+        """The loop is over here; waits until all have left, and copies the last step if told to, or for an incident."""
         with self._condition:
             self._core.mark_left()
             self._settle_calls()
-        self._park(lambda: self._core.released)
+        while not self._core.released:
+            self._park(lambda: self._core.released or self._core.copy_due is not None)
+            self.copy_if_due()
 
     def raised(self, text: str, secondary: bool) -> None:
         """An exception leaves the loop. Returns when the incident is over, never raises."""
@@ -300,9 +302,7 @@ class Agent:
         """Wait for `ready()`; False after `timeout_s`. Raises ConfigError if refused, SystemExit if told to leave."""
         deadline_mono_s = clock.mono_s() + timeout_s
         with self._condition:
-            while not ready():
-                if (left_s := deadline_mono_s - clock.mono_s()) <= 0 or self._departure.decided:
-                    break
+            while not ready() and not self._departure.decided and (left_s := deadline_mono_s - clock.mono_s()) > 0:
                 self._condition.wait(min(left_s, interfaces.PARK_POLL_S))
         if not (is_ready := ready()):
             self._leave_if_told()

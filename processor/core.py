@@ -51,7 +51,7 @@ from lastwords.processor.events import (
     Tick,
     Wake,
 )
-from lastwords.processor.phases import PARKED, TRANSITIONS, misuse, row
+from lastwords.processor.phases import ENDED_PHASES, PARKED, TRANSITIONS, misuse, row
 from lastwords.processor.rank_state import RankState
 from lastwords.vocabulary import (
     NO_SCHEDULE,
@@ -209,7 +209,7 @@ class ProcessorCore(RankState):
         if self._said.left is None:
             self._said.left = Left(self.rank, self.generation, self.stand)
             self._outbox.send(self._said.left)
-            self._snapshots.on_left()
+            self._snapshots.on_left(self._ended_step)
         self._after_move()
 
     def mark_raised(self, text: str, secondary: bool) -> None:
@@ -323,9 +323,10 @@ class ProcessorCore(RankState):
                 wakes = self._part.on_proceed(order, self.settled_stand)
             case Save(incident=0):
                 if not self._part.incident:
-                    self._snapshots.on_save(order, self._ended_step, may_copy=self._phase is _COMPUTING)
+                    self._snapshots.on_save(order, self._ended_step, may_copy=self._phase in ENDED_PHASES)
                     if self._said.left is not None:
-                        self._snapshots.on_left()
+                        self._snapshots.on_left(self._ended_step)
+                        wakes = self.copy_due is not None
             case Save():
                 self._part.on_save(order, self.settled_stand)
             case Resume():

@@ -84,7 +84,7 @@ class RankState:
     def copy_due(self) -> Save | None:
         """The periodic checkpoint for which the state has to be copied now, before anything of it moves on."""
         order = self._snapshots.due(self._ended_step)
-        if order is None or self._phase is not _COMPUTING or self._part.incident or self._leaving:
+        if order is None or self._phase not in ENDED_PHASES or self._part.incident or self._leaving:
             return None
         return order
 

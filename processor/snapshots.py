@@ -60,10 +60,11 @@ class Snapshots:
             self._waiting = None
             self._refuse(order, reason)
 
-    def on_left(self) -> None:
-        """The loop is over: what has not been copied by now never is."""
-        order, self._waiting = self._waiting, None
-        if order is not None:
+    def on_left(self, ended_step: int) -> None:
+        """The loop is over after this step, which can still be copied: no other one comes."""
+        order = self._waiting
+        if order is not None and order.step > ended_step:
+            self._waiting = None
             self._refuse(order, f"rank {self._rank} has left the training loop", missed=True)
 
     def on_step_ended(self, ended_step: int) -> None:

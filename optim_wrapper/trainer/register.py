@@ -269,7 +269,10 @@ class TFTRegister:
             run.schedule = schedule_of(config, self._config.ckpt_save_path)
 
     def save(self) -> None:
-        """Write a checkpoint of the end of this step, or of one soon after it, as `every` does; from any rank."""
+        """Write a checkpoint of the end of this step, or of one soon after it, as `every` does; from any rank.
+
+        After the last step, of that one; after the end of `with tft:` none, which is said.
+        """
         self._started("save").want_save()
 
     # ------------------------------------------------------------------ the loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from lastwords.processor.box_reader import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import NO_SCHEDULE
+
+_log = logging.getLogger(__name__)
 
 
 class Run:
@@ -248,7 +251,10 @@ class ProtectedRun(Run):
         self.protection.agent.between_steps(self.recorder.look_again)
 
     def want_save(self) -> None:
-        """A checkpoint of the next step's end is wanted."""
+        """A checkpoint of the next step's end is wanted. Too late for one, it raises nothing: it may be a `finally`."""
+        if self.protection.closed:
+            _log.warning("tft.save() writes nothing after the end of `with tft:` (or tft.stop()): call it before that")
+            return
         self.protection.agent.want_save()
 
     # ------------------------------------------------------------------ the end

@@ -19,6 +19,7 @@ from lastwords.vocabulary import (
     Freeze,
     Left,
     LoopBegin,
+    Notice,
     Phase,
     ProcessId,
     Refused,
@@ -178,14 +179,16 @@ def test_one_that_is_wanted_while_another_is_written_comes_after_it() -> None:
 
 def test_a_part_that_fails_ends_it_and_is_said_once() -> None:
     job = due(Schedule(steps=10))
-    said = []
+    said, shown = [], list[tuple[int, Notice]]()
     for attempt in (1, 2):
         failed(job, 1, 10 * attempt, attempt)
         said += [effect.level for effect in job.effects if hasattr(effect, "level")]
+        shown += job.sent(Notice).items()
         if attempt == 1:
             golden.says(job.logs())
             assert job.discards() == [(1, 10)]
     assert said == [30, 20]
+    assert [rank for rank, _ in shown] == [0], "in the output of one rank, once"
     assert job.core.state is State.WATCHING
 
 
@@ -419,6 +422,51 @@ def test_a_rank_that_is_still_at_the_step_has_as_long_as_it_takes() -> None:
     job.hear(Status(2, GENERATION, computing(11)))
     job.wait(31.0)
     assert job.discards() == [(1, 10)]
+
+
+@pytest.mark.parametrize("when", ["after the last step", "in the last step, and too late", "when some have left"])
+def test_one_that_is_asked_for_after_the_last_step_is_of_that_step(when: str) -> None:
+    job = due(Schedule())
+    job.at(100 if when == "after the last step" else 99)
+    if when != "when some have left":
+        job.hear(SaveWanted(0, GENERATION))
+        (step,) = {order.step for order in job.sent(Save).values()}
+        assert step == 101 if when == "after the last step" else 100
+        if when == "in the last step, and too late":
+            failed(job, 1, 100, missed=True)
+    job.hear(Left(0, GENERATION, computing(100)))
+    if when == "when some have left":
+        job.hear(SaveWanted(1, GENERATION))
+    for rank in (1, 2):
+        job.hear(Left(rank, GENERATION, computing(100)))
+    orders = job.sent(Save)
+    assert {order.step for order in orders.values()} == {100}
+    assert not job.sent(Release)
+    written(job, 100, orders[0].attempt)
+    job.verified(attempt=orders[0].attempt, incident=0)
+    job.published(attempt=orders[0].attempt, incident=0)
+    assert len(job.sent(Release)) == 3
+
+
+def test_nobody_waits_for_a_second_checkpoint_of_the_last_step() -> None:
+    job = due(Schedule(steps=100))
+    job.at(100)
+    job.hear(SaveWanted(0, GENERATION))
+    written(job, 100)
+    leave(job, 100)
+    job.verified(incident=0)
+    job.published(incident=0)
+    assert len(job.sent(Release)) == 3
+
+
+def test_one_of_the_last_step_that_fails_is_said_and_holds_nobody() -> None:
+    job = due(Schedule())
+    job.at(100)
+    job.hear(SaveWanted(0, GENERATION))
+    leave(job, 100)
+    failed(job, 1, 100, attempt=2)
+    assert [order.text for order in job.sent(Notice).values()]
+    assert len(job.sent(Release)) == 3
 
 
 def test_ranks_that_have_all_left_may_wait_long_for_what_is_being_written() -> None:

@@ -106,6 +106,17 @@ def test_one_that_is_asked_for_is_written(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+@pytest.mark.parametrize("phase", usually(("end", "left"), ("left",)))
+def test_one_that_is_asked_for_in_the_last_step_or_after_it_is_of_that_step(rig: Rig, phase: str) -> None:
+    layout = Layout()
+    launch = rig.launch(layout, faults=(Fault(1, layout.steps, phase, ("save",)),))
+    launch.finish()
+    assert set(launch.codes.values()) == {0}, launch.job.report()
+    assert steps_of(launch) == [layout.steps]
+    check_sound(launch.checkpoints[0])
+    assert first_difference(rig.reference(layout), launch.track, range(1, layout.steps + 1)) is None
+
+
 def test_only_so_many_are_kept(rig: Rig) -> None:
     launch = rig.launch(Layout(epochs=6), every=EVERY, keep=2)
     launch.finish()

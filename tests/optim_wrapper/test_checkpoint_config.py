@@ -201,7 +201,7 @@ def test_a_directory_that_differs_is_refused_also_where_nothing_would_be_written
 @pytest.mark.process
 @pytest.mark.parametrize("switch", ["{TTP:1}", "{TTP:0}"])
 def test_a_model_checkpoint_writes_unless_switched_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, switch: str
 ) -> None:
     monkeypatch.setenv("MS_ENABLE_TFT", switch)
     model = nn.Linear(2, 2)
@@ -209,6 +209,10 @@ def test_a_model_checkpoint_writes_unless_switched_off(
     with tft:
         tft.every(ModelCheckpoint("resnet", tmp_path, CONFIG))
         train(tft, model, 4)
+    caplog.clear()
+    tft.save()
+    if switch == "{TTP:1}":
+        golden.says("\n".join(caplog.messages))
     written = [Claimed.read(path) for path in load.candidates([tmp_path], REAL_OS)]
     if switch == "{TTP:1}":
         assert written

@@ -12,6 +12,7 @@ from lastwords.processor.events import (
     SaveProgressed,
     SessionUp,
     StartSave,
+    Wake,
 )
 from lastwords.vocabulary import (
     Phase,
@@ -71,10 +72,10 @@ def test_an_order_for_the_step_that_has_just_ended_is_in_time() -> None:
     assert rank.core.copy_due is not None
 
 
-@pytest.mark.parametrize("phase", [Phase.READY, Phase.UPDATING, Phase.UPDATED, Phase.SKIPPED, Phase.DONE])
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.UPDATING, Phase.UPDATED, Phase.SKIPPED])
 def test_an_order_that_comes_after_the_next_step_has_begun_is_too_late(phase: Phase) -> None:
     rank = RankDriver(4)
-    rank.walk(phase, 4 if phase is Phase.DONE else 5)
+    rank.walk(phase, 5)
     rank.core.take_effects()
     (answer,) = told(rank, 4)
     assert isinstance(answer, SaveFailed)
@@ -177,14 +178,26 @@ def test_an_order_of_another_generation_is_void() -> None:
     assert not rank.order(Save(GENERATION + 1, 0, 1, 5, (), (1,), 0, "due"))
 
 
-@pytest.mark.parametrize("wanted", [4, 9])
-def test_a_rank_that_leaves_its_loop_says_that_it_has_not_copied(wanted: int) -> None:
+def test_a_rank_that_leaves_its_loop_says_that_no_later_step_comes() -> None:
     rank = RankDriver(4)
-    told(rank, wanted)
+    told(rank, 9)
     rank.core.mark_left()
     answers = [one for one in reports(rank.core.take_effects()) if isinstance(one, SaveFailed)]
     assert [answer.missed for answer in answers] == [True]
-    assert any(isinstance(one, SaveFailed) and one.missed for one in told(rank, wanted + 5, attempt=2))
+    assert any(isinstance(one, SaveFailed) and one.missed for one in told(rank, 14, attempt=2))
+    assert rank.core.copy_due is None
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_the_last_step_is_copied_after_the_rank_has_left_its_loop(told_first: bool) -> None:
+    rank = RankDriver(4)
+    if told_first:
+        told(rank, 4)
+    rank.core.mark_left()
+    rank.core.take_effects()
+    if not told_first:
+        assert Wake() in rank.save(4, 1, incident=0), "the training thread waits, and is needed"
+    assert [effect.order.step for effect in copied(rank) if isinstance(effect, StartSave)] == [4]
 
 
 def test_a_rank_that_leaves_its_loop_goes_on_writing() -> None:

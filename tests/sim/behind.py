@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lastwords.controller import events as to_controller
 from lastwords.processor import events as to_processor
-from lastwords.vocabulary import Order, Phase, Report, Save, Saved
+from lastwords.processor.phases import ENDED_PHASES
+from lastwords.vocabulary import Order, Report, Save, Saved
 from tests.sim.ledger import Written
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def comes_too_late(trainer: Trainer, order: Order) -> bool:
     if not isinstance(order, Save) or order.incident:
         return False
     ended, phase = trainer.record.ended, trainer.core.stand.phase
-    return order.step < ended or (order.step == ended and phase is not Phase.COMPUTING) or trainer.copying is not None
+    return order.step < ended or (order.step == ended and phase not in ENDED_PHASES) or trainer.copying is not None
 
 
 def is_of_none(message: Order | Report) -> bool:

@@ -13,9 +13,6 @@ from tests.sim.periodic_schedule import Behind
 from tests.sim.periodic_world import Record
 from tests.sim.schedule import Plan
 
-LAST_STEPS = 4
-"""So near to the end of the loop one that is wanted may come too late."""
-
 
 def what_is_due_is_published(plan: Plan, behind: Behind, ledger: Ledger, record: Record) -> list[str]:
     """Complaints about a schedule without faults."""
@@ -75,6 +72,7 @@ def _any_fell_through(record: Record, at_s: float) -> bool:
 
 def _wanted(job: Job, record: Record) -> Iterator[str]:
     for at_s, ended in record.wanted:
-        late = ended > job.steps - LAST_STEPS or _any_fell_through(record, at_s)
-        if not late and not any(published_s > at_s for published_s in record.published.values()):
+        newest_has_come = ended == job.steps and job.steps in record.published
+        came = newest_has_come or any(published_s > at_s for published_s in record.published.values())
+        if not came and not _any_fell_through(record, at_s):
             yield f"one was wanted at {at_s:.3f} s in step {ended + 1}, and none came"

@@ -102,7 +102,8 @@ class PeriodicWorld(TimedWorld):
         super()._arrive_down(trainer, session, order)
 
     def hear(self, session: int, report: Report) -> None:
-        if isinstance(report, SaveWanted) and self.bound.get(report.rank) == session:
+        in_time = self.controller.outcome is None and self.bound.get(report.rank) == session
+        if isinstance(report, SaveWanted) and in_time:
             self.record.wanted.append((self.now_s, max(other.record.ended for other in self.trainers)))
         super().hear(session, report)
 

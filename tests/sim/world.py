@@ -424,7 +424,7 @@ class World:
             self._leave_loop(trainer)
 
     def _leave_loop(self, trainer: Trainer) -> None:
-        if trainer.record.ended < self.job.steps:
+        if trainer.record.ended < self.job.steps and trainer.core.stand.phase is not Phase.DONE:
             self.ledger.certain_faults += 1
         trainer.core.mark_left()
         if trainer.rank % 2:
@@ -438,7 +438,8 @@ class World:
             self.drain(trainer)
 
     def _from_left(self, trainer: Trainer) -> None:
-        """Woken for nothing: `released` and `leave` end the process by themselves."""
+        """Woken for a copy, or for nothing: `released` and `leave` end the process by themselves."""
+        behind.begins_copy(self, trainer, At.LEFT, At.COPY)
 
     # ------------------------------------------------------------------ processes end
 
