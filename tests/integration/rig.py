@@ -359,6 +359,7 @@ class Rig:
         faults: Sequence[Fault],
         *,
         spares: int = 0,
+        launcher: str = "healing",
         meanwhile: Callable[[Launch], None] = lambda _: None,
         **settings: Any,
     ) -> tuple[Launch, Difference | None]:
@@ -369,7 +370,7 @@ class Rig:
         """
         flags = ["--spares", str(spares)]
         arguments: dict[str, Any] = {"faults": faults, "missing_ok": True, **settings}
-        launch = self.launch(layout, launcher="healing", launcher_arguments=flags, **arguments)
+        launch = self.launch(layout, launcher=launcher, launcher_arguments=flags, **arguments)
         meanwhile(launch)
         launch.finish(HEALED_TIMEOUT_S)
         ranks = range(layout.world_size)

@@ -120,6 +120,17 @@ def test_a_rank_that_pauses_is_waited_for_with_a_death_beside_it_and_without(rig
 
 
 @pytest.mark.thorough
+def test_a_rank_that_is_stopped_for_longer_than_it_is_waited_for_is_replaced(rig: Rig) -> None:
+    """Who waits for 6 s replaces it, where who waits for 120 s has let it pause for 8 s."""
+    stopped = Fault(0, 5, "forward", ("mark:here", "stop:25"))
+    dead = Fault(1, 5, "forward", ("await:here", "kill"))
+    launch, difference = rig.healed(LAYOUT, [stopped, dead], launcher="impatient")
+    assert difference is None, launch.fail(str(difference))
+    assert [len(launch.track.pids(rank)) for rank in range(LAYOUT.world_size)] == [2, 2, 1], launch.job.report()
+    assert [one["step"] for one in launch.incidents() if one["outcome"] == "SAVED"] == [4]
+
+
+@pytest.mark.thorough
 def test_a_rank_that_leaves_its_loop_early_is_taken_back_and_no_process_is_replaced(rig: Rig) -> None:
     soon = {"LASTWORDS_LEAVE_TIMEOUT_S": "5"}
     launch, difference = rig.healed(LAYOUT, [Fault(1, 3, "end", ("break",))], env=soon)

@@ -31,7 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-AGENTS = {"torchrun": ("torch.distributed.run",), "healing": ("lastwords.cli", "run")}
+AGENTS = {
+    "torchrun": ("torch.distributed.run",),
+    "healing": ("lastwords.cli", "run"),
+    "impatient": ("tests.launcher.impatient",),
+}
 """Launchers that start the ranks themselves: what follows `python -m`."""
 
 MESSAGE_BYTES_MAX = 256 * 1024
