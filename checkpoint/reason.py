@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -106,6 +106,16 @@ def merged(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
         alike = replace(reason, ranks=(-1,)) if reason.ranks else reason
         ranks.setdefault(alike, set()).update(reason.ranks)
     return tuple(replace(alike, ranks=tuple(sorted(owners))) for alike, owners in ranks.items())
+
+
+def first_of(reasons: Sequence[Reason]) -> str:
+    """The first one, and how many more there are.
+
+    >>> first_of([]), first_of([Reason("late")]), first_of([Reason("late"), Reason("other")])
+    ('', 'late', 'late (and 1 more)')
+    """
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return f"{reasons[0]}{more}" if reasons else ""
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -38,10 +38,14 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The training loop of `rank` has begun after `step`, so a controller looks after it."""
+    """The training loop of `rank` has begun after `step`, so a controller looks after it.
+
+    inexact: why it may differ from one that was never interrupted; "" where nothing is known.
+    """
 
     rank: int
     step: int = 0
+    inexact: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,8 @@ class Head:
             case Waiting(rank, step, record):
                 self._record = Path(record) if record else self._record
                 self._recovery.waiting(rank, step, now_s)
-            case Begun(rank, step):
-                self._recovery.begun(rank, step, now_s)
+            case Begun(rank, step, inexact):
+                self._recovery.begun(rank, step, now_s, inexact)
             case Updated(rank):
                 if (line := self._recovery.updated(rank, now_s)) is not None:
                     threading.Thread(target=_tell_of, args=(line, self._record), daemon=True).start()

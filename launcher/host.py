@@ -282,7 +282,7 @@ class Host:
         elif who.rank is not None and "sources" in message:
             self._report(Sources(who.rank, message["sources"]))
         elif who.rank is not None and "begun" in message:
-            self._report(Begun(who.rank, int(message["begun"])))
+            self._report(Begun(who.rank, int(message["begun"]), str(message.get("inexact", ""))))
         elif who.rank is not None and "updated" in message:
             self._restock_in(RESTOCK_AFTER_UPDATE_S)
             self._report(Updated(who.rank))

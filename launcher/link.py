@@ -2,9 +2,9 @@
 
 From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "record": path of incidents.jsonl or "",
 "sources": one digest, "entered": its newest generation or -1}, {"sources": digests by path} where it is asked,
-{"begun": step after which its loop goes on}, {"updated": true} after its first step, {"over": true} after the loop,
-{"state": path of what a controller of this host keeps for the one that follows it}, {"controller": work, "asked":
-number}.
+{"begun": step after which its loop goes on, "inexact": why it may differ, if it may}, {"updated": true} after its first
+step, {"over": true} after the loop, {"state": path of what a controller of this host keeps for the one that follows
+it}, {"controller": work, "asked": number}.
 To a worker: {"sources": true}, {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter":
 generation, "port": p, "step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more,
 {"controller": [pid, answer] or null, "asked": number}, and {"lost": true} where the scheduler of a cluster has gone.

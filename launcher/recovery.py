@@ -3,12 +3,12 @@
 A recovery lasts from the first death until every rank has updated its weights again. Its line in incidents.jsonl:
 
     {"outcome": "RECOVERED", "generation", "step", "began_mono_s", "died_mono_s",
-     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?}, ...]}
+     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "inexact"?}, ...]}
 
 generation: of the ranks that go on. began_mono_s: when the generation before it entered `main`. died_mono_s: the first
 sign that it is over. Events: died (the process has ended; the controller often knows before), left (a survivor is out
-of `main`), ready (the process that replaces a dead one waits), entered, begun (the loop of a rank), updated. Instants
-are CLOCK_MONOTONIC, as the controller's are.
+of `main`), ready (the process that replaces a dead one waits), entered, begun (the loop of a rank; inexact: why it may
+differ from one that was never interrupted), updated. Instants are CLOCK_MONOTONIC, as the controller's are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lastwords.controller.words import ranks_text
 from lastwords.liveness.endings import ending_text
 from lastwords.vocabulary import ExitKind, Phase, Stand
 
@@ -30,6 +31,7 @@ UNKNOWN_CODE = 256
 
 _STAND = re.compile(r"([A-Z_]+)\((\d+)\)")
 _NONE: dict[str, Any] = {"events": []}
+NOTHING_MORE: Mapping[str, str] = {}
 
 
 @dataclass
@@ -66,11 +68,11 @@ class Recovery:
         else:
             self._began_s = now_s
 
-    def begun(self, rank: int, step: int, now_s: float) -> None:
-        """The loop of `rank` begins after `step`."""
+    def begun(self, rank: int, step: int, now_s: float, inexact: str = "") -> None:
+        """The loop of `rank` begins after `step`. inexact: as of `events.Begun`."""
         if self._events:
             self._step = max(self._step, step)
-            self._note("begun", rank, now_s)
+            self._note("begun", rank, now_s, {"inexact": inexact} if inexact else {})
 
     def updated(self, rank: int, now_s: float) -> str | None:
         """`rank` has ended its first step of this generation. The line of JSON, if it is the last one to do so."""
@@ -94,8 +96,8 @@ class Recovery:
         self._dead.clear()
         return line
 
-    def _note(self, what: str, rank: int, now_s: float) -> None:
-        self._events.append({"what": what, "mono_s": round(now_s, 6), "rank": rank})
+    def _note(self, what: str, rank: int, now_s: float, more: Mapping[str, str] = NOTHING_MORE) -> None:
+        self._events.append({"what": what, "mono_s": round(now_s, 6), "rank": rank, **more})
 
 
 def sentence(line: str, incident: Mapping[str, Any] | None) -> str:
@@ -127,13 +129,24 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
             dead.setdefault(one["rank"], seen.get(one["rank"]) or one.get("how") or _end(one["code"]))
     who = ", ".join(f"rank {rank} died ({how})" for rank, how in dead.items())
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
-    return f"{who}: {', '.join(found)}; {_saved(record['step'], incident)}"
+    inexact = _inexact(record["events"])
+    return f"{who}: {', '.join(found)}; {_saved(record['step'], incident, exact=not inexact)}{inexact}"
 
 
-def _saved(step: int, incident: Mapping[str, Any] | None) -> str:
+def _inexact(events: Iterable[Mapping[str, Any]]) -> str:
+    """Whose loop may differ from now on, as far as the newest entry tells, and why the first one's may."""
+    why = {one["rank"]: one.get("inexact", "") for one in events if one["what"] == "begun"}
+    ranks = sorted(rank for rank, reason in why.items() if reason)
+    if not ranks:
+        return ""
+    where = "" if len(ranks) == len(why) else f" on {ranks_text(ranks)}"
+    return f"; the resume is not exact{where}: {why[ranks[0]]}"
+
+
+def _saved(step: int, incident: Mapping[str, Any] | None, *, exact: bool) -> str:
     """What became of the steps. step: the newest one that was saved."""
     if incident is not None and incident.get("outcome", SAVED) == SAVED:
-        return f"nothing lost, step {step} was saved"
+        return f"{'nothing lost, ' if exact else ''}step {step} was saved"
     stands = [_STAND.fullmatch(one.get("stand", "")) for one in incident["events"]] if incident is not None else []
     ended = max((Stand(Phase[found[1]], int(found[2])).ended_step for found in stands if found), default=step)
     lost = f"STEPS {step + 1} TO {ended} ARE LOST, " if ended > step else ""

@@ -261,7 +261,7 @@ class Scheduler:
         elif "sources" in message:
             self._report(Sources(rank, message["sources"]))
         elif "begun" in message:
-            self._report(Begun(rank, int(message["begun"])))
+            self._report(Begun(rank, int(message["begun"]), str(message.get("inexact", ""))))
         elif "updated" in message:
             self._report(Updated(rank))
         elif "over" in message:

@@ -170,7 +170,7 @@ class Stay:
             for run in self._runs:
                 run.hold(error)
 
-    def begun(self, step: int) -> None:
+    def begun(self, step: int, inexact: str) -> None:
         """The training loop begins after `step`; a controller looks after this rank."""
         if step < self._goes_on_at:
             raise ConfigError(
@@ -180,7 +180,7 @@ class Stay:
         self.trains = True
         self._goes_on_at = 0  # of a loop that comes after this one nothing is known
         with contextlib.suppress(OSError):
-            send(self._link, {"begun": step})
+            send(self._link, {"begun": step, **({"inexact": inexact} if inexact else {})})
 
     def controlled(self, path: Path) -> None:
         """A controller of this host looks after this rank."""

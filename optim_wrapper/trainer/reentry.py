@@ -32,8 +32,11 @@ class Leaver(Protocol):
     def controlled(self, path: Path) -> None:
         """A controller of this host looks after this rank; it keeps its state in `path`."""
 
-    def begun(self, step: int) -> None:
-        """The training loop begins after `step`. ConfigError where a later one is saved, which it should go on from."""
+    def begun(self, step: int, inexact: str) -> None:
+        """The training loop begins after `step`; inexact: why it may differ from one that was never interrupted, or "".
+
+        ConfigError where a later step is saved, which it should go on from.
+        """
 
     def updated(self) -> None:
         """Its first step is over."""

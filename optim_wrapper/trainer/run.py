@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lastwords.checkpoint.reason import first_of
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -229,7 +230,7 @@ class ProtectedRun(Run):
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
         self._layout.compare_at_start(self.protection.agent.corrupt)
         if (leaver := reentry.leaver()) is not None:
-            leaver.begun(self.start_step)
+            leaver.begun(self.start_step, "" if self.resumed is None else first_of(self.resumed.reasons))
         self._on_first_end = leaver
 
     def under_way(self, epoch: int, step: int) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import lastwords
 from lastwords.launcher import head
 from lastwords.launcher.events import Begun, Ended, Updated, Waiting
 from lastwords.launcher.recovery import OUTCOME, UNKNOWN_CODE, Recovery, incident_of, sentence
 from lastwords.liveness.endings import OomKills, ending_text
+from lastwords.optim_wrapper.trainer import reentry
 from tests import golden
 
 KILLED = -9
@@ -95,6 +98,54 @@ def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_that_of_its_replacem
     recovery.died(1, KILLED, 20.0)
     recovery.died(1, 1, 20.1)
     assert sentence(json.dumps(again(recovery)), None).startswith("rank 1 died (SIGKILL): ")
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (2,)], ids=["all", "one"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_where_the_resume_is_not_exact_the_sentence_does_not_say_that_nothing_is_lost(
+    ranks: tuple[int, ...], saved: bool
+) -> None:
+    recovery = training()
+    recovery.died(1, KILLED, 20.0)
+    recovery.entered(1, 20.1)
+    for rank in range(3):
+        recovery.begun(rank, 31, 20.2, "the saved run had another torch (and 1 more)" if rank in ranks else "")
+    line = json.dumps(again(recovery))
+    golden.says(sentence(line, {"known_mono_s": 20.0, "events": []} if saved else None))
+
+
+class Told(reentry.Leaver):
+    """In place of the stay in `main`: what a run says of itself."""
+
+    begins: tuple[int, str] | None = None
+
+    def begun(self, step: int, inexact: str) -> None:
+        self.begins = step, inexact
+
+
+@pytest.mark.process
+def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, told = torch.get_num_threads(), list[tuple[int, str] | None]()
+    try:
+        for more in (0, 1):
+            torch.set_num_threads(threads + more)
+            leaver = Told()  # type: ignore[abstract]
+            monkeypatch.setattr(reentry, "_leaver", leaver)
+            model = torch.nn.Linear(2, 2)
+            with lastwords.protect(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)) as tft:
+                tft.resume(missing_ok=True)
+                for _, _, batch in tft.steps([torch.ones(1, 2)], epochs=1 + more):
+                    tft.optimizer.zero_grad()
+                    model(batch).sum().backward()
+                    tft.optimizer.step()
+                tft.save()
+            told.append(leaver.begins)
+    finally:
+        torch.set_num_threads(threads)
+    assert told[0] == (0, "")
+    assert told[1] is not None
+    assert told[1][0] == 1
+    assert "threads" in told[1][1]
 
 
 def test_what_the_controller_knows_of_an_end_is_in_the_sentence() -> None:

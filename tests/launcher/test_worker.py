@@ -346,6 +346,8 @@ def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
     with near, far:
         stay = worker.Stay(near, goes_on_at=7)
         with golden.raises(ConfigError):
-            stay.begun(0)
-        stay.begun(7)
+            stay.begun(0, "")
+        stay.begun(7, "")
         assert far.recv(100) == b'{"begun": 7}\n'
+        stay.begun(8, "late")
+        assert far.recv(100) == b'{"begun": 8, "inexact": "late"}\n'
