@@ -7,7 +7,7 @@ when to stop waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from lastwords.controller.context import JobContext
 from lastwords.controller.events import WARNING, State
@@ -148,17 +148,14 @@ class HangWatch:
         others = [rank for rank in sorted(members.members) if rank not in set(late)]
         first = f"no step has ended for {self._quiet_s:.0f} s (half of the steps take {self._pace_s:.2g} s or less)"
         if others:
-            said = f"behind {_are(late)} {members.places(late)}; the others {_are(others)} {members.places(others)}"
+            rest = "the others are" if len(others) > 1 else "the other is"
+            said = f"behind {'are' if len(late) > 1 else 'is'} {members.places(late)}; {rest} {members.places(others)}"
         else:
             said = f"no rank is behind the others ({members.places(late)})"
         if self._asked:
             silent = ranks_text(self._asked)
             said += f"; {silent} did not answer, as if stopped, or in a call that keeps the interpreter's lock"
         return f"{first}; {said}"
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 def behind(members: Mapping[int, Member]) -> list[int]:

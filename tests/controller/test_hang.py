@@ -130,6 +130,13 @@ def test_the_first_steps_may_take_long(ended: int) -> None:
     assert said(job) == []
 
 
+def test_of_two_ranks_one_is_the_other() -> None:
+    job = training(2)
+    stuck(job, late=(1,))
+    job.wait(NOTICE_S + 2 * ANSWER_S)
+    golden.says(next(text for _, text, stack in said(job) if not stack))
+
+
 def test_nothing_is_said_of_ranks_that_have_left_and_the_rule_for_those_is_another() -> None:
     job = training()
     job.hear(Left(0, GENERATION, Stand(Phase.DONE, NEWEST)))
