@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lastwords.launcher.events import (
+    NOT_LEFT,
     Abandon,
     Awaited,
     Begun,
@@ -135,7 +136,8 @@ class LauncherCore:
             case Stopped(rank):
                 one = self._ranks[rank]
                 if one.place is Place.IN_MAIN and one.due_s is not None and one.due_s > now_s + LEAVE_S:
-                    self._ranks.due(one, now_s + LEAVE_S, told_s=now_s)
+                    # As much as those have for whom others wait: it was looked at when they would have been named.
+                    self._ranks.due(one, now_s + LEAVE_S - LEAVE_NOTICE_S, told_s=now_s)
                 return []
             case Lost(why):
                 return self._stop(why)
@@ -339,7 +341,7 @@ class LauncherCore:
         effects: list[Effect] = []
         named = 0
         for rank, one in self._ranks.ranks.items():
-            what = "has not left main()" if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"
+            what = NOT_LEFT if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"
             if one.start_s is not None and now_s >= one.start_s:
                 effects.append(self._start_now(rank, now_s))
             elif one.due_s is not None and now_s >= one.due_s:
@@ -365,7 +367,8 @@ class LauncherCore:
 
     def _others_leave_by(self, deadline_s: float, told_s: float) -> None:
         for _, one in self._ranks.at(Place.IN_MAIN):
-            self._ranks.due(one, deadline_s if one.due_s is None else min(one.due_s, deadline_s), told_s)
+            if one.due_s is None or one.due_s > deadline_s:  # else people have been told, or will be
+                self._ranks.due(one, deadline_s, told_s)
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

@@ -127,6 +127,9 @@ class Kill:
     why: str
 
 
+NOT_LEFT = "has not left main()"
+
+
 @dataclass(frozen=True, slots=True)
 class Awaited:
     """For people: the others wait for `rank`. what: it has not done; seconds: until it is killed (None: it is not)."""

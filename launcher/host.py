@@ -19,6 +19,7 @@ from typing import Any
 from lastwords.clock import mono_s
 from lastwords.errors import FormatError
 from lastwords.launcher.events import (
+    NOT_LEFT,
     Abandon,
     Awaited,
     Begun,
@@ -37,6 +38,7 @@ from lastwords.launcher.events import (
 )
 from lastwords.launcher.link import Lines, send, waiting_of
 from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
+from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.standby import Standby
 from lastwords.launcher.versions import Ask, Sources
 from lastwords.liveness import process_id
@@ -160,6 +162,11 @@ class Host:
                 pid = self.processes[rank].pid
                 stopped = f" and is stopped (`kill -CONT {pid}` lets it go on)" if process_id.is_stopped(pid) else ""
                 end = "" if seconds is None else f", and it is killed and replaced in {seconds:.0f} s"
+                if end and what == NOT_LEFT and not stopped:
+                    end = (
+                        f"; it ends itself after {OWN_LEAVE_S:g} s unless it writes files, and is killed and replaced "
+                        f"in {seconds:.0f} s at the latest"
+                    )
                 _log.warning("rank %d (pid %d) %s%s; all others wait for it%s", rank, pid, what, stopped, end)
             case Look(rank):
                 if process_id.is_stopped(self.processes[rank].pid):

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 LEAVE_S = 120.0
 """From the first rank that has left `main` until one that has not is killed: `finally` blocks may write files."""
 
+OWN_LEAVE_S = 20.0
+"""How long a survivor may take, while it runs and writes no files, until it has left `main` and its groups; then it
+ends itself, so that LEAVE_S is for those that cannot: stopped, or with the interpreter's lock held."""
+
 END_S = 3600.0
 """The same where no rank has left yet, since a checkpoint is being written, which takes as long as the disk needs."""
 

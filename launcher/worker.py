@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lastwords import clock
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError
 from lastwords.launcher.callables import refuse_main, refuse_needed, shown
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
+from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.scheduler import schedule
 from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.streams import Streams
@@ -41,9 +43,6 @@ _T = TypeVar("_T")
 
 CONTROLLER_S = 60.0
 """How long the launcher may take to hand out a controller."""
-
-LEAVE_S = 20.0
-"""How long a survivor may take from the end of an incident until it has left `main` and its groups."""
 
 ECHO_S = 5.0
 """After a collective has failed before the loop: how long the news may take that its generation is over."""
@@ -151,7 +150,7 @@ class Stay:
         self._before = frozenset(inode for _, inode in open_sockets())
 
     def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
-        """The training thread comes out of `main`, wherever it is; after `LEAVE_S` this process ends instead."""
+        """The training thread comes out of `main`, wherever it is; after `OWN_LEAVE_S` this process ends instead."""
         with self._lock:
             if self.leaving or self._over:
                 return
@@ -212,13 +211,13 @@ class Stay:
 
     def _end_if_here(self) -> None:
         """In a thread of its own; files that are being written are waited for."""
-        if wait_out(lambda seconds: self._left.wait(seconds), LEAVE_S):
+        if wait_out(lambda seconds: within_own_time(self._left, seconds), OWN_LEAVE_S):
             return
         with self._lock:
             if self._over:
                 return
         rank = os.environ.get("RANK", "?")
-        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {LEAVE_S:g} s; its process is replaced\n")
+        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {OWN_LEAVE_S:g} s; its process is replaced\n")
         os._exit(EXIT_SAVED)
 
 
@@ -400,6 +399,16 @@ class Worker:
                 stream.flush()
                 with open(path, "ab") as file:
                     os.dup2(file.fileno(), stream.fileno())
+
+
+def within_own_time(event: threading.Event, seconds: float | None) -> bool:
+    """`event.wait(seconds)`; time in which this process was stopped does not count, or it could never go on."""
+    own = clock.OwnTime()
+    begun_s = own.at(clock.mono_s())
+    while not event.wait(clock.OwnTime.LOOK_INTERVAL_S):
+        if seconds is not None and own.at(clock.mono_s()) - begun_s >= seconds:
+            return False
+    return True
 
 
 def _call(main: Callable[[], object], stay: Stay) -> None:

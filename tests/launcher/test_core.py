@@ -273,10 +273,27 @@ def test_a_survivor_that_is_stopped_is_said_and_killed_long_before_one_that_writ
     wait(core, 1)
     assert core.handle(Tick(), LEAVE_NOTICE_S) == [Look(0)]
     assert core.handle(Stopped(0), LEAVE_NOTICE_S) == []
-    assert awaited(core.handle(Tick(), LEAVE_NOTICE_S)) == [(0, LEAVE_S)]
-    (kill,) = core.handle(Tick(), LEAVE_NOTICE_S + LEAVE_S)
+    assert awaited(core.handle(Tick(), LEAVE_NOTICE_S)) == [(0, LEAVE_S - LEAVE_NOTICE_S)]
+    (kill,) = core.handle(Tick(), LEAVE_S)
     assert isinstance(kill, Kill)
     assert kill.rank == 0
+
+
+def test_a_stopped_survivor_is_said_once_with_the_same_seconds_whoever_leaves_when() -> None:
+    for leaves_first in (True, False):
+        core = training()
+        core.handle(Ended(1, KILLED), 0.0)
+        wait(core, 1)
+        said: list[tuple[int, float]] = []
+        for now_s in (1.0, LEAVE_NOTICE_S, 1.0 + LEAVE_NOTICE_S, 3 * LEAVE_NOTICE_S, LEAVE_S - 1.0):
+            effects = core.handle(Tick(), now_s)
+            for one in effects:
+                if isinstance(one, Look) and one.rank == 0:
+                    core.handle(Stopped(0), now_s)
+            said += awaited([*effects, *core.handle(Tick(), now_s)])
+            if now_s == (1.0 if leaves_first else 1.0 + LEAVE_NOTICE_S):
+                core.handle(Waiting(2, 7), now_s)
+        assert said == [(0, LEAVE_S - LEAVE_NOTICE_S)]
 
 
 @pytest.mark.parametrize("over_first", [True, False])

@@ -341,6 +341,27 @@ def test_every_main_begins_with_the_random_streams_of_a_new_process() -> None:
     assert [torch.rand(2).tolist(), random.random(), numpy.random.rand()] == first
 
 
+class LateEvent(threading.Event):
+    """Set after so many looks; the clock moves by these seconds with each."""
+
+    def __init__(self, now_s: list[float], looks_s: list[float]) -> None:
+        super().__init__()
+        self._now_s, self._looks_s = now_s, looks_s
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._now_s[0] += self._looks_s.pop(0) if self._looks_s else 0.5
+        return not self._looks_s
+
+
+@pytest.mark.parametrize(("looks_s", "comes"), [([0.5, 60.0, 0.5, 0.5], True), ([0.5] * 60, False)])
+def test_a_survivor_that_was_stopped_and_goes_on_has_its_time_to_leave(
+    looks_s: list[float], comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(worker.clock, "mono_s", lambda: now_s[0])
+    assert worker.within_own_time(LateEvent(now_s, looks_s), worker.OWN_LEAVE_S) is comes
+
+
 def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
     near, far = pair()
     with near, far:
