@@ -1,12 +1,16 @@
-"""What is refused in place of the functions that `run` and `keep` take."""
+"""What is refused in place of the functions that `run` and `keep` take, and how a refusal is said."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import traceback
 from collections.abc import Callable
 
+import lastwords
 from lastwords.errors import ConfigError
+from lastwords.launcher.source_files import installed
 
 SHOWN_CHARS_MAX = 60
 
@@ -33,6 +37,22 @@ def refuse_needed(function: Callable[[], object], name: str, call: str) -> None:
             f"{name}() takes {', '.join(needed)}, and lastwords.{call} has nothing to give: wrap it in a function "
             f"without arguments, such as lambda: {name}(arguments)"
         )
+
+
+def refusal_line(error: BaseException, rank: str) -> str:
+    """For whoever reads the output: which rank, the last line of the user's own code on the way to it, and what."""
+    others = (*installed(), os.path.realpath(os.path.dirname(lastwords.__file__)) + os.sep)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not _is_below(one.filename, others)]
+    where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: " if own else ""
+    return f"{f'rank {rank}: ' if rank.isdecimal() else ''}{where}{error}"
+
+
+def _is_below(path: str, directories: tuple[str, ...]) -> bool:
+    """Also where it is reached through a link of the source tree."""
+    return path.startswith(os.path.dirname(lastwords.__file__) + os.sep) or os.path.realpath(path).startswith(
+        directories
+    )
 
 
 def shown(value: object) -> str:

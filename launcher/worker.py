@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from lastwords import clock
 from lastwords.controller import launch as controller_launch
-from lastwords.errors import ConfigError
-from lastwords.launcher.callables import refuse_main, refuse_needed, shown
+from lastwords.errors import BusyError, ConfigError
+from lastwords.launcher.callables import refusal_line, refuse_main, refuse_needed, shown
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
@@ -44,6 +44,9 @@ _T = TypeVar("_T")
 CONTROLLER_S = 60.0
 """How long the launcher may take to hand out a controller."""
 
+EXIT_REFUSED, EXIT_BUSY = 2, 5
+"""Those of the command `lastwords` for the same errors."""
+
 ECHO_S = 5.0
 """After a collective has failed before the loop: how long the news may take that its generation is over."""
 
@@ -58,8 +61,18 @@ def run(main: Callable[[], object]) -> None:
     `main` takes no arguments; what it returns is dropped. It makes its process groups, model and loaders itself, and
     calls `resume()` before its loop; after a failure of any rank it is entered once more on all ranks, those that
     survived in the same process. Started otherwise (plain python, torchrun), `main` is called once. Training thread
-    only. Raises ConfigError for a `main` that cannot be called so.
+    only. What lastwords refuses, here or in `main`, ends this process with one line, and exit code 2 for a ConfigError
+    or 5 for a BusyError, as in the command `lastwords`.
     """
+    try:
+        _run(main)
+    except (ConfigError, BusyError) as error:
+        _log.debug("refused", exc_info=True)
+        sys.stderr.write(f"lastwords: {refusal_line(error, os.environ.get('RANK', ''))}\n")
+        raise SystemExit(EXIT_BUSY if isinstance(error, BusyError) else EXIT_REFUSED) from error
+
+
+def _run(main: Callable[[], object]) -> None:
     refuse_main(main)
     if _workers:
         raise ConfigError("lastwords.run(main) was called in this process before: call it once, for all the training")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lastwords.controller import launch as controller_launch
-from lastwords.errors import ConfigError
+from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher import worker
 from lastwords.launcher.link import Lines
 from lastwords.launcher.source_files import source_digests
@@ -238,10 +239,50 @@ def test_what_cannot_be_kept_is_refused_with_what_to_do(arguments: tuple[Any, An
         keep(*arguments)
 
 
-@pytest.mark.parametrize("main", [None, 5, lambda arguments: None], ids=["called", "number", "arguments"])
-def test_what_is_no_main_is_refused_with_what_to_do(main: Any) -> None:
-    with golden.raises(ConfigError):
+def refused(main: Any, capfd: pytest.CaptureFixture[str], code: int = worker.EXIT_REFUSED) -> None:
+    """In one line, which is the golden one but for the number of the line of this file."""
+    with pytest.raises(SystemExit) as ended:
         worker.run(main)
+    assert ended.value.code == code
+    (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("lastwords: ")]
+    golden.says(re.sub(r"(?<=\.py:)\d+", "_", line))
+
+
+def misuse(error: Exception) -> Callable[[], None]:
+    """A `main` that lastwords refuses in one of its own modules, called from the user's."""
+
+    def main() -> None:
+        if isinstance(error, BusyError):
+            raise error
+        keep("data", 5)  # type: ignore[arg-type]
+
+    return main
+
+
+@pytest.mark.parametrize("started", ["lastwords run", "torchrun"])
+@pytest.mark.parametrize("error", [ConfigError(""), BusyError("another scheduler runs")], ids=["config", "busy"])
+def test_what_lastwords_refuses_in_main_is_one_line_with_the_users_own_place(
+    launcher: socket.socket, started: str, error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    if started == "torchrun":
+        monkeypatch.delenv(LAUNCHER)
+    else:
+        play(launcher, [ENTER])
+    refused(misuse(error), capfd, 5 if isinstance(error, BusyError) else 2)
+
+
+def test_an_error_of_the_users_own_keeps_its_traceback(launcher: socket.socket) -> None:
+    def main() -> None:
+        raise ValueError("too small")
+
+    play(launcher, [ENTER])
+    with pytest.raises(ValueError, match="too small"):
+        worker.run(main)
+
+
+@pytest.mark.parametrize("main", [None, 5, lambda arguments: None], ids=["called", "number", "arguments"])
+def test_what_is_no_main_is_refused_with_what_to_do(main: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    refused(main, capfd)
 
 
 def test_the_users_own_files_are_compared_and_installed_ones_are_not() -> None:
@@ -250,10 +291,11 @@ def test_the_users_own_files_are_compared_and_installed_ones_are_not() -> None:
     assert not any("site-packages" in path for path in found)
 
 
-def test_a_process_group_from_before_run_is_refused(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_from_before_run_is_refused(
+    launcher: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(worker.dist, "is_initialized", lambda: True)
-    with golden.raises(ConfigError):
-        worker.run(lambda: None)
+    refused(lambda: None, capfd)
 
 
 def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this_one(launcher: socket.socket) -> None:
@@ -306,10 +348,11 @@ def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
     assert ("rank 0" in capfd.readouterr().err) != dismissed
 
 
-def test_a_second_training_in_one_process_is_refused(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_training_in_one_process_is_refused(
+    launcher: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(worker, "_workers", [object()])
-    with golden.raises(ConfigError):
-        worker.run(lambda: None)
+    refused(lambda: None, capfd)
 
 
 def test_what_is_done_beforehand_uses_no_device_no_hook_and_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
