@@ -1,5 +1,7 @@
 /* A file system that is ill for a moment: LD_PRELOAD this library, and calls on paths below a directory fail.
  *
+ * Where the error is 0 each of them takes a second longer instead.
+ *
  * CHAOS_TROUBLE names a file of the layout below (see trouble.py). It is mapped, so a process need not be told: calls
  * fail from begin_s to end_s of CLOCK_MONOTONIC, in every process that has the variable in its environment. */
 #define _GNU_SOURCE
@@ -57,6 +59,11 @@ static int is_below(const char *path) {
 static int fails_at(int kind, const char *path) {
     if (!now_ill(kind) || !is_below(path)) return 0;
     __sync_fetch_and_add(&trouble->failed, 1);
+    if (!trouble->error) {
+        struct timespec pause = {1, 0};
+        nanosleep(&pause, NULL);
+        return 0;
+    }
     errno = trouble->error;
     return 1;
 }

@@ -31,7 +31,10 @@ def build(directory: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Trouble:
-    """So many of 1000 calls of these kinds fail with `error`, from `after_s` after the order for `length_s`."""
+    """So many of 1000 calls of these kinds fail with `error`, from `after_s` after the order for `length_s`.
+
+    error: "" for calls that take a second longer, and succeed.
+    """
 
     kinds: tuple[str, ...]
     error: str
@@ -55,7 +58,7 @@ class Trouble:
     def prepare(self, file: Path, below: Path) -> dict[str, str]:
         """Write what the library reads; returns the environment of the job. Nothing fails before the order."""
         kinds = sum(KINDS[kind] for kind in self.kinds)
-        rest = _REST.pack(getattr(errno, self.error), kinds, self.per_mille, 0, os.fsencode(below))
+        rest = _REST.pack(getattr(errno, self.error, 0), kinds, self.per_mille, 0, os.fsencode(below))
         file.write_bytes(_SECONDS.pack(0.0, 0.0) + rest)
         return {VARIABLE: str(file)}
 
