@@ -19,7 +19,6 @@ from tests import golden
 from tests.integration.zygote import command_line, processes
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run, trace
 from tests.launcher.test_launcher_ends import until
-from tests.selection import more
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -58,9 +57,10 @@ def test_where_nothing_is_saved_nobody_goes_on_with_weights_from_outside_of_main
     check_equal(tmp_path, undisturbed, {0: 1, 1: 1}, ranks=RANKS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "second",
-    [more("1:1:import"), more("1:1:main"), more("1:1:resume"), "0:1:resume"],
+    ["1:1:import", "1:1:main", "1:1:resume", "0:1:resume"],
     ids=["the replacement in its import", "in main", "in resume", "another survivor in resume"],
 )
 def test_whoever_dies_while_a_death_is_healed_is_replaced_as_well(
