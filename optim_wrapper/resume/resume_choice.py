@@ -61,13 +61,23 @@ def open_chosen(
 
     A controller may still publish, so another one may lie there when the last rank has opened it: then rank 0 chooses
     once more. ReplacedError on all ranks if that one is replaced too; errors as of `choose` and `open_checkpoint`.
+    ConfigError on all ranks if rank 0 sees no checkpoint and another rank sees one: its directory is not the same.
     """
     opened: tuple[load.Checkpoint, Stamp | None] | None = None
     for attempt in (1, 2):
         of_this = f"{key}/{attempt}"
         chosen = choose(roots, world, of_this, own, missing_ok)
         if chosen is None:
-            return None
+            seen = world.problem_anywhere(f"{of_this}/none", _seen_here(roots, world, own), STORE_WAIT_S)
+            if seen is None:
+                return None
+            if attempt == 1:
+                continue  # it may have been published just now
+            raise ConfigError(
+                f"rank 0 finds no checkpoint in {local_of(roots)[0]}, and {seen}: nothing was changed, and no rank "
+                "starts from the beginning. Give a ckpt_save_path on a file system that all hosts share, or copy the "
+                "checkpoint to rank 0's host"
+            )
         problem: Exception | None = None
         try:
             opened = _open(chosen)
@@ -96,6 +106,17 @@ def _open(chosen: Chosen) -> tuple[load.Checkpoint, Stamp | None]:
             f"{_words(chosen.identity)}, but the directory now holds {_words(found)}"
         )
     return checkpoint, stamp
+
+
+def _seen_here(roots: list[Path], world: World, own: OwnJobs | None) -> str | None:
+    """A checkpoint that this rank could resume from, in words; rank 0 has looked already."""
+    if world.rank == 0:
+        return None
+    with contextlib.suppress(LastWordsError):  # what rank 0 could list is no reason to end here
+        word = _look_for(local_of(roots), own, REAL_OS)
+        if word["path"]:
+            return f"{word['path']} is there"
+    return None
 
 
 def _identity_of(manifest: Manifest) -> dict[str, Any]:

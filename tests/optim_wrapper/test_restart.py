@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,13 +155,13 @@ class OneOf(World):
         return word
 
 
-def both_open(root: Path, before_opening: Callable[[], object]) -> list[object]:
+def both_open(root: Path, before_opening: Callable[[], object], *, missing_ok: bool = False) -> list[object]:
     """What each rank has opened: the attempt that published it, or the error."""
     store = dist.HashStore()
 
     def opened(rank: int) -> object:
         try:
-            found = open_chosen([root], OneOf(rank, store, before_opening), "job/start/resume", None, False)
+            found = open_chosen([root], OneOf(rank, store, before_opening), "job/start/resume", None, missing_ok)
         except CheckpointError as error:
             return error
         assert found is not None
@@ -186,6 +186,64 @@ def test_a_checkpoint_that_is_exchanged_again_and_again_is_an_error_on_all_ranks
     golden.says(errors)
     # Negative control: where nothing is exchanged both have the one that is there.
     assert len({str(found) for found in both_open(tmp_path, lambda: None)}) == 1
+
+
+# ------------------------------------------------------------------ hosts with a directory each, which is not shared
+
+
+class OnItsHost(OneOf):
+    """Its directory has the path of rank 0's, and is another one."""
+
+    def __init__(self, rank: int, store: dist.Store, roots: list[Path]) -> None:
+        super().__init__(rank, store, lambda: None)
+        self.roots = roots
+
+    def read(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
+        word = super().read(key, timeout_s, what)
+        return {**word, "path": word["path"].replace(str(self.roots[0]), str(self.roots[self.rank]))}
+
+
+def each_opens(tmp_path: Path, steps_of: Sequence[Sequence[int]]) -> list[object]:
+    """The step that each rank resumes from, or its error; whatever was there is there afterwards."""
+    roots = [tmp_path / "host-0", tmp_path / "host-1"]
+    for root, steps in zip(roots, steps_of, strict=True):
+        root.mkdir()
+        for step in steps:
+            Job().save(root, step)
+    before = [sorted(root.rglob("*")) for root in roots]
+    store = dist.HashStore()
+
+    def opened(rank: int) -> object:
+        try:
+            found = open_chosen([roots[rank]], OnItsHost(rank, store, roots), "job/start/resume", None, True)
+        except LastWordsError as error:
+            return error
+        return None if found is None else found[0].manifest.global_step
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(opened, range(2)))
+    assert [sorted(root.rglob("*")) for root in roots] == before, "something was deleted, or made"
+    return found
+
+
+def test_of_directories_that_differ_the_newest_that_all_have_is_taken_where_rank_0_has_no_newer_one(
+    tmp_path: Path,
+) -> None:
+    assert each_opens(tmp_path, [(10,), (10, 20)]) == [10, 10]
+
+
+@pytest.mark.parametrize("steps_of", [((10, 20), (10,)), ((10,), ()), ((), (10,))], ids=str)
+def test_directories_that_differ_are_an_error_on_all_ranks_and_nobody_begins_anew(
+    tmp_path: Path, steps_of: tuple[tuple[int, ...], ...]
+) -> None:
+    errors = each_opens(tmp_path, steps_of)
+    assert all(isinstance(error, CheckpointError | ConfigError) for error in errors), errors
+    golden.says(errors)
+
+
+def test_a_checkpoint_that_is_published_when_rank_0_has_found_none_is_taken(tmp_path: Path) -> None:
+    late = iter([lambda: Job(attempt=2).save(tmp_path, 10)])
+    assert both_open(tmp_path, lambda: next(late, lambda: None)(), missing_ok=True) == [2, 2]
 
 
 # ------------------------------------------------------------------ a rank that alone cannot read
