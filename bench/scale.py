@@ -58,6 +58,7 @@ from lastwords.launcher.versions import Sources
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
+    Freeze,
     Hello,
     LoopBegin,
     Order,
@@ -77,6 +78,11 @@ BUDGET_RANKS = 16_384
 LATEST_BUDGET_S = 0.1
 PAUSE_BUDGET_S = 0.05
 MESSAGE_BUDGET_BYTES = 1024
+REST_BUDGET_CORES = 1.0
+FREEZE_BUDGET_S = 1.0
+CHOICE_BUDGET_S = 0.1
+REST_S = 10
+"""So many seconds in which every rank ends a step and says so."""
 
 TEMPLATE = 999_999
 """Rank of the part that is copied; longer than any other, so that its digits occur nowhere else."""
@@ -125,19 +131,21 @@ def peak_mib() -> float:
 
 
 class Core:
-    """The controller's core in a job of synthetic ranks."""
+    """The controller's core in a job of synthetic ranks. copies: ranks that hold each unit, on different hosts."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, copies: int = 1) -> None:
         self.core = ControllerCore(ranks, 1)
         self.orders: list[Order] = []
+        self.now_s = 1.0
         self._ranks = ranks
         self.tell(Tick())
         for rank in range(ranks):
             process = ProcessId(f"host-{rank // RANKS_A_HOST}", 100 + rank, 7, f"nonce-of-rank-{rank}")
-            self.tell(FromRank(Hello(rank, 1, ranks, process, (unit_name(rank),), Stand(Phase.COMPUTING, 0))))
+            unit = unit_name(rank % (ranks // copies))
+            self.tell(FromRank(Hello(rank, 1, ranks, process, (unit,), Stand(Phase.COMPUTING, 0))))
 
     def tell(self, event: Event) -> list[object]:
-        effects = self.core.handle(event, 1.0)
+        effects = self.core.handle(event, self.now_s)
         self.orders += [effect.order for effect in effects if isinstance(effect, Send)]
         return list(effects)
 
@@ -330,9 +338,12 @@ def measure(ranks: int, tensors: int, root: Path) -> dict[str, Cost]:
 # ---------------------------------------------------------------------- many ranks die at once
 
 
-def mass_death(ranks: int, directory: Path) -> None:
-    """The second half of the hosts is lost at one moment; what the controller keeps for the next one is written."""
-    core = Core(ranks)
+def mass_death(ranks: int, dead: int, directory: Path, copies: int = 1) -> tuple[Cost, Cost]:
+    """So many ranks are lost at one moment; what the controller keeps for the next one is written.
+
+    Returns what it costs until all others have been told to stop, as bytes, and until it is chosen who saves.
+    """
+    core, alive = Core(ranks, copies), ranks - dead
     core.train()
     spec = ControllerSpec(JOB, 1, ranks, "127.0.0.1", 1, directory)
     kept = StateFile(directory / "controller.json", Owner(1, 1), spec, "token")
@@ -345,16 +356,61 @@ def mass_death(ranks: int, directory: Path) -> None:
                 found[0] += 1
                 found[1] += kept.path.stat().st_size
 
-    print(f"\n{ranks // 2} of {ranks} ranks die at once:")
+    print(f"\n{dead} of {ranks} ranks die at once:")
+    core.orders.clear()
     with cost() as deaths:
-        for rank in range(ranks // 2, ranks):
+        for rank in range(alive, ranks):
             tell(Died(rank, DeathSource.ROBUST_MUTEX))
-    line("all deaths are heard", deaths)
+        frozen = sizes_of(core.orders)
+    assert len(frozen) >= alive
+    line("all deaths are heard, all others told to stop", deaths)
+    answers = [FromRank(Settled(rank, 1, 1, 1, Stand(Phase.COMPUTING, 1))) for rank in range(alive)]
     with cost() as settled:
-        for rank in range(ranks // 2):
-            tell(FromRank(Settled(rank, 1, 1, 1, Stand(Phase.COMPUTING, 1))))
-    line("all others have settled, choice, orders", settled)
+        for answer in answers[:-1]:
+            tell(answer)
+    line("all others but one have settled", settled)
+    with cost() as chosen:
+        tell(answers[-1])
+    line("the last one has settled: choice, orders", chosen)
     print(f"kept for the next controller: {found[0]} times, {found[1] / 1e6:.1f} MB in all")
+    return deaths, chosen
+
+
+# ---------------------------------------------------------------------- nothing happens
+
+
+def at_rest(ranks: int) -> None:
+    """Every rank ends a step each second, and says so. Decoded as it comes; the network's own work is not in it."""
+    core = Core(ranks)
+    core.train()
+    with cost() as found:
+        pass
+    for step in range(2, 2 + REST_S):
+        core.now_s += 1.0
+        stand = Stand(Phase.COMPUTING, step)
+        raw = [codec.reports_to_bytes([Status(rank, 1, stand, work_s=0.9)]) for rank in range(ranks)]
+        with cost() as second:
+            for one in raw:
+                for report in codec.reports_from_bytes(one):
+                    core.tell(FromRank(report))
+            core.tell(Tick())
+        found.wall_s, found.cpu_s = found.wall_s + second.wall_s, found.cpu_s + second.cpu_s
+        found.pause_s = max(found.pause_s, second.pause_s)
+    assert not any(isinstance(order, Freeze) for order in core.orders)
+    print(f"\n{ranks} ranks train, a status of each in a second:")
+    line(f"{REST_S} seconds of it", found)
+    cores, budget = found.cpu_s / REST_S, REST_BUDGET_CORES * ranks / BUDGET_RANKS
+    print(f"processor at rest  {cores:.2f} cores   budget {budget:.2f}: {verdict(cores, budget)}")
+
+
+def one_host(ranks: int, directory: Path) -> None:
+    """A host is lost: how long until all others have been told, and until it is chosen who saves."""
+    frozen, chosen = mass_death(ranks, RANKS_A_HOST, directory, copies=2)
+    share = ranks / BUDGET_RANKS
+    for what, found, budget_s in (("all are told", frozen, FREEZE_BUDGET_S), ("it is chosen", chosen, CHOICE_BUDGET_S)):
+        print(
+            f"{what:<18} {found.cpu_s:.3f} s   budget {budget_s * share:.3f}: {verdict(found.cpu_s, budget_s * share)}"
+        )
 
 
 # ---------------------------------------------------------------------- a dead rank is replaced
@@ -404,7 +460,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
         if arguments.tensors:
             measure(arguments.ranks, arguments.tensors, Path(directory))
-        mass_death(arguments.ranks, Path(directory))
+        at_rest(arguments.ranks)
+        one_host(arguments.ranks, Path(directory))
+        mass_death(arguments.ranks, arguments.ranks // 2, Path(directory))
     recover(arguments.ranks)
     print(f"\none rank with {arguments.one_rank} tensors:")
     for what, found in zip(("its file's header", "its part.json"), encode_one_rank(arguments.one_rank), strict=True):
