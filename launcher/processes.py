@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lastwords.controller import launch as controller_launch
+from lastwords.liveness import process_id
 
 
 class Process(SubprocessHandler):
@@ -47,10 +48,14 @@ class Controllers:
             self._ready = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True)
 
     def hand_out(self, work: dict[str, str]) -> subprocess.Popen[bytes] | None:
-        """It is a controller from now on; None if there is none."""
+        """It is a controller from now on; None if there is none, or it is stopped: nobody waits until it goes on."""
         self._wanted = True
         process, self._ready = self._ready, None
         if process is None or process.poll() is not None:
+            return None
+        if process_id.is_stopped(process.pid):
+            process.kill()
+            process.wait()
             return None
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it has died: the other end of its answers says so

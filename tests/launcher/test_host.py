@@ -19,7 +19,7 @@ import pytest
 from lastwords.launcher import host as module
 from lastwords.launcher.events import Awaited, Event, Look, Lost, Start, Stopped
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
-from lastwords.launcher.processes import ended_badly
+from lastwords.launcher.processes import Controllers, ended_badly
 from tests import golden
 
 
@@ -113,6 +113,23 @@ def test_who_is_waited_for_and_how_to_let_it_go_on_is_said(host: Host, caplog: p
         process.kill()
         process.wait()
     golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
+
+
+def test_a_controller_in_advance_that_is_stopped_is_not_handed_out() -> None:
+    """Rank 0 would wait for its answer, up to a minute, before it starts one itself."""
+    for stops in (False, True):
+        controllers = Controllers()
+        process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, start_new_session=True)
+        controllers._ready = process
+        try:
+            if stops:
+                os.kill(process.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert controllers.hand_out({}) is (None if stops else process)
+            assert (process.poll() is None) is not stops
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_who_is_looked_at_is_reported_only_if_it_is_stopped(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
