@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lastwords.cli.main import main as cli
 from lastwords.controller.query import query_state
 from lastwords.errors import LastWordsError
 from lastwords.state import RankState
@@ -58,9 +59,19 @@ class Uneven:
         self.job.wait_gone(LIMIT_S)
 
     def notices(self) -> list[str]:
-        """Lines about slow ranks that ranks have printed, without what differs from run to run."""
+        """Lines about slow ranks that ranks have printed."""
         lines = [line for rank in range(RANKS) for line in self.job.output(rank).splitlines() if "its peers" in line]
-        return [re.sub(r"[\d.]+(?= ms)|(?<=\+)\d+|(?<=host )\w+|^.*?(?=rank \d \()", "_", line) for line in lines]
+        return list(map(plain, lines))
+
+    def logged(self) -> list[str]:
+        """Likewise of the controller's log, each once."""
+        (log,) = (self.folder / "checkpoints" / "logs").glob("controller-*.log")
+        return sorted({plain(line) for line in log.read_text().splitlines() if "its peers" in line})
+
+
+def plain(line: str) -> str:
+    """Without what differs from run to run."""
+    return re.sub(r"[\d.]+(?= ms)|(?<=\+)\d+|(?<=host )\w+|^.*?(?=rank \d \()", "_", line)
 
 
 @pytest.fixture
@@ -76,22 +87,45 @@ def cases(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
         one.job.close()
 
 
-def test_a_rank_with_thirty_milliseconds_more_in_each_step_is_named(cases: Any) -> None:
+def shown(job: Uneven, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The ranks' lines of `lastwords status`, and of two looks of `lastwords top`."""
+    assert cli(["status", "--controller", job.address]) == 0
+    assert cli(["top", "--controller", job.address, "--every", "0.2", "--frames", "2"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\s*\d+\s+\d+ ", line)]
+    return [lines[first : first + RANKS] for first in range(0, len(lines), RANKS)]
+
+
+def slowness(line: str) -> int:
+    """1 if it says by how much more than a fifth this rank is slower, 0 if it says nothing of that kind."""
+    found = re.search(r"slower than its peers by (\d+)%", line)
+    assert found is None or int(found[1]) > 20
+    return int(found is not None)
+
+
+def test_a_rank_with_thirty_milliseconds_more_in_each_step_is_named(
+    cases: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     uneven = cases(slow=[1, 0.03])
     uneven.job.wait_for(lambda: any(rank.slower for rank in uneven.ranks()), LIMIT_S, "a slow rank")
     named = {rank.rank: rank for rank in uneven.ranks() if rank.slower}
     assert list(named) == [1]
     assert named[1].slower > 0.2
     assert named[1].work_s > 0.05
+    assert [list(map(slowness, frame)) for frame in shown(uneven, capsys)] == [[0, 1, 0]] * 3
     uneven.leave()
     golden.says(uneven.notices())
+    golden.says(uneven.logged())
 
 
 @pytest.mark.parametrize("others", [{}, pytest.param({"validates": [2, 20, 0.5]}, marks=pytest.mark.thorough)])
-def test_the_control_without_them_nobody_is_named(cases: Any, others: dict[str, Any]) -> None:
+def test_the_control_without_them_nobody_is_named(
+    cases: Any, others: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not even a rank that validates now and then, while the others wait for it."""
     even = cases(**others)
     even.job.wait_for(lambda: even.step() > 200, LIMIT_S, "five looks and more")
     assert all(rank.work_s > 0.02 for rank in even.ranks()), "it is measured"
+    assert [list(map(slowness, frame)) for frame in shown(even, capsys)] == [[0, 0, 0]] * 3
     even.leave()
     assert even.notices() == []
+    assert even.logged() == []
