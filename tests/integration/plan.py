@@ -116,6 +116,7 @@ class Plan:
     every_s: float = 0.0  # or one every so many seconds
     keep: int = 0  # so many of them, 0: all
     keep_minutes: int = 0  # or one in so many minutes
+    config: dict[str, int] | None = None  # instead of these four numbers: arguments of a CheckpointConfig
     faults: tuple[Fault, ...] = ()
     sabotage: tuple[str, ...] = ()
     bad_extra: bool = False  # register something that cannot be stored

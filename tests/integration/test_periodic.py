@@ -167,6 +167,27 @@ def test_one_in_so_many_minutes_is_kept_and_the_newest(rig: Rig) -> None:
     assert steps_of(launch) == [written[0], written[-1]]
 
 
+@pytest.mark.thorough
+def test_a_config_with_seconds_and_minutes_is_done_as_it_says(rig: Rig) -> None:
+    """Of four or five seconds of training."""
+    layout = Layout(epochs=4)
+    config = {
+        "save_checkpoint_steps": 0,
+        "save_checkpoint_seconds": 1,
+        "keep_checkpoint_max": 0,
+        "keep_checkpoint_per_n_minutes": 1,
+    }
+    began_mono_s = time.monotonic()
+    launch = rig.launch(layout, faults=slow(layout), config=config)
+    launch.finish()
+    assert set(launch.codes.values()) == {0}, launch.job.report()
+    written = written_by(launch)
+    assert 3 <= len(written) <= time.monotonic() - began_mono_s
+    assert steps_of(launch) == [written[0], written[-1]]
+    for checkpoint in launch.checkpoints:
+        check_sound(checkpoint)
+
+
 def test_a_resumed_job_goes_on_with_its_checkpoints(rig: Rig) -> None:
     layout = Layout()
     launch = rig.launch(layout, faults=hold(5), every=EVERY)

@@ -261,7 +261,11 @@ class Trainer:
         self.faults.told = lambda: sabotage.is_told(tft)
         self.faults.at("before_loop")
         plan = self.plan
-        if plan.every or plan.every_s:
+        if plan.config:
+            from lastwords import CheckpointConfig
+
+            tft.every(CheckpointConfig(**plan.config))
+        elif plan.every or plan.every_s:
             kept = {"keep_per_minutes": plan.keep_minutes} if plan.keep_minutes else {"keep": plan.keep}
             tft.every(steps=plan.every, seconds=plan.every_s, **kept)
         self.faults.save = tft.save
