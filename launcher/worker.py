@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import logging
@@ -14,29 +13,26 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lastwords import clock
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher.callables import refusal_line, refuse_main, refuse_needed, shown
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
-from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.scheduler import schedule
 from lastwords.launcher.source_files import source_digests
+from lastwords.launcher.stay import Stay
 from lastwords.launcher.streams import Streams
-from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.launcher.warm_up import warm_up
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.launch.config import LAUNCHER, SPARE
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import is_collective_error
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, wait_out
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -142,96 +138,6 @@ def keep(name: str, make: Callable[[], _T]) -> _T:
         _kept[name] = make()
     value: _T = _kept[name]
     return value
-
-
-class Stay:
-    """One stay in `main`, and the `reentry.Leaver` of what runs in it: whoever is late finds that it is over."""
-
-    def __init__(self, link: socket.socket, goes_on_at: int = 0) -> None:
-        self.leaving = False
-        self.trains = False
-        """Its loop has begun."""
-        self.saved_step = 0
-        self.record = ""
-        self._link = link
-        self._goes_on_at = goes_on_at
-        self._lock = threading.Lock()
-        self._over = False
-        self._left = threading.Event()
-        self._unblocker: Unblocker | None = None
-        self._runs: list[reentry.Running] = []
-        self._before = frozenset(inode for _, inode in open_sockets())
-
-    def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
-        """The training thread comes out of `main`, wherever it is; after `OWN_LEAVE_S` this process ends instead."""
-        with self._lock:
-            if self.leaving or self._over:
-                return
-            self.leaving, self.saved_step, self.record = True, step, str(record or "")
-            self._unblocker = Unblocker(self._before, ports)
-            self._unblocker.begin()
-        threading.Thread(target=self._end_if_here, name="lastwords-leave", daemon=True).start()
-
-    def started(self, run: reentry.Running) -> None:
-        """It ends with this stay, unless it has ended by itself."""
-        self._runs.append(run)
-
-    def hold(self, error: BaseException) -> None:
-        """Training thread: `error` has left `main`, perhaps past a run that no `with` encloses."""
-        if not self.leaving:
-            for run in self._runs:
-                run.hold(error)
-
-    def begun(self, step: int, inexact: str) -> None:
-        """The training loop begins after `step`; a controller looks after this rank."""
-        if step < self._goes_on_at:
-            raise ConfigError(
-                f"main() was entered again after a failure, and step {self._goes_on_at} is saved, but its training "
-                f"loop begins after step {step}: call tft.resume(missing_ok=True) before the loop, every time"
-            )
-        self.trains = True
-        self._goes_on_at = 0  # of a loop that comes after this one nothing is known
-        with contextlib.suppress(OSError):
-            send(self._link, {"begun": step, **({"inexact": inexact} if inexact else {})})
-
-    def controlled(self, path: Path) -> None:
-        """A controller of this host looks after this rank."""
-        with contextlib.suppress(OSError):
-            send(self._link, {"state": str(path)})
-
-    def updated(self) -> None:
-        """The first step of this stay is over."""
-        with contextlib.suppress(OSError):
-            send(self._link, {"updated": True})
-
-    def over(self) -> None:
-        """The training loop has come to its end."""
-        with contextlib.suppress(OSError):
-            send(self._link, {"over": True})
-
-    def end(self) -> None:
-        """Training thread: out of all groups; nothing of this stay runs after that."""
-        while self._runs:
-            self._runs.pop().close()
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
-        with self._lock:
-            self._over = True
-        self._left.set()
-        if self._unblocker is not None:
-            self._unblocker.end()
-
-    def _end_if_here(self) -> None:
-        """In a thread of its own; files that are being written are waited for."""
-        if wait_out(lambda seconds: within_own_time(self._left, seconds), OWN_LEAVE_S):
-            return
-        with self._lock:
-            if self._over:
-                return
-        rank = os.environ.get("RANK", "?")
-        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {OWN_LEAVE_S:g} s; its process is replaced\n")
-        os._exit(EXIT_SAVED)
 
 
 class Worker:
@@ -412,16 +318,6 @@ class Worker:
                 stream.flush()
                 with open(path, "ab") as file:
                     os.dup2(file.fileno(), stream.fileno())
-
-
-def within_own_time(event: threading.Event, seconds: float | None) -> bool:
-    """`event.wait(seconds)`; time in which this process was stopped does not count, or it could never go on."""
-    own = clock.OwnTime()
-    begun_s = own.at(clock.mono_s())
-    while not event.wait(clock.OwnTime.LOOK_INTERVAL_S):
-        if seconds is not None and own.at(clock.mono_s()) - begun_s >= seconds:
-            return False
-    return True
 
 
 def _call(main: Callable[[], object], stay: Stay) -> None:

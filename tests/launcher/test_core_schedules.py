@@ -190,7 +190,7 @@ class World:
         self.handle(Waiting(rank, self.step if left else 0))
 
     def begin(self, rank: int, step: int) -> None:
-        """Its loop, after this step; a loop that does not go on where it has to raises (`worker.Stay.begun`)."""
+        """Its loop, after this step; a loop that does not go on where it has to raises (`stay.Stay.begun`)."""
         one = self.processes[rank]
         if step < one.goes_on_at:
             return self.die(rank, 1)

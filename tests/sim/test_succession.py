@@ -44,7 +44,7 @@ CASES = [
     Case("mixed", 0, 1, 17_697),
     Case("mixed-skip", 0, 1, 32_255),
     Case("ddp-shares", 0, 1, 30_167),
-    Case("periodic-gate", 0, 1, 28_436),
+    Case("periodic-gate", 0, 1, 29_934),
     more(Case("ddp-two-break", 1, 1, 13_893, How(late_orders=True))),
     more(Case("ddp-two-break", 1, 1, 12_753, How(lost=True))),
     more(Case("mixed", 0, 2, 116_130)),
