@@ -6,6 +6,7 @@ process group's store; everybody else waits for that word, so that an error on o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint import starts
+from lastwords.checkpoint import stale, starts
 from lastwords.checkpoint.probe import probe
 from lastwords.checkpoint.remote.fetch import highest_generation
 from lastwords.controller import launch as controller_launch
@@ -25,6 +26,8 @@ from lastwords.optim_wrapper.launch.world import World, launch_of, next_prefix
 from lastwords.sharding.agree import STORE_WAIT_S
 
 _log = logging.getLogger(__name__)
+
+OTHERS_NAMED_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ def agree(world: World, config: Config, settings: dict[str, Any], checkpoint_byt
             secrets.token_hex(4),
         )
         agreement = dataclasses.replace(agreement, port=start_controller(world, config, agreement))
+        if not config.job:
+            _tell_of_others(config.ckpt_save_path, drawn.job)
     except LastWordsError as error:
         world.publish(f"{prefix}/job", {"error": str(error)})
         raise
@@ -108,6 +113,21 @@ def agree(world: World, config: Config, settings: dict[str, Any], checkpoint_byt
     del word["prefix"]
     world.publish(f"{prefix}/job", word)
     return agreement
+
+
+def _tell_of_others(root: Path, job: str) -> None:
+    """Without a name this job is not told apart from others that live in its directory, where it resumes."""
+    with contextlib.suppress(OSError):
+        names = os.listdir(root)
+        others = sorted({other for other, _ in stale.held(root, names)} - {job})
+        if others:
+            _log.warning(
+                "another job (%s) runs in %s, and this one has no name: what they write is kept apart, but resume() "
+                "takes the newest checkpoint of any job; give each job a directory of its own, or a name "
+                "(LASTWORDS_JOB)",
+                ", ".join(others[:OTHERS_NAMED_MAX]),
+                root,
+            )
 
 
 def _check(world: World, config: Config, prefix: str, settings: dict[str, Any]) -> None:

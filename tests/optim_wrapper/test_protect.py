@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import lastwords
+from lastwords.checkpoint import stale
 from lastwords.controller import handover, launch
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, NotAnOptimizerError, UnavailableError
@@ -234,3 +235,23 @@ def test_a_run_that_is_over_leaves_no_hook_behind(tmp_path: Path, monkeypatch: p
     tft.stop()
     tft.stop()
     assert hooks_of(model, plain) == before
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", ["alone", "another lives", "named"])
+def test_a_job_without_a_name_is_told_of_another_one_that_lives_in_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", ON)
+    monkeypatch.setenv("LASTWORDS_JOB", "digits" if case == "named" else "")
+    model = nn.Linear(2, 2)
+    other = None if case == "alone" else stale.Claim.take(tmp_path, "letters", 1)
+    tft = lastwords.protect(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    tft.start()
+    tft.stop()
+    if other is not None:
+        other.release()
+    said = [one.getMessage().replace(str(tmp_path), "/ckpt") for one in caplog.records if "letters" in one.getMessage()]
+    assert bool(said) == (case == "another lives")
+    if said:
+        golden.says("\n".join(said))
