@@ -49,8 +49,8 @@ CASES = [
     more(Case("ddp-two-break", 1, 1, 12_753, How(lost=True))),
     more(Case("mixed", 0, 2, 116_130)),
     more(Case("mixed-hang", 0, 1, 14_403)),
-    more(Case("periodic-break", 0, 1, 38_026)),
-    more(Case("periodic-gate", 1, 1, 127_002)),
+    more(Case("periodic-break", 0, 1, 39_796)),
+    more(Case("periodic-gate", 1, 1, 132_156)),
 ]
 LONG = [
     Case("ddp-two", 1, 1, 37_179),
