@@ -123,7 +123,8 @@ def _one_in(newest_first: Sequence[Whole], pause_ns: int) -> set[Whole]:
     """The first one of all, and each that was published `pause_ns` after the one that was kept before it.
 
     Where a clock had been set back, a checkpoint has an earlier time than the one before it, or one that it was given
-    only so that it has a later one: how long after it, and how long before the next, is not known, so both stay.
+    only so that it has a later one: how long after it, and how long before the next, is not known, so both stay. So
+    does the one before it: without that one, the next look would not see that the clock had jumped.
     """
     kept: set[Whole] = set()
     before: Whole | None = None
@@ -131,6 +132,8 @@ def _one_in(newest_first: Sequence[Whole], pause_ns: int) -> set[Whole]:
     for one in reversed(newest_first):
         at_ns = one.said.published_unix_ns
         jumped = before is not None and at_ns - before.said.published_unix_ns < _SAME_MOMENT_NS
+        if jumped and before is not None:
+            kept.add(before)
         if jumped or unknown or at_ns - last_ns >= pause_ns:
             kept.add(one)
             last_ns = at_ns

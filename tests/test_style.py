@@ -35,6 +35,19 @@ CORE_IMPORTS = frozenset(
 MAY_PRINT = ("cli/",)
 MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py")
 MAY_READ_A_CLOCK = ("src/lastwords/clock.py",)
+MAY_READ_WALL_TIME = (
+    "checkpoint/publish.py",
+    "checkpoint/stale.py",
+    "checkpoint/system.py",
+    "cli/retention_commands.py",
+    "controller/handover.py",
+    "controller/server.py",
+    "controller/state_file.py",
+    "controller/timeline.py",
+    "launcher/agent.py",
+    "liveness/leftovers.py",
+)
+"""A wall clock jumps. What one does to each of these is shown in tests/test_wall_clock.py."""
 MAY_IMPORT_TORCH = ("launcher/", "optim_wrapper/", "sharding/", "integrations/", "src/lastwords/torch_private.py")
 MAY_PICKLE = ("integrations/dcp.py", "integrations/dcp_in.py")
 """torch.distributed.checkpoint takes what is no tensor only as torch.save's bytes; ours never leave memory."""
@@ -219,6 +232,18 @@ def no_clock_outside_clock(source: Source) -> Iterator[str]:
             yield f"line {line}: {name}(); take now_s as an argument; a shell calls lastwords.clock.mono_s or wall_ns"
 
 
+def no_wall_time_where_a_jump_would_decide(source: Source) -> Iterator[str]:
+    if source.below(MAY_READ_A_CLOCK + MAY_READ_WALL_TIME):
+        return
+    for node in ast.walk(source.tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if re.fullmatch(r"wall_ns|modified_unix_s|st_[acm]time(_ns)?", name):
+            yield (
+                f"line {node.lineno}: {name}: take lastwords.clock.mono_s; if it has to be the wall clock, show in "
+                "tests/test_wall_clock.py what a jump does, and add the module to MAY_READ_WALL_TIME"
+            )
+
+
 def no_torch_outside_the_trainer_side(source: Source) -> Iterator[str]:
     if source.below(MAY_IMPORT_TORCH):
         return
@@ -313,6 +338,7 @@ SHIPPED_RULES: tuple[Rule, ...] = (
     no_broad_except,
     no_name_without_its_unit,
     no_clock_outside_clock,
+    no_wall_time_where_a_jump_would_decide,
     no_torch_outside_the_trainer_side,
     no_logging_set_up_by_the_library,
     no_formatted_log_message,
@@ -391,6 +417,8 @@ BAD = [
     (no_name_without_its_unit, "processor/agent.py", "def wait(settle_timeout: float) -> None: ..."),
     (no_name_without_its_unit, "processor/agent.py", "class A:\n    deadline: float = 1.0"),
     (no_clock_outside_clock, "processor/agent.py", "import time\nnow = time.monotonic()"),
+    (no_wall_time_where_a_jump_would_decide, "controller/periodic.py", "from lastwords import clock\nclock.wall_ns()"),
+    (no_wall_time_where_a_jump_would_decide, "checkpoint/load.py", "newest = path.stat().st_mtime"),
     (no_torch_outside_the_trainer_side, "processor/saver.py", "from torch import Tensor"),
     (no_logging_set_up_by_the_library, "processor/saver.py", "logging.basicConfig()"),
     (no_formatted_log_message, "processor/saver.py", "log.info(f'step {step}')"),
