@@ -101,7 +101,7 @@ class Stay:
 
     def _end_if_here(self) -> None:
         """In a thread of its own; files that are being written are waited for."""
-        if wait_out(lambda seconds: within_own_time(self._left, seconds), OWN_LEAVE_S):
+        if wait_out(lambda seconds: clock.within_own_time(self._left, seconds), OWN_LEAVE_S):
             return
         with self._lock:
             if self._over:
@@ -109,13 +109,3 @@ class Stay:
         rank = os.environ.get("RANK", "?")
         sys.stderr.write(f"lastwords: rank {rank} has not left main() for {OWN_LEAVE_S:g} s; its process is replaced\n")
         os._exit(EXIT_SAVED)
-
-
-def within_own_time(event: threading.Event, seconds: float | None) -> bool:
-    """`event.wait(seconds)`; time in which this process was stopped does not count, or it could never go on."""
-    own = clock.OwnTime()
-    begun_s = own.at(clock.mono_s())
-    while not event.wait(clock.OwnTime.LOOK_INTERVAL_S):
-        if seconds is not None and own.at(clock.mono_s()) - begun_s >= seconds:
-            return False
-    return True

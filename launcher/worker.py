@@ -57,8 +57,7 @@ def run(main: Callable[[], object]) -> None:
     `main` takes no arguments; what it returns is dropped. It makes its process groups, model and loaders itself, and
     calls `resume()` before its loop; after a failure of any rank it is entered once more on all ranks, those that
     survived in the same process. Started otherwise (plain python, torchrun), `main` is called once. Training thread
-    only. What lastwords refuses, here or in `main`, ends this process with one line, and exit code 2 for a ConfigError
-    or 5 for a BusyError, as in the command `lastwords`.
+    only. A ConfigError, here or in `main`, ends this process with one line and exit code 2, a BusyError with 5.
     """
     try:
         _run(main)

@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lastwords import clock
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import BusyError, ConfigError
-from lastwords.launcher import stay, worker
+from lastwords.launcher import worker
 from lastwords.launcher.link import Lines
+from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.stay import Stay
 from lastwords.launcher.streams import Streams
@@ -404,8 +406,8 @@ def test_a_survivor_that_was_stopped_and_goes_on_has_its_time_to_leave(
     looks_s: list[float], comes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(stay.clock, "mono_s", lambda: now_s[0])
-    assert stay.within_own_time(LateEvent(now_s, looks_s), stay.OWN_LEAVE_S) is comes
+    monkeypatch.setattr(clock, "mono_s", lambda: now_s[0])
+    assert clock.within_own_time(LateEvent(now_s, looks_s), OWN_LEAVE_S) is comes
 
 
 def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
