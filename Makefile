@@ -8,6 +8,7 @@
 #   make test      the usual tests, some cases of each long table: a quarter of an hour
 #   make test-rest the other cases of their long tables; half an hour
 #   make test-all  both
+#   make test-s3   a remote store that is S3, of moto, in an environment of its own
 #   make messages  rewrites tests/messages.txt, which the tests compare messages with: review the difference
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
@@ -33,7 +34,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch messages check matrix chaos zoo bench bench-peers bench-month proto clean
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo bench bench-peers bench-month proto clean
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -85,6 +86,16 @@ test-torch: $(TORCH:%=.venv-torch-%/.ready)
 	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[dev,demo]'
 	@touch $@
 
+test-s3: .venv-s3/.ready
+	OMP_NUM_THREADS=1 .venv-s3/bin/python -m pytest -q tests/integration/test_remote_s3.py $(ARGS)
+
+# Of its own, because s3fs needs an older python-dateutil than the pinned one, which is matplotlib's.
+.venv-s3/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed '/^python-dateutil==/d' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[dev,s3]'
+	@touch $@
+
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -120,6 +131,6 @@ proto: $(READY)
 	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-peers build dist src/lastwords.egg-info demo/out demo/disaster_recover/out bench/out ttp_checkpoints
+	rm -rf $(VENV) .venv-torch-* .venv-s3 .venv-peers build dist src/lastwords.egg-info demo/out demo/disaster_recover/out bench/out ttp_checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

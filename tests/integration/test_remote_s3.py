@@ -1,4 +1,4 @@
-"""S3, through a server of moto. Install s3fs and moto[server]; pytest -m slow tests/integration/test_remote_s3.py."""
+"""S3, through a server of moto: `make test-s3`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lastwords.errors import StorageError
 from tests.checkpoint.states import Job, content_of, content_written
 from tests.checkpoint.stores import KilledError, WatchedStore, torn
 
-pytestmark = [pytest.mark.slow, pytest.mark.process]
+pytestmark = pytest.mark.process
 
-server = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
-s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
+server = pytest.importorskip("moto.server", reason="make test-s3")
+s3fs = pytest.importorskip("s3fs", reason="make test-s3")
 
 JOB = Job()
 FILES = 3
@@ -83,6 +83,18 @@ def test_killed_at_any_file_the_next_upload_finishes_it(root: RemotePath, tmp_pa
     assert [one.said.global_step for one in Uploader([here], root, "job", store=again).upload_missing()] == [37]
     assert len(again.puts) == FILES - number
     assert not torn(root)
+
+
+def test_what_is_lost_there_is_uploaded_again(root: RemotePath, tmp_path: Path) -> None:
+    saved = JOB.save(tmp_path / "ckpt", 37)
+    there = upload(saved, Store(root))
+    (file,) = (saved / "rank_1").iterdir()
+    Store(root).remove(there / "rank_1" / file.name)
+    assert load.verify(there, os=os_for([there]))
+    store = WatchedStore(root)
+    assert upload(saved, store) == there
+    assert [path.name for path in store.puts] == [file.name, layout.MANIFEST_NAME]
+    assert load.verify(there, os=os_for([there])) == []
 
 
 def test_a_bucket_that_is_not_there_or_refuses_is_told_as_a_storage_error(
