@@ -145,7 +145,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "a rank that is past the step says that it has saved it",
         {f"{_SNAPSHOTS}._answer": _say_saved_all_the_same},
         (_SO,),
-        small="periodic-skip",
+        small="periodic-later",
         seeds=(28, 36, 37),
     ),
     "newest-unknown": Mutant(
