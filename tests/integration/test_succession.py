@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lastwords.launcher.worker import EXIT_BUSY
 from tests.integration.faults import controller_state, dying, is_gone
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout
@@ -132,8 +133,9 @@ def test_one_that_is_stopped_is_ended_before_another_one_serves(rig: Rig) -> Non
     pid, state = controller_state(launch.plan.ctrl_port)
     os.kill(pid, signal.SIGSTOP)
     command = [sys.executable, "-m", "lastwords.cli", "controller", "--recover", str(state)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    assert is_gone(pid)
+    recovered = subprocess.run(command, check=False, capture_output=True, timeout=60)
+    assert recovered.returncode in (0, EXIT_BUSY), "busy: where this takes long, a rank is faster"
+    launch.job.wait_for(lambda: is_gone(pid), 60, "the end of the stopped one")
     (launch.directory / "mark-go").touch()
     survive(rig, launch)
 
