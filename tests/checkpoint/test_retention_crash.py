@@ -21,6 +21,7 @@ from tests.checkpoint.interposed import Crash, InterposedOs, crashing_at
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.states import Job, content_of, content_written
 from tests.checkpoint.test_crash import Broken, Save, crashes
+from tests.selection import more
 
 ROOT = Path("/ckpt")
 JOB = Job(incident=0)
@@ -297,7 +298,7 @@ def the_newest_is_there(made: SimulatedOs, ended: list[Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("can_exchange", [True, more(False)])
 def test_what_a_later_start_publishes_under_a_name_that_goes_is_not_lost(can_exchange: bool) -> None:
     assert list(judged([pruner(KEEP), later_start], the_newest_is_there, can_exchange=can_exchange)) == []
 
@@ -426,7 +427,7 @@ def lost_by_publication(can_exchange: bool) -> Iterator[str]:
             yield f"{label}: something is not whole"
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("can_exchange", [True, more(False)])
 def test_what_two_jobs_publish_as_one_step_is_kept(can_exchange: bool) -> None:
     assert list(lost_by_publication(can_exchange)) == []
 
