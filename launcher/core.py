@@ -169,9 +169,9 @@ class LauncherCore:
             self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
         elif not has_left and self._ranks.are_any(Place.IN_MAIN):
             effects += self._recall(now_s)
-        elif self.generation == 0:
+        elif self.generation == 0 and self._ranks.known == 1:  # the first one, for all others
             for _, other in self._ranks.at(Place.STARTING):
-                if other.due_s is None and other.told_s is None and not other.known:
+                if other.due_s is None and other.told_s is None:
                     self._ranks.due(other, None, told_s=now_s + FIRST_NOTICE_S)
         return effects
 

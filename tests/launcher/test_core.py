@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 
@@ -34,6 +35,8 @@ from lastwords.launcher.roster import (
     START_PAUSES_S,
     START_S,
     Place,
+    Rank,
+    Roster,
 )
 
 KILLED = -9
@@ -51,6 +54,21 @@ def training(ranks: int = 3) -> LauncherCore:
 
 def wait(core: LauncherCore, *ranks: int, step: int = 0) -> list[Effect]:
     return [effect for rank in ranks for effect in core.handle(Waiting(rank, step), 1.0)]
+
+
+def test_a_rank_that_comes_makes_no_work_for_each_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or 16,384 of them keep the launcher busy for minutes."""
+    walks = 0
+
+    def counted(roster: Roster, place: Place) -> Iterator[tuple[int, Rank]]:
+        nonlocal walks
+        walks += 1
+        return shipped(roster, place)
+
+    shipped = Roster.at
+    monkeypatch.setattr(Roster, "at", counted)
+    training(ranks=50)
+    assert walks < 10
 
 
 def test_nobody_enters_before_all_are_there() -> None:
