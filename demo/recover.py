@@ -107,7 +107,8 @@ class Cluster:
             raise RuntimeError(f"{script} ended with exit code {done.returncode}:\n{done.stderr}")
         return done.stdout
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Of all processes, as recover.sh names them."""
         return [SCHEDULER, *(f"worker-{rank}" for rank in range(self.workers))]
 
     def _pid(self, name: str) -> int:
