@@ -180,6 +180,13 @@ class Session:
     # ------------------------------------------------------------------ the session's thread
 
     def _run(self) -> None:
+        # Never used. gRPC ends with its last channel and would begin anew with each connection, where it aborts the
+        # process if there is no descriptor left. It is not kept any longer than the session: it has threads, and a
+        # child that is forked afterwards may have a session of its own.
+        with grpc.insecure_channel(self.address, options=self._options):
+            self._connect_until_closed()
+
+    def _connect_until_closed(self) -> None:
         while not self._closing.is_set():
             try:
                 if not self._connect():

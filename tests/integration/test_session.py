@@ -7,6 +7,8 @@ import contextlib
 import queue
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +114,8 @@ class Rank:
     """A session with call-backs that note what happened."""
 
     def __init__(self, port: int, rank: int = 1, token: str = TOKEN, on_order: Callable[[Order], None] | None = None):
-        self.rank = rank
+        self.rank, self.port = rank, port
+        self.hellos: queue.Queue[None] = queue.Queue()
         self.orders: queue.Queue[Order] = queue.Queue()
         self.ups: queue.Queue[None] = queue.Queue()
         self.downs: queue.Queue[str] = queue.Queue()
@@ -133,6 +136,7 @@ class Rank:
         self.session.start()
 
     def hello(self) -> Hello:
+        self.hellos.put(None)
         return Hello(self.rank, 0, 4, ProcessId("host", 1, 1, "n"), ("replicated",), self.stand)
 
     def close(self) -> None:
@@ -225,6 +229,29 @@ def test_a_controller_that_is_replaced_on_the_same_port_is_found_again() -> None
                 rank.ups.get(timeout=WAIT_S)
                 controller.hear(Hello)
             rank.downs.get(timeout=WAIT_S)
+
+
+WITHOUT_DESCRIPTORS = """
+import resource
+from tests.integration.test_session import WAIT_S, Controller, Rank, free_port
+
+rank = Rank(free_port())
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+for _ in range(3):  # the first connection needs files of its own
+    rank.hellos.get(timeout=WAIT_S)
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+for _ in range(4):
+    rank.hellos.get(timeout=WAIT_S)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+with Controller(rank.port):
+    rank.ups.get(timeout=WAIT_S)
+    rank.close()
+"""
+
+
+def test_a_rank_without_a_free_descriptor_survives_that_its_controller_is_gone() -> None:
+    found = subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
 
 
 def test_a_wrong_token_is_told_once_and_ends_the_session(controller: Controller) -> None:
