@@ -110,7 +110,11 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
         if found is not None:
             os.close(log)
             return _serving(spec, found[0], found[1], None, ready_timeout_s)
-    ready, told = os.pipe()
+    try:
+        ready, told = os.pipe()
+    except OSError as error:
+        os.close(log)
+        raise UnavailableError(f"cannot start the controller's process: {error}") from error
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "lastwords.controller", argument, str(told), *more],

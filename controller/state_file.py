@@ -24,7 +24,7 @@ import msgspec
 from lastwords.controller.events import Remember
 from lastwords.controller.memory import Memory, Registered
 from lastwords.controller.spec import ControllerSpec
-from lastwords.errors import ConfigError, FormatError, UnavailableError
+from lastwords.errors import ConfigError, FormatError, UnavailableError, is_shortage
 from lastwords.liveness import paths, process_id
 
 _log = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ def _write_all(fd: int, raw: bytes) -> None:
 def read(path: Path) -> KeptState:
     """Content of the file of a job on this host.
 
-    Raises UnavailableError if there is none, ConfigError if it is another user's, FormatError for anything else that is
-    wrong with it. Nothing is ever removed or changed here.
+    Raises UnavailableError if there is none, or it cannot be opened for now, ConfigError if it is another user's,
+    FormatError for anything else that is wrong with it. Nothing is ever removed or changed here.
     """
     raw = _raw(path)
     try:
@@ -155,10 +155,15 @@ def read(path: Path) -> KeptState:
 
 
 def owner(path: Path) -> Owner | None:
-    """Whose file it is; None if there is none, or nobody can tell."""
+    """Whose file it is; None if there is none, or nobody can tell.
+
+    Raises UnavailableError where the system is short of something: then nobody can tell yet.
+    """
     try:
         return msgspec.json.decode(_raw(path), type=_Owned).owner
-    except (UnavailableError, ConfigError, msgspec.MsgspecError):
+    except (UnavailableError, ConfigError, msgspec.MsgspecError) as error:
+        if is_shortage(error):
+            raise
         return None
 
 
@@ -178,7 +183,8 @@ def _raw(path: Path) -> bytes:
             f"there is no {path}: the job's controller has ended by itself, or has never run on this host"
         ) from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be opened: {error.strerror}") from error
+        kind = UnavailableError if is_shortage(error) else ConfigError
+        raise kind(f"{path} cannot be opened: {error.strerror}") from error
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):

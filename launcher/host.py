@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.clock import mono_s
-from lastwords.errors import FormatError
+from lastwords.errors import FormatError, is_shortage
 from lastwords.launcher.events import (
     NOT_LEFT,
     Abandon,
@@ -53,9 +52,6 @@ NO_RANK = "not known before lastwords.run(main)"
 
 SPARE_DEATHS_MAX = 3
 """Spares in a row that may die before one is used; then there is none any more."""
-
-SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS}
-"""Of descriptors, processes or memory: they pass, and a job is not to end for them."""
 
 SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
@@ -231,7 +227,7 @@ class Host:
         try:
             act()
         except OSError as error:
-            if error.errno not in SHORTAGES or tries > SHORTAGE_TRIES_MAX:
+            if not is_shortage(error) or tries > SHORTAGE_TRIES_MAX:
                 return self._report(Lost(f"{failure}: {error}"))
             self._say_once(f"{failure}: {error}; it is tried again for {SHORTAGE_TRIES_MAX * SHORTAGE_PAUSE_S:g} s")
             self._later.append((mono_s() + SHORTAGE_PAUSE_S, lambda: self._try(failure, act, tries + 1)))

@@ -11,6 +11,7 @@ answer that either. How long it may be silent is decided by `processor.silence`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,9 @@ from pathlib import Path
 from lastwords import clock
 from lastwords.controller import state_file
 from lastwords.controller.launch import start_successor
+from lastwords.controller.patience import Patience
 from lastwords.controller.state_file import Owner
-from lastwords.errors import BusyError, ConfigError, LastWordsError, UnavailableError
+from lastwords.errors import BusyError, ConfigError, LastWordsError, UnavailableError, is_shortage
 from lastwords.liveness import process_id
 from lastwords.processor.silence import Silence
 from lastwords.vocabulary import ProcessId
@@ -40,8 +42,9 @@ STOP_S = 1.0
 LEAVE_S = 5.0
 """A rank that leaves waits so long, at most, for a controller that clears up behind the job."""
 
-TRIES_MAX = 3
-"""Something else may hold the port, or memory may be short, for a moment."""
+TRIES_MAX = 6
+"""Something else may hold the port for a moment, or the new process may lack memory. The pauses between as many tries
+make 7.75 s. A try that fails since this process is short of something (`errors.is_shortage`) does not count."""
 
 
 class ControllerWatch:
@@ -74,11 +77,15 @@ class ControllerWatch:
         self._ended = threading.Event()  # the process that is watched now; or this watch is stopped
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lastwords-successor", daemon=True)
-        self._tries = 0
+        self._tries, self._problem, self._patience = 0, "", Patience()
 
     def start(self) -> None:
         """Watch the controller that serves, and those that follow it."""
-        if state_file.owner(self._path) is not None:
+        try:
+            is_there = state_file.owner(self._path) is not None
+        except UnavailableError:
+            is_there = True  # the thread finds out
+        if is_there:
             self._thread.start()
 
     def stop(self) -> None:
@@ -123,20 +130,45 @@ class ControllerWatch:
 
     def _until_ended(self) -> bool:
         """Watch the controller that serves now, and have it followed if it is silent. False if this watch is over."""
-        owner = state_file.owner(self._path)
+        owner = self._owner()
         if owner is None:
             return False
         ended = self._ended = threading.Event()
-        try:
-            self._when_ended(ProcessId(process_id.host_id(), owner.pid, owner.start_ticks, nonce=""), ended.set)
-        except UnavailableError as error:
-            _log.info("%s does not watch the controller: %s", self._name, error)
+        if not self._tells_when_ended(owner, ended):
             return False
         self._silence.begin(self._own_time.at(clock.mono_s()))
         while not (self._stopped.is_set() or ended.wait(LOOK_INTERVAL_S)):
             if self._is_silent():
                 self._end_silent(owner)
         return not self._stopped.is_set()
+
+    def _owner(self) -> Owner | None:
+        """Whose controller's state it is; a shortage is waited out. None if there is none, or this watch is stopped."""
+        patience = Patience()
+        while True:
+            try:
+                return state_file.owner(self._path)
+            except UnavailableError:
+                if self._is_stopped_within(patience):
+                    return None
+
+    def _tells_when_ended(self, owner: Owner, ended: threading.Event) -> bool:
+        """Have `ended` set when that process ends; a shortage is waited out. False if it cannot be had."""
+        process, patience = ProcessId(process_id.host_id(), owner.pid, owner.start_ticks, nonce=""), Patience()
+        while True:
+            try:
+                self._when_ended(process, ended.set)
+                return True
+            except UnavailableError as error:
+                if not is_shortage(error):
+                    _log.info("%s does not watch the controller: %s", self._name, error)
+                    return False
+            if self._is_stopped_within(patience):
+                return False
+
+    def _is_stopped_within(self, patience: Patience) -> bool:
+        """Whether this watch is stopped in the next pause."""
+        return self._stopped.wait(patience.pause_s(clock.mono_s(), math.inf))
 
     def _is_silent(self) -> bool:
         now_s, asks = self._own_time.at(clock.mono_s()), self._asks()
@@ -169,7 +201,7 @@ class ControllerWatch:
         """True once a controller lives; False if none is wanted, or none can be had from here."""
         began_mono_s = clock.mono_s()
         while self._wanted() and not self._stopped.is_set():
-            owner = state_file.owner(self._path)
+            owner = self._owner()
             if owner is None:
                 return False  # it has ended by itself
             if owner.is_running:
@@ -189,13 +221,15 @@ class ControllerWatch:
             _log.error("%s", error)
             return False
         except LastWordsError as error:
-            self._tries += 1
-            owner = state_file.owner(self._path)
+            self._tries += not is_shortage(error)
+            owner = self._owner()
             if owner is None or owner.is_running:
                 return True  # another rank was faster, or the job is over
-            _log.warning("%s could not start the controller again: %s", self._name, error)
-            return self._tries < TRIES_MAX
-        self._tries = 0
+            if str(error) != self._problem:
+                _log.warning("%s could not start the controller again: %s", self._name, error)
+            self._problem = str(error)
+            return self._tries < TRIES_MAX and not self._is_stopped_within(self._patience)
+        self._tries, self._problem, self._patience = 0, "", Patience()
         _log.warning(
             "the controller (process %d) was killed; %s has started it again as process %d",
             killed_pid,

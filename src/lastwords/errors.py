@@ -6,7 +6,11 @@ A message says what happened, where, and what to do about it.
 
 from __future__ import annotations
 
+import errno as _errno
 from collections.abc import Sequence
+
+SHORTAGES = frozenset({_errno.EMFILE, _errno.ENFILE, _errno.EAGAIN, _errno.ENOMEM, _errno.ENOBUFS})
+"""Of descriptors, processes or memory: they pass, so nothing follows from them but another try."""
 
 
 class LastWordsError(Exception):
@@ -122,6 +126,16 @@ class StorageError(CheckpointError):
     def __init__(self, message: str, *, errno: int = 0) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that the system is short of something for now.
+
+    >>> is_shortage(OSError(_errno.EMFILE, "Too many open files")), is_shortage(FileNotFoundError())
+    (True, False)
+    """
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in SHORTAGES
 
 
 def named(error: BaseException) -> str:
