@@ -175,7 +175,11 @@ class Departure:
         looker.start()
         looker.join(LOOK_UP_S)
         order = found[0] if found else None
-        self.decide(verdict_of(self.rank, order) if order is not None else Verdict.controller_lost(self.rank, reason))
+        self.decide(
+            Verdict.controller_lost(self.rank, reason)
+            if order is None
+            else verdict_of(self.rank, order, stays=self.process_stays)
+        )
         then()
 
     def refuse(self, reason: str) -> None:
