@@ -41,6 +41,7 @@ from lastwords.launcher.roster import (
     FIRST_NOTICE_S,
     LEAVE_NOTICE_S,
     LEAVE_S,
+    LOOK_ANSWER_S,
     NAMED_RANKS_MAX,
     START_NOTICE_S,
     START_PAUSES_S,
@@ -134,11 +135,7 @@ class LauncherCore:
             case Updated():
                 return []
             case Stopped(rank):
-                one = self._ranks[rank]
-                if one.place is Place.IN_MAIN and one.due_s is not None and one.due_s > now_s + LEAVE_S:
-                    # As much as those have for whom others wait: it was looked at when they would have been named.
-                    self._ranks.due(one, now_s + LEAVE_S - LEAVE_NOTICE_S, told_s=now_s)
-                return []
+                return self._stopped(rank, now_s)
             case Lost(why):
                 return self._stop(why)
             case Ended(rank, code):
@@ -345,7 +342,9 @@ class LauncherCore:
             if one.start_s is not None and now_s >= one.start_s:
                 effects.append(self._start_now(rank, now_s))
             elif one.due_s is not None and now_s >= one.due_s:
-                if one.place is not Place.KILLED:
+                if one.runs_due_s is not None:
+                    effects += self._look_again(rank, now_s)
+                elif one.place is not Place.KILLED:
                     effects.append(self._kill(rank, f"it {what} in time", now_s))
                 elif self.start_s is not None:
                     return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
@@ -365,10 +364,32 @@ class LauncherCore:
         self._ranks.look()
         return effects
 
+    def _stopped(self, rank: int, now_s: float) -> list[Effect]:
+        one = self._ranks[rank]
+        if one.asked:
+            return [self._kill(rank, f"it {NOT_LEFT} in time", now_s)]
+        if one.place is Place.IN_MAIN and one.due_s is not None and one.due_s > now_s + LEAVE_S:
+            runs_due_s = one.due_s
+            # As much as those have for whom others wait: it was looked at when they would have been named.
+            self._ranks.due(one, now_s + LEAVE_S - LEAVE_NOTICE_S, told_s=now_s)
+            one.runs_due_s = runs_due_s
+        return []
+
+    def _look_again(self, rank: int, now_s: float) -> list[Effect]:
+        """Whoever was stopped may have gone on, and write a checkpoint: then it has its full time."""
+        one = self._ranks[rank]
+        if one.asked:
+            self._ranks.due(one, one.runs_due_s, told_s=now_s + START_NOTICE_S)
+            return []
+        one.asked, one.due_s = True, now_s + LOOK_ANSWER_S
+        return [Look(rank)]
+
     def _others_leave_by(self, deadline_s: float, told_s: float) -> None:
         for _, one in self._ranks.at(Place.IN_MAIN):
             if one.due_s is None or one.due_s > deadline_s:  # else people have been told, or will be
                 self._ranks.due(one, deadline_s, told_s)
+            elif one.runs_due_s is not None:
+                one.runs_due_s = min(one.runs_due_s, deadline_s)
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

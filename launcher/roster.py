@@ -27,6 +27,9 @@ LEAVE_NOTICE_S = 5.0
 START_NOTICE_S = 30.0
 """From the same instants as LEAVE_S and START_S until people are told for whom everybody waits."""
 
+LOOK_ANSWER_S = 5.0
+"""A launcher says of a rank of its host that it is stopped so soon after it was asked, or it is not."""
+
 FIRST_NOTICE_S = 10.0
 """The same at the first start, from the first rank that waits."""
 
@@ -71,6 +74,10 @@ class Rank:
     """When it has to have arrived."""
     told_s: float | None = None
     """When people are told that it is waited for."""
+    runs_due_s: float | None = None
+    """It was found stopped, so `due_s` is earlier than otherwise: this, if it runs when it is looked at again."""
+    asked: bool = False
+    """It is looked at again."""
 
 
 @dataclass(slots=True)
@@ -112,6 +119,7 @@ class Roster:
         self._places[one.place] -= 1
         self._places[place] += 1
         one.place, one.due_s, one.told_s, one.start_s = place, None, None, None
+        one.runs_due_s, one.asked = None, False
 
     def know(self, rank: int) -> None:
         """Its process has called `lastwords.run`."""
@@ -136,6 +144,7 @@ class Roster:
     def due(self, one: Rank, at_s: float | None, told_s: float | None = None) -> None:
         """When it has to have arrived (None: whenever it does), and when people are told."""
         one.due_s, one.told_s = at_s, told_s
+        one.runs_due_s, one.asked = None, False
         self.awake_at(at_s, told_s)
 
     def awake_at(self, *instants_s: float | None) -> None:

@@ -30,6 +30,7 @@ from lastwords.launcher.roster import (
     FIRST_NOTICE_S,
     LEAVE_NOTICE_S,
     LEAVE_S,
+    LOOK_ANSWER_S,
     NAMED_RANKS_MAX,
     START_NOTICE_S,
     START_PAUSES_S,
@@ -292,9 +293,37 @@ def test_a_survivor_that_is_stopped_is_said_and_killed_long_before_one_that_writ
     assert core.handle(Tick(), LEAVE_NOTICE_S) == [Look(0)]
     assert core.handle(Stopped(0), LEAVE_NOTICE_S) == []
     assert awaited(core.handle(Tick(), LEAVE_NOTICE_S)) == [(0, LEAVE_S - LEAVE_NOTICE_S)]
-    (kill,) = core.handle(Tick(), LEAVE_S)
+    assert core.handle(Tick(), LEAVE_S) == [Look(0)]
+    (kill,) = core.handle(Stopped(0), LEAVE_S)
     assert isinstance(kill, Kill)
     assert kill.rank == 0
+
+
+def test_a_writer_that_was_stopped_for_a_moment_has_its_full_time() -> None:
+    core = training(2)
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 1)
+    core.handle(Stopped(0), LEAVE_NOTICE_S)
+    core.handle(Tick(), LEAVE_NOTICE_S)
+    assert core.handle(Tick(), LEAVE_S) == [Look(0)]
+    assert core.handle(Tick(), LEAVE_S + LOOK_ANSWER_S) == []
+    assert core.handle(Tick(), LEAVE_S + LOOK_ANSWER_S + START_NOTICE_S) == [Look(0)]
+    (kill,) = core.handle(Tick(), END_S)
+    assert isinstance(kill, Kill)
+
+
+def test_a_survivor_that_goes_on_when_others_have_left_has_as_long_as_they_wait() -> None:
+    core = training()
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 1)
+    core.handle(Stopped(0), 10.0)
+    core.handle(Tick(), 10.0)
+    core.handle(Waiting(2, 7), 20.0)
+    stopped_until_s = 10.0 + LEAVE_S - LEAVE_NOTICE_S
+    assert core.handle(Tick(), stopped_until_s) == [Look(0)]
+    assert core.handle(Tick(), stopped_until_s + LOOK_ANSWER_S) == []
+    (kill,) = core.handle(Tick(), 20.0 + LEAVE_S)
+    assert isinstance(kill, Kill)
 
 
 def test_a_stopped_survivor_is_said_once_with_the_same_seconds_whoever_leaves_when() -> None:
