@@ -23,7 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from lastwords.clock import mono_s
+from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.words import ranks_text
 from lastwords.errors import FormatError, UnavailableError
 from lastwords.launcher.core import LauncherCore
@@ -75,7 +75,8 @@ class Head:
         self._events: deque[Event] = deque()
         self._busy = False
         self._size = size
-        self._hosts_due_s = None if start_s is None else mono_s() + HOSTS_S
+        self._own_time = OwnTime()  # a launcher may have come while this one was stopped, and has not been heard yet
+        self._hosts_due_s = None if start_s is None else self._own_time.at(mono_s()) + HOSTS_S
 
     def take_over(self, generation: int, step: int) -> None:
         """Follow a head that was killed after it had let all ranks enter `main` in this generation."""
@@ -107,12 +108,13 @@ class Head:
     @property
     def due_in_s(self) -> float | None:
         """When `tick` is wanted."""
-        dues_s = [due_s for due_s in (self.core.deadline_s, self._hosts_due_s) if due_s is not None]
+        hosts_look_s = None if self._hosts_due_s is None else self._own_time.look_mono_s(self._hosts_due_s)
+        dues_s = [due_s for due_s in (self.core.deadline_s, hosts_look_s) if due_s is not None]
         return max(0.0, min(dues_s) - mono_s()) if dues_s else None
 
     def tick(self) -> None:
         """Time has passed."""
-        if self._hosts_due_s is not None and mono_s() >= self._hosts_due_s:
+        if self._hosts_due_s is not None and self._own_time.at(mono_s()) >= self._hosts_due_s:
             self._hosts_due_s = None
             missing = ranks_text(rank for rank in range(self._size) if rank not in self._host_of)
             self.hear(

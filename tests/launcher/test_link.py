@@ -134,6 +134,21 @@ def test_the_launcher_of_a_host_that_is_lost_after_the_rendezvous_ends_the_job(
     golden.says("\n".join(caplog.messages))
 
 
+def test_a_launcher_that_came_while_the_head_was_stopped_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
+    job = Job()
+    job.head.tick()
+    other = job.uplink()
+    now_s[0] += 2 * head.HOSTS_S
+    job.head.tick()
+    assert job.here == []
+    job.turn(2)
+    assert job.head.due_in_s is None
+    other.end()
+    job.listener.end()
+
+
 def test_where_all_launchers_have_come_none_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, told = [0.0], list[Effect]()
     monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
