@@ -188,13 +188,14 @@ class Listener:
         self._server.close()
 
     def _accept(self) -> None:
-        if (link := accepted(self._server)) is None:
+        if (taken := accepted(self._server)) is None:
             return
+        link, peer = taken
         self._strangers = [(one, who) for one, who in self._strangers if one.open and not who.known]
         if len(self._strangers) >= STRANGERS_MAX:
             self._strangers.pop(0)[0].close()
         self._links = [one for one in self._links if one.fileno() >= 0] + [link]
-        introduction = _Introduction(self._head, self._token, link, link.getpeername()[0])
+        introduction = _Introduction(self._head, self._token, link, peer)
         self._strangers.append((Connection(link, self._selector, introduction), introduction))
 
 
@@ -340,12 +341,17 @@ def _send(link: socket.socket, what: Event | Effect) -> None:
         send(link, to_message(what))
 
 
-def accepted(server: socket.socket) -> socket.socket | None:
-    """A connection that somebody has made; None where that fails, after a pause: there may be no descriptor left."""
+def accepted(server: socket.socket) -> tuple[socket.socket, str] | None:
+    """A connection that somebody has made, and from which address: one that was reset does not say it any more.
+
+    None where nobody has, and where it fails, after a pause: there may be no descriptor left.
+    """
     try:
-        link, _ = server.accept()
+        link, address = server.accept()
         keep_alive(link)
-        return link
+        return link, str(address[0])
+    except BlockingIOError:
+        return None
     except OSError as error:
         _log.warning("a connection could not be taken: %s", error)
         time.sleep(AGAIN_S)

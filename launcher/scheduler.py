@@ -177,12 +177,12 @@ class Scheduler:
     # ------------------------------------------------------------------ who is there
 
     def _accept(self) -> None:
-        if (link := accepted(self._server)) is None:
+        if (taken := accepted(self._server)) is None:
             return
         self._strangers = [one for one in self._strangers if one.open and one.rank is None]
         if len(self._strangers) >= STRANGERS_MAX:
             self._strangers.pop(0).close()
-        self._strangers.append(_Link(link, self._selector, self))
+        self._strangers.append(_Link(*taken, self._selector, self))
 
     def apply(self, link: _Link, message: dict[str, Any]) -> None:
         """A process introduces itself. FormatError if it does not know the token."""
@@ -338,10 +338,12 @@ class Scheduler:
 class _Link:
     """A connection: to a stranger first, to the process of a rank once it has applied."""
 
-    def __init__(self, link: socket.socket, selector: selectors.BaseSelector, scheduler: Scheduler) -> None:
+    def __init__(
+        self, link: socket.socket, address: str, selector: selectors.BaseSelector, scheduler: Scheduler
+    ) -> None:
         self.rank: int | None = None
         self.nonce = secrets.token_hex(16)
-        self.peer = str(link.getpeername()[0]).removeprefix("::ffff:")
+        self.peer = address.removeprefix("::ffff:")
         self._link, self._scheduler = link, scheduler
         self._connection = Connection(link, selector, self._hear)
         self.tell({"nonce": self.nonce})

@@ -31,6 +31,7 @@ from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
 from lastwords.launcher.versions import Sources
 from tests import golden
+from tests.launcher.test_scheduler import reset
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,19 @@ def test_the_head_directs_the_ranks_of_another_host() -> None:
     other.report(Ended(1, -9))
     job.turn(3)
     assert Start(1) in job.there
+    other.end()
+    job.listener.end()
+
+
+def test_a_connection_that_is_reset_before_it_is_taken_does_not_end_the_head() -> None:
+    job = Job()
+    reset(socket.create_connection(("127.0.0.1", json.loads(job.invitation)["port"]), 10))
+    other = job.uplink()
+    job.turn(3)
+    other.report(Waiting(1))
+    job.head.hear(Waiting(0))
+    job.turn(3)
+    assert job.here == job.there, "both ranks enter `main`"
     other.end()
     job.listener.end()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import selectors
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,17 @@ def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
 def test_what_another_process_has_said_before_proves_nothing(rig: Rig) -> None:
     _, _, overheard = rig.connect()
     assert rig.apply("1", nonce=overheard) == [{"closed": True}]
+
+
+def reset(link: socket.socket) -> None:
+    """As port scanners and load balancers leave a connection."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.close()
+
+
+def test_a_connection_that_is_reset_before_it_is_taken_does_not_end_the_scheduler(rig: Rig) -> None:
+    reset(socket.create_connection(("127.0.0.1", rig.cluster.port), 10))
+    assert rig.apply("1")[0]["admitted"] == 1
 
 
 def test_a_name_that_is_taken_and_a_number_of_workers_that_differs(rig: Rig) -> None:
