@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from lastwords.errors import ConfigError, StorageError
-from lastwords.launcher.cluster_state import ClusterState
+from lastwords.launcher import scheduler as module
+from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
 from lastwords.launcher.link import Lines, send
+from lastwords.launcher.registry import SILENCE_S, Member, Process
+from lastwords.launcher.roster import Place
 from lastwords.launcher.scheduler import Scheduler, proof_of
 from lastwords.liveness import process_id
 from tests import golden
@@ -184,3 +187,114 @@ def test_a_port_that_is_taken(rig: Rig, tmp_path: Path) -> None:
     state = ClusterState(other)
     with state.held() as kept, selectors.DefaultSelector() as selector, golden.raises(ConfigError):
         Scheduler(other, state, kept, selector)
+
+
+class Return:
+    """A scheduler that has been started again, at a clock of the test's; its workers are on other hosts, and train."""
+
+    GENERATION = 5
+
+    def __init__(self, path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(module, "mono_s", lambda: self.now_s)
+        self._port = Port()
+        self.cluster = Cluster(SCHEDULER, workers, "127.0.0.1", self._port.number, path, recovery=True)
+        self.state = ClusterState(self.cluster)
+        self._selector = selectors.DefaultSelector()
+        members = {str(rank): Member(rank, Process(f"host-{rank}", 1000 + rank, 1)) for rank in range(workers)}
+        with self.state.held():
+            kept = KeptCluster(VERSION, self.cluster.address, workers, "job", self.GENERATION, 7, members)
+            self.scheduler = Scheduler(self.cluster, self.state, kept, self._selector)
+        self.links: dict[int, socket.socket] = {}
+
+    def come(self, *ranks: int) -> None:
+        """Connections that wait until they are taken."""
+        for rank in ranks:
+            self.links[rank] = socket.create_connection(("127.0.0.1", self.cluster.port), 10)
+
+    def turn(self, after_s: float = 0.0) -> None:
+        self.now_s += after_s
+        self.scheduler._turn(0)
+        self.scheduler._look()
+        self.scheduler._head.tick()
+
+    def answer(self) -> None:
+        """What workers do that have been spoken to."""
+        for rank, link in self.links.items():
+            link.setblocking(False)
+            try:
+                messages = Lines().feed(link.recv(65536))
+            except (BlockingIOError, ConnectionResetError):
+                continue
+            for nonce in (message["nonce"] for message in messages if "nonce" in message):
+                application = {
+                    "name": str(rank), "host": f"host-{rank}", "pid": 1000 + rank, "start_ticks": 1,
+                    "workers": self.cluster.workers, "rank": rank, "job": "job",
+                }  # fmt: skip
+                send(link, {"apply": application, "proof": proof_of(self.state.token(), nonce, application)})
+
+    @property
+    def there(self) -> list[int]:
+        return [one.rank for one in self.scheduler._registry.members.values() if one.linked]
+
+    @property
+    def dead(self) -> list[int]:
+        return [one.rank for one in self.scheduler._registry.members.values() if one.over]
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+        self.scheduler.close()
+        self._selector.close()
+        self._port.release()
+
+
+def test_hundreds_of_workers_that_come_back_at_once_are_heard_in_a_few_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, turns, asked = 300, 20, list[Process]()
+    one = Return(tmp_path, workers, monkeypatch)
+    monkeypatch.setattr(one.scheduler, "_runs", asked.append)
+    one.come(*range(workers))
+    for _ in range(turns):
+        one.turn(0.05)
+        one.answer()
+    assert len(one.there) == workers
+    assert one.dead == []
+    looks = turns * 0.05 / module.LOOK_S + 1
+    assert len(asked) <= looks * workers, "and no application makes all others be looked at"
+    one.close()
+
+
+def test_who_stays_silent_while_the_scheduler_listens_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Return(tmp_path, 2, monkeypatch)
+    one.come(0)
+    for _ in range(int(SILENCE_S / 0.5)):
+        assert one.dead == []
+        one.turn(after_s=0.5)
+        one.answer()
+    assert (one.there, one.dead) == ([0], [1])
+    one.close()
+
+
+def test_nothing_is_done_for_a_connection_whose_peer_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Return(tmp_path, 2, monkeypatch)
+    one.come(0)
+    one.links[0].close()
+    one.turn()
+    assert one.scheduler._strangers == []
+    one.come(0, 1)
+    one.turn()
+    one.answer()
+    one.links[0].close()
+    one.turn()
+    assert one.there == [1], "its application came, and it does not wait for the answer"
+    one.close()
+
+
+def test_a_name_that_changes_hands_between_two_looks(rig: Rig) -> None:
+    rig.apply("1", pid=1)
+    rig.scheduler._head.take_over(3, 7)
+    assert rig.scheduler._head.core.place(1) is Place.IN_MAIN
+    assert rig.apply("1")[0]["admitted"] == 1
+    assert rig.scheduler._head.core.place(1) is Place.STARTING, "the end of the process before it is heard of"
