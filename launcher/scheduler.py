@@ -35,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from lastwords.clock import mono_s
+from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError, FormatError, StorageError
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
@@ -123,7 +123,12 @@ def schedule(cluster: Cluster) -> int:
 
 
 class Scheduler:
-    """One thread: that of `selector`. kept: what the scheduler before it has left."""
+    """One thread: that of `selector`. kept: what the scheduler before it has left.
+
+    How long a process has been silent is measured in own time, of which a turn counts LOOKS_APART_S_MAX at most, and a
+    turn takes the connections that are pending. So whoever counts as dead was silent in SILENCE_S / LOOKS_APART_S_MAX
+    turns at least, however slow this host is, and however long the scheduler was stopped.
+    """
 
     def __init__(
         self, cluster: Cluster, state: ClusterState, kept: KeptCluster, selector: selectors.BaseSelector
@@ -133,7 +138,8 @@ class Scheduler:
         self._cluster, self._state, self._kept = cluster, state, kept
         self._selector = selector
         self._host = process_id.host_id()
-        self._now_s = now_s = mono_s()
+        self._own_time = OwnTime()
+        self._now_s = now_s = self._own_time.at(mono_s())
         self._looked_s = -math.inf
         self._registry = Registry(cluster.workers, dict(kept.members.items()))
         for one in self._registry.members.values():
@@ -177,7 +183,7 @@ class Scheduler:
 
     def _turn(self, due_in_s: float | None) -> None:
         ready = self._selector.select(min(LOOK_S, LOOK_S if due_in_s is None else due_in_s))
-        self._now_s = mono_s()
+        self._now_s = self._own_time.at(mono_s())
         for key, _ in ready:
             key.data()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lastwords.clock import OwnTime
 from lastwords.errors import ConfigError, StorageError
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
@@ -263,6 +264,22 @@ def test_hundreds_of_workers_that_come_back_at_once_are_heard_in_a_few_turns(
     assert one.dead == []
     looks = turns * 0.05 / module.LOOK_S + 1
     assert len(asked) <= looks * workers, "and no application makes all others be looked at"
+    one.close()
+
+
+@pytest.mark.parametrize("own_time", [True, False])
+def test_a_scheduler_that_was_stopped_declares_nobody_dead_who_has_come_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_time: bool
+) -> None:
+    if not own_time:
+        monkeypatch.setattr(OwnTime, "at", lambda _, now_mono_s: now_mono_s)
+    one = Return(tmp_path, 4, monkeypatch)
+    one.come(0, 1, 2, 3)
+    one.turn(after_s=SILENCE_S + 1)
+    assert one.dead == ([] if own_time else [0, 1, 2, 3])
+    one.answer()
+    one.turn()
+    assert one.there == ([0, 1, 2, 3] if own_time else [])
     one.close()
 
 
