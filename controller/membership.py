@@ -257,6 +257,11 @@ class Membership:
         return NO_SCHEDULE if self.loop is None else self.loop.schedule
 
     @property
+    def start_step(self) -> int:
+        """The step after which the loop began: that of the checkpoint that was resumed from, 0 without one."""
+        return 0 if self.loop is None else self.loop.start_step
+
+    @property
     def anyone_waits(self) -> bool:
         """True if some rank has announced a loop that has not begun."""
         return bool(self._loop_waiting)

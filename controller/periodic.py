@@ -63,7 +63,7 @@ class Periodic:
         self._missing: set[int] = set()  # ranks whose parts are not finished
         self._bytes: dict[int, int] = {}  # of the parts that have begun
         self._syncing = False  # a writer was inside fsync or the like
-        self._newest_step = 0  # of those that were published
+        self._newest_step = 0  # of which there is a checkpoint: published, or resumed from
         self._left_at: int | None = None  # all ranks have left the loop after this step, and wait for it
         self._stage: StartVerify | StartPublish | None = None
 
@@ -72,6 +72,7 @@ class Periodic:
     def begin(self, schedule: Schedule) -> None:
         """The loop begins."""
         self._begun, self._schedule = True, schedule
+        self._newest_step = max(self._newest_step, self._context.members.start_step)
         self._rearm()
         self.order_next()
 
@@ -108,12 +109,16 @@ class Periodic:
     def holds_release(self, step: int) -> bool:
         """All ranks have left the loop at `step`: whether they have to stay until a checkpoint is written.
 
-        One that was asked for and that no step came after is of this step: nothing of it moves any more.
+        One that was asked for and that no step came after is of this step: nothing of it moves any more. If there is
+        one of this step, that is what it asked for: resumed from it, say, it would be exact, and the new one would not.
         """
         if self._orders and self._step > step:
             self._wanted |= self._asked_for
             self._drop()
-        if self._wanted and not self._orders and self._newest_step != step:
+        if self._wanted and not self._orders and self._newest_step == step:
+            self._wanted = False
+            self._context.log(INFO, f"step {step} is not written again: there is a checkpoint of it already")
+        if self._wanted and not self._orders:
             self._order(step)
             if not self._orders:
                 self._say_not_written(step, "a rank has ended")

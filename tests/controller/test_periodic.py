@@ -459,6 +459,26 @@ def test_nobody_waits_for_a_second_checkpoint_of_the_last_step() -> None:
     assert len(job.sent(Release)) == 3
 
 
+def test_the_step_that_was_resumed_from_is_not_written_again() -> None:
+    """A job that had finished is started once more: no step comes, and the checkpoint that there is stays."""
+    job = due(Schedule(), start_step=100)
+    job.at(100)
+    for rank in range(3):
+        job.hear(SaveWanted(rank, GENERATION))
+    leave(job, 100)
+    assert not job.sent(Save)
+    assert len(job.sent(Release)) == 3
+    golden.says(job.logs())
+
+
+def test_a_step_after_the_one_that_was_resumed_from_is_written() -> None:
+    job = due(Schedule(), start_step=99)
+    job.at(100)
+    job.hear(SaveWanted(0, GENERATION))
+    leave(job, 100)
+    assert {order.step for order in job.sent(Save).values()} == {100}
+
+
 def test_one_of_the_last_step_that_fails_is_said_and_holds_nobody() -> None:
     job = due(Schedule())
     job.at(100)
