@@ -119,17 +119,24 @@ class Periodic:
             self._wanted = False
             self._context.log(INFO, f"step {step} is not written again: there is a checkpoint of it already")
         if self._wanted and not self._orders:
-            self._order(step)
-            if not self._orders:
-                self._say_not_written(step, "a rank has ended")
-        self._left_at = step if self._orders else None
+            self._order_last(step)
         if self._orders:
             self._context.timers.start("behind", self._due_s())
-        return bool(self._orders)
+        self._left_at = step if self._orders or self._wanted else None
+        return self._left_at is not None
+
+    def _order_last(self, step: int) -> None:
+        """Order one of a step that all have left the loop at. A rank in doubt returns, or will count as dead."""
+        self._order(step)
+        members = self._context.members
+        if self._wanted and members.dead:
+            self._wanted = False
+            dead = (f"rank {rank} {members.members[rank].death}" for rank in sorted(members.dead))
+            self._say_not_written(step, first_texts(dead))
 
     @property
     def holds_no_more(self) -> bool:
-        """Whether the checkpoint that the ranks have waited for is over."""
+        """Whether the checkpoint that the ranks have waited for is over, or may be ordered now."""
         return self._left_at is not None and not self._orders
 
     def order_next(self) -> None:
@@ -228,7 +235,7 @@ class Periodic:
     def on_death(self, rank: int) -> None:
         """A rank has gone without an incident: all are done with their steps."""
         if rank in self._missing:
-            self._give_up(f"rank {rank} has ended")
+            self._give_up(f"rank {rank} {self._context.members.members[rank].death}")
 
     def _expects(self, rank: int, attempt: int) -> bool:
         return attempt == self.attempt and rank in self._missing
@@ -314,7 +321,8 @@ class Periodic:
 
     def _say_not_written(self, step: int, why: str) -> None:
         """In the output of a rank, too, until one is written again."""
-        text = f"the periodic checkpoint of step {step} was not written: {why}; training continues"
+        text = f"the periodic checkpoint of step {step} was not written: {why}"
+        text += "" if self._context.members.everyone_left else "; training continues"
         if self._troubled:
             self._context.log(INFO, text)
         else:

@@ -12,6 +12,7 @@ from lastwords.controller.events import (
     State,
     VerifyBlocked,
     VerifyFailed,
+    Watched,
 )
 from lastwords.controller.membership import Member
 from lastwords.controller.periodic import shares
@@ -485,8 +486,49 @@ def test_one_of_the_last_step_that_fails_is_said_and_holds_nobody() -> None:
     job.hear(SaveWanted(0, GENERATION))
     leave(job, 100)
     failed(job, 1, 100, attempt=2)
-    assert [order.text for order in job.sent(Notice).values()]
+    (notice,) = job.sent(Notice).values()
+    golden.says(notice.text)
     assert len(job.sent(Release)) == 3
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_one_of_the_last_step_waits_for_a_rank_in_doubt(watched: bool) -> None:
+    job = due(Schedule())
+    job.at(100)
+    leave_in_doubt(job, watched=watched)
+    assert not job.sent(Save)
+    assert not job.sent(Release)
+    job.wait(290.0 if watched else 9.0)
+    job.hello(1, stand=Stand(Phase.DONE, 100))
+    assert {order.step for order in job.sent(Save).values()} == {100}
+    written(job, 100)
+    job.verified(incident=0)
+    job.published(incident=0)
+    assert len(job.sent(Release)) == 3
+
+
+@pytest.mark.parametrize("how", ["silent", "silent, and its process lives", "killed"])
+def test_a_rank_in_doubt_that_does_not_return_holds_nobody(how: str) -> None:
+    job = due(Schedule())
+    job.at(100)
+    leave_in_doubt(job, watched="lives" in how)
+    if how == "killed":
+        job.kill(1)
+    else:
+        job.wait(301.0 if "lives" in how else 11.0)
+    golden.says(job.logs())
+    assert not job.sent(Save)
+    assert job.core.state is State.RELEASING
+
+
+def leave_in_doubt(job: JobDriver, *, watched: bool) -> None:
+    """A checkpoint is asked for after the last step, and the session of rank 1 is broken when all have left."""
+    job.tell(Watched(1, ended=not watched))
+    for rank in (1, 2):
+        job.hear(Left(rank, GENERATION, computing(100)))
+    job.close(1)
+    job.hear(SaveWanted(0, GENERATION))
+    job.hear(Left(0, GENERATION, computing(100)))
 
 
 def test_ranks_that_have_all_left_may_wait_long_for_what_is_being_written() -> None:
