@@ -144,8 +144,7 @@ class ControllerCore(JobState):
             return
         memory = before.memory
         self._incident_number, self._incident_resumed = memory.incident, memory.resumed
-        if memory.periodic is not None:
-            self._periodic.follow(memory.periodic)
+        self._periodic.follow(memory.periodic, wanted=memory.wanted)
         if memory.outcome is not None:
             self._closing.end(memory.outcome, memory.incident)
         elif not memory.certain:

@@ -82,12 +82,14 @@ class JobState:
 
     def _remembering(self, effects: list[Effect]) -> list[Effect]:
         """What follows from an event, and before all of it what the next controller has to know of that."""
-        if self._succession.may_wait(effects, self._incident):
+        wanted = self._periodic.wanted
+        if self._succession.may_wait(effects, self._incident, wanted=wanted):
             return effects
         numbers = Memory(
             incident=self._incident_number,
             resumed=self._incident_resumed,
             periodic=self._periodic.newest,
+            wanted=wanted,
             outcome=self._closing.outcome,
         )
         kept = self._succession.remember(numbers, self._incident)

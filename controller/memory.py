@@ -37,8 +37,8 @@ class Memory:
     """Beside the members; the defaults are those of a job that has just begun.
 
     certain: the incident that is open cannot be a false alarm. attempts: temporary directories that are in use.
-    publishing: the newest order to publish in an incident that is open. periodic: the newest of its kind. outcome: how
-    the job ends, once that is decided.
+    publishing: the newest order to publish in an incident that is open. periodic: the newest of its kind.
+    wanted: one was asked for and is not written yet. outcome: how the job ends, once that is decided.
     """
 
     gone: tuple[Gone, ...] = ()
@@ -50,4 +50,5 @@ class Memory:
     attempts: tuple[Discard, ...] = ()
     publishing: StartPublish | None = None
     periodic: Discard | None = None
+    wanted: bool = False
     outcome: Outcome | None = None

@@ -93,10 +93,19 @@ class Periodic:
         """The newest checkpoint that was ordered, as what would remove what is left of it."""
         return Discard(PERIODIC, self.attempt, self._step, TARGET) if self.attempt else None
 
-    def follow(self, newest: Discard) -> None:
-        """Go on after a controller that was killed: what it had ordered is given up, whatever has become of it."""
-        self.attempt, self._step = newest.attempt, newest.step
-        self._context.emit(newest)
+    @property
+    def wanted(self) -> bool:
+        """Whether one that was asked for, or is due at a time, is not written yet."""
+        return self._wanted or (self._asked_for and bool(self._orders))
+
+    def follow(self, newest: Discard | None, *, wanted: bool) -> None:
+        """Go on after a controller that was killed: what it had ordered is given up, whatever has become of it.
+
+        wanted: one is ordered in its place once all ranks are back."""
+        self._wanted = wanted
+        if newest is not None:
+            self.attempt, self._step = newest.attempt, newest.step
+            self._context.emit(newest)
 
     def interrupt(self) -> None:
         """An incident: parts that are being written will not be finished. What is complete is published all the same.

@@ -113,16 +113,16 @@ class Succession:
 
     # ------------------------------------------------------------------ for the next one
 
-    def may_wait(self, effects: Sequence[Effect], incident: Incident | None) -> bool:
-        """Whether these effects do nothing that the next controller would have to know of.
+    def may_wait(self, effects: Sequence[Effect], incident: Incident | None, *, wanted: bool) -> bool:
+        """Whether these effects do nothing that the next controller would have to know of. wanted: see `Memory`.
 
         It opens an incident that is certain anew, and misses by itself who has died in it: a thousand deaths at once
         are kept at once, before what is done about them.
         """
+        kept = None if self.remembered is None else self.remembered.memory
         if not effects:
             # Before that, ranks may say where they start; and before the first time nobody knows who serves now.
-            return self._context.members.loop_go_sent and self.remembered is not None
-        kept = None if self.remembered is None else self.remembered.memory
+            return self._context.members.loop_go_sent and kept is not None and kept.wanted == wanted
         if incident is None or kept is None or not kept.certain or kept.incident != incident.number:
             return False
         return all(isinstance(effect, Log) for effect in effects)

@@ -36,6 +36,7 @@ MEMORY = Memory(
     attempts=(Discard(2, 1, 8, 0), Discard(2, 3, 8, 1)),
     publishing=StartPublish(2, 3, 8, 0, PARTS, "rank 1 died", (1,), (1,), ()),
     periodic=Discard(0, 7, 5, 0),
+    wanted=True,
     outcome=Outcome(OutcomeKind.SAVED, 8, "/c/step_8", "rank 1 died", (1,)),
 )
 REMEMBERED = Remember(tuple(Registered(ProcessId("host", 100 + r, 7, "n"), ("u", f"u{r}")) for r in range(3)), MEMORY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import (
     ControllerOptions,
@@ -30,6 +32,7 @@ from lastwords.vocabulary import (
     Release,
     Resume,
     Save,
+    SaveWanted,
     Schedule,
     Stand,
     Welcome,
@@ -329,6 +332,47 @@ def test_no_number_of_a_periodic_checkpoint_is_used_twice() -> None:
     assert not line.sent(Save)
     line.come_back(2)
     assert {(order.attempt > newest.attempt, order.step % 5) for order in line.sent(Save).values()} == {(True, 0)}
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_checkpoint_that_was_asked_for_is_written_under_whoever_follows(another: bool) -> None:
+    """Another one is written when it is asked for, or it is ordered itself."""
+    line = training(schedule=Schedule(steps=7))
+    if another:
+        line.saved(0, 7, incident=0)
+    line.hear(SaveWanted(0, GENERATION))
+    line.follow()
+    stand = computing(8)
+    line.come_back(0, 1, stand=stand)
+    assert not line.sent(Save)
+    line.come_back(2, stand=stand)
+    assert {order.step for order in line.sent(Save).values()} == {9}, "not that of the schedule"
+
+
+@pytest.mark.parametrize("others_left", [0, 2])
+def test_one_that_was_asked_for_after_the_last_step_is_of_that_step_under_whoever_follows(others_left: int) -> None:
+    line = training()
+    for rank in range(1, 1 + others_left):
+        line.hear(Left(rank, GENERATION, computing(6)))
+    line.hear(SaveWanted(0, GENERATION))
+    line.follow()
+    for rank in range(3):
+        line.come_back(rank, stand=computing(6))
+        line.hear(Left(rank, GENERATION, computing(6)))
+    assert {order.step for order in line.sent(Save).values()} == {6}
+    assert not line.sent(Release)
+
+
+def test_one_that_is_written_is_not_wanted_any_more() -> None:
+    line = training()
+    line.hear(SaveWanted(0, GENERATION))
+    for rank in range(3):
+        line.saved(rank, 7, incident=0)
+    line.verified(incident=0)
+    line.published(incident=0)
+    line.follow()
+    line.come_back(0, 1, 2, stand=computing(8))
+    assert not line.sent(Save)
 
 
 def test_a_process_that_has_ended_without_dying_is_silent() -> None:
