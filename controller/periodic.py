@@ -95,8 +95,12 @@ class Periodic:
 
     @property
     def wanted(self) -> bool:
-        """Whether one that was asked for, or is due at a time, is not written yet."""
-        return self._wanted or (self._asked_for and bool(self._orders))
+        """Whether one that was asked for, or is due at a time, still has to be written by whoever follows.
+
+        One that is being published may have its name already, and the last step is not written a second time.
+        """
+        publishing = isinstance(self._stage, StartPublish)
+        return self._wanted or (self._asked_for and bool(self._orders) and not publishing)
 
     def follow(self, newest: Discard | None, *, wanted: bool) -> None:
         """Go on after a controller that was killed: what it had ordered is given up, whatever has become of it.

@@ -363,13 +363,16 @@ def test_one_that_was_asked_for_after_the_last_step_is_of_that_step_under_whoeve
     assert not line.sent(Release)
 
 
-def test_one_that_is_written_is_not_wanted_any_more() -> None:
+@pytest.mark.parametrize("heard", [False, True])
+def test_one_that_has_its_name_is_not_wanted_any_more(heard: bool) -> None:
+    """Whether or not the controller has heard of that when it is killed."""
     line = training()
     line.hear(SaveWanted(0, GENERATION))
     for rank in range(3):
         line.saved(rank, 7, incident=0)
     line.verified(incident=0)
-    line.published(incident=0)
+    if heard:
+        line.published(incident=0)
     line.follow()
     line.come_back(0, 1, 2, stand=computing(8))
     assert not line.sent(Save)
