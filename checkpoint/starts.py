@@ -160,6 +160,14 @@ def adopted(start: Start, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(jobs - {start.job}))
 
 
+def adopted_by(root: Path, generation: int, os: Os = REAL_OS) -> tuple[str, ...]:
+    """`adopted` of the start with that generation; () if it is not to be found. StorageError if `root` is not."""
+    with storage_errors("listing", root):
+        names = os.listdir(root)
+    starts = (start for start in read_starts(root, names, os) if start.generation == generation)
+    return next((adopted(start, names) for start in starts), ())
+
+
 def predecessor(starts: Iterable[Start], launch: Launch) -> Start | None:
     """The newest earlier start of the job that is launched now; None if this is its first.
 

@@ -27,7 +27,8 @@ class ControllerSpec:
 
     ip: the one address to listen on (literal or host name). root, fallback_root: checkpoint directories, absolute.
     starter_pid: process on this host without which nobody will ever connect. nonce: of this start, see `paths`.
-    remote: URL of the store to which checkpoints are uploaded; "" for none.
+    remote: URL of the store to which checkpoints are uploaded; "" for none. own_only: the job has a name, or a launcher
+    has started it before, so that it resumes from no job's checkpoints but its own.
     """
 
     ip: str
@@ -41,6 +42,7 @@ class ControllerSpec:
     options: ControllerOptions = field(default_factory=ControllerOptions)
     nonce: str = ""
     remote: str = ""
+    own_only: bool = False
 
     def check(self) -> ControllerSpec:
         """This value, if it can work; raises ConfigError that names the field."""

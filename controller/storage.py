@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords import clock
-from lastwords.checkpoint import layout, load, publish, retention, stale
+from lastwords.checkpoint import layout, load, publish, retention, stale, starts
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.retry import patiently
@@ -184,12 +184,23 @@ class StorageJobs:
 
     def _look_for_newest(self, effect: events.LookForNewest) -> None:
         try:
-            path = load.newest(self._roots)
+            path = self._newest()
             step = 0 if path is None else Claimed.read(path).global_step  # true of what was just found to be sound
         except LastWordsError as error:
             _log.info("cannot determine the newest checkpoint: %s", error)
             return
         self._on_event(events.NewestKnown(effect.incident, step, "" if path is None else str(path)))
+
+    def _newest(self) -> Path | None:
+        """What a start of this job resumes from: its own newest one, or else one of a job that it has resumed from.
+
+        If there is none of those either, a start by hand of a job without a name takes the newest one of any job.
+        """
+        spec = self._spec
+        found = load.newest(self._roots, (spec.job,))
+        if found is None and (jobs := starts.adopted_by(spec.root, spec.generation)):
+            found = load.newest(self._roots, jobs)
+        return found if found is not None or spec.own_only else load.newest(self._roots)
 
     def _progress_of(self, effect: events.StartVerify | events.StartPublish) -> Callable[[], None]:
         """To be called after each file; tells the core now and then, so that its deadline runs from there."""

@@ -173,6 +173,7 @@ def start_controller(world: World, config: Config, agreement: Agreement) -> int:
         options=config.controller,
         nonce=agreement.nonce,
         remote=config.remote,
+        own_only=bool(config.job) or agreement.restarted,
     )
     try:
         if not config.ctrl_port:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, publish, retention, retry, stale, system
+from lastwords.checkpoint import layout, publish, retention, retry, stale, starts, system
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import latest, open_checkpoint, verify
 from lastwords.checkpoint.meta import LocalMeta
@@ -28,14 +28,17 @@ from tests.checkpoint.test_retention import filled, flipped, sound_in, steps_in
 WAIT_S = 20.0
 JOB = Job()
 STEP = 7
+LAUNCH = starts.Launch("", "run", "agent", "localhost:1", "process", False)
 
 
 class Answers:
     """Storage jobs, and a queue of what they answer."""
 
-    def __init__(self, root: Path, may_read: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, root: Path, may_read: Callable[[], bool] = lambda: True, *, own_only: bool = False) -> None:
         self.root = root
-        spec = ControllerSpec("127.0.0.1", 30051, "digits", 2, 3, root, fallback_root=root / "fallback")
+        spec = ControllerSpec(
+            "127.0.0.1", 30051, "digits", 2, 3, root, fallback_root=root / "fallback", own_only=own_only
+        )
         self.events: queue.Queue[events.Event] = queue.Queue()
         self.jobs = StorageJobs(spec, self.events.put, may_read=may_read)
 
@@ -407,12 +410,36 @@ def test_the_newest_checkpoint_is_looked_for_in_both_directories(answers: Answer
 
 
 def test_the_newest_is_that_of_the_highest_step_whatever_the_clocks_say(answers: Answers) -> None:
+    job = Job(name="digits")
     for root, step, stamp in ((answers.root, 500, 9000), (answers.root / "fallback", 900, 5000)):
-        directory = JOB.write(root, step)
-        publish.publish(root, directory, JOB.facts(step), published_unix_ns=stamp)
+        directory = job.write(root, step)
+        publish.publish(root, directory, job.facts(step), published_unix_ns=stamp)
     answers.jobs.look_for_newest(LOOK)
     path = layout.checkpoint_dir(answers.root / "fallback", 900)
     assert answers.next() == events.NewestKnown(2, 900, str(path))
+
+
+@pytest.mark.parametrize("own_only", [True, False])
+def test_the_newest_is_that_of_the_job_or_else_of_one_that_it_has_resumed_from(tmp_path: Path, own_only: bool) -> None:
+    answers = Answers(tmp_path, own_only=own_only)
+
+    def put(job: str, step: int) -> Path:
+        other = Job(name=job)
+        return publish.publish(answers.root, other.write(answers.root, step), other.facts(step))
+
+    def found() -> events.Event:
+        answers.jobs.look_for_newest(LOOK)
+        return answers.next()
+
+    path = put("stranger", 500)
+    for start in starts.Start(1, "stranger", LAUNCH), starts.Start(2, "digits", LAUNCH, jobs=("before",)):
+        (answers.root / layout.start_name(start.generation)).write_bytes(start.encode())
+    assert found() == (events.NewestKnown(2, 0, "") if own_only else events.NewestKnown(2, 500, str(path)))
+    path = put("before", 30)
+    assert found() == events.NewestKnown(2, 30, str(path))
+    path = put("digits", 20)
+    put("stranger", 510)
+    assert found() == events.NewestKnown(2, 20, str(path))
 
 
 def test_a_search_that_fails_gives_nothing_and_says_so(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
