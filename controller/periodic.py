@@ -62,7 +62,7 @@ class Periodic:
         self._orders: dict[int, Save] = {}  # of the checkpoint under way, by rank
         self._missing: set[int] = set()  # ranks whose parts are not finished
         self._bytes: dict[int, int] = {}  # of the parts that have begun
-        self._syncing = False  # a writer was inside fsync or the like
+        self._syncing = False  # a writer was inside fsync or the like, or copies after the loop
         self._newest_step = 0  # of which there is a checkpoint: published, or resumed from
         self._left_at: int | None = None  # all ranks have left the loop after this step, and wait for it
         self._stage: StartVerify | StartPublish | None = None

@@ -14,8 +14,8 @@ API::
 
     core = ProcessorCore(rank, generation, start_step, options)
     training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_skipped, mark_gate_failed,
-                     try_end_step, mark_copied, mark_left, mark_raised       any thread: mark_signalled, mark_peer_died,
-                     want_save
+                     try_end_step, mark_copying, mark_copied, mark_left, mark_raised
+    any thread:      mark_signalled, mark_peer_died, want_save
     shell:           handle(event, now_s), take_effects(), has_effects, deadline_s
     queries:         stand, phase, copy_due, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed, asks,
                      released, leaving
@@ -186,6 +186,11 @@ class ProcessorCore(RankState):
             self._after_move()
         self._snapshots.on_step_ended(self._ended_step)
         return True
+
+    def mark_copying(self) -> None:
+        """The state that `copy_due` asks for is about to be copied, after the loop: the others wait for that."""
+        if (order := self.copy_due) is not None:
+            self._snapshots.copying(order)
 
     def mark_copied(self, order: Save) -> None:
         """The state that `copy_due` asked for is copied."""

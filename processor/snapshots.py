@@ -48,6 +48,10 @@ class Snapshots:
         if self._said is not None:
             self._outbox.send(self._said)
 
+    def copying(self, order: Save) -> None:
+        """The copy begins. It is one call in which nothing can be told, as fsync is, and has as long."""
+        self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0, syncing=True))
+
     def copied(self, order: Save) -> None:
         """The state is copied: write it, if it is still wanted."""
         if self._waiting == order:

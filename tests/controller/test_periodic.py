@@ -314,6 +314,17 @@ def test_the_end_of_the_loop_does_not_wait_for_ever() -> None:
     assert len(job.sent(Release)) == 3
 
 
+def test_the_end_of_the_loop_waits_longer_for_a_rank_that_copies() -> None:
+    job = due(Schedule(steps=10))
+    job.at(10)
+    leave(job, 10)
+    job.progress(1, 0, incident=0, syncing=True)
+    job.wait(290.0)
+    assert not job.discards()
+    job.wait(11.0)
+    assert len(job.sent(Release)) == 3
+
+
 def test_the_end_of_the_loop_waits_for_no_step_that_is_not_reached() -> None:
     job = due(Schedule(steps=10))
     leave(job, 9)

@@ -200,6 +200,18 @@ def test_the_last_step_is_copied_after_the_rank_has_left_its_loop(told_first: bo
     assert [effect.order.step for effect in copied(rank) if isinstance(effect, StartSave)] == [4]
 
 
+def test_a_rank_says_that_it_copies_where_the_others_wait_for_it() -> None:
+    rank = RankDriver(4)
+    told(rank, 4)
+    rank.core.mark_left()
+    rank.core.take_effects()
+    rank.core.mark_copying()
+    assert reports(rank.core.take_effects()) == [SaveProgress(1, GENERATION, 0, 1, 0, syncing=True)]
+    copied(rank)
+    rank.core.mark_copying()
+    assert not rank.core.take_effects(), "nothing is due any more"
+
+
 def test_a_rank_that_leaves_its_loop_goes_on_writing() -> None:
     rank = RankDriver(4)
     told(rank, 4)
