@@ -10,7 +10,23 @@ import pytest
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
-from lastwords.vocabulary import Freeze, LoopBegin, LoopGo, Phase, Report, Resume, Stand, Welcome
+from lastwords.processor.saver import SaverSpec
+from lastwords.vocabulary import (
+    Freeze,
+    Left,
+    LoopBegin,
+    LoopGo,
+    Order,
+    Phase,
+    Release,
+    Report,
+    Resume,
+    Save,
+    SaveFailed,
+    SaveProgress,
+    Stand,
+    Welcome,
+)
 
 
 class Heard:
@@ -20,20 +36,23 @@ class Heard:
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
+        self.answers: dict[type[Report], Order] = {LoopBegin: LoopGo(1)}
 
     def send(self, report: Report) -> None:
         self.reports.append(report)
-        if isinstance(report, LoopBegin):
-            threading.Thread(target=self.agent.on_order, args=[LoopGo(1)]).start()
+        answer = self.answers.get(type(report))
+        if answer is not None:
+            threading.Thread(target=self.agent.on_order, args=[answer]).start()
 
     def close(self, timeout_s: float) -> None:
         pass
 
 
-def in_a_loop() -> Agent:
+def in_a_loop(session: Heard | None = None) -> Agent:
     unused: Any = None
-    agent, session = Agent(ProcessorCore(0, 1, 0), unused, unused, Departure(0)), Heard()
-    session.agent = agent
+    session = session or Heard()
+    saver = SaverSpec(0, "job", (), unused)
+    session.agent = agent = Agent(ProcessorCore(0, 1, 0), unused, saver, Departure(0))
     agent.start(session)
     agent.on_session_up()
     agent.on_order(Welcome(1, 0, 1))
@@ -58,4 +77,16 @@ def test_a_freeze_while_a_step_s_copies_are_replaced_finds_the_step_that_they_ar
         agent.end_update()
     agent.end_step(commit)
     assert agent.stand == Stand(Phase.COMPUTING, 2)
+    agent.close()
+
+
+def test_a_copy_after_the_loop_is_told_before_it_begins() -> None:
+    """It may take long, and nothing can be told meanwhile. This one fails: there is no state."""
+    session = Heard()
+    agent = in_a_loop(session)
+    session.answers |= {Left: Save(1, 0, 1, 0, (), (0,), 0, "due"), SaveFailed: Release(1)}
+    agent.left()
+    said = [report for report in session.reports if isinstance(report, SaveProgress | SaveFailed)]
+    assert said[:2] == [SaveProgress(0, 1, 0, 1, 0), SaveProgress(0, 1, 0, 1, 0, syncing=True)]
+    assert isinstance(said[-1], SaveFailed)
     agent.close()
