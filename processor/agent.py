@@ -248,10 +248,7 @@ class Agent:
             self._core.mark_left()
             self._settle_calls()
         while not self._core.released:
-            self._park(lambda: self._core.released or self._core.copy_due is not None)
-            with self._lock:
-                self._core.mark_copying()
-                self._settle_calls()
+            self._park(lambda: self._core.released or self._core.mark_copying())
             self.copy_if_due()
 
     def raised(self, text: str, secondary: bool) -> None:

@@ -187,10 +187,11 @@ class ProcessorCore(RankState):
         self._snapshots.on_step_ended(self._ended_step)
         return True
 
-    def mark_copying(self) -> None:
-        """The state that `copy_due` asks for is about to be copied, after the loop: the others wait for that."""
+    def mark_copying(self) -> bool:
+        """After the loop: the state that `copy_due` asks for is about to be copied. False if it asks for none."""
         if (order := self.copy_due) is not None:
             self._snapshots.copying(order)
+        return order is not None
 
     def mark_copied(self, order: Save) -> None:
         """The state that `copy_due` asked for is copied."""
