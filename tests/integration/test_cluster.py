@@ -165,8 +165,10 @@ def test_a_scheduler_that_is_killed_before_all_ranks_have_met_takes_nobody_with_
 def test_a_scheduler_that_knows_nothing_takes_a_job_that_trains_for_what_it_is(
     cluster: Cluster, undisturbed: Path
 ) -> None:
-    for rank in range(RANKS):
+    log = cluster.directory / "scheduler.log"
+    for rank in range(RANKS):  # by such names they become ranks in the order in which they come
         cluster.start(rank, MS_NODE_ID=f"worker {RANKS - rank}")
+        cluster.wait_until(lambda: log.read_text().count("has come, as rank") == rank + 1)  # noqa: B023
     cluster.wait_for_step(3)
     cluster.kill(cluster.scheduler)
     (cluster.directory / "recovery" / "cluster" / "state.json").unlink()
