@@ -161,6 +161,7 @@ class ControllerCore(JobState):
         if name in Succession.TIMERS:
             for rank in self._succession.take_absent():
                 self._on_silence(self._members.members[rank], DeathSource.STREAM)
+            self._go_on_with_checkpoints()  # once the doubts are over, should those who are late come back
         elif name in TIMERS:
             if self._incident is not None and self._incident.verdict is None:
                 self._incident.on_timer(name)
@@ -289,6 +290,9 @@ class ControllerCore(JobState):
     def _all_are_back(self) -> None:
         """Every rank that lives is known to this controller, which follows one that was killed."""
         self._context.log(INFO, "every living rank has connected again")
+        self._go_on_with_checkpoints()
+
+    def _go_on_with_checkpoints(self) -> None:
         if self._members.loop_go_sent:
             self._periodic.begin(self._members.schedule)
 

@@ -47,11 +47,15 @@ class PidWatcher:
             fd = -1
         with self._lock:
             assert not self._stopping, "a stopped watcher takes no more processes"
+            if fd >= 0:
+                try:
+                    self._poll.register(fd, select.EPOLLIN)
+                except OSError as error:
+                    os.close(fd)
+                    raise UnavailableError(f"cannot watch process {process.pid}: epoll: {error.strerror}") from error
             self._newest_token += 1
             token = self._newest_token
             self._watched[token] = (fd, on_end)
-            if fd >= 0:
-                self._poll.register(fd, select.EPOLLIN)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lastwords-pidfd", daemon=True)
                 self._thread.start()

@@ -349,6 +349,17 @@ def test_a_checkpoint_that_was_asked_for_is_written_under_whoever_follows(anothe
     assert {order.step for order in line.sent(Save).values()} == {9}, "not that of the schedule"
 
 
+def test_checkpoints_go_on_after_a_rank_that_was_late_has_come_back() -> None:
+    line = training(schedule=Schedule(steps=7))
+    line.follow()
+    line.come_back(0, 1)
+    line.wait(OPTIONS.lost_confirm_s + 0.1)
+    assert line.core.state is State.SETTLING
+    line.come_back(2)
+    assert line.core.state is State.WATCHING
+    assert {order.step for order in line.sent(Save).values()} == {7}
+
+
 @pytest.mark.parametrize("others_left", [0, 2])
 def test_one_that_was_asked_for_after_the_last_step_is_of_that_step_under_whoever_follows(others_left: int) -> None:
     line = training()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -232,3 +234,22 @@ def test_a_watcher_may_be_stopped_at_the_very_moment_a_process_ends() -> None:
     watcher.stop()
     child.wait()
     assert closed.is_set()
+
+
+def test_a_process_that_cannot_be_watched_is_an_error_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """An epoll without memory for one more."""
+
+        def register(self, fd: int, mask: int) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    watcher = PidWatcher()
+    poll = watcher._poll
+    monkeypatch.setattr(watcher, "_poll", Full())
+    before = len(os.listdir("/proc/self/fd"))
+    with golden.raises(UnavailableError):
+        watcher.add(process_id.this_process("x"), lambda: None)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not watcher._watched
+    monkeypatch.setattr(watcher, "_poll", poll)
+    watcher.stop()
