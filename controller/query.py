@@ -14,8 +14,10 @@ from lastwords.transport import call_metadata, channel_options, grpc, host_port
 QUERY_TIMEOUT_S = 5.0
 
 
-def query_state(address: str, token: str | None = None, *, timeout_s: float = QUERY_TIMEOUT_S) -> ControllerState:
-    """State of the controller at `address` ("HOST:PORT", "[IPv6]:PORT").
+def query_state(
+    address: str, token: str | None = None, *, timeout_s: float = QUERY_TIMEOUT_S, with_ranks: bool = True
+) -> ControllerState:
+    """State of the controller at `address` ("HOST:PORT", "[IPv6]:PORT"); of 16 384 ranks it has 2.5 MB.
 
     Without a token, LASTWORDS_TOKEN is used, else the run file of a controller of this user on this host.
     Raises ConfigError (malformed address, wrong or no token) or UnavailableError (nobody answers).
@@ -26,7 +28,8 @@ def query_state(address: str, token: str | None = None, *, timeout_s: float = QU
     with grpc.insecure_channel(host_port(host, port), options=channel_options()) as channel:
         method = channel.unary_unary(codec.STATE_METHOD)
         try:
-            raw = method(b"", metadata=call_metadata(token), timeout=timeout_s)
+            request = codec.state_request_to_bytes(without_ranks=not with_ranks)
+            raw = method(request, metadata=call_metadata(token), timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION):
                 raise ConfigError(f"the controller at {address} rejected the request: {error.details()}") from error

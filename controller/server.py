@@ -388,7 +388,7 @@ class ControllerShell:
 
     # ------------------------------------------------------------------ people
 
-    def state(self) -> bytes:
+    def state(self, *, with_ranks: bool) -> bytes:
         """Answer to a State call."""
         now_s = clock.mono_s()
         summary = f"{len(self._roster.connected)} of {self._spec.world_size} ranks are connected"
@@ -404,7 +404,7 @@ class ControllerShell:
                 stage=self._core.state.value,
                 incident=self._core.incident,
                 summary=summary,
-                ranks=self._roster.views(now_s, self._core.slower),
+                ranks=self._roster.views(now_s, self._core.slower) if with_ranks else (),
                 incidents=str(self._spec.incidents_path),
             )
         )

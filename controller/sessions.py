@@ -74,7 +74,7 @@ class SessionOwner(Protocol):
         """A session is over, for whatever reason; nothing can be sent over it any more."""
         ...
 
-    def state(self) -> bytes:
+    def state(self, *, with_ranks: bool) -> bytes:
         """Answer to a State call."""
         ...
 
@@ -222,7 +222,13 @@ class SessionService:
 
     async def _state(self, _requests: Any, context: Any) -> None:
         await self._admit(context)
-        await context.write(self._owner.state())
+        if (raw := await context.read()) is grpc.aio.EOF:
+            return
+        try:
+            with_ranks = codec.wants_ranks(raw)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        await context.write(self._owner.state(with_ranks=with_ranks))
 
     async def _session(self, _requests: Any, context: Any) -> None:
         await self._admit_rank(context)

@@ -98,7 +98,7 @@ def _take_lock(directory: Path, wait_s: float) -> bool:
 def _end_if_silent(kept: KeptState, answer_s: float) -> None:
     spec, owner = kept.spec, kept.owner
     try:
-        found = query_state(host_port(spec.ip, spec.port), kept.token, timeout_s=answer_s)
+        found = query_state(host_port(spec.ip, spec.port), kept.token, timeout_s=answer_s, with_ranks=False)
     except (ConfigError, UnavailableError):
         found = None
     if found is not None and found.pid == owner.pid:

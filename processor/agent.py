@@ -134,8 +134,7 @@ class Agent:
 
     def copy_if_due(self) -> None:
         """A step has ended, and nothing of it is to move on before its state is copied, if a checkpoint is due."""
-        order = self._core.copy_due
-        if order is None:
+        if (order := self._core.copy_due) is None:
             return
         problem = self._writers.copy(order, self._core.stand)
         with self._lock:
@@ -416,7 +415,9 @@ class Agent:
                 if due_s is not None and due_s <= now_s:
                     core.handle(events.Tick(), now_s)
                     self._settle_calls()
-                stand = core.stand
+                stand, asks = core.stand, core.asks
+            if self._session is not None:
+                self._session.look(asks, now_s)
             status = Status(core.rank, core.generation, stand, *look(stand, now_s), self.work.seconds)
             if status != self._status_sent:
                 self._status_sent = status

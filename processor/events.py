@@ -29,9 +29,10 @@ class ProcessorOptions:
     before it says so, and before a signal takes the way that it would take without us. controller_lost_s: how long one
     that can do nothing but wait for the controller goes without a session before it leaves on its own. unanswered_s,
     controller_silent_s: how long the controller may show no sign of life before a rank of its host starts another one;
-    the first where this rank has something to say, the second where it merely trains. has_copy: this rank keeps a copy
-    of its state at the end of each step; a frozen rank that is UPDATING for longer than update_grace_s, or whose update
-    has torn, then stands by that copy.
+    the first where this rank has something to say, the second where it merely trains. A rank of another host that has
+    something to say asks after unanswered_s whether the controller answers, and has lost it if not. has_copy: this rank
+    keeps a copy of its state at the end of each step; a frozen rank that is UPDATING for longer than update_grace_s, or
+    whose update has torn, then stands by that copy.
     """
 
     step_end_grace_s: float = 0.5

@@ -19,6 +19,8 @@ from typing import Any
 
 from lastwords import codec
 from lastwords.errors import ProtocolError
+from lastwords.processor.events import ProcessorOptions
+from lastwords.processor.silence import Silence
 from lastwords.transport import CLIENT_KEEPALIVE, Keepalive, call_metadata, channel_options, grpc
 from lastwords.vocabulary import Hello, Order, Report, SaveProgress, Settled, Status
 
@@ -31,6 +33,9 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
 """A broken session is only a suspicion as long as the rank is back within the controller's lost_confirm_s (2 s) or,
 where nothing else has happened, silence_timeout_s (10 s)."""
+
+ANSWER_S = 5.0
+"""A controller that is asked for a sign of life has so long. Freezing 16 384 ranks keeps its event loop for 0.2 s."""
 
 REFUSED_PAUSE_MAX_S = 60.0
 """A controller of another job is not to be bothered by thousands of ranks each second."""
@@ -128,6 +133,7 @@ class Session:
         on_refused: Callable[[str], None],
         hello: Callable[[], Hello],
         keepalive: Keepalive = CLIENT_KEEPALIVE,
+        silence: Silence | None = None,
         jitter: random.Random | None = None,
     ) -> None:
         self.address = address
@@ -139,10 +145,13 @@ class Session:
         self._on_refused = on_refused
         self._hello = hello
         self._options = channel_options(keepalive)
+        self._silence = silence if silence is not None else Silence(ProcessorOptions())
         self._jitter = jitter if jitter is not None else random.Random()
         self._outbox = _Outbox()
         self._lock = threading.Lock()
         self._call: Any = None
+        self._channel: Any = None
+        self._heard = 0
         self._up = False
         self._accepted = False  # by the controller of this job, once at least
         self._refusals = 0  # since then, by somebody else
@@ -163,6 +172,33 @@ class Session:
         """Send a report as soon as possible. Never waits, never raises; a newer status replaces an older one."""
         if not self._outbox.put(report):
             _log.warning("the controller at %s does not receive reports; the oldest one is dropped", self.address)
+
+    def look(self, asks: bool, now_s: float) -> None:
+        """Ask a controller that has been silent for too long; the connection ends if it does not answer within
+        `ANSWER_S`. Its event loop hangs then, while the threads of its gRPC go on answering pings; the next connection
+        comes up as soon as it answers. Called by one thread, often; never waits. asks, now_s: as `Silence` has them.
+        """
+        self._silence.look(self._heard if self._up else None, now_s)
+        if asks and self._silence.is_over(asks, is_first=True, now_s=now_s):
+            self._silence.begin(now_s)
+            self._ask()
+
+    def _ask(self) -> None:
+        with self._lock:
+            call, channel = self._call, self._channel
+            if call is None or not self._up:
+                return
+            request = codec.state_request_to_bytes(without_ranks=True)
+            state = channel.unary_unary(codec.STATE_METHOD)
+            answer = state.future(request, metadata=self._metadata, timeout=ANSWER_S)
+        answer.add_done_callback(lambda answer: self._on_answer(answer, call))
+
+    def _on_answer(self, answer: Any, call: Any) -> None:
+        if answer.code() is grpc.StatusCode.OK:
+            self._heard += 1
+        elif not call.done():
+            _log.warning("the controller at %s does not answer rank %d; connecting again", self.address, self.rank)
+            call.cancel()
 
     def close(self, timeout_s: float) -> None:
         """Send what is left and end, at most `timeout_s` later; at once where there is no connection. Idempotent."""
@@ -207,7 +243,7 @@ class Session:
             connection = self._outbox.open()
             call = method(self._outbox.messages(connection, hello), metadata=self._metadata)
             with self._lock:
-                self._call = call
+                self._call, self._channel = call, channel
             if self._closing.is_set():
                 call.cancel()
             try:
@@ -227,7 +263,7 @@ class Session:
                 self._outbox.open()  # ends the iterator of this connection
                 call.cancel()
                 with self._lock:
-                    self._call = None
+                    self._call = self._channel = None
                 code, details = _status_of(call)
                 if was_up:
                     self._on_down(f"{code.name}: {details}")
@@ -255,6 +291,7 @@ class Session:
         return True
 
     def _take(self, raw: bytes) -> None:
+        self._heard += 1
         try:
             orders = codec.orders_from_bytes(raw)
         except ProtocolError as error:

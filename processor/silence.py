@@ -5,6 +5,9 @@ host sees it, and it counts for a rank while its session is up. A controller tha
 that hangs, although the threads of its gRPC go on answering pings. What is decided here is only that somebody should
 go and ask. Whoever does so ends the controller only if that does not answer either (`controller.takeover`), so a wrong
 decision costs a process that looks and leaves again.
+
+A rank of any host counts every word of its session as a sign of life, too. Without one for `unanswered_s`, and with
+something to say, it asks there (`processor.session.Session.look`), since nobody may be left who could do more.
 """
 
 from __future__ import annotations

@@ -122,6 +122,7 @@ class Protection:
             on_down=agent.on_session_down,
             on_refused=agent.on_session_refused,
             hello=agent.hello,
+            silence=Silence(config.processor),
         )
         session.start()
         agent.start(session)

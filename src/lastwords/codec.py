@@ -328,6 +328,16 @@ def _parse(kind: Any, raw: bytes) -> Any:
 # ------------------------------------------------------------------------------------------------ state
 
 
+def state_request_to_bytes(*, without_ranks: bool) -> bytes:
+    """What a State call asks for."""
+    return bytes(pb.StateRequest(without_ranks=without_ranks).SerializeToString())
+
+
+def wants_ranks(raw: bytes) -> bool:
+    """Whether this State call asks for the ranks. Raises ProtocolError, and nothing else, whatever the bytes are."""
+    return not _parse(pb.StateRequest, raw).without_ranks
+
+
 def state_to_bytes(state: ControllerState) -> bytes:
     """What the State call answers."""
     reply = pb.StateReply(

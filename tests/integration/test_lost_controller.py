@@ -1,4 +1,4 @@
-"""Jobs whose controller is killed and cannot be followed: what they say, how they are stopped, who takes its port."""
+"""Jobs whose controller is killed, or hangs, and cannot be followed: what they say, what ends them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from lastwords.controller.launch import start_controller
 from lastwords.controller.spec import ControllerSpec
 from lastwords.liveness import leftovers
-from tests.integration.faults import controller_state
+from tests.integration.faults import controller_state, hanging
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Launch, Rig
 
@@ -31,13 +31,13 @@ def shared_memory_is_cleared(rig: Rig) -> Iterator[None]:
     leftovers.remove_dead_job_dirs()
 
 
-def kill_controller(launch: Launch, step: int) -> None:
-    """kill -9, while every rank is in the forward of `step`."""
+def strike_controller(launch: Launch, number: int) -> None:
+    """Once every rank waits."""
     ranks = range(launch.layout.world_size)
     launch.job.wait_for(lambda: all((launch.directory / f"mark-here-{rank}").exists() for rank in ranks), 60, "marks")
     pid, state = controller_state(launch.plan.ctrl_port)
     state.unlink()  # nothing is left that another controller could know of it
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
 
 
 def waiting(layout: Layout, step: int) -> list[Fault]:
@@ -52,7 +52,7 @@ def await_words(launch: Launch, words: str) -> None:
 
 def test_the_loss_is_said_and_sigterm_ends_a_rank_as_without_us(rig: Rig) -> None:
     launch = rig.launch(LAYOUT, faults=waiting(LAYOUT, 6))
-    kill_controller(launch, 6)
+    strike_controller(launch, signal.SIGKILL)
     await_words(launch, "has lost its controller")
     for rank in range(LAYOUT.world_size):
         launch.job.signal(rank, signal.SIGTERM)
@@ -60,10 +60,20 @@ def test_the_loss_is_said_and_sigterm_ends_a_rank_as_without_us(rig: Rig) -> Non
     assert launch.codes == dict.fromkeys(range(LAYOUT.world_size), -signal.SIGTERM), launch.job.report()
 
 
+def test_ranks_that_wait_for_one_that_hangs_leave_it(rig: Rig, tmp_path: Path) -> None:
+    """Its gRPC goes on answering pings, and nobody can follow: no session breaks by itself."""
+    env = {**AT_ONCE, "LASTWORDS_UNANSWERED_S": "1", **hanging(tmp_path / "site")}
+    launch = rig.launch(LAYOUT, faults=waiting(LAYOUT, 6), env=env)
+    strike_controller(launch, signal.SIGUSR2)
+    (launch.directory / "mark-go").touch()
+    launch.job.wait(90)
+    rig.check_untouched(launch)
+
+
 @pytest.mark.parametrize("token", ["another", None], ids=["another token", "the same token"])
 def test_another_job_on_the_port_does_not_end_this_one(rig: Rig, tmp_path: Path, token: str | None) -> None:
     launch = rig.launch(LAYOUT, faults=waiting(LAYOUT, 6), env={**AT_ONCE, "LASTWORDS_TOKEN": "ours"})
-    kill_controller(launch, 6)
+    strike_controller(launch, signal.SIGKILL)
     spec = ControllerSpec(
         "127.0.0.1", launch.plan.ctrl_port, "words", 1, 2, tmp_path / "words", starter_pid=os.getpid()
     )

@@ -50,6 +50,9 @@ class Listener:
     def __init__(self) -> None:
         self.reports: list[Report] = []
 
+    def look(self, asks: bool, now_s: float) -> None:
+        pass
+
     def send(self, report: Report) -> None:
         self.reports.append(report)
 

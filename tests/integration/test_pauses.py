@@ -98,6 +98,9 @@ class _Nobody:
     def __init__(self) -> None:
         self.asked_to_begin = threading.Event()
 
+    def look(self, asks: bool, now_s: float) -> None:
+        pass
+
     def send(self, report: Any) -> None:
         if isinstance(report, LoopBegin):
             self.asked_to_begin.set()

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from lastwords.controller.sessions import PeerSession, SessionService
+from lastwords.processor import session as session_module
+from lastwords.processor.events import ProcessorOptions
 from lastwords.processor.session import OUTBOX_REPORTS_MAX, Session
 from lastwords.transport import Keepalive, grpc, server_options
 from lastwords.vocabulary import (
@@ -36,6 +38,7 @@ from lastwords.vocabulary import (
 
 TOKEN = "s3cret"
 WAIT_S = 10.0
+UNANSWERED_S = ProcessorOptions().unanswered_s
 
 
 def free_port() -> int:
@@ -52,6 +55,7 @@ class Controller:
         self.messages: queue.Queue[int] = queue.Queue()
         self.closed: queue.Queue[PeerSession] = queue.Queue()
         self.sessions: list[PeerSession] = []
+        self.asked: queue.Queue[bool] = queue.Queue()
         self.port = port
         self._token = token
         self._job = job
@@ -70,7 +74,8 @@ class Controller:
     def on_closed(self, session: PeerSession) -> None:
         self.closed.put(session)
 
-    def state(self) -> bytes:
+    def state(self, *, with_ranks: bool) -> bytes:
+        self.asked.put(with_ranks)
         return b""
 
     def say(self, rank: int, order: Order) -> None:
@@ -183,6 +188,42 @@ def test_a_broken_session_comes_back_with_a_fresh_hello(controller: Controller, 
     assert controller.hear(Hello).stand == Stand(Phase.COMPUTING, 9)
     rank.session.send(Goodbye(1, 0))
     assert controller.hear(Goodbye) == Goodbye(1, 0)
+
+
+def look(rank: Rank, seconds: float, *, asks: bool) -> None:
+    """For so long the rank looks, and hears no word."""
+    for tenths in range(round(seconds * 10) + 1):
+        rank.session.look(asks, tenths / 10)
+
+
+def test_a_controller_is_asked_after_a_silence_by_who_has_something_to_say(controller: Controller, rank: Rank) -> None:
+    look(rank, UNANSWERED_S - 0.1, asks=True)
+    look(rank, 100.0, asks=False)
+    rank.session.send(Status(1, 0, Stand(Phase.READY, 1)))
+    controller.hear(Status)
+    assert controller.asked.empty()
+    rank.session.look(True, 100.0)
+    with_ranks = controller.asked.get(timeout=WAIT_S)
+    assert not with_ranks
+    assert rank.session.up
+    assert rank.downs.empty()
+
+
+def test_a_session_whose_controller_hangs_is_given_up_and_comes_back_with_it(
+    controller: Controller, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transport goes on: pings are answered, and connections are taken, but no call."""
+    monkeypatch.setattr(session_module, "ANSWER_S", 0.5)
+    goes_on = threading.Event()
+    controller.loop.call_soon_threadsafe(goes_on.wait)
+    try:
+        look(rank, UNANSWERED_S, asks=True)
+        rank.downs.get(timeout=WAIT_S)
+        assert not rank.session.up
+        assert rank.ups.empty()
+    finally:
+        goes_on.set()
+    rank.ups.get(timeout=WAIT_S)
 
 
 def test_a_session_that_cannot_be_written_to_is_ended_and_comes_back(controller: Controller, rank: Rank) -> None:

@@ -44,6 +44,9 @@ class Heard:
         if answer is not None:
             threading.Thread(target=self.agent.on_order, args=[answer]).start()
 
+    def look(self, asks: bool, now_s: float) -> None:
+        pass
+
     def close(self, timeout_s: float) -> None:
         pass
 

@@ -460,8 +460,10 @@ class Notice(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., text: _Optional[str] = ..., stack: bool = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("without_ranks",)
+    WITHOUT_RANKS_FIELD_NUMBER: _ClassVar[int]
+    without_ranks: bool
+    def __init__(self, without_ranks: bool = ...) -> None: ...
 
 class StateReply(_message.Message):
     __slots__ = ("job", "generation", "world_size", "pid", "uptime_s", "stage", "incident", "summary", "ranks", "incidents")

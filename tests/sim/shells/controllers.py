@@ -104,7 +104,7 @@ class Controllers:
     def _runs(self, pid: int, start_ticks: int) -> bool:
         return self._process(pid).lives
 
-    def _query(self, address: str, token: str, *, timeout_s: float) -> Any:
+    def _query(self, address: str, token: str, *, timeout_s: float, with_ranks: bool) -> Any:
         """Of whoever serves now; a process that is stopped, or has only just begun, does not answer in time."""
         until_s = self._scheduler.now_s + timeout_s
         while True:

@@ -7,6 +7,7 @@ one, ends it if that does not answer, and serves with what was remembered, as `c
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import types
 from collections.abc import Callable
@@ -34,13 +35,15 @@ CLIENT_KEEPALIVE_S = 10.0
 """After so much silence of a stopped controller its ranks' transport breaks their sessions."""
 
 STOPS_S = (6.0, 11.0, 20.0, 400.0)
-"""The last one is longer than anybody waits."""
+"""The last one is longer than anybody waits. One that hangs does so for good."""
 
 
-def behind_a_silent_controller(seed: int) -> StackPlan:
-    """The plan of this seed, and its controller is stopped at a random time as well (and not killed)."""
+def behind_a_silent_controller(seed: int, kind: str = "stop_controller") -> StackPlan:
+    """The plan of this seed, and its controller is stopped, or hangs, at a random time as well (and is not killed)."""
     plan, dice = draw(seed), random.Random(seed ^ 0x51135)
-    stop = Blow("stop_controller", dice.uniform(0.0, 0.3), lasts_s=dice.choice(STOPS_S))
+    stop = Blow(
+        kind, dice.uniform(0.0, 0.3), lasts_s=dice.choice(STOPS_S if kind == "stop_controller" else (math.inf,))
+    )
     blows = [blow for blow in plan.blows if not blow.kind.endswith("controller")]
     return dataclasses.replace(plan, blows=tuple(sorted([*blows, stop], key=lambda blow: blow.at_s)))
 
@@ -190,9 +193,11 @@ class Following:
 
     # ------------------------------------------------------------------ what else happens around it
 
-    def stopped(self, process: Process) -> None:
-        """Sessions with a controller that has been stopped for long break, and none can be opened."""
+    def stopped(self, process: Process, answers_pings: bool) -> None:
+        """Sessions with a controller that has been stopped for long break unless it hangs; none can be opened."""
         self.excuse()
+        if answers_pings:
+            return
 
         def break_sessions() -> None:
             if process.stopped and process.lives:

@@ -12,8 +12,9 @@ from tests.sim.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """`kind` is a method of `Stack`: kill, stop, cut, one_way, glitch, kill_controller, stop_controller, or
-    start_controller: `count` processes at once try to take the place of the one that serves, or did."""
+    """`kind` is a method of `Stack`: kill, stop, cut, one_way, glitch, kill_controller, stop_controller,
+    hang_controller (its transport goes on answering pings), or start_controller: `count` processes at once try to take
+    the place of the one that serves, or did."""
 
     kind: str
     at_s: float

@@ -299,7 +299,7 @@ class Stack:
         self.ledger = Ledger([rank.record for rank in self.ranks])
         self.core = ControllerCore(self.job.world_size, 1, ControllerOptions())
         self.watch: Watch | None = None
-        stops = any(blow.kind == "stop_controller" for blow in plan.blows)
+        stops = any(blow.kind in ("stop_controller", "hang_controller") for blow in plan.blows)
         self.following = Following(self) if stops and not plan.followed else None
         self.lines: list[str] = []
         self.misnamed: list[str] = []
@@ -336,6 +336,8 @@ class Stack:
                     self._begin_job()
                 self.ledger.crossed_horizon = not scheduler.run(HORIZON_S)
         self.ledger.ended = True
+        if self.following is not None:
+            self.following.excuse()
         for rank in self.ranks:
             if rank.record.life is Life.ALIVE:
                 rank.record.reach = rank.reach()
@@ -552,18 +554,22 @@ class Stack:
         if rank.process.stopped and rank.process.lives:
             self.wire.cut(rank.rank, 0.01, 0.0)
 
-    def _stop_controller(self, blow: Blow) -> None:
+    def _hang_controller(self, blow: Blow) -> None:
+        self._stop_controller(blow, answers_pings=True)
+
+    def _stop_controller(self, blow: Blow, answers_pings: bool = False) -> None:
         process = self.controller
         process.stopped = True
         if self.following is not None:
-            self.following.stopped(process)
+            self.following.stopped(process, answers_pings)
         elif blow.lasts_s >= SILENT_S:
             self.ledger.certain_faults += 1
 
         def go_on() -> None:
             process.stopped = False
 
-        self.scheduler.after(blow.lasts_s, go_on)
+        if blow.lasts_s < HORIZON_S:
+            self.scheduler.after(blow.lasts_s, go_on)
 
     def _cut(self, blow: Blow) -> None:
         if blow.lasts_s >= SILENT_S:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import pytest
 
 from lastwords.controller import takeover
+from lastwords.processor.session import Session
 from lastwords.processor.silence import Silence
 from tests.sim.shells.following import behind_a_silent_controller
 from tests.sim.shells.run import command
@@ -22,13 +23,13 @@ SCHEDULES = 40
 FOUND = {1542: "an attempt was discarded while the storage was released, which then gave up half-way"}
 
 
-def sweep(seeds: Iterable[int]) -> tuple[Counter[str], int, list[str]]:
+def sweep(seeds: Iterable[int], kind: str = "stop_controller") -> tuple[Counter[str], int, list[str]]:
     """How the jobs ended, how often a controller was followed, and what is wrong."""
     endings: Counter[str] = Counter()
     followed = 0
     failures = []
     for seed in seeds:
-        stack = Stack(behind_a_silent_controller(seed))
+        stack = Stack(behind_a_silent_controller(seed, kind))
         stack.run()
         outcome = stack.core.outcome
         endings[outcome.kind.value if outcome is not None else "none"] += 1
@@ -38,12 +39,11 @@ def sweep(seeds: Iterable[int]) -> tuple[Counter[str], int, list[str]]:
     return endings, followed, failures
 
 
-def test_behind_a_silent_controller_nothing_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    endings, followed, failures = sweep([*range(1, SCHEDULES + 1), *FOUND])
+@pytest.mark.parametrize("kind", ["stop_controller", "hang_controller"])
+def test_behind_a_silent_controller_nothing_is_lost(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    endings, followed, failures = sweep([*range(1, SCHEDULES + 1), *FOUND], kind)
     with capsys.disabled():
-        print(
-            f"\n  {endings.total()} schedules with a silent controller, {followed} followed, endings: {dict(endings)}"
-        )
+        print(f"\n  {endings.total()} schedules, {kind}: {followed} followed, endings: {dict(endings)}")
     assert failures == []
     assert followed > SCHEDULES // 4
     assert endings["saved"] > SCHEDULES // 5
@@ -55,6 +55,13 @@ def test_without_a_watch_for_silence_it_is_given_up(monkeypatch: pytest.MonkeyPa
     _, followed, failures = sweep(range(1, 9))
     assert not followed
     assert any("i3_what_can_be_saved_is_saved" in text for text in failures)
+
+
+def test_who_never_asks_a_controller_that_hangs_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: where nobody can follow it, its sessions stay up, and no deadline of a rank begins."""
+    monkeypatch.setattr(Session, "look", lambda *_: None)
+    *_, failures = sweep(range(1, SCHEDULES + 1), "hang_controller")
+    assert any("i7" in text for text in failures)
 
 
 FOLLOWED = 20

@@ -170,6 +170,31 @@ class Call:
             self._scheduler.wake(task)
 
 
+class Answer:
+    """Of a call that asks for the controller's state, as its rank sees it."""
+
+    def __init__(self, wire: Wire, rank: int, timeout_s: float) -> None:
+        self._wire, self._rank = wire, rank
+        self._until_s = wire.scheduler.now_s + timeout_s
+        self._process = wire.scheduler.current.process
+        self._code: Any = None
+
+    def code(self) -> Any:
+        return self._code
+
+    def add_done_callback(self, function: Callable[[Any], None]) -> None:
+        self._wire.scheduler.spawn(self._process, "answer", lambda: self._await(function))
+
+    def _await(self, function: Callable[[Any], None]) -> None:
+        scheduler = self._wire.scheduler
+        scheduler.sleep(2 * self._wire.delay_s())
+        while not self._wire.answers(self._rank) and scheduler.now_s < self._until_s:
+            scheduler.sleep(0.05)
+        in_time = self._wire.answers(self._rank)
+        self._code = grpc.StatusCode.OK if in_time else grpc.StatusCode.DEADLINE_EXCEEDED
+        function(self)
+
+
 class Context:
     """The same session as the controller sees it: what grpc.aio hands to a handler."""
 
@@ -315,6 +340,14 @@ class Wire:
         call = self.calls.get(rank)
         return call is not None and call.server is not None and call.server.process is process
 
+    def answers(self, rank: int) -> bool:
+        """Whether the process that this rank is connected with would answer it now."""
+        call = self.calls.get(rank)
+        if call is None or call.cut or call.server is None:
+            return False
+        process = call.server.process
+        return process.lives and not process.stopped
+
     def close(self, process: Process) -> None:
         """A process has ended: what listened there is gone."""
         if self.is_served_by(process):
@@ -360,6 +393,10 @@ class _Channel:
     def __exit__(self, *_: object) -> None:
         for call in self._calls:
             call.cancel()
+
+    def unary_unary(self, method: str) -> Any:
+        assert method == codec.STATE_METHOD
+        return types.SimpleNamespace(future=lambda _request, metadata, timeout: Answer(self._wire, self._rank, timeout))
 
     def stream_stream(self, _method: str) -> Callable[..., Call]:
         def begin(messages: Iterator[bytes], metadata: Any = ()) -> Call:
