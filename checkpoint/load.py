@@ -91,21 +91,28 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
 
 
 def newest(
-    roots: Sequence[Path], jobs: Collection[str] | None = None, os: Os = REAL_OS, *, every_file: bool = False
+    roots: Sequence[Path],
+    jobs: Collection[str] | None = None,
+    os: Os = REAL_OS,
+    *,
+    every_file: bool = False,
+    passed_over: Collection[Path] = (),
 ) -> Path | None:
-    """As `latest`, in several directories at once, and of any of `jobs`. every_file: see `glance`.
+    """As `latest`, in several directories at once, of any of `jobs`, none of `passed_over`. every_file: see `glance`.
 
     What a file system does not let it read may be the newest. It is asked again for some seconds (retry.PAUSES_S); then
     StorageError names it: to take an older one would throw work away.
     """
-    return patiently(lambda: _newest(roots, jobs, os, every_file), os)
+    return patiently(lambda: _newest(roots, jobs, os, every_file, passed_over), os)
 
 
-def _newest(roots: Iterable[Path], jobs: Collection[str] | None, os: Os, every_file: bool) -> Path | None:
+def _newest(
+    roots: Iterable[Path], jobs: Collection[str] | None, os: Os, every_file: bool, passed_over: Collection[Path]
+) -> Path | None:
     roots = [*roots]
     for _ in range(LISTINGS_MAX):
         paths = candidates(roots, os, Claimed.read)
-        found = _first_complete(paths, jobs, os, every_file)
+        found = _first_complete([path for path in paths if path not in passed_over], jobs, os, every_file)
         if found is not None or {*paths} <= {*candidates(roots, os)}:
             return found
     raise StorageError(f"checkpoints vanish from {', '.join(map(str, roots))} as fast as they are looked at: try again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +37,11 @@ _log = logging.getLogger(__name__)
 FETCHING_SAID_S = 10.0
 """A rank 0 that downloads is waited for as long as it says so often that something has come."""
 
+_SHARE_THEM = (
+    "Nothing was changed, and no rank starts from the beginning. Give a ckpt_save_path on a file system that all hosts "
+    "share and have mounted, or copy the newest checkpoint to where it is missing"
+)
+
 _IDENTITY = ("job", "generation", "incident", "attempt", "global_step", "published_unix_ns")
 
 
@@ -48,10 +53,12 @@ class OwnJobs(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Where a checkpoint lies, and what tells it from any other that may come to lie there."""
+    """Where a checkpoint lies, what tells it from any other that may come to lie there, and where rank 0 has found it:
+    somewhere else if it was downloaded."""
 
     path: Path
     identity: dict[str, Any]
+    found: Path
 
 
 def open_chosen(
@@ -61,37 +68,47 @@ def open_chosen(
 
     A controller may still publish, so another one may lie there when the last rank has opened it: then rank 0 chooses
     once more. ReplacedError on all ranks if that one is replaced too; errors as of `choose` and `open_checkpoint`.
-    ConfigError on all ranks if rank 0 sees no checkpoint and another rank sees one: its directory is not the same.
+
+    One that some rank does not see is passed over for the newest that all of them see; it stays where it is.
+    ConfigError on all ranks if there is none of these, or rank 0 sees no checkpoint at all and another rank sees one:
+    the directory is not the same, and nobody begins anew beside a checkpoint.
     """
-    opened: tuple[load.Checkpoint, Stamp | None] | None = None
-    for attempt in (1, 2):
+    passed_over: dict[Path, str] = {}
+    for attempt in itertools.count(1):
         of_this = f"{key}/{attempt}"
-        chosen = choose(roots, world, of_this, own, missing_ok)
+        chosen = choose(roots, world, of_this, own, missing_ok or bool(passed_over), passed_over)
+        if chosen is None and passed_over:
+            raise ConfigError(
+                f"the ranks have no checkpoint in common: {'; '.join(passed_over.values())}. {_SHARE_THEM}"
+            )
         if chosen is None:
             seen = world.problem_anywhere(f"{of_this}/none", _seen_here(roots, world, own), STORE_WAIT_S)
             if seen is None:
                 return None
             if attempt == 1:
                 continue  # it may have been published just now
-            raise ConfigError(
-                f"rank 0 finds no checkpoint in {local_of(roots)[0]}, and {seen}: nothing was changed, and no rank "
-                "starts from the beginning. Give a ckpt_save_path on a file system that all hosts share, or copy the "
-                "checkpoint to rank 0's host"
-            )
-        problem: Exception | None = None
+            raise ConfigError(f"rank 0 finds no checkpoint in {local_of(roots)[0]}, and {seen}. {_SHARE_THEM}")
+        opened, problem = None, None
         try:
             opened = _open(chosen)
         except LastWordsError as error:
             problem = error
             if isinstance(error, ReplacedError):
-                world.note(f"{of_this}/replaced")
+                world.note(f"{of_this}/{'replaced' if REAL_OS.exists(chosen.path) else 'unseen'}")
         said = world.problem_anywhere(f"{of_this}/opened", None if problem is None else str(problem), STORE_WAIT_S)
-        if attempt == 1 and (isinstance(problem, ReplacedError) or world.noted(f"{of_this}/replaced")):
+        replaced, unseen = world.noted(f"{of_this}/replaced"), world.noted(f"{of_this}/unseen")
+        if attempt == 1 and (replaced or unseen or isinstance(problem, ReplacedError)):
             _log.warning("%s; choosing a checkpoint again", problem or said)
-            continue
-        raise_for_all(problem, said)
-        break
-    return opened
+        elif unseen and not replaced:
+            passed_over[chosen.found] = str(said)
+            if world.rank == 0:
+                _log.warning("%s is passed over and stays there, since a rank does not see it: %s", chosen.found, said)
+        else:
+            raise_for_all(problem, said)
+            return opened
+        if opened is not None:
+            opened[0].close()
+    raise AssertionError
 
 
 def _open(chosen: Chosen) -> tuple[load.Checkpoint, Stamp | None]:
@@ -127,19 +144,28 @@ def _words(identity: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in identity.items())
 
 
-def choose(roots: list[Path], world: World, key: str, own: OwnJobs | None, missing_ok: bool) -> Chosen | None:
-    """Newest complete checkpoint, chosen by rank 0 for all ranks; with `own`, of this job only.
+def choose(
+    roots: list[Path],
+    world: World,
+    key: str,
+    own: OwnJobs | None,
+    missing_ok: bool,
+    passed_over: Collection[Path] = (),
+) -> Chosen | None:
+    """Newest complete checkpoint that is not passed over, chosen by rank 0 for all; with `own`, of this job only.
 
     IncompleteError if there is none (None with missing_ok), FormatError if there are only unusable ones, ConfigError if
     all are of other jobs: to start from the beginning over a checkpoint is nothing that may happen in silence.
     """
-    word = _chosen_by_rank_0(roots, world, key, own) if world.rank == 0 else _word_of_rank_0(world, key)
+    word = _chosen_by_rank_0(roots, world, key, own, passed_over) if world.rank == 0 else _word_of_rank_0(world, key)
     if "error" in word:
         raise FormatError(f"rank 0 cannot determine the newest checkpoint: {word['error']}")
     return chosen_of(word, roots, own, missing_ok)
 
 
-def _chosen_by_rank_0(roots: list[Path], world: World, key: str, own: OwnJobs | None) -> dict[str, Any]:
+def _chosen_by_rank_0(
+    roots: list[Path], world: World, key: str, own: OwnJobs | None, passed_over: Collection[Path]
+) -> dict[str, Any]:
     """What it tells the others: now and then that a download has come further, at last the word itself."""
     numbers, said_mono_s = itertools.count(), mono_s()
 
@@ -150,8 +176,9 @@ def _chosen_by_rank_0(roots: list[Path], world: World, key: str, own: OwnJobs | 
             world.publish(f"{key}/{next(numbers)}", {"fetching": True})
 
     try:
-        word = look_for(roots, own)
+        word = look_for(roots, own, passed_over)
         if word["path"]:
+            word["found"] = word["path"]
             word["path"] = str(fetched(place(word["path"]), local_of(roots)[0], further))
     except LastWordsError as error:
         word = {"path": "", "error": str(error)}
@@ -179,7 +206,7 @@ def refuse_later_start(manifest: Manifest, agreed: Agreement | None) -> None:
         )
 
 
-def look_for(roots: list[Path], own: OwnJobs | None) -> dict[str, Any]:
+def look_for(roots: list[Path], own: OwnJobs | None, passed_over: Collection[Path] = ()) -> dict[str, Any]:
     """What `chosen_of` judges, as JSON: the newest complete checkpoint, or else what there is beside it.
 
     A remote store is one of `roots`. If it does not answer, a checkpoint that is here is taken, with a warning.
@@ -187,32 +214,32 @@ def look_for(roots: list[Path], own: OwnJobs | None) -> dict[str, Any]:
     end all ranks, where an older checkpoint could be taken.
     """
     try:
-        return _look_for(roots, own, os_for(roots))
+        return _look_for(roots, own, os_for(roots), passed_over)
     except StorageError as error:
         here = local_of(roots)
-        word = _look_for(here, own, REAL_OS) if here != roots else {"path": ""}
+        word = _look_for(here, own, REAL_OS, passed_over) if here != roots else {"path": ""}
         if not word["path"]:
             raise
         _log.warning("resuming from %s, the newest checkpoint here; a remote one may be newer: %s", word["path"], error)
         return word
 
 
-def _look_for(roots: list[Path], own: OwnJobs | None, os: Os) -> dict[str, Any]:
-    newest = load.newest(roots, None if own is None else (own.job,), os, every_file=True)
+def _look_for(roots: list[Path], own: OwnJobs | None, os: Os, passed_over: Collection[Path] = ()) -> dict[str, Any]:
+    newest = load.newest(roots, None if own is None else (own.job,), os, every_file=True, passed_over=passed_over)
     if newest is None and own is not None and own.adopted:
-        newest = load.newest(roots, own.adopted, os, every_file=True)
+        newest = load.newest(roots, own.adopted, os, every_file=True, passed_over=passed_over)
     if newest is None:
         return {"path": "", **_what_is_there(roots, own, os)}
     try:
         return {"path": str(newest), "identity": _identity_of(read_manifest(newest, os))}
     except IncompleteError:
-        return _look_for(roots, own, os)  # it has just been pruned, so there is a newer one
+        return _look_for(roots, own, os, passed_over)  # it has just been pruned, so there is a newer one
 
 
 def chosen_of(word: dict[str, Any], roots: list[Path], own: OwnJobs | None, missing_ok: bool) -> Chosen | None:
     """What `look_for` has found; None or an error as of `choose`."""
     if word["path"]:
-        return Chosen(place(word["path"]), word["identity"])
+        return Chosen(place(word["path"]), word["identity"], place(word.get("found", word["path"])))
     if "unusable" in word:
         raise FormatError(
             f"no checkpoint can be used: {word['unusable']}. See `lastwords verify PATH`; repair it, or move "

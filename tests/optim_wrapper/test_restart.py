@@ -226,13 +226,17 @@ def each_opens(tmp_path: Path, steps_of: Sequence[Sequence[int]]) -> list[object
     return found
 
 
-def test_of_directories_that_differ_the_newest_that_all_have_is_taken_where_rank_0_has_no_newer_one(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "steps_of", [((10,), (10, 20)), ((10, 20), (10,)), ((10, 20, 30, 40), (10, 30)), ((5, 10, 40), (10, 20))], ids=str
+)
+def test_of_directories_that_differ_the_newest_that_all_have_is_taken(
+    tmp_path: Path, steps_of: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert each_opens(tmp_path, [(10,), (10, 20)]) == [10, 10]
+    newest = max({*steps_of[0]} & {*steps_of[1]})
+    assert each_opens(tmp_path, steps_of) == [newest, newest]
 
 
-@pytest.mark.parametrize("steps_of", [((10, 20), (10,)), ((10,), ()), ((), (10,))], ids=str)
+@pytest.mark.parametrize("steps_of", [((10, 20), (30,)), ((10,), ()), ((), (10,))], ids=str)
 def test_directories_that_differ_are_an_error_on_all_ranks_and_nobody_begins_anew(
     tmp_path: Path, steps_of: tuple[tuple[int, ...], ...]
 ) -> None:
