@@ -131,7 +131,9 @@ class SignalGuard:
         read_end, write_end, thread = self._read_end, self._write_end, self._thread
         self._read_end = self._write_end = self._thread = None
         if write_end is not None:
-            write_end.close()  # the reader sees the end of the stream
+            with contextlib.suppress(OSError):
+                write_end.shutdown(socket.SHUT_WR)  # the reader sees the end though a child may hold a copy
+            write_end.close()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5.0)
         if read_end is not None:
@@ -298,6 +300,9 @@ class SignalGuard:
         if self._installed:
             self._outer_wakeup_fd = -1
             self._restore()
+        for end in (self._read_end, self._write_end):
+            if end is not None:
+                end.close()
 
     def _degrade(self, reason: str) -> None:
         if reason not in self._reasons:

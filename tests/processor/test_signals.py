@@ -276,6 +276,25 @@ def test_everything_is_as_before_after_the_guard(reports: Reports, before: Any) 
     assert "lastwords-signals" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_the_guard_s_thread_ends_though_a_child_holds_copies_of_its_descriptors(guard: SignalGuard) -> None:
+    """One that was forked without Python's knowledge; a loader's persistent workers live as long as their loader."""
+    write_end = guard._write_end
+    assert write_end is not None
+    with socket.socket(fileno=os.dup(write_end.fileno())):
+        guard.uninstall()
+        assert "lastwords-signals" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_forked_child_keeps_no_descriptor_of_the_guard(guard: SignalGuard) -> None:
+    ends = [end.fileno() for end in (guard._read_end, guard._write_end) if end is not None]
+    assert len(ends) == 2
+    child = os.fork()
+    if not child:
+        kept = [fd for fd in ends if os.path.exists(f"/proc/self/fd/{fd}")]
+        os._exit(len(kept))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_handler_over_ours_stays_and_passes_through(guard: SignalGuard, reports: Reports) -> None:
     ours: Any = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda number, frame: ours(number, frame))
