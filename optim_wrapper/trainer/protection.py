@@ -71,6 +71,7 @@ class Protection:
         self._ring: HostRing | None = None
         self._watch: ControllerWatch | None = None
         self._signals: SignalGuard | None = None
+        self._asked_to_stop: Callable[[], bool] = lambda: False
         self._closed = False
         self._pid = os.getpid()
 
@@ -109,6 +110,7 @@ class Protection:
             pass_on=lambda number: signals.pass_on(number),
             hand_back=lambda: signals.hand_back(),
         )
+        self._asked_to_stop = lambda: core.asked_to_stop
         signals = self._signals = SignalGuard(agent.on_signal, on_ask=agent.want_save)
         signals.install()
         address = host_port(config.ctrl_ip, agreement.port)
@@ -289,7 +291,7 @@ class Protection:
         """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
 
         own: `error`, which leaves the loop, is this rank's own, not the echo of another rank's end. An echo of which
-        nobody knows the cause is shown with its traceback all the same.
+        nobody knows the cause is shown with its traceback all the same; that this rank was asked to stop is a cause.
         """
         if self._departure.refused is not None:
             if own:
@@ -299,7 +301,7 @@ class Protection:
         if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
             self._departure.leave_to_user(error, exit_code_of(error))
             return
-        if verdict is None or verdict.is_cause:
+        if verdict is None or (verdict.is_cause and not self._asked_to_stop()):
             self._departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
             traceback.print_exception(error)  # blocks where the reader of stderr has stopped
         raise self._departure.unwind() from None

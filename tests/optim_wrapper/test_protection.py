@@ -61,10 +61,15 @@ def test_a_launchers_sigterm_cannot_cut_off_a_process_that_leaves_after_its_last
     assert protection._signals.uninstalled == 0
 
 
-@pytest.mark.parametrize(("causes", "shown"), [((), True), ((2,), False)], ids=["nobody", "rank 2"])
-def test_an_echo_keeps_its_traceback_unless_somebody_is_known_to_be_the_cause(
-    protection: Any, causes: tuple[int, ...], shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize(
+    ("causes", "asked", "shown"),
+    [((), False, True), ((2,), False, False), ((0, 2), True, False)],
+    ids=["nobody", "rank 2", "all were asked to stop"],
+)
+def test_an_echo_keeps_its_traceback_unless_the_cause_is_known(
+    protection: Any, causes: tuple[int, ...], asked: bool, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    protection._asked_to_stop = lambda: asked
     monkeypatch.setattr(protection._departure, "end_within", lambda *_: None)
     order = Exit(1, 1, ExitKind.SAVED, 7, "/c", "a collective failed on rank 0", causes)
     protection._departure.decide(verdict_of(0, order))
