@@ -20,7 +20,7 @@ from pathlib import Path
 from lastwords import __version__
 from lastwords.checkpoint.remote.address import place
 from lastwords.cli import checkpoint_commands as commands
-from lastwords.cli import interop_commands, remote_commands, retention_commands, transform_command
+from lastwords.cli import interop_commands, missing_streams, remote_commands, retention_commands, transform_command
 from lastwords.controller.launch import start_successor
 from lastwords.errors import (
     BusyError,
@@ -154,6 +154,7 @@ def _seconds(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its `ExitCode`; SystemExit(2) for wrong usage."""
+    missing_streams.open_missing()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:
         from lastwords.launcher.command import run  # brings torch, which the other commands do without
