@@ -97,10 +97,10 @@ class Periodic:
     def wanted(self) -> bool:
         """Whether one that was asked for, or is due at a time, still has to be written by whoever follows.
 
-        One that is being published may have its name already, and the last step is not written a second time.
+        One that is being published counts, too: whoever follows cannot know whether it has its name already, and a
+        second one of that step, or of a later one, costs less than none.
         """
-        publishing = isinstance(self._stage, StartPublish)
-        return self._wanted or (self._asked_for and bool(self._orders) and not publishing)
+        return self._wanted or (self._asked_for and bool(self._orders))
 
     def follow(self, newest: Discard | None, *, wanted: bool) -> None:
         """Go on after a controller that was killed: what it had ordered is given up, whatever has become of it.

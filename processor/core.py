@@ -202,9 +202,11 @@ class ProcessorCore(RankState):
         self._snapshots.not_copied(order, reason)
 
     def want_save(self) -> None:
-        """A checkpoint of the next step's end is wanted."""
+        """A checkpoint of the next step's end is wanted; owed until one is ordered."""
+        wanted = SaveWanted(self.rank, self.generation)
         self._outbox.send(Status(self.rank, self.generation, self.stand))  # the next step is counted from there
-        self._outbox.send(SaveWanted(self.rank, self.generation))
+        self._outbox.send(wanted)
+        self._said.wanted = None if self._snapshots.awaits_step else wanted
 
     def mark_left(self) -> None:
         """The loop is over on this rank; wait for `released` (or for the end of an incident)."""
@@ -328,6 +330,7 @@ class ProcessorCore(RankState):
             case Proceed():
                 wakes = self._part.on_proceed(order, self.settled_stand)
             case Save(incident=0):
+                self._said.wanted = None
                 if not self._part.incident:
                     self._snapshots.on_save(order, self._ended_step, may_copy=self._phase in ENDED_PHASES)
                     if self._said.left is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from lastwords.processor.events import HELLO_PAUSE_MAX_S, RESEND_INTERVAL_S, ProcessorOptions, SayHello
 from lastwords.processor.grace import Grace
 from lastwords.processor.participation import Outbox, Participation
-from lastwords.vocabulary import Left, LoopBegin, PeerDied, Raised, Report, Signalled
+from lastwords.vocabulary import Left, LoopBegin, PeerDied, Raised, Report, SaveWanted, Signalled
 
 
 class Correspondence:
@@ -24,6 +24,7 @@ class Correspondence:
         self.raised: Raised | None = None
         self.signalled: Signalled | None = None
         self.left: Left | None = None
+        self.wanted: SaveWanted | None = None  # until a checkpoint is ordered
         self.deaths: dict[int, PeerDied] = {}  # of neighbours, said in each session: another controller may serve
         self.closed = False
         self.session_up = False
@@ -45,6 +46,7 @@ class Correspondence:
             self.signalled,
             self.raised,
             self.left,
+            self.wanted,
             self._part.settled,
             self._part.save_result,
         )

@@ -375,8 +375,8 @@ def test_one_that_was_asked_for_after_the_last_step_is_of_that_step_under_whoeve
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_one_that_has_its_name_is_not_wanted_any_more(heard: bool) -> None:
-    """Whether or not the controller has heard of that when it is killed."""
+def test_one_that_may_lack_its_name_is_still_wanted(heard: bool) -> None:
+    """Unless the controller has heard of the name before it is killed."""
     line = training()
     line.hear(SaveWanted(0, GENERATION))
     for rank in range(3):
@@ -386,7 +386,7 @@ def test_one_that_has_its_name_is_not_wanted_any_more(heard: bool) -> None:
         line.published(incident=0)
     line.follow()
     line.come_back(0, 1, 2, stand=computing(8))
-    assert not line.sent(Save)
+    assert bool(line.sent(Save)) is not heard
 
 
 def test_a_process_that_has_ended_without_dying_is_silent() -> None:

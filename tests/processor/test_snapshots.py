@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lastwords.processor.events import (
+    RESEND_INTERVAL_S,
     CancelSave,
     Effect,
     SaveErrored,
     SaveFinished,
     SaveProgressed,
+    SessionDown,
     SessionUp,
     StartSave,
     Wake,
@@ -230,6 +232,32 @@ def test_one_that_is_wanted_is_counted_from_where_the_rank_is() -> None:
         Status(1, GENERATION, Stand(Phase.COMPUTING, 5)),
         SaveWanted(1, GENERATION),
     ]
+
+
+def asked_again(rank: RankDriver) -> bool:
+    """Whether the controller hears of it once more, in a new session or after a while in this one."""
+    again = [*rank.tell(SessionDown()), *rank.tell(SessionUp())], rank.wait(RESEND_INTERVAL_S)
+    heard = {SaveWanted(1, GENERATION) in reports(effects) for effects in again}
+    assert len(heard) == 1
+    return heard.pop()
+
+
+def test_one_that_is_wanted_is_owed_until_it_is_ordered() -> None:
+    """It may be lost with its session, or with the controller that had heard it."""
+    rank = RankDriver(4)
+    rank.core.want_save()
+    assert asked_again(rank)
+    assert asked_again(rank)
+    told(rank, 6)
+    assert not asked_again(rank)
+
+
+def test_one_that_is_ordered_already_is_asked_for_once() -> None:
+    rank = RankDriver(4)
+    told(rank, 6)
+    rank.core.want_save()
+    assert SaveWanted(1, GENERATION) in reports(rank.core.take_effects())
+    assert not asked_again(rank)
 
 
 def test_a_rank_that_is_released_stops_writing() -> None:
