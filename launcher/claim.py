@@ -7,6 +7,7 @@ be that of jobs in different directories. Nodes of one rendezvous may share a ho
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -14,40 +15,78 @@ import logging
 import os
 import socket
 import struct
+import threading
+import time
 from collections.abc import Mapping, Sequence
 
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, is_shortage
 
 _log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
+AGAIN_S = 1.0
+
+BACKLOG = 4096
+"""Launchers that may ask a stopped one who it is."""
+
+UNKNOWN_PID = 0
+"""As the kernel has it for a process that cannot be seen from here."""
 
 
-def claim(
-    command: Sequence[str], meeting: Sequence[str], nodes: int, environ: Mapping[str, str] = os.environ
-) -> list[socket.socket]:
-    """Hold this job as long as the sockets are open; none where it has no name. meeting: which rendezvous this is.
+class Claim:
+    """Names that this launcher holds until `close`.
+
+    Whoever finds one taken connects, to learn by whom. A thread for each takes these connections: one that is not
+    taken keeps its place in the backlog for ever, and once that is full nobody learns anything.
+    """
+
+    def __init__(self, *held: socket.socket) -> None:
+        self.held = held
+        self._threads = [
+            threading.Thread(target=_take_all, args=(one,), name="lastwords-claim", daemon=True) for one in held
+        ]
+        for thread in self._threads:
+            try:
+                thread.start()
+            except RuntimeError as error:  # no room for a thread; the job is claimed all the same
+                _log.info("another launcher may not learn which process runs this job: %s", error)
+
+    def close(self) -> None:
+        """Another launcher may have the job."""
+        for one in self.held:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # a thread in accept() would keep the name, and sleep on
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(CONNECT_S)
+        for one in self.held:
+            one.close()
+
+
+def claim(command: Sequence[str], meeting: Sequence[str], nodes: int, environ: Mapping[str, str] = os.environ) -> Claim:
+    """Hold this job, if it has a name, until the claim is closed. meeting: which rendezvous this is.
 
     Raises ConfigError where another launcher holds it, unless that is one of so many `nodes` of the same rendezvous.
     """
     job = environ.get("LASTWORDS_JOB", "")
     if not job:
-        return []
+        return Claim()
     name = f"lastwords-{os.getuid()}-{_digest([job, os.getcwd(), *command])}"
     of_meeting = f"{name}-{_digest(meeting)}"
     first = _bind(name)
-    if first is None and not _holder(f"{of_meeting}-0"):
+    if first is None and _holder(f"{of_meeting}-0") is None:
         raise _refusal(job, _holder(name))
     for node in range(nodes):
         if (place := _bind(f"{of_meeting}-{node}")) is not None:
-            return [place] if first is None else [first, place]
+            return Claim(place) if first is None else Claim(first, place)
     raise _refusal(job, _holder(f"{of_meeting}-0"))
 
 
 def _refusal(job: str, pid: int | None) -> ConfigError:
+    who, how = (f", by process {pid}", f" (kill -TERM {pid})") if pid else ("", "")
     return ConfigError(
-        f"job {job!r} (LASTWORDS_JOB) is run by this command in this directory already, by process {pid}: end that one "
-        f"first (kill -TERM {pid}), or give this one another name"
+        f"job {job!r} (LASTWORDS_JOB) is run by this command in this directory already{who}: end that one first{how}, "
+        "or give this one another name"
     )
 
 
@@ -60,7 +99,7 @@ def _bind(name: str) -> socket.socket | None:
     one = socket.socket(socket.AF_UNIX)
     try:
         one.bind(f"\0{name}")
-        one.listen()
+        one.listen(BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             one.close()
@@ -69,13 +108,26 @@ def _bind(name: str) -> socket.socket | None:
     return one
 
 
+def _take_all(server: socket.socket) -> None:
+    while True:
+        try:
+            server.accept()[0].close()
+        except OSError as error:
+            if not is_shortage(error):
+                return  # it was shut down
+            time.sleep(AGAIN_S)
+
+
 def _holder(name: str) -> int | None:
-    """Its process; None if nobody has that name."""
+    """Its process, UNKNOWN_PID where it does not say; None if nobody has that name."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(CONNECT_S)
+        # A timeout of Python's own would make the socket non-blocking, and a full backlog a failure at once.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(CONNECT_S * 1e6), 10**6)))
         try:
             probe.connect(f"\0{name}")
-        except OSError:
+        except ConnectionRefusedError:
             return None
+        except OSError:  # it is stopped, and many have asked
+            return UNKNOWN_PID
         pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return int(pid)

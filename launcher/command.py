@@ -78,8 +78,7 @@ def run(argv: Sequence[str]) -> None:
     try:
         _launch(config, command, command_arguments, arguments.spares)
     finally:
-        for one in claimed:
-            one.close()
+        claimed.close()
 
 
 @contextmanager

@@ -13,22 +13,20 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lastwords.errors import ConfigError
-from lastwords.launcher.claim import claim
+from lastwords.launcher import claim as module
+from lastwords.launcher.claim import Claim, claim
 from tests import golden
 
 COMMAND = ["python", "train.py", "/ckpt"]
 
 
 @contextlib.contextmanager
-def held(
-    job: str, command: Sequence[str] = COMMAND, meeting: str = "one", nodes: int = 1
-) -> Iterator[list[socket.socket]]:
+def held(job: str, command: Sequence[str] = COMMAND, meeting: str = "one", nodes: int = 1) -> Iterator[Claim]:
     found = claim(command, ["c10d", "localhost:0", meeting], nodes, {"LASTWORDS_JOB": job})
     try:
         yield found
     finally:
-        for one in found:
-            one.close()
+        found.close()
 
 
 @pytest.fixture
@@ -48,6 +46,29 @@ def test_a_second_launcher_is_refused_with_the_first_ones_pid(monkeypatch: pytes
         pass
 
 
+def test_however_many_were_refused_the_next_one_learns_which_process_runs_the_job(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backlog, started = 4, 20
+    monkeypatch.setattr(module, "BACKLOG", backlog)
+    with held(job):
+        for _ in range(started):
+            with pytest.raises(ConfigError, match=f"kill -TERM {os.getpid()}"), held(job, meeting="another"):
+                pass
+
+
+def test_a_launcher_that_does_not_say_who_it_is_is_not_called_process_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, say: nobody takes its connections."""
+    monkeypatch.setattr(module, "BACKLOG", 0)
+    monkeypatch.setattr(module, "CONNECT_S", 0.1)
+    monkeypatch.setattr(module, "_take_all", lambda server: None)
+    with held("digits"):
+        for _ in range(2):
+            with pytest.raises(ConfigError) as caught, held("digits", meeting="another"):
+                pass
+    golden.says(str(caught.value))
+
+
 def test_nodes_of_one_rendezvous_share_a_host_and_no_more_than_there_are(job: str) -> None:
     with held(job, nodes=2), held(job, nodes=2):
         with pytest.raises(ConfigError), held(job, nodes=2):
@@ -63,7 +84,7 @@ def test_other_jobs_commands_and_directories_are_none_of_its_business(
         monkeypatch.chdir(tmp_path)
         with held(job):
             pass
-    assert claim(COMMAND, ["one"], 1, {}) == []
+    assert claim(COMMAND, ["one"], 1, {}).held == ()
 
 
 def test_a_killed_launcher_holds_nothing(job: str) -> None:
