@@ -53,7 +53,8 @@ from lastwords.controller.state_file import Owner, StateFile
 from lastwords.launcher.events import Begun, Effect, Ended, Updated, Waiting
 from lastwords.launcher.events import Event as LauncherEvent
 from lastwords.launcher.head import Head
-from lastwords.launcher.link import Lines, event_of, to_message
+from lastwords.launcher.link import Lines
+from lastwords.launcher.protocol import event_of, to_message
 from lastwords.launcher.versions import Sources
 from lastwords.vocabulary import (
     DeathSource,

@@ -25,10 +25,29 @@ from torch._C._distributed_c10d import TCPStore
 
 from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.words import ranks_text
-from lastwords.errors import FormatError, UnavailableError
+from lastwords.errors import UnavailableError
 from lastwords.launcher.core import LauncherCore
 from lastwords.launcher.events import Begun, Effect, Ended, Enter, Event, Lost, Start, Stop, Tick, Updated, Waiting
-from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
+from lastwords.launcher.link import (
+    AGAIN_S,
+    STRANGER_LINE_BYTES_MAX,
+    Complaints,
+    Connection,
+    Inbox,
+    Lines,
+    accepted,
+    keep_alive,
+    listening,
+)
+from lastwords.launcher.protocol import (
+    PROTOCOL,
+    Introduction,
+    difference,
+    effect_of,
+    event_of,
+    introduction_of,
+    to_message,
+)
 from lastwords.launcher.recovery import Recovery, incident_of, sentence
 from lastwords.launcher.roster import START_S
 
@@ -36,9 +55,6 @@ _log = logging.getLogger(__name__)
 
 GENERATIONS_PER_ROUND = 1000
 """torch counts its own restarts; the generations of round n are called n * 1000, n * 1000 + 1, ..."""
-
-SILENCE_S = 20
-"""A host that does not answer the kernel's probes for so long is lost."""
 
 STRANGERS_MAX = 512
 """Connections that have not shown the token."""
@@ -49,8 +65,6 @@ HOSTS_AT_ONCE = 4096
 CONNECT_S = 60.0
 HOSTS_S = 2 * CONNECT_S
 """From the end of the rendezvous until the launchers of all its hosts have come: one may be lost in between."""
-
-AGAIN_S = 0.2
 
 STORE_S = 60.0
 """How long a store for the next generation is tried for, where ports, descriptors or memory are short."""
@@ -170,11 +184,10 @@ class Listener:
     def __init__(self, head: Head, selector: selectors.BaseSelector) -> None:
         self._head, self._selector = head, selector
         self._token = secrets.token_hex(16)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=HOSTS_AT_ONCE, dualstack_ipv6=both)
-        self._links: list[socket.socket] = []
-        self._strangers: list[tuple[Connection, _Introduction]] = []
+        self._complaints = Complaints()
+        self._server = listening(0, HOSTS_AT_ONCE)
+        self._links: list[_Launcher] = []
+        self._strangers: list[_Launcher] = []
         selector.register(self._server, selectors.EVENT_READ, self._accept)
 
     def invitation(self, address: str) -> str:
@@ -184,41 +197,66 @@ class Listener:
     def end(self) -> None:
         """Nobody is heard any more."""
         for link in self._links:
-            link.close()
+            link.connection.close()
         self._server.close()
 
     def _accept(self) -> None:
         if (taken := accepted(self._server)) is None:
             return
-        link, peer = taken
-        self._strangers = [(one, who) for one, who in self._strangers if one.open and not who.known]
+        self._strangers = [one for one in self._strangers if one.connection.open and not one.known]
         if len(self._strangers) >= STRANGERS_MAX:
-            self._strangers.pop(0)[0].close()
-        self._links = [one for one in self._links if one.fileno() >= 0] + [link]
-        introduction = _Introduction(self._head, self._token, link, peer)
-        self._strangers.append((Connection(link, self._selector, introduction), introduction))
+            self._strangers.pop(0).connection.close()
+        one = _Launcher(self._head, self._token, *taken, self._selector, self._complaints)
+        self._links = [link for link in self._links if link.connection.open] + [one]
+        self._strangers.append(one)
 
 
-class _Introduction:
-    """What comes over a new connection: the token and the ranks first, then events."""
+class _Launcher:
+    """That of another host: the token and its ranks come over its connection first, then events."""
 
-    def __init__(self, head: Head, token: str, link: socket.socket, peer: str) -> None:
-        self._head, self._token, self._link, self._peer = head, token, link, peer
+    def __init__(
+        self,
+        head: Head,
+        token: str,
+        link: socket.socket,
+        address: str,
+        selector: selectors.BaseSelector,
+        complaints: Complaints,
+    ) -> None:
+        self._head, self._token, self._address, self._complaints = head, token, address, complaints
         self.known = False
+        inbox = Inbox(f"a process at {address}", self._decode, complaints, Lines(STRANGER_LINE_BYTES_MAX))
+        self.connection = Connection(link, selector, inbox, self._hear)
 
-    def __call__(self, message: dict[str, Any] | None) -> None:
-        if message is None:
+    def _decode(self, message: dict[str, Any]) -> Introduction | Event:
+        return event_of(message) if self.known else introduction_of(message)
+
+    def _hear(self, what: Introduction | Event | None) -> None:
+        if what is None:
             if self.known and not self._head.core.stopped:
-                self._head.hear(Lost(f"the launcher of host {self._peer} has ended or cannot be reached"))
-        elif self.known:
-            self._head.hear(event_of(message))
-        elif hmac.compare_digest(str(message.get("token", "")).encode(), self._token.encode()):
-            first, past = message["ranks"]
-            self.known = True
-            self._head.has_host(range(first, past), lambda effect: _send(self._link, effect))
+                broken = self.connection.inbox.broken
+                why = "says what is not understood" if broken else "has ended or cannot be reached"
+                self._head.hear(Lost(f"the launcher of host {self._address} {why}"))
+        elif isinstance(what, Introduction):
+            self._meet(what)
         else:
-            _log.warning("a connection from %s does not know this job's token; it is closed", self._peer)
-            raise FormatError("unknown token")
+            self._head.hear(what)
+
+    def _meet(self, who: Introduction) -> None:
+        if not hmac.compare_digest(who.token.encode(), self._token.encode()):
+            self._complaints.tell(self.connection.inbox.peer, "does not know this job's token; it is not heard")
+            return self.connection.close()
+        if (wrong := difference(who.version)) is not None:
+            failure = f"the launcher of host {self._address} {wrong}"
+            self._send(Stop(failure))
+            self.connection.close()
+            return self._head.hear(Lost(failure))
+        self.known = True
+        self.connection.let_in(f"the launcher of host {self._address}")
+        self._head.has_host(range(*who.ranks), self._send)
+
+    def _send(self, effect: Effect) -> None:
+        self.connection.tell(to_message(effect))
 
 
 class Uplink:
@@ -234,59 +272,27 @@ class Uplink:
         selector: selectors.BaseSelector,
         obey: Callable[[Effect], None],
     ) -> None:
-        self._link, token = _reach(invitation)
-        keep_alive(self._link)
-        send(self._link, {"token": token, "ranks": [ranks.start, ranks.stop]})
+        link, token = _reach(invitation)
+        keep_alive(link)
 
-        def hear(message: dict[str, Any] | None) -> None:
-            if message is None:
-                obey(Stop("the launcher of the first host has ended or cannot be reached"))
-            else:
-                obey(effect_of(message))
+        def hear(effect: Effect | None) -> None:
+            if effect is None:
+                broken = self._connection.inbox.broken
+                why = "says what is not understood" if broken else "has ended or cannot be reached"
+                effect = Stop(f"the launcher of the first host {why}")
+            obey(effect)
 
-        Connection(self._link, selector, hear)
+        inbox = Inbox("the launcher of the first host", effect_of, Complaints())
+        self._connection = Connection(link, selector, inbox, hear)
+        self._connection.tell(to_message(Introduction(token, (ranks.start, ranks.stop), PROTOCOL)))
 
     def report(self, event: Event) -> None:
         """Something has happened to a rank of this host."""
-        _send(self._link, event)
+        self._connection.tell(to_message(event))
 
     def end(self) -> None:
         """Nothing is heard any more."""
-        self._link.close()
-
-
-class Connection:
-    """Feeds what comes over `link` to `hear`, a message at a time, and None at its end."""
-
-    def __init__(
-        self, link: socket.socket, selector: selectors.BaseSelector, hear: Callable[[dict[str, Any] | None], None]
-    ) -> None:
-        self._link, self._selector, self._hear = link, selector, hear
-        self._lines = Lines()
-        self.open = True
-        selector.register(link, selectors.EVENT_READ, self._readable)
-
-    def close(self) -> None:
-        """Nothing comes any more."""
-        self.open = False
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._link)
-        self._link.close()
-
-    def _readable(self) -> None:
-        try:
-            data = self._link.recv(65536)
-            messages = self._lines.feed(data)
-        except (OSError, FormatError):
-            data, messages = b"", []
-        try:
-            for message in messages:
-                self._hear(message)
-        except FormatError:
-            data = b""
-        if not data:
-            self.close()
-            self._hear(None)
+        self._connection.close()
 
 
 def _tell_of(line: str, record: Path | None) -> None:
@@ -334,35 +340,3 @@ def _reach(invitation: Callable[[], str]) -> tuple[socket.socket, str]:
         else:
             link.settimeout(None)
             return link, str(found["token"])
-
-
-def _send(link: socket.socket, what: Event | Effect) -> None:
-    with contextlib.suppress(OSError):  # its end is seen where it is read
-        send(link, to_message(what))
-
-
-def accepted(server: socket.socket) -> tuple[socket.socket, str] | None:
-    """A connection that somebody has made, and from which address: one that was reset does not say it any more.
-
-    None where nobody has, and where it fails, after a pause: there may be no descriptor left.
-    """
-    try:
-        link, address = server.accept()
-        keep_alive(link)
-        return link, str(address[0])
-    except BlockingIOError:
-        return None
-    except OSError as error:
-        _log.warning("a connection could not be taken: %s", error)
-        time.sleep(AGAIN_S)
-        return None
-
-
-def keep_alive(link: socket.socket) -> None:
-    """A peer that has vanished with its host is noticed after SILENCE_S."""
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 4)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

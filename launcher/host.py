@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import selectors
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lastwords.clock import mono_s
-from lastwords.errors import FormatError, is_shortage
+from lastwords.errors import is_shortage
 from lastwords.launcher.events import (
     NOT_LEFT,
     Abandon,
     Awaited,
-    Begun,
     Effect,
     Ended,
     Enter,
@@ -29,17 +30,34 @@ from lastwords.launcher.events import (
     Kill,
     Look,
     Lost,
-    Over,
     Start,
     Stop,
     Stopped,
     Updated,
 )
-from lastwords.launcher.link import Lines, send, waiting_of
+from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
+from lastwords.launcher.protocol import (
+    OWN,
+    Become,
+    Controlled,
+    ControllerAnswer,
+    ControllerWanted,
+    Dismissed,
+    Done,
+    Entry,
+    Hello,
+    Order,
+    Ready,
+    Report,
+    difference,
+    report_of,
+    to_worker,
+)
+from lastwords.launcher.registry import Refused
 from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.standby import Standby
-from lastwords.launcher.versions import Ask, Sources
+from lastwords.launcher.versions import Ask
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
 from lastwords.liveness.oom_counts import OomCounts
@@ -89,7 +107,8 @@ class Host:
         }
         self._spares_wanted, self._spares_died = spares, 0
         self._spares: list[Spare] = []
-        self._links: dict[int, socket.socket] = {}
+        self._links: dict[int, Connection] = {}
+        self._complaints = Complaints()
         self._controllers = Controllers()
         self._standby = Standby()
         self._restock_due_s: float | None = None
@@ -129,7 +148,7 @@ class Host:
         for spare in self._spares:
             spare.end()
         for rank in self.processes:
-            self._tell(rank, {"dismissed": True})
+            self._tell(rank, Dismissed())
         for link in self._links.values():
             link.close()
         self._controllers.end()
@@ -145,11 +164,9 @@ class Host:
                 self._try(f"no process can be started for rank {rank}", lambda: self._start(rank))
             case Enter(generation, port, step):
                 for rank in self.processes:
-                    self._tell(rank, {"enter": generation, "port": port, "step": step})
-            case Ask(rank):
-                self._tell(rank, {"sources": True})
-            case Abandon(rank):
-                self._tell(rank, {"abandon": True})
+                    self._tell(rank, Entry(generation, port, step))
+            case Ask(rank) | Abandon(rank):
+                self._tell(rank, effect)
             case Kill(rank, why):
                 _log.warning("rank %d is killed and replaced: %s", rank, why)
                 with contextlib.suppress(ProcessLookupError):
@@ -179,10 +196,9 @@ class Host:
 
     # ------------------------------------------------------------------ workers
 
-    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    def _tell(self, rank: int, order: Order) -> None:
         if rank in self._links:
-            with contextlib.suppress(OSError):  # it has died, which its pidfd tells
-                send(self._links[rank], message)
+            self._links[rank].tell(to_worker(order))
 
     def _watch(self, rank: int) -> None:
         process = self.processes[rank]
@@ -196,11 +212,10 @@ class Host:
                 kill_group(process.pid)
             code = self.codes[rank] = process.wait()
             self._standby.ended(rank)
-            link = self._links.get(rank)
+            link = self._links.pop(rank, None)
             if link is not None:
-                self._hear_the_last(link)
-                del self._links[rank]
-                self._forget(link)
+                while link.read():  # that its loop was over, say: its end may be seen first
+                    pass
                 link.close()
             how = ending_text(code, before, counts.read())
             if code:
@@ -237,11 +252,6 @@ class Host:
             self._said.add(what)
             _log.warning("%s", what)
 
-    def _forget(self, link: socket.socket) -> None:
-        """A process and its link end at the same time, and either may be seen first."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link)
-
     def _accept(self) -> None:
         self._selector.unregister(self._server)  # or a connection that cannot be taken is seen again and again
         self._try("a process of this job cannot connect", self._take)
@@ -249,78 +259,61 @@ class Host:
     def _take(self) -> None:
         link, _ = self._server.accept()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        lines, who = Lines(), _Who()
+        who = _Who()
+        pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        inbox = Inbox(f"process {pid}", lambda message: report_of(who.known_rank, message), self._complaints)
+        connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
 
-        def heard() -> bool:
-            try:
-                data = link.recv(65536, socket.MSG_DONTWAIT)
-                messages = lines.feed(data)
-                for message in messages:
-                    self._hear(who, link, message)
-            except (OSError, FormatError, KeyError, TypeError) as error:
-                if not isinstance(error, OSError):
-                    _log.warning("a message of rank %s is not understood: %s", who.rank, error)
-                data = b""
-            if not data:
-                self._forget(link)
-            return bool(data)
-
-        self._selector.register(link, selectors.EVENT_READ, heard)
-
-    def _hear_the_last(self, link: socket.socket) -> None:
-        """What a process has said before its end, which may be seen first: that its loop was over, say."""
-        with contextlib.suppress(KeyError, ValueError):
-            while self._selector.get_key(link).data():
+    def _hear(self, who: _Who, link: Connection, report: Report | None) -> None:
+        match report:
+            case Hello():
+                self._meet(who, link, report)
+            case Ready() if who.spare is not None:
+                who.spare.ready = True
+            case None | Ready() | Done():
+                pass  # how a process ends is told by its pidfd
+            case _ if who.known_rank == OWN:
                 pass
+            case Controlled(path):
+                self._standby.controlled(who.known_rank, Path(path))
+            case ControllerWanted(work, asked):
+                self._hand_out(link, work, asked)
+            case _:
+                if isinstance(report, Updated):
+                    self._restock_in(RESTOCK_AFTER_UPDATE_S)
+                self._report(report)
 
-    def _hear(self, who: _Who, link: socket.socket, message: dict[str, Any]) -> None:
-        if "pid" in message:
-            return self._meet(who, link, message["pid"])
-        if who.spare is not None and who.spare.rank is not None:
-            who.rank, who.spare = who.spare.rank, None
-        if "ready" in message and who.spare is not None:
-            who.spare.ready = True
-        elif who.rank is not None and "waiting" in message:
-            self._report(waiting_of(who.rank, message))
-        elif who.rank is not None and "sources" in message:
-            self._report(Sources(who.rank, message["sources"]))
-        elif who.rank is not None and "begun" in message:
-            self._report(Begun(who.rank, int(message["begun"]), str(message.get("inexact", ""))))
-        elif who.rank is not None and "updated" in message:
-            self._restock_in(RESTOCK_AFTER_UPDATE_S)
-            self._report(Updated(who.rank))
-        elif who.rank is not None and "over" in message:
-            self._report(Over(who.rank))
-        elif who.rank is not None and "state" in message:
-            self._standby.controlled(who.rank, Path(message["state"]))
-        elif who.rank is not None and "controller" in message:
-            self._hand_out(link, message["controller"], message["asked"])
-
-    def _meet(self, who: _Who, link: socket.socket, pid: int) -> None:
+    def _meet(self, who: _Who, link: Connection, hello: Hello) -> None:
         """A process introduces itself. Each one that was started leads a session, also where a shell is around it.
 
         What is left of a process that has been replaced is not heard.
         """
         try:
-            leader = os.getsid(pid)
+            leader = os.getsid(hello.pid)
         except OSError:
             return
         who.spare = next((one for one in self._spares if one.process.proc.pid == leader), None)
         who.rank = next((rank for rank, process in self.processes.items() if process.pid == leader), None)
+        if who.spare is None and who.rank is None:
+            return
+        name = f"a spare (pid {hello.pid})" if who.rank is None else f"rank {who.rank} (pid {hello.pid})"
+        if (wrong := difference(hello.version)) is not None:
+            link.tell(to_worker(Refused(f"{name} {wrong}")))
+            link.close()
+            if who.rank is not None:
+                return self._report(Lost(f"{name} {wrong}"))
+            return self._complaints.tell(name, wrong)
+        link.let_in(name)
         if who.spare is not None:
             who.spare.link = link
         elif who.rank is not None:
             self._links[who.rank] = link
 
-    def _hand_out(self, link: socket.socket, work: dict[str, str], asked: int) -> None:
-        def answer(found: list[Any] | None) -> None:
-            with contextlib.suppress(OSError):  # it has died meanwhile
-                send(link, {"controller": found, "asked": asked})
-
+    def _hand_out(self, link: Connection, work: dict[str, str], asked: int) -> None:
         process = self._controllers.hand_out(work)
         self._restock_in(RESTOCK_S)
         if process is None:
-            return answer(None)
+            return link.tell(to_worker(ControllerAnswer(asked)))
         assert process.stdout is not None
         answers = process.stdout
 
@@ -329,9 +322,10 @@ class Host:
             self._selector.unregister(answers)
             answers.close()
             try:
-                answer([process.pid, json.loads(line)])
+                words = msgspec.json.decode(line, type=dict[str, Any])
             except ValueError:  # it has ended, or something else has written there
-                answer([process.pid, {}])
+                words = {}
+            link.tell(to_worker(ControllerAnswer(asked, process.pid, words)))
 
         self._selector.register(answers, selectors.EVENT_READ, answered)
 
@@ -348,8 +342,7 @@ class Host:
             process, spare.rank = spare.process, rank
             assert spare.link is not None
             self._links[rank] = spare.link
-            with contextlib.suppress(OSError):  # it has just died, which its pidfd tells
-                send(spare.link, {"become": context.envs[local], "stdout": out, "stderr": err})
+            spare.link.tell(to_worker(Become(context.envs[local], out, err)))
         else:
             process = Process(
                 context.entrypoint, context.args[local], context.envs[local], None, None, local,
@@ -421,3 +414,10 @@ class _Who:
     def __init__(self) -> None:
         self.rank: int | None = None
         self.spare: Spare | None = None
+
+    @property
+    def known_rank(self) -> int:
+        """OWN of a spare without a rank, and of whoever has not introduced itself."""
+        if self.spare is not None and self.spare.rank is not None:
+            self.rank, self.spare = self.spare.rank, None
+        return OWN if self.rank is None else self.rank

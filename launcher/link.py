@@ -1,104 +1,69 @@
-"""JSON lines: between a host's launcher and its workers (a Unix socket), and between the launchers of hosts (TCP).
+"""JSON lines over sockets, and who is at the other end; what the lines mean stands in protocol.py.
 
-From a worker: {"rank": k or null, "pid": p} once, then {"waiting": step, "record": path of incidents.jsonl or "",
-"sources": one digest, "entered": its newest generation or -1}, {"sources": digests by path} where it is asked,
-{"begun": step after which its loop goes on, "inexact": why it may differ, if it may}, {"updated": true} after its first
-step, {"over": true} after the loop, {"state": path of what a controller of this host keeps for the one that follows
-it}, {"controller": work, "asked": number}.
-To a worker: {"sources": true}, {"become": environment, "stdout": path, "stderr": path} to a spare, {"enter":
-generation, "port": p, "step": newest saved}, {"abandon": true}, {"dismissed": true} when nobody is replaced any more,
-{"controller": [pid, answer] or null, "asked": number}, and {"lost": true} where the scheduler of a cluster has gone.
-Between hosts: {"token": t} once, then events to the head of the job and effects from there (events.py), with "kind".
+All that comes from a peer is decoded in `Inbox.feed`, and what cannot be is told there, once for each peer. What is
+raised by whoever acts on a message is a mistake of this process, and is never taken for the peer's.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
+import logging
+import selectors
 import socket
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from lastwords.errors import FormatError
-from lastwords.launcher import events, versions
+
+_log = logging.getLogger(__name__)
 
 LINE_BYTES_MAX = 1 << 22
 """Paths and digests of some thousands of files take less."""
 
-_EVENTS = (
-    events.Waiting,
-    events.Inside,
-    versions.Sources,
-    events.Begun,
-    events.Updated,
-    events.Over,
-    events.Ended,
-    events.Stopped,
-    events.Lost,
-)
-_EFFECTS = (
-    events.Start,
-    events.Enter,
-    versions.Ask,
-    events.Abandon,
-    events.Kill,
-    events.Awaited,
-    events.Look,
-    events.Stop,
-)
+STRANGER_LINE_BYTES_MAX = 1 << 12
+"""The same before the token is shown: thousands of strangers at a time then take some MiB."""
 
+PEERS_MAX = 1024
+"""So many are known to have been told of."""
 
-def waiting_of(rank: int, message: dict[str, Any]) -> events.Waiting:
-    """What a worker says when it waits."""
-    return events.Waiting(
-        rank,
-        int(message["waiting"]),
-        str(message["record"]),
-        str(message["sources"]),
-        int(message["entered"]),
-    )
+RECV_BYTES = 1 << 16
 
+SILENCE_S = 20
+"""A peer that does not answer the kernel's probes for so long is lost."""
 
-def to_message(what: events.Event | events.Effect) -> dict[str, Any]:
-    """What another host's launcher understands."""
-    return {"kind": type(what).__name__, **dataclasses.asdict(what)}
-
-
-def event_of(message: dict[str, Any]) -> events.Event:
-    """FormatError for what is none."""
-    found: events.Event = _of(message, _EVENTS)
-    return found
-
-
-def effect_of(message: dict[str, Any]) -> events.Effect:
-    """FormatError for what is none."""
-    found: events.Effect = _of(message, _EFFECTS)
-    return found
-
-
-def _of(message: dict[str, Any], kinds: tuple[Any, ...]) -> Any:
-    kind = next((one for one in kinds if one.__name__ == message.get("kind")), None)
-    if kind is None:
-        raise FormatError(f"{message.get('kind')!r} is neither an event nor an effect")
-    try:
-        return msgspec.convert({key: value for key, value in message.items() if key != "kind"}, kind)
-    except msgspec.ValidationError as error:
-        raise FormatError(str(error)) from error
+AGAIN_S = 0.2
 
 
 class Lines:
     """Messages out of the bytes that a socket brings."""
 
-    def __init__(self) -> None:
-        self._bytes = b""
+    def __init__(self, line_bytes_max: int = LINE_BYTES_MAX) -> None:
+        self.line_bytes_max = line_bytes_max
+        self._bytes = bytearray()
+        self._looked = 0
+        """So many of them hold no end of a line."""
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that are whole now. FormatError for what is none."""
-        *lines, self._bytes = (self._bytes + data).split(b"\n")
-        if len(self._bytes) > LINE_BYTES_MAX:
-            raise FormatError("a line without an end")
-        return [_message(line) for line in lines]
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that are whole now; those not taken come at the next call. FormatError for what is none."""
+        self._bytes += data
+        return self._whole()
+
+    def _whole(self) -> Iterator[dict[str, Any]]:
+        while True:
+            end = self._bytes.find(b"\n", self._looked)
+            if (len(self._bytes) if end < 0 else end) > self.line_bytes_max:
+                raise FormatError(f"a line of more than {self.line_bytes_max} bytes")
+            if end < 0:
+                self._looked = len(self._bytes)
+                return
+            line = bytes(self._bytes[:end])
+            del self._bytes[: end + 1]
+            self._looked = 0
+            yield _message(line)
 
 
 def _message(line: bytes) -> dict[str, Any]:
@@ -111,6 +76,155 @@ def _message(line: bytes) -> dict[str, Any]:
     return value
 
 
+class Complaints:
+    """What is wrong with peers: one line for each, however often it comes again."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, str], None] = {}
+
+    def tell(self, peer: str, what: str, detail: str = "") -> None:
+        """For people, with what to do about it. detail: what may differ each time."""
+        if (peer, what) in self._told:
+            return
+        if len(self._told) >= PEERS_MAX:
+            del self._told[next(iter(self._told))]
+        self._told[peer, what] = None
+        _log.warning("%s %s%s", peer, what, detail)
+
+
+class Inbox:
+    """What one peer says, decoded. peer: who that is, for people. decode: FormatError for what means nothing."""
+
+    def __init__(
+        self, peer: str, decode: Callable[[dict[str, Any]], Any], complaints: Complaints, lines: Lines | None = None
+    ) -> None:
+        self.peer = peer
+        self.lines = lines or Lines()
+        self.broken = False
+        """It has said what is not understood, so it is not heard any more."""
+        self._decode, self._complaints = decode, complaints
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that are whole now."""
+        messages = self.lines.feed(data)
+        while not self.broken:
+            try:
+                raw = next(messages, None)
+                message = None if raw is None else self._decode(raw)
+            except FormatError as error:
+                self.broken = True
+                self._complaints.tell(
+                    self.peer,
+                    "says what is not understood, and is not heard any more",
+                    f": {error}; if it is a process of this job, install the same version of lastwords everywhere",
+                )
+                return
+            if message is None:
+                return
+            yield message
+
+
+class Connection:
+    """Feeds what comes over `link` to `hear`, a message at a time, and None at its end. Thread of the selector.
+
+    A peer that has not been let in yet is a stranger, whose lines are short.
+    """
+
+    def __init__(
+        self,
+        link: socket.socket,
+        selector: selectors.BaseSelector,
+        inbox: Inbox,
+        hear: Callable[[Any], None],
+    ) -> None:
+        self.inbox = inbox
+        self.open = True
+        self._link, self._selector, self._hear = link, selector, hear
+        selector.register(link, selectors.EVENT_READ, self.read)
+
+    def let_in(self, peer: str) -> None:
+        """It has shown who it is."""
+        self.inbox.peer = peer
+        self.inbox.lines.line_bytes_max = LINE_BYTES_MAX
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self.open = False
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._link)
+        self._link.close()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """To the peer; if it has gone, that is seen where it is read."""
+        with contextlib.suppress(OSError):
+            send(self._link, message)
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether the peer has closed the connection, or it has broken, with nothing left to read."""
+        try:
+            return not self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def read(self) -> bool:
+        """Whether there was something, and there may be more."""
+        if not self.open:
+            return False
+        try:
+            data = self._link.recv(RECV_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        for message in self.inbox.feed(data):
+            self._hear(message)
+            if not self.open:
+                return False
+        if not data or self.inbox.broken:
+            self.close()
+            self._hear(None)
+        return self.open
+
+
 def send(to: socket.socket, message: dict[str, Any]) -> None:
     """OSError if the other end is gone."""
     to.sendall(json.dumps(message).encode() + b"\n")
+
+
+def listening(port: int, backlog: int) -> socket.socket:
+    """A server at all addresses of this host; `accepted` takes from it. OSError."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    server = socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+    server.setblocking(False)
+    return server
+
+
+def accepted(server: socket.socket) -> tuple[socket.socket, str] | None:
+    """A connection that somebody has made, and from which address: one that was reset does not say it any more.
+
+    None where nobody has, and where it fails, after a pause: there may be no descriptor left.
+    """
+    try:
+        link, address = server.accept()
+        keep_alive(link)
+        return link, str(address[0]).removeprefix("::ffff:")
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        _log.warning("a connection could not be taken: %s", error)
+        time.sleep(AGAIN_S)
+        return None
+
+
+def keep_alive(link: socket.socket) -> None:
+    """A peer that has vanished with its host is noticed after SILENCE_S."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 4)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

@@ -1,13 +1,14 @@
 """A worker's way to the scheduler of its cluster, which may be killed and come back at any time.
 
 To the rest of the process it is a launcher that never ends: the other end of a socket pair, with the messages of
-link.py. A thread passes on what comes from either side; where the scheduler has gone, it asks for it again and again,
-and repeats what the next one has to know.
+protocol.py. A thread passes on what comes from either side; where the scheduler has gone, it asks for it again and
+again, and repeats what the next one has to know.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -24,8 +25,39 @@ from lastwords.clock import mono_s
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.cluster_state import directory_of, read_token
 from lastwords.launcher.environment import Cluster
-from lastwords.launcher.head import keep_alive
-from lastwords.launcher.link import Lines, send
+from lastwords.launcher.events import Begun, Inside, Kill, Over, Waiting
+from lastwords.launcher.link import (
+    LINE_BYTES_MAX,
+    RECV_BYTES,
+    STRANGER_LINE_BYTES_MAX,
+    Complaints,
+    Inbox,
+    Lines,
+    keep_alive,
+    send,
+)
+from lastwords.launcher.protocol import (
+    OWN,
+    PROTOCOL,
+    Admission,
+    Applicant,
+    Application,
+    ControllerAnswer,
+    ControllerWanted,
+    Dismissed,
+    Done,
+    Entry,
+    Order,
+    SchedulerGone,
+    answer_of,
+    challenge_of,
+    difference,
+    order_of,
+    to_launcher,
+    to_message,
+    to_worker,
+)
+from lastwords.launcher.registry import Refused
 from lastwords.launcher.scheduler import proof_of
 from lastwords.liveness import process_id
 from lastwords.optim_wrapper.trainer import protect
@@ -43,8 +75,10 @@ FAREWELL_S = 30.0
 """How long a worker that has come to its end waits for a scheduler to tell it."""
 
 
-_NO_ANSWER = (OSError, FormatError, StorageError, UnavailableError, KeyError)
+_NO_ANSWER = (OSError, FormatError, StorageError, UnavailableError)
 """What asking a scheduler raises where there is none, or where it makes no sense."""
+
+_REPEATED = tuple(one.__name__ for one in (Waiting, Begun, Over, Done))
 
 
 @dataclass(slots=True)
@@ -64,26 +98,26 @@ class _Stand:
         self.said.clear()
 
     def note(self, message: dict[str, Any]) -> None:
-        kind = next((one for one in ("waiting", "begun", "over", "done") if one in message), None)
-        if kind == "waiting":
+        kind = message["kind"]
+        if kind == Waiting.__name__:
             self.inside, self.outside_since_s = None, mono_s()
             self.said.clear()
-        elif kind == "begun":
+        elif kind == Begun.__name__:
             self.loops += 1
-            self.said.pop("over", None)  # of the loop before
-        if kind is not None:
+            self.said.pop(Over.__name__, None)  # of the loop before
+        if kind in _REPEATED:
             self.said[kind] = message
 
     def repeated(self) -> list[dict[str, Any]]:
-        begun = {"begun": "begun" in self.said, "loops": self.loops}
-        inside = [] if self.inside is None else [{"inside": self.inside, **begun}]
-        return [*inside, *(message for kind, message in self.said.items() if kind != "begun")]
+        begun = Begun.__name__ in self.said
+        inside = [] if self.inside is None else [to_launcher(Inside(OWN, self.inside, begun, self.loops))]
+        return [*inside, *(message for kind, message in self.said.items() if kind != Begun.__name__)]
 
 
 class Membership:
     """This process in `cluster`; it is a rank of it on return, and the environment says so.
 
-    Raises ConfigError where the scheduler refuses it, UnavailableError where there is none.
+    Raises ConfigError where the scheduler refuses it or is of another version, UnavailableError where there is none.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -93,7 +127,8 @@ class Membership:
         self._stand = _Stand()
         self._rank: int | None = None
         self._job = ""
-        self._lines = Lines()
+        self._complaints = Complaints()
+        self._inbox: Inbox | None = None
         self._link: socket.socket | None = None
         self.launcher, self._near = socket.socketpair()
         self._done = threading.Event()
@@ -107,7 +142,7 @@ class Membership:
     def done(self) -> None:
         """`main` has come to its end: the scheduler hears of it, if one comes in time."""
         with contextlib.suppress(OSError):
-            send(self.launcher, {"done": True})
+            send(self.launcher, to_launcher(Done()))
         if not self._told.wait(FAREWELL_S):
             sys.stderr.write(
                 f"lastwords: the scheduler at {self._cluster.address} could not be told that rank "
@@ -122,16 +157,18 @@ class Membership:
         while True:
             try:
                 answer = self._apply()
-                if "admitted" in answer:
-                    return self._take_place(answer)
-                why, later = f"the scheduler refuses this worker: {answer['refused']}", bool(answer["later"])
-                if answer["done"]:
-                    sys.stderr.write(f"lastwords: {answer['refused']}\n")
-                    raise SystemExit(0)  # so that nobody starts it once more
-                if not later:
-                    raise ConfigError(why)
             except _NO_ANSWER as error:
                 why = f"there is no scheduler: {error}"
+            else:
+                if isinstance(answer, Admission):
+                    self._take_place(answer)
+                    return self._obey_what_came(b"")
+                why = f"the scheduler refuses this worker: {answer.why}"
+                if answer.done:
+                    sys.stderr.write(f"lastwords: {answer.why}\n")
+                    raise SystemExit(0)  # so that nobody starts it once more
+                if not answer.later:
+                    raise ConfigError(why)
             now_s = mono_s()
             if now_s - begun_s > JOIN_S:
                 raise UnavailableError(
@@ -142,9 +179,8 @@ class Membership:
                 _log.warning("waiting for the scheduler at %s: %s", self._cluster.address, why)
             time.sleep(AGAIN_S)
 
-    def _take_place(self, answer: dict[str, Any]) -> None:
-        cluster, self._name, self._rank = self._cluster, str(answer["name"]), int(answer["admitted"])
-        self._job = str(answer["job"])
+    def _take_place(self, answer: Admission) -> None:
+        cluster, self._name, self._rank, self._job = self._cluster, answer.name, answer.rank, answer.job
         os.environ.update(
             RANK=str(self._rank),
             WORLD_SIZE=str(cluster.workers),
@@ -152,33 +188,32 @@ class Membership:
             TORCHELASTIC_RUN_ID=self._job,
         )
 
-    def _apply(self) -> dict[str, Any]:
-        """The scheduler's answer; the connection is `_link` if it is good. OSError, FormatError."""
+    def _apply(self) -> Admission | Refused:
+        """The scheduler's answer; the connection is `_link` if it is good. _NO_ANSWER, ConfigError."""
         token = read_token(self._cluster.path)
         link = socket.create_connection((self._cluster.host, self._cluster.port), ANSWER_S)
         try:
             _refuse_itself(link)
             keep_alive(link)
-            lines, messages = Lines(), list[dict[str, Any]]()
-            nonce = str(_next(link, lines, messages)["nonce"])
-            application = {
-                "name": self._name,
-                "host": self._process.host_id,
-                "pid": self._process.pid,
-                "start_ticks": self._process.start_ticks,
-                "workers": self._cluster.workers,
-                "rank": self._rank,
-                "job": self._job,
-            }
-            send(link, {"apply": application, "proof": proof_of(token, nonce, application)})
-            answer = _next(link, lines, messages)
-            if "admitted" in answer:
+            lines = Lines(STRANGER_LINE_BYTES_MAX)
+            challenge = challenge_of(_next(link, lines))
+            if (wrong := difference(challenge.version)) is not None:
+                raise ConfigError(f"the scheduler at {self._cluster.address} {wrong}")
+            process = self._process
+            who = Applicant(
+                self._name, process.host_id, process.pid, process.start_ticks, self._cluster.workers, self._rank,
+                self._job,
+            )  # fmt: skip
+            application = {**dataclasses.asdict(who), "version": PROTOCOL}
+            send(link, to_message(Application(application, proof_of(token, challenge.nonce, application))))
+            answer = answer_of(_next(link, lines))
+            if isinstance(answer, Admission):
                 for message in self._stand.repeated():
                     send(link, message)
                 link.settimeout(None)
-                self._link, self._lines, link = link, lines, None  # type: ignore[assignment]
-                for message in messages:
-                    self._obey(message)
+                lines.line_bytes_max = LINE_BYTES_MAX
+                self._inbox = Inbox(f"the scheduler at {self._cluster.address}", order_of, self._complaints, lines)
+                self._link, link = link, None  # type: ignore[assignment]
             return answer
         finally:
             if link is not None:
@@ -187,6 +222,12 @@ class Membership:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        try:
+            self._pass_on()
+        finally:  # also after a mistake of its own: the worker must not wait for a launcher that never speaks
+            self._near.close()
+
+    def _pass_on(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._near, selectors.EVENT_READ)
             watched: socket.socket | None = None
@@ -204,7 +245,7 @@ class Membership:
                     watched = self._link = None
                     self._lost_s = mono_s()
                     with contextlib.suppress(OSError):
-                        send(self._near, {"lost": True})
+                        send(self._near, to_worker(SchedulerGone()))
                 if self._link is None and not self._done.is_set():
                     self._ask_again()
 
@@ -214,8 +255,8 @@ class Membership:
         except OSError:
             data = b""
         for message in lines.feed(data):
-            if "controller" in message:  # there is none that waits: the rank starts it itself
-                send(self._near, {"controller": None, "asked": message["asked"]})
+            if message["kind"] == ControllerWanted.__name__:  # there is none that waits: the rank starts it itself
+                send(self._near, to_worker(ControllerAnswer(message["asked"])))
                 continue
             self._stand.note(message)
             if self._link is not None:
@@ -225,28 +266,35 @@ class Membership:
 
     def _from_scheduler(self) -> bool:
         assert self._link is not None
+        assert self._inbox is not None
         try:
-            data = self._link.recv(65536)
-            messages = self._lines.feed(data)
-        except (OSError, FormatError):
+            data = self._link.recv(RECV_BYTES)
+        except OSError:
             return False
-        for message in messages:
-            self._obey(message)
-        return bool(data)
+        self._obey_what_came(data)
+        return bool(data) and not self._inbox.broken
 
-    def _obey(self, message: dict[str, Any]) -> None:
-        if "end" in message:
-            sys.stderr.write(f"lastwords: rank {os.environ['RANK']} is ended by the scheduler: {message['end']}\n")
-            os._exit(EXIT_NOT_SAVED)
-        if "done" in message:
-            return self._told.set()
-        if "enter" in message:
-            self._stand.entered(int(message["enter"]))
-            os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(message["local"]), str(message["local_size"])
-            protect.use_address(str(message["rank_0"]))
+    def _obey_what_came(self, data: bytes) -> None:
+        assert self._inbox is not None
+        for order in self._inbox.feed(data):
+            self._obey(order)
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Kill(why=why):
+                sys.stderr.write(f"lastwords: rank {os.environ['RANK']} is ended by the scheduler: {why}\n")
+                os._exit(EXIT_NOT_SAVED)
+            case Done():
+                return self._told.set()
+            case Entry(generation, seat=seat) if seat is not None:
+                self._stand.entered(generation)
+                os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(seat.local_rank), str(seat.local_size)
+                protect.use_address(seat.rank_0)
+            case _:
+                pass
         with contextlib.suppress(OSError):
-            send(self._near, message)
-        if "dismissed" in message:
+            send(self._near, to_worker(order))
+        if isinstance(order, Dismissed):
             self._done.set()
             self._told.set()
             self._near.close()
@@ -255,15 +303,19 @@ class Membership:
         assert self._lost_s is not None
         try:
             answer = self._apply()
+        except ConfigError as error:  # it will not get better: this worker ends as if it was told to
+            with contextlib.suppress(OSError):
+                send(self._near, to_worker(Refused(str(error))))
+            return self._done.set()
         except _NO_ANSWER as error:
-            answer = {"refused": f"there is none: {error}", "later": True}
-        if "admitted" in answer:
+            answer = Refused(f"there is none: {error}", later=True)
+        if isinstance(answer, Admission):
             if self._said:
                 _log.warning("the scheduler at %s is there again", self._cluster.address)
             self._said = False
-            return
-        if not answer.get("later"):
-            sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer['refused']}\n")
+            return self._obey_what_came(b"")
+        if not answer.later:
+            sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer.why}\n")
             os._exit(EXIT_NOT_SAVED)
         if not self._said:
             self._said = True
@@ -289,11 +341,10 @@ def _refuse_itself(link: socket.socket) -> None:
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
-def _next(link: socket.socket, lines: Lines, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The next message of a connection."""
-    while not messages:
-        data = link.recv(65536)
-        if not data:
+def _next(link: socket.socket, lines: Lines) -> dict[str, Any]:
+    """The next message of a connection. OSError, FormatError."""
+    data = b""
+    while (message := next(lines.feed(data), None)) is None:
+        if not (data := link.recv(RECV_BYTES)):
             raise FormatError("the connection was closed")
-        messages += lines.feed(data)
-    return messages.pop(0)
+    return message

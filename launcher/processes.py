@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lastwords.controller import launch as controller_launch
+from lastwords.launcher.link import Connection
 from lastwords.liveness import process_id
 
 
@@ -76,7 +76,7 @@ class Spare:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self.link: socket.socket | None = None
+        self.link: Connection | None = None
         self.ready = False
         self.rank: int | None = None
 

@@ -1,19 +1,8 @@
 """The scheduler of a dynamic cluster: the head of a job whose workers are started, and started again, by somebody else.
 
 It decides as the launcher does (core.py), keeps what the next scheduler needs, and carries the stores in which each
-generation meets. A worker's process comes over TCP and shows that it knows the cluster's token:
-
-    to a process:    {"nonce": n}
-    from it:         {"apply": {"name", "host", "pid", "start_ticks", "workers",
-                     "rank": null or what it is already, "job": "" or what it is part of},
-                     "proof": HMAC of both with the token}
-    to it:           {"refused": why, "later": whether it may apply again, "done": nothing is left to do}
-                     or {"admitted": rank, "name", "job"}
-
-From then on both say what a launcher and its workers say (link.py); besides, a worker that comes back says first
-{"inside": generation, "begun": true or false, "loops": n} if it is in `main`, and {"done": true} at the end of `main`,
-which is answered so once it is kept. An order to enter carries "local", "local_size" and "rank_0": where rank 0's host
-is. {"end": why} ends a process.
+generation meets. A worker's process comes over TCP and shows that it knows the cluster's token: its application has
+with it an HMAC, with the token, of the application and of a nonce that was drawn for this connection (protocol.py).
 """
 
 from __future__ import annotations
@@ -33,36 +22,61 @@ import signal
 import socket
 from typing import Any
 
-import msgspec
-
 from lastwords.clock import OwnTime, mono_s
-from lastwords.errors import ConfigError, FormatError, StorageError
+from lastwords.errors import ConfigError, StorageError
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
     Abandon,
     Awaited,
-    Begun,
     Effect,
     Ended,
     Enter,
     Event,
-    Inside,
     Kill,
     Look,
     Lost,
-    Over,
     Start,
     Stop,
     Stopped,
-    Updated,
 )
-from lastwords.launcher.head import Connection, Head, accepted
-from lastwords.launcher.link import send, waiting_of
+from lastwords.launcher.head import Head
+from lastwords.launcher.link import (
+    STRANGER_LINE_BYTES_MAX,
+    Complaints,
+    Connection,
+    Inbox,
+    Lines,
+    accepted,
+    listening,
+)
+from lastwords.launcher.protocol import (
+    OWN,
+    PROTOCOL,
+    Admission,
+    Applicant,
+    Application,
+    Challenge,
+    Controlled,
+    ControllerWanted,
+    Dismissed,
+    Done,
+    Entry,
+    Hello,
+    Order,
+    Ready,
+    Report,
+    Seat,
+    application_of,
+    difference,
+    report_of,
+    to_message,
+    to_worker,
+)
 from lastwords.launcher.recovery import UNKNOWN_CODE
 from lastwords.launcher.registry import Admitted, Member, Process, Refused, Registry
 from lastwords.launcher.roster import Place
-from lastwords.launcher.versions import Ask, Sources
+from lastwords.launcher.versions import Ask
 from lastwords.liveness import process_id
 
 _log = logging.getLogger(__name__)
@@ -80,23 +94,6 @@ BACKLOG = 4096
 """Connections that may wait until they are taken; the workers of a large cluster all come back at once."""
 
 NAMED_MAX = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Apply:
-    name: str
-    host: str
-    pid: int
-    start_ticks: int
-    workers: int
-    rank: int | None
-    job: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Application:
-    apply: _Apply
-    proof: str
 
 
 def proof_of(token: str, nonce: str, application: dict[str, Any]) -> str:
@@ -147,6 +144,7 @@ class Scheduler:
         self._token = state.token()
         self._links: dict[int, _Link] = {}
         self._strangers: list[_Link] = []
+        self.complaints = Complaints()
         self._result: Stop | None = None
         self._told_s = now_s
         self._head = Head(cluster.workers, 0, cluster.host, start_s=None)
@@ -168,9 +166,9 @@ class Scheduler:
             self._look()
             self._head.tick()
         for link in self._links.values():
-            link.tell({"dismissed": True, **({"stop": self._result.failure} if self._result.failure else {})})
+            link.tell(Dismissed(self._result.failure or ""))
         until_s = mono_s() + FAREWELL_S
-        while any(link.open for link in self._links.values()) and mono_s() < until_s:
+        while any(link.connection.open for link in self._links.values()) and mono_s() < until_s:
             self._turn(LOOK_S)
         self.close()
         return self._result
@@ -178,7 +176,7 @@ class Scheduler:
     def close(self) -> None:
         """Nobody is heard any more."""
         for link in (*self._links.values(), *self._strangers):
-            link.close()
+            link.connection.close()
         self._server.close()
 
     def _turn(self, due_in_s: float | None) -> None:
@@ -191,28 +189,29 @@ class Scheduler:
 
     def _accept(self) -> None:
         """All that are pending: one at a time, the last ones have given up before it is their turn, and come again."""
-        self._strangers = [one for one in self._strangers if one.open and one.rank is None]
+        self._strangers = [one for one in self._strangers if one.connection.open and one.rank == OWN]
         for _ in range(max(1, self._strangers_max - len(self._strangers))):
             if (taken := accepted(self._server)) is None:
                 return
-            if _has_gone(taken[0]):
-                taken[0].close()
+            one = _Link(*taken, self._selector, self)
+            if one.connection.has_gone:
+                one.connection.close()
                 continue
             if len(self._strangers) >= self._strangers_max:
-                self._strangers.pop(0).close()
-            self._strangers.append(_Link(*taken, self._selector, self))
+                self._strangers.pop(0).connection.close()
+            one.connection.tell(to_message(Challenge(one.nonce, PROTOCOL)))
+            self._strangers.append(one)
 
-    def apply(self, link: _Link, message: dict[str, Any]) -> None:
-        """A process introduces itself. FormatError if it does not know the token."""
-        try:
-            application = msgspec.convert(message, _Application)
-        except msgspec.ValidationError as error:
-            raise FormatError(f"no application: {error}") from error
-        wanted = proof_of(self._token, link.nonce, dataclasses.asdict(application.apply))
+    def apply(self, link: _Link, application: Application, who: Applicant | None) -> None:
+        """A process introduces itself. who: None from one of another version."""
+        wanted = proof_of(self._token, link.nonce, application.apply)
         if not hmac.compare_digest(wanted, application.proof):
-            _log.warning("a process at %s does not know the token of this cluster; it is not heard", link.peer)
-            raise FormatError("no proof")
-        who = application.apply
+            self.complaints.tell(link.connection.inbox.peer, "does not know the token of this cluster; it is not heard")
+            return link.connection.close()
+        if who is None:
+            wrong = difference(application.version) or ""
+            self.complaints.tell(f"worker {application.apply.get('name')!r:.80} of {link.address}", wrong)
+            return link.tell(Refused(f"it {wrong}"))
         if who.job and self._kept.generation < 0 and not self._registry.members:
             self._kept = dataclasses.replace(self._kept, job=who.job)  # what the scheduler before has kept is lost
         process = Process(who.host, who.pid, who.start_ticks)
@@ -222,8 +221,7 @@ class Scheduler:
             self._registry.members = before
             verdict = Refused(failure, later=True)
         if not isinstance(verdict, Admitted):
-            link.tell({"refused": verdict.why, "later": verdict.later, "done": verdict.done})
-            return
+            return link.tell(verdict)
         if verdict.anew and self._head.core.place(verdict.rank) is not Place.STARTING:
             self._report(Ended(verdict.rank, UNKNOWN_CODE))
         self._admit(link, verdict)
@@ -231,17 +229,19 @@ class Scheduler:
     def _admit(self, link: _Link, verdict: Admitted) -> None:
         older = self._links.pop(verdict.rank, None)
         if older is not None:
-            older.rank = None
-            older.close()
+            older.rank = OWN
+            older.connection.close()
         link.rank, self._links[verdict.rank] = verdict.rank, link
-        self._member(verdict.rank).linked = True
-        link.tell({"admitted": verdict.rank, "name": verdict.name, "job": self._kept.job})
+        member = self._member(verdict.rank)
+        member.linked = True
+        link.connection.let_in(f"rank {verdict.rank} (pid {member.process.pid} at {link.address})")
+        link.connection.tell(to_message(Admission(verdict.rank, verdict.name, self._kept.job)))
         if verdict.anew:
             _log.warning("worker %r has come, as rank %d", verdict.name, verdict.rank)
 
     def lost(self, link: _Link) -> None:
         """The connection to a worker is gone; that alone says nothing about its process."""
-        if link.rank is not None and self._links.get(link.rank) is link:
+        if self._links.get(link.rank) is link:
             del self._links[link.rank]
             member = self._member(link.rank)
             member.linked, member.silent_since_s = False, self._now_s
@@ -273,25 +273,18 @@ class Scheduler:
 
     # ------------------------------------------------------------------ what is said and done
 
-    def hear(self, rank: int, message: dict[str, Any]) -> None:
+    def hear(self, rank: int, report: Report) -> None:
         """What a worker says."""
-        if "inside" in message:
-            self._report(Inside(rank, int(message["inside"]), bool(message["begun"]), int(message["loops"])))
-        elif "waiting" in message:
-            self._report(waiting_of(rank, message))
-        elif "sources" in message:
-            self._report(Sources(rank, message["sources"]))
-        elif "begun" in message:
-            self._report(Begun(rank, int(message["begun"]), str(message.get("inexact", ""))))
-        elif "updated" in message:
-            self._report(Updated(rank))
-        elif "over" in message:
-            self._report(Over(rank))
-        elif "done" in message:
-            self._member(rank).done = True
-            if self._keep() is None:
-                self._tell(rank, {"done": True})
-            self._report(Ended(rank, 0))
+        match report:
+            case Done():
+                self._member(rank).done = True
+                if self._keep() is None:
+                    self._tell(rank, Done())
+                self._report(Ended(rank, 0))
+            case Hello() | Ready() | Controlled() | ControllerWanted():
+                pass  # for a launcher on its host
+            case _:
+                self._report(report)
 
     def _report(self, event: Event) -> None:
         if isinstance(event, Ended) and event.code and not self._cluster.recovery:
@@ -310,13 +303,11 @@ class Scheduler:
                 self._kept = dataclasses.replace(self._kept, generation=generation, step=step)
                 self._keep()
                 self._tell_to_enter(generation, port, step)
-            case Ask(rank):
-                self._tell(rank, {"sources": True})
-            case Abandon(rank):
-                self._tell(rank, {"abandon": True})
+            case Ask(rank) | Abandon(rank):
+                self._tell(rank, effect)
             case Kill(rank, why):
                 _log.warning("rank %d is ended: %s", rank, why)
-                self._tell(rank, {"end": why})
+                self._tell(rank, effect)
                 process = self._member(rank).process
                 if self._runs(process):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -335,15 +326,14 @@ class Scheduler:
         for one in sorted(self._registry.members.values(), key=lambda one: one.rank):
             by_host.setdefault(one.process.host, []).append(one.rank)
         near = self._member(0).process.host == self._host or 0 not in self._links
-        rank_0 = self._cluster.host if near else self._links[0].peer
+        rank_0 = self._cluster.host if near else self._links[0].address
         for ranks in by_host.values():
             for local, rank in enumerate(ranks):
-                place = {"local": local, "local_size": len(ranks), "rank_0": rank_0}
-                self._tell(rank, {"enter": generation, "port": port, "step": step, **place})
+                self._tell(rank, Entry(generation, port, step, Seat(local, len(ranks), rank_0)))
 
-    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    def _tell(self, rank: int, order: Order) -> None:
         if rank in self._links:
-            self._links[rank].tell(message)
+            self._links[rank].tell(order)
 
     def _keep(self) -> str | None:
         """For the next scheduler; what is wrong if it cannot be written. Training goes on all the same."""
@@ -357,65 +347,41 @@ class Scheduler:
 
 
 class _Link:
-    """A connection: to a stranger first, to the process of a rank once it has applied."""
+    """A connection: to a stranger first, whose rank is OWN, to the process of a rank once it has applied."""
 
     def __init__(
         self, link: socket.socket, address: str, selector: selectors.BaseSelector, scheduler: Scheduler
     ) -> None:
-        self.rank: int | None = None
+        self.rank = OWN
         self.nonce = secrets.token_hex(16)
-        self.peer = address.removeprefix("::ffff:")
-        self._link, self._scheduler = link, scheduler
-        self._connection = Connection(link, selector, self._hear)
-        self.tell({"nonce": self.nonce})
+        self.address = address
+        self._scheduler = scheduler
+        inbox = Inbox(f"a process at {address}", self._decode, scheduler.complaints, Lines(STRANGER_LINE_BYTES_MAX))
+        self.connection = Connection(link, selector, inbox, self._hear)
 
-    @property
-    def open(self) -> bool:
-        """Whether anything may still come."""
-        return self._connection.open
+    def tell(self, order: Order) -> None:
+        """To the process."""
+        self.connection.tell(to_worker(order))
 
-    def close(self) -> None:
-        """Nothing comes any more."""
-        self._connection.close()
+    def _decode(self, message: dict[str, Any]) -> Report | tuple[Application, Applicant | None]:
+        return application_of(message) if self.rank == OWN else report_of(self.rank, message)
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """To the process; if it has gone, that is seen where it is read."""
-        with contextlib.suppress(OSError):
-            send(self._link, message)
-
-    def _hear(self, message: dict[str, Any] | None) -> None:
-        if message is None:
+    def _hear(self, what: Report | tuple[Application, Applicant | None] | None) -> None:
+        if what is None:
             self._scheduler.lost(self)
-        elif self.rank is None and _has_gone(self._link):
-            raise FormatError("nobody waits for an answer")
-        elif self.rank is None:
-            self._scheduler.apply(self, message)
+        elif not isinstance(what, tuple):
+            self._scheduler.hear(self.rank, what)
+        elif self.connection.has_gone:
+            self.connection.close()  # nobody waits for an answer
         else:
-            try:
-                self._scheduler.hear(self.rank, message)
-            except (KeyError, TypeError, ValueError) as error:
-                raise FormatError(f"a message of rank {self.rank} is not understood: {error}") from error
-
-
-def _has_gone(link: socket.socket) -> bool:
-    """Whether the peer has closed the connection, or it has broken, with nothing left to read."""
-    try:
-        return not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+            self._scheduler.apply(self, *what)
 
 
 def _listen(cluster: Cluster) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        server = socket.create_server(("", cluster.port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        return listening(cluster.port, BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"the scheduler cannot listen at {cluster.address}: {os.strerror(error.errno or 0)}; choose another "
             "MS_SCHED_PORT for all processes of the cluster, or end what uses it"
         ) from error
-    server.setblocking(False)
-    return server

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from lastwords import clock
 from lastwords.errors import ConfigError
+from lastwords.launcher.events import Begun, Over, Updated
 from lastwords.launcher.link import send
+from lastwords.launcher.protocol import OWN, Controlled, Report, to_launcher
 from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.trainer import reentry
@@ -68,23 +70,23 @@ class Stay:
             )
         self.trains = True
         self._goes_on_at = 0  # of a loop that comes after this one nothing is known
-        with contextlib.suppress(OSError):
-            send(self._link, {"begun": step, **({"inexact": inexact} if inexact else {})})
+        self._tell(Begun(OWN, step, inexact))
 
     def controlled(self, path: Path) -> None:
         """A controller of this host looks after this rank."""
-        with contextlib.suppress(OSError):
-            send(self._link, {"state": str(path)})
+        self._tell(Controlled(str(path)))
 
     def updated(self) -> None:
         """The first step of this stay is over."""
-        with contextlib.suppress(OSError):
-            send(self._link, {"updated": True})
+        self._tell(Updated(OWN))
 
     def over(self) -> None:
         """The training loop has come to its end."""
-        with contextlib.suppress(OSError):
-            send(self._link, {"over": True})
+        self._tell(Over(OWN))
+
+    def _tell(self, report: Report) -> None:
+        with contextlib.suppress(OSError):  # the launcher has ended, which the thread that listens sees
+            send(self._link, to_launcher(report))
 
     def end(self) -> None:
         """Training thread: out of all groups; nothing of this stay runs after that."""

@@ -21,12 +21,31 @@ from lastwords.controller import launch as controller_launch
 from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher.callables import refusal_line, refuse_main, refuse_needed, shown
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
-from lastwords.launcher.link import Lines, send
+from lastwords.launcher.events import Abandon, Waiting
+from lastwords.launcher.link import RECV_BYTES, Complaints, Inbox, send
 from lastwords.launcher.membership import Membership
+from lastwords.launcher.protocol import (
+    OWN,
+    PROTOCOL,
+    Become,
+    ControllerAnswer,
+    ControllerWanted,
+    Dismissed,
+    Entry,
+    Hello,
+    Order,
+    Ready,
+    Report,
+    SchedulerGone,
+    order_of,
+    to_launcher,
+)
+from lastwords.launcher.registry import Refused
 from lastwords.launcher.scheduler import schedule
 from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.stay import Stay
 from lastwords.launcher.streams import Streams
+from lastwords.launcher.versions import Ask, Sources
 from lastwords.launcher.warm_up import warm_up
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.launch.config import LAUNCHER, SPARE
@@ -145,8 +164,8 @@ class Worker:
     def __init__(self, link: socket.socket) -> None:
         self._socket = link
         self._condition = threading.Condition()
-        self._become: dict[str, Any] | None = None
-        self._entered: tuple[int, int, int] | None = None
+        self._become: Become | None = None
+        self._entered: Entry | None = None
         self._generation = -1
         """The newest one that it has entered `main` in."""
         self._streams: Streams | None = None
@@ -156,6 +175,8 @@ class Worker:
         self._dismissed = False
         self._asked = 0
         self._controller: dict[int, tuple[int, dict[str, object]] | None] = {}
+        self._refused = ""
+        """Why the launcher does not hear this process."""
         self._stay: Stay | None = None
         self._inside = False
         """The training thread is in `main`."""
@@ -168,43 +189,37 @@ class Worker:
     def run(self, main: Callable[[], object]) -> None:
         """Until `main` has returned by itself, or raised what is its own."""
         spare = os.environ.pop(SPARE, "") == "1"
-        self._introduce({"rank": None if spare else int(os.environ["RANK"]), "pid": os.getpid()})
+        self._introduce(Hello(None if spare else int(os.environ["RANK"]), os.getpid(), PROTOCOL))
         threading.Thread(target=self._listen, name="lastwords-launcher", daemon=True).start()
         self._sources = source_digests()
         self._version = hashlib.sha256(json.dumps(self._sources, sort_keys=True).encode()).hexdigest()[:16]
         self._streams = Streams()
         warm_up()
         if spare:
-            self._introduce({"ready": True})
+            self._introduce(Ready())
             self._take_place()
         controller_launch.use_waiting(self._become_controller)
         while not self._enter(main):
             pass
 
-    def _introduce(self, message: dict[str, Any]) -> None:
+    def _introduce(self, report: Report) -> None:
         try:
-            send(self._socket, message)
+            send(self._socket, to_launcher(report))
         except OSError:
             raise _without_launcher() from None
 
     def _enter(self, main: Callable[[], object]) -> bool:
         """Once: True if `main` has come to its end."""
         with contextlib.suppress(OSError):  # the launcher has ended, which the listening thread sees
-            send(
-                self._socket,
-                {
-                    "waiting": self._saved_step,
-                    "record": self._record,
-                    "sources": self._version,
-                    "entered": self._generation,
-                },
-            )
+            waiting = Waiting(OWN, self._saved_step, self._record, self._version, self._generation)
+            send(self._socket, to_launcher(waiting))
         with self._condition:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
+            self._raise_if_refused()
             if self._entered is None:  # the launcher has ended: as after any incident
                 raise _without_launcher(self._saved_step, told=self._dismissed)
-            self._generation, port, step = self._entered
-            generation = self._generation
+            self._generation = generation = self._entered.generation
+            port, step = self._entered.port, self._entered.step
             os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = str(generation), str(port)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             self._entered = None
@@ -249,70 +264,86 @@ class Worker:
         with self._condition:
             self._asked = asked = self._asked + 1  # an answer may come after the stay in main that has asked for it
             try:
-                send(self._socket, {"controller": work, "asked": asked})
+                send(self._socket, to_launcher(ControllerWanted(work, asked)))
             except OSError:  # the launcher has gone: this process starts the controller itself
                 return None
             self._condition.wait_for(lambda: asked in self._controller or self._gone, CONTROLLER_S)
             return self._controller.pop(asked, None)
 
     def _listen(self) -> None:
-        lines = Lines()
-        while True:
-            try:
-                data = self._socket.recv(65536)
-            except OSError:
-                data = b""
-            if not data:
-                with self._condition:
-                    self._gone = True
-                    self._condition.notify_all()
-                if self._inside and not self._dismissed:
-                    rank = os.environ.get("RANK", "?")
-                    sys.stderr.write(f"lastwords: rank {rank}: the launcher has ended; a failure now ends all ranks\n")
-                return
-            for message in lines.feed(data):
-                if "sources" in message:
-                    with contextlib.suppress(OSError):  # seen at the next turn
-                        send(self._socket, {"sources": self._sources})
-                self._take(message)
+        try:
+            self._hear()
+        finally:  # also after a mistake of its own: the training thread must not wait for what nobody hears
+            with self._condition:
+                self._gone = True
+                self._condition.notify_all()
+        if self._inside and not self._dismissed and not self._refused:
+            rank = os.environ.get("RANK", "?")
+            sys.stderr.write(f"lastwords: rank {rank}: the launcher has ended; a failure now ends all ranks\n")
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _hear(self) -> None:
+        """Until the launcher has ended."""
+        inbox = Inbox("the launcher", order_of, Complaints())
+        while not inbox.broken:
+            try:
+                data = self._socket.recv(RECV_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            for order in inbox.feed(data):
+                if isinstance(order, Ask):
+                    with contextlib.suppress(OSError):  # seen at the next turn
+                        send(self._socket, to_launcher(Sources(OWN, self._sources)))
+                self._take(order)
+
+    def _take(self, order: Order) -> None:
         with self._condition:
-            if "abandon" in message and self._entered is not None:
-                self._abandoned = True  # the training thread is about to enter
-            elif "abandon" in message and self._stay is not None:
-                self._stay.leave(0, (), None)
-            if "become" in message:
-                self._become = message
-            if "dismissed" in message:
-                self._dismissed = True
-                if "stop" in message:
-                    self._stop(str(message["stop"]))
-            if "controller" in message:
-                found = message["controller"]
-                self._controller[message["asked"]] = None if found is None else (int(found[0]), found[1])
-            if "enter" in message:
-                entered = message["enter"], message["port"], message["step"]
-                self._entered, self._abandoned, self._scheduler_lost = entered, False, False
-            if "lost" in message:
-                self._scheduler_lost = True
+            match order:
+                case Abandon() if self._entered is not None:
+                    self._abandoned = True  # the training thread is about to enter
+                case Abandon() if self._stay is not None:
+                    self._stay.leave(0, (), None)
+                case Become():
+                    self._become = order
+                case Dismissed(failure):
+                    self._dismissed = True
+                    if failure:
+                        self._stop(f"the scheduler has given up: {failure}")
+                case Refused(why):
+                    self._refused = why
+                    if self._inside:
+                        self._stop(why)
+                case ControllerAnswer(asked, pid, words):
+                    self._controller[asked] = None if pid is None else (pid, words)
+                case Entry():
+                    self._entered, self._abandoned, self._scheduler_lost = order, False, False
+                case SchedulerGone():
+                    self._scheduler_lost = True
+                case _:
+                    pass
             self._condition.notify_all()
 
     def _stop(self, why: str) -> None:
-        """The scheduler has given up. Whoever leaves `main` anyway ends with its own code, which no signal cuts off."""
-        sys.stderr.write(f"lastwords: the scheduler has given up: {why}\n")
+        """Nobody heals this worker. Whoever leaves `main` anyway ends with its own code, which no signal cuts off."""
+        sys.stderr.write(f"lastwords: {why}\n")
         if self._inside and self._stay is not None and not self._stay.leaving:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _raise_if_refused(self) -> None:
+        if self._refused:
+            raise ConfigError(self._refused)
 
     def _take_place(self) -> None:
         """A spare takes the place of a rank; the launcher may as well end without ever needing it."""
         with self._condition:
             self._condition.wait_for(lambda: self._become is not None or self._gone)
+            self._raise_if_refused()
             if self._become is None:
                 os._exit(0)
             become = self._become
-        os.environ.update(become["become"])
-        for path, stream in ((become.get("stdout"), sys.stdout), (become.get("stderr"), sys.stderr)):
+        os.environ.update(become.environment)
+        for path, stream in ((become.stdout, sys.stdout), (become.stderr, sys.stderr)):
             if path:
                 stream.flush()
                 with open(path, "ab") as file:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lastwords.launcher import host as module
-from lastwords.launcher.events import Awaited, Event, Look, Lost, Start, Stopped
+from lastwords.launcher.events import Awaited, Event, Look, Lost, Start, Stopped, Updated
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
 from lastwords.launcher.processes import Controllers, ended_badly
 from tests import golden
@@ -72,7 +72,7 @@ def test_what_was_used_is_replaced_once_a_rank_has_updated(host: Host, clock: Cl
 
     who = module._Who()
     who.rank = 0
-    host._hear(who, socket.socket(), {"updated": True})
+    host._hear(who, SimpleNamespace(), Updated(0))
     assert host.due_in_s == pytest.approx(RESTOCK_AFTER_UPDATE_S)
     clock.now_s += RESTOCK_AFTER_UPDATE_S
     host.tick()

@@ -28,7 +28,8 @@ from lastwords.launcher.events import (
     Waiting,
 )
 from lastwords.launcher.head import Head, Listener, Uplink
-from lastwords.launcher.link import Lines, effect_of, event_of, send, to_message
+from lastwords.launcher.link import Lines, send
+from lastwords.launcher.protocol import PROTOCOL, Introduction, effect_of, event_of, to_message
 from lastwords.launcher.versions import Sources
 from tests import golden
 from tests.launcher.test_scheduler import reset
@@ -178,7 +179,7 @@ def test_whoever_does_not_know_the_token_is_not_heard() -> None:
     job = Job()
     found = json.loads(job.invitation)
     with socket.create_connection(("127.0.0.1", found["port"])) as stranger:
-        send(stranger, {"token": "guess", "ranks": [1, 2]})
+        send(stranger, to_message(Introduction("guess", (1, 2), PROTOCOL)))
         send(stranger, to_message(Ended(1, 1)))
         job.turn(4)
         assert job.here == []
@@ -189,7 +190,17 @@ def test_whoever_does_not_know_the_token_is_not_heard() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ['{"token": "\u00e9"}', "[" * 5000, "null", "", '{"token": 1, "ranks": 2}', "x" * (2 << 20)], ids=range(6)
+    "line",
+    [
+        '{"kind": "Introduction", "token": "\u00e9", "ranks": [0, 1]}',
+        '{"kind": "Introduction", "token": 1, "ranks": 2}',
+        '{"kind": []}',
+        "[" * 5000,
+        "null",
+        "",
+        "x" * (2 << 20),
+    ],
+    ids=range(7),
 )
 def test_what_a_stranger_sends_ends_his_connection_only(line: str) -> None:
     job = Job()

@@ -17,7 +17,9 @@ from lastwords.errors import ConfigError, StorageError
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
+from lastwords.launcher.events import Waiting
 from lastwords.launcher.link import Lines, send
+from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Done, to_launcher, to_message
 from lastwords.launcher.registry import SILENCE_S, Member, Process
 from lastwords.launcher.roster import Place
 from lastwords.launcher.scheduler import Scheduler, proof_of
@@ -51,15 +53,19 @@ class Rig:
                 data = link.recv(65536)
             except BlockingIOError:
                 continue
-            return lines.feed(data) if data else [{"closed": True}]
+            return [*lines.feed(data)] if data else [{"closed": True}]
         return []
 
     def apply(self, name: str = "", *, token: str = "", nonce: str = "", workers: int = 2, pid: int = 0) -> list[Any]:
         """Of this process, unless a pid is given. token and nonce: the right ones."""
         link, lines, drawn = self.connect()
         application = self.application(name, workers, pid)
-        send(link, {"apply": application, "proof": proof_of(token or self.state.token(), nonce or drawn, application)})
+        self.send(link, nonce or drawn, application, token)
         return self.answers(link, lines)
+
+    def send(self, link: socket.socket, nonce: str, application: dict[str, Any], token: str = "") -> None:
+        proof = proof_of(token or self.state.token(), nonce, application)
+        send(link, to_message(Application(application, proof)))
 
     def application(
         self, name: str, workers: int = 2, pid: int = 0, rank: int | None = None, job: str = ""
@@ -67,7 +73,7 @@ class Rig:
         me = process_id.this_process("")
         return {
             "name": name, "host": me.host_id, "pid": pid or me.pid, "start_ticks": me.start_ticks, "workers": workers,
-            "rank": rank, "job": job,
+            "rank": rank, "job": job, "version": PROTOCOL,
         }  # fmt: skip
 
 
@@ -87,7 +93,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_a_process_that_knows_the_token_becomes_a_rank(rig: Rig) -> None:
     (answer,) = rig.apply("1")
-    assert (answer["admitted"], answer["name"]) == (1, "1")
+    assert (answer["rank"], answer["name"]) == (1, "1")
 
 
 def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
@@ -96,7 +102,7 @@ def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
     link.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert rig.answers(link, lines) == [{"closed": True}]
     link, lines, _ = rig.connect()
-    send(link, {"waiting": 7, "record": "", "sources": "", "entered": -1})
+    send(link, to_launcher(Waiting(OWN, 7)))
     assert rig.answers(link, lines) == [{"closed": True}]
 
 
@@ -113,7 +119,7 @@ def reset(link: socket.socket) -> None:
 
 def test_a_connection_that_is_reset_before_it_is_taken_does_not_end_the_scheduler(rig: Rig) -> None:
     reset(socket.create_connection(("127.0.0.1", rig.cluster.port), 10))
-    assert rig.apply("1")[0]["admitted"] == 1
+    assert rig.apply("1")[0]["rank"] == 1
 
 
 def test_a_name_that_is_taken_and_a_number_of_workers_that_differs(rig: Rig) -> None:
@@ -127,30 +133,30 @@ def test_a_name_that_is_taken_and_a_number_of_workers_that_differs(rig: Rig) -> 
 def test_a_message_that_makes_no_sense_ends_the_connection_and_not_the_scheduler(rig: Rig) -> None:
     link, lines, nonce = rig.connect()
     application = rig.application("0")
-    send(link, {"apply": application, "proof": proof_of(rig.state.token(), nonce, application)})
+    rig.send(link, nonce, application)
     rig.answers(link, lines)
-    send(link, {"begun": "often"})
+    send(link, {"kind": "Begun", "step": "often", "inexact": ""})
     assert rig.answers(link, lines) == [{"closed": True}]
-    assert rig.apply("0")[0]["admitted"] == 0
+    assert rig.apply("0")[0]["rank"] == 0
 
 
 def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     link, lines, nonce = rig.connect()
     application = rig.application("0")
-    send(link, {"apply": application, "proof": proof_of(rig.state.token(), nonce, application)})
+    rig.send(link, nonce, application)
     rig.answers(link, lines)
     with monkeypatch.context() as patched:
         patched.setattr(rig.state, "write", no_room)
-        send(link, {"done": True})
+        send(link, to_launcher(Done()))
         assert rig.answers(link, lines) == []
-    send(link, {"done": True})
-    assert rig.answers(link, lines) == [{"done": True}]
+    send(link, to_launcher(Done()))
+    assert rig.answers(link, lines) == [to_launcher(Done())]
 
 
 def test_a_scheduler_that_knows_nothing_takes_the_name_of_the_job_that_runs(rig: Rig) -> None:
     link, lines, nonce = rig.connect()
     application = rig.application("1", rank=1, job="cluster-of-before")
-    send(link, {"apply": application, "proof": proof_of(rig.state.token(), nonce, application)})
+    rig.send(link, nonce, application)
     (answer,) = rig.answers(link, lines)
     assert answer["job"] == "cluster-of-before"
     assert rig.apply("0")[0]["job"] == "cluster-of-before"
@@ -161,8 +167,8 @@ def test_nobody_is_admitted_whose_name_cannot_be_kept(rig: Rig, monkeypatch: pyt
         patched.setattr(rig.state, "write", no_room)
         (answer,) = rig.apply("1")
         assert answer["later"]
-        golden.says(answer["refused"])
-    assert rig.apply("1")[0]["admitted"] == 1
+        golden.says(answer["why"])
+    assert rig.apply("1")[0]["rank"] == 1
 
 
 def no_room(_: object) -> None:
@@ -231,8 +237,9 @@ class Return:
                 application = {
                     "name": str(rank), "host": f"host-{rank}", "pid": 1000 + rank, "start_ticks": 1,
                     "workers": self.cluster.workers, "rank": rank, "job": "job",
+                    "version": PROTOCOL,
                 }  # fmt: skip
-                send(link, {"apply": application, "proof": proof_of(self.state.token(), nonce, application)})
+                send(link, to_message(Application(application, proof_of(self.state.token(), nonce, application))))
 
     @property
     def there(self) -> list[int]:
@@ -313,5 +320,5 @@ def test_a_name_that_changes_hands_between_two_looks(rig: Rig) -> None:
     rig.apply("1", pid=1)
     rig.scheduler._head.take_over(3, 7)
     assert rig.scheduler._head.core.place(1) is Place.IN_MAIN
-    assert rig.apply("1")[0]["admitted"] == 1
+    assert rig.apply("1")[0]["rank"] == 1
     assert rig.scheduler._head.core.place(1) is Place.STARTING, "the end of the process before it is heard of"

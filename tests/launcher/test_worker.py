@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import re
@@ -21,11 +22,14 @@ from lastwords import clock
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher import worker
+from lastwords.launcher.events import Abandon, Begun
 from lastwords.launcher.link import Lines
+from lastwords.launcher.protocol import OWN, ControllerAnswer, Dismissed, Entry, Order, to_launcher, to_worker
 from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.stay import Stay
 from lastwords.launcher.streams import Streams
+from lastwords.launcher.versions import Ask
 from lastwords.launcher.worker import keep
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.launch.config import LAUNCHER
@@ -64,7 +68,7 @@ def play(server: socket.socket, answers: list[bytes]) -> tuple[threading.Thread,
             while True:
                 for message in lines.feed(link.recv(1 << 20)):
                     heard.append(message)
-                    if "waiting" in message:
+                    if message["kind"] == "Waiting":
                         if not left:
                             return
                         link.sendall(left.pop(0))
@@ -74,7 +78,12 @@ def play(server: socket.socket, answers: list[bytes]) -> tuple[threading.Thread,
     return thread, heard
 
 
-ENTER = b'{"enter": 0, "port": 1, "step": 0}\n'
+def line(order: Order) -> bytes:
+    return json.dumps(to_worker(order)).encode() + b"\n"
+
+
+ENTER = line(Entry(0, 1, 0))
+ABANDON = line(Abandon(OWN))
 
 
 def run(main: Callable[[], None]) -> int | str | None:
@@ -104,15 +113,19 @@ def stuck(entries: list[int]) -> Callable[[], None]:
 @pytest.mark.parametrize("together", [True, False])
 def test_a_worker_that_is_told_to_leave_comes_out_however_soon(launcher: socket.socket, together: bool) -> None:
     entries: list[int] = []
-    abandon = b'{"abandon": true}\n'
     if together:
-        thread, heard = play(launcher, [ENTER + abandon])
+        thread, heard = play(launcher, [ENTER + ABANDON])
     else:
-        thread, heard = play_in_turn(launcher, abandon, entries)
+        thread, heard = play_in_turn(launcher, ABANDON, entries)
     assert run(stuck(entries)) == EXIT_NOT_SAVED
     thread.join(10)
     assert entries == [1]
-    assert [message["waiting"] for message in heard if "waiting" in message] == [0, 0]
+    assert saved_steps(heard) == [0, 0]
+
+
+def saved_steps(heard: list[dict[str, Any]]) -> list[int]:
+    """That the worker has named each time that it waited."""
+    return [message["step"] for message in heard if message["kind"] == "Waiting"]
 
 
 def play_in_turn(
@@ -126,10 +139,10 @@ def play_in_turn(
         lines = Lines()
         pause = threading.Event()
         with link:
-            while sum("waiting" in message for message in heard) < 2:
+            while len(saved_steps(heard)) < 2:
                 before = len(heard)
                 heard.extend(lines.feed(link.recv(1 << 20)))
-                if any("waiting" in message for message in heard[before:]) and not entries:
+                if saved_steps(heard[before:]) and not entries:
                     link.sendall(ENTER)
                     while not entries:
                         pause.wait(0.01)
@@ -170,7 +183,7 @@ def test_a_run_that_no_with_encloses_is_held_and_ended_when_its_main_is_left(lau
     thread, heard = play(launcher, [ENTER])
     assert run(main) == EXIT_SAVED
     thread.join(10)
-    assert [message["waiting"] for message in heard if "waiting" in message] == [0, 7]
+    assert saved_steps(heard) == [0, 7]
     assert (one.held, one.closed) == (["Connection closed by peer"], 1)
 
 
@@ -186,9 +199,9 @@ def test_what_is_kept_is_made_once_however_often_main_is_entered_and_what_main_r
             leave()
         return 5
 
-    thread, heard = play(launcher, [ENTER + b'{"abandon": true}\n', ENTER])
+    thread, heard = play(launcher, [ENTER + ABANDON, ENTER])
     assert worker.run(main) is None  # type: ignore[func-returns-value]
-    assert [message["waiting"] for message in heard if "waiting" in message] == [0, 0]
+    assert saved_steps(heard) == [0, 0]
     first, again = seen
     assert first is again
     assert keep("other data of this test", object) is not first
@@ -198,10 +211,11 @@ def test_what_is_kept_is_made_once_however_often_main_is_entered_and_what_main_r
 def test_a_worker_says_one_digest_of_the_users_code_and_the_files_only_where_they_are_asked_for(
     launcher: socket.socket,
 ) -> None:
-    thread, heard = play(launcher, [b'{"sources": true}\n' + ENTER + b'{"abandon": true}\n'])
+    thread, heard = play(launcher, [line(Ask(OWN)) + ENTER + ABANDON])
     assert run(stuck([])) == EXIT_NOT_SAVED
     thread.join(10)
-    first, files, again = (message["sources"] for message in heard if "sources" in message)
+    first, again = (message["sources"] for message in heard if message["kind"] == "Waiting")
+    (files,) = (message["files"] for message in heard if message["kind"] == "Sources")
     assert isinstance(first, str)
     assert first == again
     assert str(Path(__file__)) in files
@@ -307,11 +321,11 @@ def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this
     one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
     link, _ = launcher.accept()
     one._asked = 6
-    one._take({"controller": [41, {"port": 1}], "asked": 6})  # its stay in main was over by then
+    one._take(ControllerAnswer(6, 41, {"port": 1}))  # its stay in main was over by then
 
     def answer() -> None:
         link.recv(1 << 20)
-        one._take({"controller": [42, {"port": 2}], "asked": 7})
+        one._take(ControllerAnswer(7, 42, {"port": 2}))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -333,7 +347,7 @@ def test_two_threads_that_ask_for_a_controller_get_each_its_own(launcher: socket
         thread.start()
         link.recv(1 << 20)  # it has asked
     for name, asked in (("newer", 2), ("older", 1)):
-        one._take({"controller": [40 + asked, {}], "asked": asked})
+        one._take(ControllerAnswer(asked, 40 + asked))
         threads[name].join(10.0)
         assert found[name] == (40 + asked, {})
     link.close()
@@ -346,7 +360,7 @@ def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
     one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
     link, _ = launcher.accept()
     if dismissed:
-        link.sendall(b'{"dismissed": true}\n')
+        link.sendall(line(Dismissed()))
     link.close()
     one._inside = True
     one._listen()
@@ -417,6 +431,6 @@ def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
         with golden.raises(ConfigError):
             one.begun(0, "")
         one.begun(7, "")
-        assert far.recv(100) == b'{"begun": 7}\n'
+        assert json.loads(far.recv(100)) == to_launcher(Begun(OWN, 7))
         one.begun(8, "late")
-        assert far.recv(100) == b'{"begun": 8, "inexact": "late"}\n'
+        assert json.loads(far.recv(100)) == to_launcher(Begun(OWN, 8, "late"))

@@ -1,0 +1,303 @@
+"""What the processes of a job say to each other, encoded and decoded here alone. One message is one line (link.py).
+
+"kind" is the name of a type below or in events.py, beside it stand the fields of that type. Between a worker and its
+launcher, or the scheduler of its cluster, there is no "rank": whoever holds the connection knows it.
+
+    worker to launcher     Hello first; Ready where it is a spare; then what happens to it: Waiting, Sources, Begun,
+                           Updated, Over, Controlled, ControllerWanted
+    launcher to worker     Ask, Entry, Abandon, ControllerAnswer; Become to a spare; Dismissed when nobody is replaced
+                           any more; Refused instead of all that
+    scheduler to worker    Challenge first, Refused or Admission next; then as a launcher; besides Kill, and Done
+                           in answer to Done
+    worker to scheduler    Application first; where it was in `main` before, Inside next; then as to a launcher; Done at
+                           the end of `main`
+    between hosts          Introduction first, then events up to the head of the job, and effects down
+
+Who differs in PROTOCOL from the other end is refused, with what to do. So the first message of either side, Refused and
+Stop keep their form in all versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from lastwords.errors import FormatError
+from lastwords.launcher import events, versions
+from lastwords.launcher.registry import Refused
+
+PROTOCOL = 1
+"""Higher with every change of a message: tests/launcher/test_protocol.py tells when."""
+
+OWN = -1
+"""The rank of a worker that speaks of itself, and of one that is spoken to."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker's first message. rank: None of a spare."""
+
+    rank: int | None
+    pid: int
+    version: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """A spare has imported the script."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Controlled:
+    """A controller of this host looks after the worker. path: of what it keeps for the one that follows it."""
+
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControllerWanted:
+    """The worker would have a process that was started in advance as its controller. asked: number of the answer."""
+
+    work: dict[str, str]
+    asked: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControllerAnswer:
+    """pid: None if there is no such process. words: what it has answered."""
+
+    asked: int
+    pid: int | None = None
+    words: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """From a worker of a cluster: `main` has come to its end. To it: that is kept."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Become:
+    """A spare takes the place of a rank, with its environment and its files of output ("": its own)."""
+
+    environment: dict[str, str]
+    stdout: str
+    stderr: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seat:
+    """Of a worker of a cluster. rank_0: address of its host."""
+
+    local_rank: int
+    local_size: int
+    rank_0: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """As of `events.Enter`."""
+
+    generation: int
+    port: int
+    step: int
+    seat: Seat | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dismissed:
+    """Nobody is replaced any more. failure: why, where a cluster ends before its workers have come to their end."""
+
+    failure: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerGone:
+    """From a worker's own membership.py: no store of its scheduler answers any more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Challenge:
+    """A scheduler's first message."""
+
+    nonce: str
+    version: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Applicant:
+    """A process that would be a worker. rank, job: what it is already, and of which job; None and "" if it is new."""
+
+    name: str
+    host: str
+    pid: int
+    start_ticks: int
+    workers: int
+    rank: int | None
+    job: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Application:
+    """The answer to a Challenge. apply: an Applicant and its version; proof: of that and the nonce, with the token."""
+
+    apply: dict[str, Any]
+    proof: str
+
+    @property
+    def version(self) -> object:
+        """Of the process that has sent it."""
+        return self.apply.get("version", 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admission:
+    """The process is this worker from now on."""
+
+    rank: int
+    name: str
+    job: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Introduction:
+    """A launcher's first message to the head of its job. ranks: from the first one to the one after the last."""
+
+    token: str
+    ranks: tuple[int, int]
+    version: int = 0
+
+
+_EVENTS = (
+    events.Waiting, versions.Sources, events.Inside, events.Begun, events.Updated, events.Over, events.Ended,
+    events.Stopped, events.Lost,
+)  # fmt: skip
+_EFFECTS = (
+    events.Start, events.Enter, versions.Ask, events.Abandon, events.Kill, events.Awaited, events.Look, events.Stop,
+)  # fmt: skip
+_REPORTS = (
+    events.Waiting, versions.Sources, events.Inside, events.Begun, events.Updated, events.Over,
+    Ready, Controlled, ControllerWanted, Done, Hello,
+)  # fmt: skip
+_ORDERS = (
+    versions.Ask, events.Abandon, events.Kill,
+    Entry, Become, ControllerAnswer, Dismissed, SchedulerGone, Refused, Done,
+)  # fmt: skip
+KINDS = tuple(
+    dict.fromkeys((*_EVENTS, *_EFFECTS, *_REPORTS, *_ORDERS, Challenge, Application, Admission, Introduction))
+)
+
+Report = (
+    events.Waiting | versions.Sources | events.Inside | events.Begun | events.Updated | events.Over
+    | Ready | Controlled | ControllerWanted | Done | Hello
+)  # fmt: skip
+Order = (
+    versions.Ask | events.Abandon | events.Kill
+    | Entry | Become | ControllerAnswer | Dismissed | SchedulerGone | Refused | Done
+)  # fmt: skip
+Greeting = Challenge | Application | Admission | Introduction
+
+
+def to_message(what: events.Event | events.Effect | Greeting | Report | Order) -> dict[str, Any]:
+    """What another host's launcher understands."""
+    return {"kind": type(what).__name__, **dataclasses.asdict(what)}
+
+
+def to_launcher(report: Report) -> dict[str, Any]:
+    """What `report_of` understands, there or in the scheduler."""
+    message = to_message(report)
+    return message if isinstance(report, Hello) else _without_rank(message)
+
+
+def to_worker(order: Order) -> dict[str, Any]:
+    """What `order_of` understands."""
+    return _without_rank(to_message(order))
+
+
+def report_of(rank: int, message: Mapping[str, Any]) -> Report:
+    """What the worker that is `rank` has said; an event, or something for the shell. FormatError for what is none."""
+    rank_said = {} if message.get("kind") == Hello.__name__ else {"rank": rank}
+    found: Report = _of({**message, **rank_said}, _REPORTS)
+    return found
+
+
+def order_of(message: Mapping[str, Any]) -> Order:
+    """What a worker is told. FormatError for what is none."""
+    found: Order = _of({**message, "rank": OWN}, _ORDERS)
+    return found
+
+
+def event_of(message: Mapping[str, Any]) -> events.Event:
+    """FormatError for what is none."""
+    found: events.Event = _of(message, _EVENTS)
+    return found
+
+
+def effect_of(message: Mapping[str, Any]) -> events.Effect:
+    """FormatError for what is none."""
+    found: events.Effect = _of(message, _EFFECTS)
+    return found
+
+
+def challenge_of(message: Mapping[str, Any]) -> Challenge:
+    """FormatError for what is none."""
+    found: Challenge = _of(message, (Challenge,))
+    return found
+
+
+def application_of(message: Mapping[str, Any]) -> tuple[Application, Applicant | None]:
+    """None from a process of another version, which may say other things there. FormatError for what is none."""
+    found: Application = _of(message, (Application,))
+    if found.version != PROTOCOL:
+        return found, None
+    return found, _converted(found.apply, Applicant)
+
+
+def answer_of(message: Mapping[str, Any]) -> Admission | Refused:
+    """That of a scheduler to an application. FormatError for what is none."""
+    found: Admission | Refused = _of(message, (Admission, Refused))
+    return found
+
+
+def introduction_of(message: Mapping[str, Any]) -> Introduction:
+    """FormatError for what is none."""
+    found: Introduction = _of(message, (Introduction,))
+    return found
+
+
+def difference(version: object, own: int = PROTOCOL) -> str | None:
+    """What is wrong with a peer of this version, and what to do.
+
+    >>> difference(PROTOCOL) is None
+    True
+    """
+    if version == own:
+        return None
+    return (
+        f"speaks version {version!s:.20} of this protocol, not {own}: install the same version of lastwords everywhere"
+    )
+
+
+def _without_rank(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "rank"}
+
+
+def _of(message: Mapping[str, Any], kinds: tuple[Any, ...]) -> Any:
+    kind = next((one for one in kinds if one.__name__ == message.get("kind")), None)
+    if kind is None:
+        raise FormatError(f"{message.get('kind')!r:.80} is nothing that can be said here")
+    return _converted({key: value for key, value in message.items() if key != "kind"}, kind)
+
+
+def _converted(fields: Mapping[str, Any], kind: type[Any]) -> Any:
+    """No field may be left out, whatever its default: that is for whoever makes one here."""
+    missing = {one.name for one in dataclasses.fields(kind)} - {*fields, "version"}
+    try:
+        if missing:
+            raise FormatError(f"{kind.__name__} without {', '.join(sorted(missing))}")
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{kind.__name__}: {error}") from error
