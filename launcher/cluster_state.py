@@ -85,9 +85,16 @@ class ClusterState:
         return read_token(self._cluster.path)
 
     def remove(self) -> None:
-        """The cluster has come to its end; the next one with this path is another one."""
-        for path in (self._state, token_path(self._cluster.path)):
-            path.unlink(missing_ok=True)
+        """The cluster has come to its end; the next one with this path is another one. StorageError."""
+        try:
+            for path in (self._state, token_path(self._cluster.path)):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"all workers have come to their end, and {self._directory} cannot be removed ({error.strerror}): "
+                "remove it, or the next start with this MS_RECOVERY_PATH finds nothing left to do",
+                errno=error.errno or 0,
+            ) from error
 
     def _read(self) -> KeptCluster:
         cluster = self._cluster

@@ -3,7 +3,8 @@
 How it works. All workers of generation g are in `main`, or have left it and wait. Once one of them has died, generation
 g is over: the dead one is started anew, each survivor leaves `main` (told by the controller after the checkpoint, or by
 `Abandon` where no controller protects it yet) and waits. Only when *every* rank waits does g+1 begin, by one `Enter`.
-So no rank of g runs any more when g+1 begins, and whoever resumes finds the checkpoint of g complete.
+So no rank of g runs any more when g+1 begins, and whoever resumes finds the checkpoint of g complete. Where another
+launcher may follow this one, g+1 is kept first (`Keep`), and as long as that fails all ranks wait.
 
 A rank whose process misses its deadline is killed and replaced as well. Where `main` fails each time that it is entered
 again, or would go on with a model that nobody can put back, all processes are replaced. What goes wrong all the same
@@ -25,6 +26,8 @@ from lastwords.launcher.events import (
     Enter,
     Event,
     Inside,
+    Keep,
+    Kept,
     Kill,
     Look,
     Lost,
@@ -39,6 +42,7 @@ from lastwords.launcher.events import (
 from lastwords.launcher.roster import (
     END_S,
     FIRST_NOTICE_S,
+    KEEP_AGAIN_S,
     LEAVE_NOTICE_S,
     LEAVE_S,
     LOOK_ANSWER_S,
@@ -69,6 +73,8 @@ class LauncherCore:
     generation: int = 0
     start_s: float | None = START_S
     """How long a process that replaces another one may take; None where people start it."""
+    keeps: bool = False
+    """Whether another launcher may follow this one, and goes by what was kept."""
     stopped: bool = False
     _ranks: Roster = field(init=False)
     _healing: bool = True
@@ -85,6 +91,8 @@ class LauncherCore:
     """Of the loops that `main` has in turn, the one in which processes have ended since the generation is over."""
     _leaving: bool = False
     """A rank has left `main` since the generation was over."""
+    _keep_due_s: float | None = None
+    """When it is tried again."""
 
     def __post_init__(self) -> None:
         self._ranks = Roster(self.world)
@@ -92,7 +100,8 @@ class LauncherCore:
     @property
     def deadline_s(self) -> float | None:
         """When a Tick is due, at the latest."""
-        return self._ranks.earliest_s
+        dues_s = [due_s for due_s in (self._ranks.earliest_s, self._keep_due_s) if due_s is not None]
+        return min(dues_s, default=None)
 
     def take_over(self, generation: int, step: int) -> None:
         """Follow a launcher that has let all ranks enter `main` in this generation. step: the newest saved then.
@@ -138,6 +147,8 @@ class LauncherCore:
                 return self._stopped(rank, now_s)
             case Lost(why):
                 return self._stop(why)
+            case Kept():
+                return self._kept(event, now_s)
             case Ended(rank, code):
                 return [*map(Ask, self._versions.ended(rank)), *self._ended(rank, code, now_s)]
             case Tick():
@@ -152,6 +163,8 @@ class LauncherCore:
         if self.stopped:
             return effects
         self.generation = max(self.generation, event.entered + 1)
+        if event.entered < 0:
+            one.trained = False  # though the launcher before this one had kept that all enter `main`
         has_left = one.place is Place.IN_MAIN
         self._ranks.note(rank, begun=False)
         self._ranks.put(rank, Place.WAITING)
@@ -227,6 +240,25 @@ class LauncherCore:
             self._ended_since.clear()
 
     def _enter(self) -> list[Effect]:
+        """All ranks wait."""
+        self._keep_due_s = None
+        return [Keep(self.generation, self._step)] if self.keeps else self._let_in()
+
+    def _kept(self, event: Kept, now_s: float) -> list[Effect]:
+        if event.generation != self.generation or not self._ranks.are_all(Place.WAITING):
+            return []  # a rank has ended meanwhile: it is kept once more when all wait again
+        if event.failure:
+            self._keep_due_s = now_s + KEEP_AGAIN_S
+            return []
+        return self._let_in()
+
+    def _keep_again(self, now_s: float) -> list[Effect]:
+        if self._keep_due_s is None or now_s < self._keep_due_s:
+            return []
+        self._keep_due_s = None
+        return self._enter() if self._ranks.are_all(Place.WAITING) else []
+
+    def _let_in(self) -> list[Effect]:
         self._healing = self._leaving = False
         self._failed_loop = 0
         for rank in self.world:
@@ -335,7 +367,7 @@ class LauncherCore:
     def _tick(self, now_s: float) -> list[Effect]:
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
-        effects: list[Effect] = []
+        effects = self._keep_again(now_s)
         named = 0
         for rank, one in self._ranks.ranks.items():
             what = NOT_LEFT if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"

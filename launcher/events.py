@@ -86,11 +86,19 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The answer to `Keep`. failure: why nothing is kept; "" if it is, durably."""
+
+    generation: int
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Waiting | Sources | Inside | Begun | Updated | Over | Ended | Stopped | Lost | Tick
+Event = Waiting | Sources | Inside | Begun | Updated | Over | Ended | Stopped | Lost | Kept | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,14 @@ class Start:
     """Start a process for `rank`; where a spare is ready, that one."""
 
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """All ranks wait for this generation: keep that they enter `main` in it, for whoever follows this launcher."""
+
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +169,4 @@ class Stop:
     failure: str | None
 
 
-Effect = Start | Enter | Ask | Abandon | Kill | Awaited | Look | Stop
+Effect = Start | Keep | Enter | Ask | Abandon | Kill | Awaited | Look | Stop

@@ -27,7 +27,20 @@ from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.words import ranks_text
 from lastwords.errors import UnavailableError
 from lastwords.launcher.core import LauncherCore
-from lastwords.launcher.events import Begun, Effect, Ended, Enter, Event, Lost, Start, Stop, Tick, Updated, Waiting
+from lastwords.launcher.events import (
+    Begun,
+    Effect,
+    Ended,
+    Enter,
+    Event,
+    Keep,
+    Lost,
+    Start,
+    Stop,
+    Tick,
+    Updated,
+    Waiting,
+)
 from lastwords.launcher.link import (
     AGAIN_S,
     STRANGER_LINE_BYTES_MAX,
@@ -73,11 +86,13 @@ STORE_S = 60.0
 class Head:
     """Directs the ranks 0 .. size - 1. address: of this host, where the stores are. Thread of the selector.
 
-    start_s: as of the core.
+    start_s, keeps: as of the core.
     """
 
-    def __init__(self, size: int, number: int, address: str, start_s: float | None = START_S) -> None:
-        self.core = LauncherCore(tuple(range(size)), start_s=start_s)
+    def __init__(
+        self, size: int, number: int, address: str, start_s: float | None = START_S, *, keeps: bool = False
+    ) -> None:
+        self.core = LauncherCore(tuple(range(size)), start_s=start_s, keeps=keeps)
         self._recovery = Recovery(tuple(range(size)))
         self._record: Path | None = None
         self._ended: dict[int, Ended] = {}
@@ -147,7 +162,7 @@ class Head:
                 # Each generation has a store of its own: in the one before it, ranks would find addresses of the dead.
                 self._store = _new_store(self._address)
                 self._tell_all(Enter(number, self._store.port, step))
-            case Stop():
+            case Stop() | Keep():
                 self._tell_all(effect)
             case Start(rank):
                 ended = self._ended.pop(rank, Ended(rank, 0))

@@ -36,6 +36,9 @@ FIRST_NOTICE_S = 10.0
 START_PAUSES_S = (0.0, 1.0, 5.0, 25.0)
 """Before the first, second, ... process that is started in turn for one rank and never waits; then the job ends."""
 
+KEEP_AGAIN_S = 1.0
+"""From what could not be kept until it is tried again."""
+
 NAMED_RANKS_MAX = 8
 """Of thousands of late ranks they are told the first ones."""
 

@@ -33,6 +33,8 @@ from lastwords.launcher.events import (
     Ended,
     Enter,
     Event,
+    Keep,
+    Kept,
     Kill,
     Look,
     Lost,
@@ -145,9 +147,11 @@ class Scheduler:
         self._links: dict[int, _Link] = {}
         self._strangers: list[_Link] = []
         self.complaints = Complaints()
+        self._unkept = ""
+        """Why the state could not be written the last time."""
         self._result: Stop | None = None
         self._told_s = now_s
-        self._head = Head(cluster.workers, 0, cluster.host, start_s=None)
+        self._head = Head(cluster.workers, 0, cluster.host, start_s=None, keeps=True)
         self._head.has_host(range(cluster.workers), self._obey)
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._server = _listen(cluster)
@@ -299,9 +303,13 @@ class Scheduler:
                     "rank %d has ended; all wait for it: start it again with its environment, MS_NODE_ID=%s", rank, name
                 )
                 self._told_s = self._now_s
+            case Keep(generation, step):
+                before = self._kept
+                self._kept = dataclasses.replace(before, generation=generation, step=step)
+                if (failure := self._keep()) is not None:
+                    self._kept = before
+                self._report(Kept(generation, failure or ""))
             case Enter(generation, port, step):
-                self._kept = dataclasses.replace(self._kept, generation=generation, step=step)
-                self._keep()
                 self._tell_to_enter(generation, port, step)
             case Ask(rank) | Abandon(rank):
                 self._tell(rank, effect)
@@ -336,13 +344,21 @@ class Scheduler:
             self._links[rank].tell(order)
 
     def _keep(self) -> str | None:
-        """For the next scheduler; what is wrong if it cannot be written. Training goes on all the same."""
+        """For the next scheduler; what is wrong if it cannot be written. Ranks that train go on all the same."""
         self._kept = dataclasses.replace(self._kept, members=self._registry.members)
         try:
             self._state.write(self._kept)
         except StorageError as error:
-            _log.error("what the next scheduler has to know cannot be written: %s", error)
+            if str(error) != self._unkept:
+                _log.error(
+                    "what the next scheduler has to know cannot be written: %s; no worker is admitted and none enters "
+                    "main() until it can", error,
+                )  # fmt: skip
+            self._unkept = str(error)
             return f"the scheduler cannot write its state: {error}"
+        if self._unkept:
+            _log.warning("what the next scheduler has to know is written again")
+        self._unkept = ""
         return None
 
 

@@ -268,7 +268,7 @@ def test_the_survivor_that_shows_the_last_failure_is_replaced_as_well() -> None:
 def test_without_a_checkpoint_nobody_that_has_trained_enters_again() -> None:
     core = training()
     core.handle(Ended(1, KILLED), 0.0)
-    effects = wait(core, 0, 1, 2, step=0)
+    effects = [effect for rank in (0, 1, 2) for effect in core.handle(Waiting(rank, entered=-(rank == 1)), 1.0)]
     assert [one.rank for one in effects if isinstance(one, Kill)] == [0, 2]
     for rank in (0, 2):
         assert core.handle(Ended(rank, KILLED), 0.0) == [Start(rank)]

@@ -187,7 +187,7 @@ class World:
         one = self.processes[rank]
         left = one.state == "main"
         one.state, one.begun, one.told, one.known = "waiting", False, False, True
-        self.handle(Waiting(rank, self.step if left else 0))
+        self.handle(Waiting(rank, self.step if left else 0, entered=one.generation))
 
     def begin(self, rank: int, step: int) -> None:
         """Its loop, after this step; a loop that does not go on where it has to raises (`stay.Stay.begun`)."""

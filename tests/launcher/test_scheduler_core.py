@@ -17,20 +17,22 @@ from lastwords.launcher.events import (
     Ended,
     Enter,
     Inside,
+    Keep,
+    Kept,
     Kill,
     Over,
     Start,
     Tick,
     Waiting,
 )
-from lastwords.launcher.roster import END_S, LEAVE_S, Place
+from lastwords.launcher.roster import END_S, KEEP_AGAIN_S, LEAVE_S, Place
 
 KILLED = -9
 Rule = Callable[[int], LauncherCore]
 
 
 def new_core(ranks: int) -> LauncherCore:
-    return LauncherCore(tuple(range(ranks)), start_s=None)
+    return LauncherCore(tuple(range(ranks)), start_s=None, keeps=True)
 
 
 @dataclass
@@ -51,14 +53,19 @@ class World:
     """The process before this one, or this one, has ended, and this scheduler has not heard of it."""
     linked: list[bool]
     kept: int = -1
+    to_keep: int | None = None
+    """Asked for by this scheduler, and not answered."""
+    disk_full_left: int | None = None
+    """How often nothing can be kept, and anything may happen before that is known; None: it is kept at once."""
     somebody_died: bool = False
     wrong: list[str] = field(default_factory=list)
 
     @staticmethod
-    def new(ranks: int, deaths: int, schedulers: int, losses: int, make: Rule) -> World:
+    def new(ranks: int, deaths: int, schedulers: int, losses: int, make: Rule, disk_full: int | None) -> World:
         no, process = [False] * ranks, ["starting"] * ranks
         return World(
-            make, make(ranks), deaths, schedulers, losses, process, [-1] * ranks, [*no], [*no], [*no], [*no]
+            make, make(ranks), deaths, schedulers, losses, process, [-1] * ranks, [*no], [*no], [*no], [*no],
+            disk_full_left=disk_full,
         )  # fmt: skip
 
     def key(self) -> str:
@@ -72,9 +79,10 @@ class World:
             core._leaving,
             core._failed_loop,
             core.stopped,
+            core._keep_due_s is None,
         )
-        facts = self.process, self.entered, self.begun, self.told, self.unseen, self.linked, self.kept
-        return repr((known, self.deaths_left, self.schedulers_left, self.losses_left, facts))
+        facts = self.process, self.entered, self.begun, self.told, self.unseen, self.linked, self.kept, self.to_keep
+        return repr((known, self.deaths_left, self.schedulers_left, self.losses_left, self.disk_full_left, facts))
 
     def handle(self, event: Waiting | Inside | Begun | Ended | Tick, now_s: float = 0.0) -> None:
         if self.core is None:
@@ -93,8 +101,13 @@ class World:
                 if not self.somebody_died:
                     self.wrong.append(f"rank {rank} is killed, though nobody had died")
                 self.die(rank)
+            case Keep(generation):
+                self.to_keep = generation
+                if self.disk_full_left is None:
+                    self.keep()
             case Enter(generation):
-                self.kept = generation
+                if self.kept != generation:
+                    self.wrong.append(f"{generation} begins, and {self.kept} is kept")
                 for rank, process in enumerate(self.process):
                     if process == "main":
                         self.wrong.append(f"rank {rank} is in {self.entered[rank]} when {generation} begins")
@@ -126,6 +139,12 @@ class World:
                 yield World.lose_state
         elif self.schedulers_left:
             yield World.kill_scheduler
+        if self.core is not None and self.to_keep is not None:
+            yield World.keep
+            if self.disk_full_left:
+                yield World.fail_to_keep
+            if self.schedulers_left:
+                yield World.keep_and_kill_scheduler
         for rank, process in enumerate(self.process):
             if self.deaths_left and process in ("starting", "waiting", "main"):
                 yield lambda world, rank=rank: world.kill(rank)
@@ -143,8 +162,24 @@ class World:
                 yield lambda world, rank=rank: world.begin(rank)
 
     def kill_scheduler(self) -> None:
-        self.core, self.schedulers_left = None, self.schedulers_left - 1
+        self.core, self.to_keep, self.schedulers_left = None, None, self.schedulers_left - 1
         self.linked = [False] * len(self.linked)
+
+    def keep(self) -> None:
+        assert self.to_keep is not None
+        self.kept, self.to_keep = self.to_keep, None
+        self.handle(Kept(self.kept))
+
+    def fail_to_keep(self) -> None:
+        assert self.to_keep is not None
+        assert self.disk_full_left is not None
+        generation, self.to_keep, self.disk_full_left = self.to_keep, None, self.disk_full_left - 1
+        self.handle(Kept(generation, "no space left"))
+
+    def keep_and_kill_scheduler(self) -> None:
+        assert self.to_keep is not None
+        self.kept = self.to_keep
+        self.kill_scheduler()
 
     def lose_state(self) -> None:
         self.kept, self.losses_left = -1, self.losses_left - 1
@@ -198,9 +233,11 @@ def late(world: World) -> None:
     world.handle(Tick(), END_S * 2)
 
 
-def explore(ranks: int, deaths: int, schedulers: int, losses: int, make: Rule) -> tuple[int, list[str]]:
+def explore(
+    ranks: int, deaths: int, schedulers: int, losses: int, make: Rule, disk_full: int | None = None
+) -> tuple[int, list[str]]:
     """Distinct states, and what was wrong in them."""
-    first = World.new(ranks, deaths, schedulers, losses, make)
+    first = World.new(ranks, deaths, schedulers, losses, make, disk_full)
     seen, queue, wrong = {first.key()}, [first], list[str]()
     while queue and len(wrong) < 20:
         world = queue.pop()
@@ -236,6 +273,45 @@ def test_in_every_schedule_all_ranks_enter_together(ranks: int, deaths: int, sch
     states, wrong = explore(ranks, deaths, schedulers, losses, new_core)
     print(f"{ranks} ranks, {deaths} deaths, {schedulers} schedulers that die, {losses} states lost: {states} states")
     assert wrong == []
+
+
+def test_in_every_schedule_in_which_the_disk_is_full_for_a_while_all_ranks_enter_together_in_what_is_kept() -> None:
+    assert explore(2, 1, 1, 0, new_core, disk_full=2)[1] == []
+
+
+def test_nobody_enters_what_could_not_be_kept_and_it_is_tried_again() -> None:
+    core = new_core(2)
+    assert core.handle(Waiting(0), 0.0) == []
+    assert core.handle(Waiting(1), 0.0) == [Keep(0, 0)]
+    assert core.handle(Kept(0, "no space left"), 0.0) == []
+    assert core.deadline_s == KEEP_AGAIN_S
+    assert core.handle(Tick(), KEEP_AGAIN_S) == [Keep(0, 0)]
+    assert core.handle(Ended(1, KILLED), 2.0) == [Start(1)]
+    assert core.handle(Kept(0), 2.0) == [], "rank 1 does not wait"
+    assert core.handle(Waiting(1), 3.0) == [Keep(0, 0)]
+    assert core.handle(Kept(0), 3.0) == [Enter(0)]
+    assert core.handle(Kept(0), 3.0) == []
+
+
+class Hasty(LauncherCore):
+    """Lets ranks in before that is kept."""
+
+    def _enter(self) -> list[Effect]:
+        return [*super()._enter(), *self._let_in()]
+
+
+class Credulous(LauncherCore):
+    """Takes what could not be kept for kept."""
+
+    def _kept(self, event: Kept, now_s: float) -> list[Effect]:
+        return super()._kept(Kept(event.generation), now_s)
+
+
+class Resigned(LauncherCore):
+    """Does not try it again."""
+
+    def _keep_again(self, now_s: float) -> list[Effect]:
+        return []
 
 
 class Impatient(LauncherCore):
@@ -276,15 +352,15 @@ class Trusting(LauncherCore):
         return []
 
 
-@pytest.mark.parametrize("broken", [Careless, Trusting, Impatient, Repeating])
+@pytest.mark.parametrize("broken", [Careless, Trusting, Impatient, Repeating, Hasty, Credulous, Resigned])
 def test_a_broken_rule_is_found(broken: type[LauncherCore]) -> None:
-    assert explore(2, 1, 1, 1, lambda ranks: broken(tuple(range(ranks)), start_s=None))[1]
+    assert explore(2, 1, 1, 1, lambda ranks: broken(tuple(range(ranks)), start_s=None, keeps=True), disk_full=1)[1]
 
 
 def test_a_rank_that_cannot_be_ended_is_waited_for_by_all_others() -> None:
     """It is stopped, on a host of its own."""
     core = new_core(2)
-    for event in (Waiting(0), Waiting(1), Begun(0), Begun(1), Waiting(0, 7)):
+    for event in (Waiting(0), Waiting(1), Kept(0), Begun(0), Begun(1), Waiting(0, 7)):
         core.handle(event, 0.0)
     assert [type(effect) for effect in core.handle(Tick(), LEAVE_S)] == [Kill]
     assert [type(effect) for effect in core.handle(Tick(), 2 * LEAVE_S)] == [Awaited]
@@ -302,9 +378,10 @@ def test_two_loops_in_turn_are_told_apart_by_a_scheduler_that_comes_between() ->
 
 def test_a_rank_that_people_start_is_waited_for_without_end() -> None:
     core = new_core(2)
-    for event in (Waiting(0), Waiting(1), Begun(0), Begun(1)):
+    for event in (Waiting(0), Waiting(1), Kept(0), Begun(0), Begun(1)):
         core.handle(event, 0.0)
     assert core.handle(Ended(1, KILLED), 1.0)[:1] == [Start(1)]
     core.handle(Waiting(0, 7), 2.0)
     assert [effect for effect in core.handle(Tick(), 1e9) if isinstance(effect, Kill)] == []
-    assert core.handle(Waiting(1), 1e9 + 1) == [Enter(1, step=7)]
+    assert core.handle(Waiting(1), 1e9 + 1) == [Keep(1, 7)]
+    assert core.handle(Kept(1), 1e9 + 1) == [Enter(1, step=7)]
