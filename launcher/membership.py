@@ -134,7 +134,7 @@ class Membership:
         self._done = threading.Event()
         self._told = threading.Event()
         self._lost_s: float | None = None
-        self._said = False
+        self._said, self._notice_s = False, NOTICE_S
         self._join()
         self._thread = threading.Thread(target=self._run, name="lastwords-scheduler", daemon=True)
         self._thread.start()
@@ -312,7 +312,7 @@ class Membership:
         if isinstance(answer, Admission):
             if self._said:
                 _log.warning("the scheduler at %s is there again", self._cluster.address)
-            self._said = False
+            self._said, self._notice_s = False, NOTICE_S
             return self._obey_what_came(b"")
         if not answer.later:
             sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer.why}\n")
@@ -324,10 +324,23 @@ class Membership:
                 "again",
                 os.environ["RANK"], self._cluster.address, AGAIN_S,
             )  # fmt: skip
-        if self._stand.inside is None and mono_s() - max(self._lost_s, self._stand.outside_since_s) > JOIN_S:
-            sys.stderr.write(f"lastwords: there was no scheduler at {self._cluster.address} for {JOIN_S:g} s\n")
+        if self._stand.inside is None:
+            self._wait_outside(mono_s() - max(self._lost_s, self._stand.outside_since_s))
+
+    def _wait_outside(self, waited_s: float) -> None:
+        """No `main` runs here, and none can be entered without a scheduler."""
+        address = self._cluster.address
+        if waited_s > JOIN_S:
+            sys.stderr.write(f"lastwords: there was no scheduler at {address} for {JOIN_S:g} s\n")
             self._done.set()
             self._near.close()
+        elif waited_s > self._notice_s:
+            self._notice_s *= 3
+            _log.warning(
+                "rank %s does not train: it waits for the scheduler at %s to enter main() again, and ends in %.0f s if "
+                "none is started",
+                os.environ["RANK"], address, JOIN_S - waited_s,
+            )  # fmt: skip
 
 
 def _refuse_itself(link: socket.socket) -> None:

@@ -32,6 +32,8 @@ class Stay:
         """Its loop has begun."""
         self.saved_step = 0
         self.record = ""
+        self.signal = 0
+        """By which this process was asked to stop since it entered `main`."""
         self._link = link
         self._goes_on_at = goes_on_at
         self._lock = threading.Lock()
@@ -71,6 +73,10 @@ class Stay:
         self.trains = True
         self._goes_on_at = 0  # of a loop that comes after this one nothing is known
         self._tell(Begun(OWN, step, inexact))
+
+    def asked_to_stop(self, number: int) -> None:
+        """An incident follows, and with it the end of this stay."""
+        self.signal = number
 
     def controlled(self, path: Path) -> None:
         """A controller of this host looks after this rank."""

@@ -114,7 +114,7 @@ def _run_in(cluster: Cluster, main: Callable[[], object]) -> None:
             raise SystemExit(code)
         return
     membership = Membership(cluster)
-    _workers.append(Worker(membership.launcher))
+    _workers.append(Worker(membership.launcher, ends_if_asked=True))
     _workers[0].run(main)
     membership.done()
 
@@ -159,10 +159,13 @@ def keep(name: str, make: Callable[[], _T]) -> _T:
 
 
 class Worker:
-    """This process, as the launcher's agent knows it. link: to it."""
+    """This process, as the launcher's agent knows it. link: to it. ends_if_asked: on SIGTERM and the like it ends after
+    the incident; else it goes on, since its launcher ends it where that is meant.
+    """
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, *, ends_if_asked: bool = False) -> None:
         self._socket = link
+        self._ends_if_asked = ends_if_asked
         self._condition = threading.Condition()
         self._become: Become | None = None
         self._entered: Entry | None = None
@@ -245,6 +248,8 @@ class Worker:
         sys.excepthook = hook  # torch wraps it once more at each init_process_group()
         self._saved_step = max(self._saved_step, stay.saved_step)
         self._record = stay.record or self._record
+        if stay.signal and self._ends_if_asked:
+            raise _asked_to_stop(stay.signal, self._saved_step)
         return False
 
     def _is_echo(self, error: BaseException, stay: Stay) -> bool:
@@ -365,6 +370,15 @@ def _let_go(error: BaseException | None) -> None:
         following = error.__context__
         error.__traceback__ = error.__context__ = error.__cause__ = None
         error = following
+
+
+def _asked_to_stop(number: int, saved_step: int) -> SystemExit:
+    code = EXIT_SAVED if saved_step else EXIT_NOT_SAVED
+    sys.stderr.write(
+        f"lastwords: rank {os.environ['RANK']} was asked to stop ({signal.Signals(number).name}) and ends; the job "
+        f"waits for it: start it again with the same environment; exit code {code}\n"
+    )
+    return SystemExit(code)
 
 
 def _without_launcher(saved_step: int = 0, *, told: bool = False) -> SystemExit:

@@ -111,7 +111,14 @@ class Protection:
             hand_back=lambda: signals.hand_back(),
         )
         self._asked_to_stop = lambda: core.asked_to_stop
-        signals = self._signals = SignalGuard(agent.on_signal, on_ask=agent.want_save)
+        leaver = self._leaver
+
+        def on_signal(number: int) -> None:
+            if leaver is not None:
+                leaver.asked_to_stop(number)
+            agent.on_signal(number)
+
+        signals = self._signals = SignalGuard(on_signal, on_ask=agent.want_save)
         signals.install()
         address = host_port(config.ctrl_ip, agreement.port)
         session = self._session = Session(

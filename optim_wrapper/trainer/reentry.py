@@ -29,6 +29,9 @@ class Leaver(Protocol):
         incident went. Any thread, returns at once.
         """
 
+    def asked_to_stop(self, number: int) -> None:
+        """This process was asked to stop by this signal, which an incident follows. Signal thread."""
+
     def controlled(self, path: Path) -> None:
         """A controller of this host looks after this rank; it keeps its state in `path`."""
 

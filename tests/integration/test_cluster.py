@@ -141,6 +141,36 @@ def test_training_goes_on_without_its_scheduler_and_the_next_one_heals(cluster: 
     check_equal(cluster.directory, undisturbed, {1: 1})
 
 
+def test_a_worker_that_is_asked_to_stop_saves_and_ends_and_the_others_wait_for_it(
+    cluster: Cluster, undisturbed: Path
+) -> None:
+    for rank in range(RANKS):
+        cluster.start(rank)
+    cluster.wait_for_step(3)
+    cluster.workers[1].send_signal(signal.SIGINT)
+    cluster.wait(1, codes=(EXIT_SAVED,))
+    cluster.start(1)
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, {1: 1})
+
+
+def test_a_cluster_that_is_asked_to_stop_whole_ends_and_goes_on_when_it_is_started_again(
+    cluster: Cluster, undisturbed: Path
+) -> None:
+    for rank in range(RANKS):
+        cluster.start(rank)
+    cluster.wait_for_step(3)
+    for process in (cluster.scheduler, *cluster.workers.values()):
+        process.terminate()
+    cluster.wait(*range(RANKS), codes=(EXIT_SAVED,))
+    cluster.scheduler.wait(WAIT_S)
+    cluster.start_scheduler()
+    for rank in range(RANKS):
+        cluster.start(rank)
+    cluster.finish()
+    check_equal(cluster.directory, undisturbed, dict.fromkeys(range(RANKS), 1))
+
+
 @pytest.mark.thorough
 def test_a_scheduler_that_is_killed_before_all_ranks_have_met_takes_nobody_with_it_that_waits_for_others(
     cluster: Cluster, undisturbed: Path

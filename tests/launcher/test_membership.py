@@ -56,3 +56,18 @@ def test_a_scheduler_that_cannot_be_reached_is_waited_for_with_a_limit_and_named
     assert now_s == pytest.approx(membership.JOIN_S, abs=1)
     assert len(caplog.messages) == pytest.approx(membership.JOIN_S / membership.NOTICE_S, abs=4)
     golden.says([caplog.messages[0], str(refused.value)])
+
+
+def test_a_worker_that_waits_outside_of_main_says_so_now_and_then_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(Membership, "_join", lambda self: None)
+    monkeypatch.setattr(Membership, "_run", lambda self: None)
+    worker = Membership(Cluster(WORKER, 2, "127.0.0.1", 8118, tmp_path, True))
+    with caplog.at_level(logging.WARNING):
+        for seconds in range(1, int(membership.JOIN_S) + 2):
+            worker._wait_outside(float(seconds))
+    golden.says([*caplog.messages, capfd.readouterr().err])
+    assert worker._near.fileno() == -1
+    worker.launcher.close()

@@ -129,7 +129,7 @@ def test_what_is_not_understood_is_told_once_for_each_peer(caplog: pytest.LogCap
 
 def test_a_mistake_of_whoever_acts_on_a_message_is_not_taken_for_the_peers(caplog: pytest.LogCaptureFixture) -> None:
     inbox = Inbox("rank 3", begun, Complaints())
-    (message,) = inbox.feed(json.dumps(to_launcher(Begun(OWN))).encode() + b"\n")
+    (_message,) = inbox.feed(json.dumps(to_launcher(Begun(OWN))).encode() + b"\n")
     assert not inbox.broken
     assert caplog.messages == []
 
