@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 
 from lastwords.launcher import host as module
-from lastwords.launcher.events import Awaited, Event, Look, Lost, Start, Stopped, Updated
+from lastwords.launcher.events import Awaited, Begun, Event, Look, Lost, Over, Start, Stopped, Updated
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
+from lastwords.launcher.link import Lines, send
 from lastwords.launcher.processes import Controllers, ended_badly
+from lastwords.launcher.protocol import OWN, PROTOCOL, Hello, Report, order_of, to_launcher
+from lastwords.launcher.registry import Refused
 from tests import golden
 
 
@@ -287,3 +290,87 @@ def test_spares_that_die_in_a_row_are_counted_until_one_is_used(host: Host, cloc
         assert len(host._spares) == 1
     spare_ends()
     assert host._spares == []
+
+
+class Told:
+    """A worker's connection to a host, whose process is this one or a child of it."""
+
+    def __init__(self, host: Host, process: subprocess.Popen[bytes]) -> None:
+        self._host = host
+        host.processes[0] = process
+        host._server.listen()
+        host._selector.register(host._server, selectors.EVENT_READ, host._accept)
+        self._pid = process.pid
+        self.link = self.connect()
+
+    def connect(self, version: int = PROTOCOL) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX)
+        link.connect(self._host._server.getsockname())
+        self.turn()
+        self.say(link, Hello(0, self._pid, version))
+        return link
+
+    def say(self, link: socket.socket, report: Report) -> None:
+        send(link, to_launcher(report))
+        self.turn()
+
+    def turn(self) -> None:
+        for key, _ in self._host._selector.select(0.3):
+            key.data()
+
+
+@pytest.fixture
+def told(host: Host) -> Iterator[Told]:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        yield Told(host, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_mistake_of_the_launchers_own_is_not_taken_for_a_workers(
+    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[Event] = []
+
+    def mistake(event: Event) -> None:
+        heard.append(event)
+        if len(heard) == 1:
+            raise KeyError(7)
+
+    monkeypatch.setattr(host, "_report", mistake)
+    with pytest.raises(KeyError):
+        told.say(told.link, Begun(OWN))
+    told.say(told.link, Over(OWN))
+    assert heard == [Begun(0), Over(0)]
+    assert caplog.messages == []
+
+
+def test_what_is_not_understood_is_told_and_ends_that_connection_only(
+    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[Event] = []
+    monkeypatch.setattr(host, "_report", heard.append)
+    for _ in range(2):
+        send(told.link, {"kind": "Begun", "step": "x", "inexact": ""})
+        told.turn()
+        assert told.link.recv(1) == b"", "so it ends where it would wait, and is replaced"
+        told.link = told.connect()
+    told.say(told.link, Over(OWN))
+    assert heard == [Over(0)]
+    golden.says("\n".join(caplog.messages).replace(str(host.processes[0].pid), "PID"))
+
+
+def test_a_worker_of_another_version_ends_the_job_and_is_told_what_to_do(
+    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Event] = []
+    monkeypatch.setattr(host, "_report", heard.append)
+    with told.connect(PROTOCOL + 1) as link:
+        (message,) = Lines().feed(link.recv(1 << 16))
+        assert link.recv(1) == b""
+    order, (lost,) = order_of(message), heard
+    assert isinstance(lost, Lost)
+    assert order == Refused(lost.why)
+    golden.says(lost.why.replace(str(host.processes[0].pid), "PID"))

@@ -218,3 +218,52 @@ def test_what_a_stranger_sends_ends_his_connection_only(line: str) -> None:
     job.turn(3)
     assert len(job.there) == 1
     job.listener.end()
+
+
+def introduced(job: Job, introduction: Introduction) -> socket.socket:
+    link = socket.create_connection(("127.0.0.1", json.loads(job.invitation)["port"]), 10)
+    send(link, to_message(introduction))
+    job.turn(2)
+    return link
+
+
+def test_a_launcher_of_another_version_ends_the_job_and_both_are_told_what_to_do() -> None:
+    job = Job()
+    with introduced(job, Introduction(json.loads(job.invitation)["token"], (1, 2), PROTOCOL + 1)) as other:
+        (stop,) = job.here
+        assert isinstance(stop, Stop)
+        (message,) = Lines().feed(other.recv(1 << 16))
+        assert effect_of(message) == stop
+    golden.says(str(stop.failure))
+    job.listener.end()
+
+
+def test_a_launcher_that_says_what_is_not_understood_ends_the_job_with_that_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job()
+    with introduced(job, Introduction(json.loads(job.invitation)["token"], (1, 2), PROTOCOL)) as other:
+        send(other, {"kind": "Ended", "rank": 1})
+        job.turn(2)
+    (stop,) = job.here
+    assert isinstance(stop, Stop)
+    golden.says([str(stop.failure), *caplog.messages])
+    job.listener.end()
+
+
+def test_a_mistake_of_the_heads_own_is_not_taken_for_a_launchers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistake(_: Event) -> None:
+        raise FormatError("of a file that was read, say")
+
+    job = Job()
+    other = job.uplink()
+    job.turn(2)
+    monkeypatch.setattr(job.head, "hear", mistake)
+    other.report(Waiting(1))
+    with pytest.raises(FormatError):
+        job.turn(3)
+    assert caplog.messages == []
+    other.end()
+    job.listener.end()

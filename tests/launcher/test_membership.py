@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
-from lastwords.errors import UnavailableError
+from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher import membership
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
+from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
+from lastwords.launcher.protocol import PROTOCOL, Admission, Challenge, Order, SchedulerGone, order_of, to_message
+from lastwords.launcher.registry import Refused
 from tests import golden
 
 
@@ -71,3 +75,57 @@ def test_a_worker_that_waits_outside_of_main_says_so_now_and_then_and_not_for_ev
     golden.says([*caplog.messages, capfd.readouterr().err])
     assert worker._near.fileno() == -1
     worker.launcher.close()
+
+
+class Scheduler:
+    """Takes one connection after the other, each with a version of its own, and admits whoever comes."""
+
+    def __init__(self, path: Path, *versions: int) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.cluster = Cluster(WORKER, 2, *self._server.getsockname(), path, True)
+        with ClusterState(self.cluster).held():
+            ClusterState(self.cluster).token()
+        self.asked = 0
+        self._thread = threading.Thread(target=self._play, args=versions, daemon=True)
+        self._thread.start()
+
+    def _play(self, *versions: int) -> None:
+        for version in versions:
+            link, _ = self._server.accept()
+            with link:
+                self.asked += 1
+                send(link, to_message(Challenge("nonce", version)))
+                if link.recv(1 << 16) and version == PROTOCOL:
+                    send(link, to_message(Admission(0, "0", "job")))
+
+    def close(self) -> None:
+        self._thread.join(10)
+        self._server.close()
+
+
+def test_a_worker_of_another_version_than_the_scheduler_ends_at_once(tmp_path: Path) -> None:
+    scheduler = Scheduler(tmp_path, PROTOCOL + 1)
+    with golden.raises(ConfigError):
+        Membership(scheduler.cluster)
+    scheduler.close()
+
+
+def test_a_worker_that_trains_hears_once_that_the_next_scheduler_has_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "AGAIN_S", 0.01)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "")
+    scheduler = Scheduler(tmp_path, PROTOCOL, PROTOCOL + 1)
+    one = Membership(scheduler.cluster)
+    one.launcher.settimeout(10)
+    lines, orders = Lines(), list[Order]()
+    while data := one.launcher.recv(1 << 16):
+        orders += map(order_of, lines.feed(data))
+    gone, refused = orders
+    assert gone == SchedulerGone()
+    assert isinstance(refused, Refused)
+    golden.says(refused.why)
+    one._thread.join(10)
+    assert (one._thread.is_alive(), scheduler.asked) == (False, 2)
+    scheduler.close()

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import selectors
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lastwords.clock import OwnTime
-from lastwords.errors import ConfigError, StorageError
+from lastwords.errors import ConfigError, FormatError, StorageError
+from lastwords.launcher import head
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
 from lastwords.launcher.events import Waiting
-from lastwords.launcher.link import Lines, send
+from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
 from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Done, to_launcher, to_message
 from lastwords.launcher.registry import SILENCE_S, Member, Process
-from lastwords.launcher.roster import Place
+from lastwords.launcher.roster import KEEP_AGAIN_S, Place
 from lastwords.launcher.scheduler import Scheduler, proof_of
+from lastwords.launcher.versions import Sources
 from lastwords.liveness import process_id
 from tests import golden
 from tests.integration.harness import Port
@@ -322,3 +325,107 @@ def test_a_name_that_changes_hands_between_two_looks(rig: Rig) -> None:
     assert rig.scheduler._head.core.place(1) is Place.IN_MAIN
     assert rig.apply("1")[0]["rank"] == 1
     assert rig.scheduler._head.core.place(1) is Place.STARTING, "the end of the process before it is heard of"
+
+
+def test_a_worker_of_another_version_is_told_what_to_do_and_the_log_says_it_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        link, lines, nonce = rig.connect()
+        application = {"version": PROTOCOL + 1, "name": "0", "pid": 7}  # what else it says there is not known
+        rig.send(link, nonce, application)
+        (answer,) = rig.answers(link, lines)
+        assert (answer["kind"], answer["later"], answer["done"]) == ("Refused", False, False)
+    assert rig.scheduler._registry.members == {}
+    golden.says([answer["why"], *caplog.messages])
+
+
+def test_what_a_worker_says_that_is_not_understood_is_told_once_though_it_comes_again(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        link, lines, nonce = rig.connect()
+        rig.send(link, nonce, rig.application("0"))
+        rig.answers(link, lines)
+        send(link, {"kind": "Waiting", "step": 0, "record": "", "sources": ""})
+        assert rig.answers(link, lines) == [{"closed": True}]
+    (line,) = [one for one in caplog.messages if "not understood" in one]
+    golden.says(line.replace(str(os.getpid()), "PID"))
+
+
+def test_a_stranger_is_told_of_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        link, lines, _ = rig.connect()
+        link.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert rig.answers(link, lines) == [{"closed": True}]
+        assert rig.apply("1", token="guessed") == [{"closed": True}]
+    golden.says("\n".join(caplog.messages))
+
+
+@pytest.mark.parametrize("limit_bytes", [STRANGER_LINE_BYTES_MAX, LINE_BYTES_MAX])
+def test_strangers_take_little_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
+    """The other limit is the negative control."""
+    monkeypatch.setattr(module, "STRANGER_LINE_BYTES_MAX", limit_bytes)
+    link, lines, _ = rig.connect()
+    link.sendall(b"x" * 2 * STRANGER_LINE_BYTES_MAX)
+    assert rig.answers(link, lines) == ([{"closed": True}] if limit_bytes == STRANGER_LINE_BYTES_MAX else [])
+
+
+def test_a_worker_may_say_more_than_a_stranger(rig: Rig) -> None:
+    link, lines, nonce = rig.connect()
+    rig.send(link, nonce, rig.application("0"))
+    rig.answers(link, lines)
+    send(link, to_launcher(Sources(OWN, {"x" * 2 * STRANGER_LINE_BYTES_MAX: "digest"})))
+    assert rig.answers(link, lines) == []
+
+
+def test_a_mistake_of_the_schedulers_own_is_not_taken_for_a_workers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, lines, nonce = rig.connect()
+    rig.send(link, nonce, rig.application("0"))
+    rig.answers(link, lines)
+    caplog.clear()
+    for mistake in (KeyError(7), FormatError("of a file")):
+        monkeypatch.setattr(rig.scheduler._head, "hear", raises(mistake))
+        send(link, to_launcher(Waiting(OWN)))
+        with pytest.raises(type(mistake)):
+            rig.answers(link, lines)
+    assert caplog.messages == []
+
+
+def raises(mistake: Exception) -> Callable[[object], None]:
+    def act(_: object) -> None:
+        raise mistake
+
+    return act
+
+
+def test_nobody_enters_main_before_that_is_kept(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
+    workers = []
+    for rank in range(2):
+        link, lines, nonce = rig.connect()
+        rig.send(link, nonce, rig.application(str(rank), pid=os.getpid() + rank))
+        rig.answers(link, lines)
+        workers.append((link, lines))
+    monkeypatch.setattr(rig.scheduler, "_runs", lambda _: True)
+    caplog.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.state, "write", no_room)
+        for link, lines in workers:
+            send(link, to_launcher(Waiting(OWN)))
+            assert rig.answers(link, lines) == []
+        for _ in range(3):
+            now_s[0] += KEEP_AGAIN_S
+            rig.scheduler._head.tick()
+            assert rig.answers(*workers[0]) == []
+    assert rig.state._read().generation == -1
+    now_s[0] += KEEP_AGAIN_S
+    rig.scheduler._head.tick()
+    assert rig.state._read().generation == 0
+    assert [[one["kind"] for one in rig.answers(*worker)] for worker in workers] == [["Entry"], ["Entry"]]
+    golden.says("\n".join(caplog.messages))

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from lastwords.launcher import worker
 from lastwords.launcher.events import Abandon, Begun
 from lastwords.launcher.link import Lines
 from lastwords.launcher.protocol import OWN, ControllerAnswer, Dismissed, Entry, Order, to_launcher, to_worker
+from lastwords.launcher.registry import Refused
 from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.source_files import source_digests
 from lastwords.launcher.stay import Stay
@@ -434,3 +436,44 @@ def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
         assert json.loads(far.recv(100)) == to_launcher(Begun(OWN, 7))
         one.begun(8, "late")
         assert json.loads(far.recv(100)) == to_launcher(Begun(OWN, 8, "late"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_worker_that_is_refused_ends_with_the_reason_and_one_that_trains_saves_first(
+    launcher: socket.socket, inside: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr(worker.os, "kill", lambda pid, number: signals.append(number))
+    why = "the scheduler at node-1:8118 speaks another version of this protocol: install the same version"
+    if inside:
+        one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
+        near, far = pair()
+        with near, far:
+            one._inside, one._stay = True, Stay(near)
+            one._take(Refused(why))
+        golden.says(capfd.readouterr().err)
+    else:
+        play(launcher, [line(Refused(why))])
+        refused(lambda: None, capfd)
+    assert signals == ([signal.SIGTERM] if inside else [])
+
+
+def test_a_launcher_that_is_not_understood_leaves_no_worker_waiting(
+    launcher: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    play(launcher, [b'{"kind": "Entry", "generation": 1}\n'])
+    assert run(lambda: None) == EXIT_NOT_SAVED
+    golden.says("\n".join(caplog.messages))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_in_taking_an_order_leaves_no_worker_waiting(
+    launcher: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistake(self: worker.Worker, order: Order) -> None:
+        raise KeyError(7)
+
+    monkeypatch.setattr(worker.Worker, "_take", mistake)
+    play(launcher, [ENTER, ENTER])
+    assert run(lambda: None) == EXIT_NOT_SAVED
+    assert caplog.messages == [], "it is not the launcher's"
