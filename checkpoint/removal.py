@@ -40,15 +40,23 @@ def remove(directory: Path, said: Claimed, os: Os) -> None:
             fd = os.open_lock(path)
     except StorageError as error:
         if error.errno == errno.ENOENT:
-            raise _replaced(directory) from error
+            raise replaced(directory) from error
         raise
-    if stranger is not None:
-        close(fd, path, os)
-        raise FormatError(f"{directory} stays: it contains {stranger}, which is no part of a checkpoint")
     try:
+        _refuse(stranger, directory)
         _remove_locked(directory, hidden, said, fd, os)
     finally:
         close(fd, path, os)
+
+
+def refuse_strangers(directory: Path, os: Os) -> None:
+    """FormatError if anything is in it that belongs to no checkpoint; StorageError."""
+    _refuse(_stranger(directory, os), directory)
+
+
+def _refuse(stranger: str | None, directory: Path) -> None:
+    if stranger is not None:
+        raise FormatError(f"{directory} stays: it contains {stranger}, which is no part of a checkpoint")
 
 
 def _remove_locked(directory: Path, hidden: Path, said: Claimed, fd: int, os: Os) -> None:
@@ -57,7 +65,7 @@ def _remove_locked(directory: Path, hidden: Path, said: Claimed, fd: int, os: Os
         if not os.try_lock(fd):
             raise BusyError(f"{directory} stays: another process reads it, or removes it")
         if not is_at(path, fd, os) or Claimed.read(directory, os) != said:
-            raise _replaced(directory)
+            raise replaced(directory)
     with storage_errors("removing", directory):
         if os.exists(hidden):  # of a copy that was removed before, and not to the end
             finish(hidden.parent, [hidden.name], os)
@@ -65,11 +73,12 @@ def _remove_locked(directory: Path, hidden: Path, said: Claimed, fd: int, os: Os
         sync_directory(directory.parent, os)
         if not is_at(hidden / layout.MANIFEST_NAME, fd, os):
             _give_back_another(hidden, directory, name_of(said), os)
-            raise _replaced(directory)
+            raise replaced(directory)
     remove_tree(hidden, os)
 
 
-def _replaced(directory: Path) -> ReplacedError:
+def replaced(directory: Path) -> ReplacedError:
+    """Of a directory that is not the checkpoint any more that was to go."""
     return ReplacedError(f"{directory} has been replaced, or removed, by another process; nothing is damaged")
 
 

@@ -201,10 +201,16 @@ def _sparing(made: Plan, spared: Callable[[Path], bool]) -> Plan:
     return Plan((*made.keep, *stays), goes, spared=stays)
 
 
-def carry_out(made: Plan, os: Os = REAL_OS, *, verified: VerifiedOnce | None = None) -> list[Outcome]:
+def carry_out(
+    made: Plan,
+    os: Os = REAL_OS,
+    *,
+    verified: VerifiedOnce | None = None,
+    remove: Callable[[Path, Claimed, Os], None] = removal.remove,
+) -> list[Outcome]:
     """Removes what the plan says, the oldest first. What cannot be removed is said, not raised.
 
-    verified: as for the plan; what is not known is read once more.
+    verified: as for the plan; what is not known is read once more. remove: how, where it is no local directory.
     """
     if not made.remove:
         return []
@@ -216,7 +222,9 @@ def carry_out(made: Plan, os: Os = REAL_OS, *, verified: VerifiedOnce | None = N
         return [Outcome(one.path, one.said, error) for one in made.remove]
     try:
         why = _unheld(newest, held, os) or _unsound(newest, verified, os)
-        return [Outcome(one.path, one.said, why or _removed(one, verified, os)) for one in reversed(made.remove)]
+        return [
+            Outcome(one.path, one.said, why or _removed(one, verified, os, remove)) for one in reversed(made.remove)
+        ]
     finally:
         held.release()
 
@@ -239,9 +247,11 @@ def _unsound(newest: Whole, verified: VerifiedOnce, os: Os) -> CheckpointError |
     return FormatError(f"nothing is removed, since the one that is to stay is damaged: {problem}") if problem else None
 
 
-def _removed(one: Whole, verified: VerifiedOnce, os: Os) -> CheckpointError | None:
+def _removed(
+    one: Whole, verified: VerifiedOnce, os: Os, remove: Callable[[Path, Claimed, Os], None]
+) -> CheckpointError | None:
     try:
-        removal.remove(one.path, one.said, os)
+        remove(one.path, one.said, os)
     except CheckpointError as error:
         return error
     verified.forget(one.said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,11 @@ from typing import Any
 from rich.text import Text
 
 from lastwords import clock
-from lastwords.checkpoint import load, retention
-from lastwords.checkpoint.manifest import read_manifest
-from lastwords.checkpoint.remote import record
+from lastwords.checkpoint import load, removal, retention
+from lastwords.checkpoint.manifest import Claimed, read_manifest
+from lastwords.checkpoint.remote import record, transfer
 from lastwords.checkpoint.remote.address import RemotePath, place
 from lastwords.checkpoint.remote.store import Store, os_for
-from lastwords.checkpoint.remote.transfer import remove
 from lastwords.checkpoint.system import Os
 from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.cli import checkpoint_commands as commands
@@ -113,11 +113,11 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
         return None
     if arguments.dry_run:
         outcomes = [retention.Outcome(one.path, one.said) for made in plans for one in reversed(made.remove)]
-    elif isinstance(root, RemotePath):
-        outcomes = [_removed_from(Store(root), one) for made in plans for one in reversed(made.remove)]
     else:
-        retention.finish([root])
-        outcomes = [outcome for made in plans for outcome in retention.carry_out(made, verified=verified)]
+        if not isinstance(root, RemotePath):
+            retention.finish([root])
+        carry_out = functools.partial(retention.carry_out, os=system, verified=verified, remove=_remover(root))
+        outcomes = [outcome for made in plans for outcome in carry_out(made)]
     kept = [one for made in plans for one in made.keep]
     if arguments.json:
         commands.print_json(_outcomes_json(outcomes, kept, others, dry_run=arguments.dry_run))
@@ -135,12 +135,11 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
     return left
 
 
-def _removed_from(store: Store, one: retention.Whole) -> retention.Outcome:
-    try:
-        remove(RemotePath(one.path), store)
-    except CheckpointError as error:
-        return retention.Outcome(one.path, one.said, error)
-    return retention.Outcome(one.path, one.said)
+def _remover(root: Path) -> Callable[[Path, Claimed, Os], None]:
+    if not isinstance(root, RemotePath):
+        return removal.remove
+    store = Store(root)
+    return lambda path, said, _: transfer.remove(RemotePath(path), said, store)
 
 
 def _only_job(root: Path, system: Os) -> list[str]:

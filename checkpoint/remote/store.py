@@ -25,6 +25,9 @@ from lastwords.errors import ConfigError, named
 
 OnBytes = Callable[[int], None]
 
+_READABLE = ("file", "link", None)
+"""What `facts` says of a regular file. Of a FIFO it says "other" where a store is mounted; reading one could block."""
+
 _FIRST_DESCRIPTOR = 1 << 30
 """No process has so many files open."""
 
@@ -47,7 +50,10 @@ class Store:
         with _failures(directory):
             self._files.invalidate_cache()
             listed = self._files.ls(str(directory), detail=False)
-        return sorted({str(name).rstrip("/").rpartition("/")[2] for name in listed} - {""})
+            itself = str(self._files._strip_protocol(str(directory))).rstrip("/")
+        # An object store may list an empty object that stands for the directory itself.
+        inside = {str(name).rstrip("/") for name in listed} - {itself}
+        return sorted({name.rpartition("/")[2] for name in inside} - {""})
 
     def facts(self, path: RemotePath) -> dict[str, Any]:
         """What fsspec says of a file or a directory. FileNotFoundError."""
@@ -151,7 +157,7 @@ class RemoteOs(Os):
         if not isinstance(path, RemotePath):
             return super().open_read(path)
         facts = self._store.facts(path)
-        if facts.get("type") == "directory":
+        if facts.get("type") not in _READABLE:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         with self._lock:
             number = next(self._numbers)
@@ -210,18 +216,21 @@ class RemoteOs(Os):
         return self._store.names(path) if isinstance(path, RemotePath) else super().listdir(path)
 
     def is_directory(self, path: Path) -> bool:
-        return self._is_directory(path) if isinstance(path, RemotePath) else super().is_directory(path)
+        if not isinstance(path, RemotePath):
+            return super().is_directory(path)
+        facts = self._facts_if_any(path)
+        return facts.get("type") == "directory" and not _is_link(facts)
 
     def leads_to_directory(self, path: Path) -> bool:
         if not isinstance(path, RemotePath):
             return super().leads_to_directory(path)
         try:
-            return self._is_directory(path)
+            return self._facts_if_any(path).get("type") == "directory"
         except OSError:  # told by whoever reads it
             return False
 
     def is_link(self, path: Path) -> bool:
-        return not isinstance(path, RemotePath) and super().is_link(path)
+        return _is_link(self._facts_if_any(path)) if isinstance(path, RemotePath) else super().is_link(path)
 
     def exists(self, path: Path) -> bool:
         if not isinstance(path, RemotePath):
@@ -234,11 +243,17 @@ class RemoteOs(Os):
             raise storage_error("looking for", path, error) from error
         return True
 
-    def _is_directory(self, path: RemotePath) -> bool:
+    def _facts_if_any(self, path: RemotePath) -> dict[str, Any]:
+        """Empty for what is not there."""
         try:
-            return self._store.facts(path).get("type") == "directory"
+            return self._store.facts(path)
         except FileNotFoundError:
-            return False
+            return {}
+
+
+def _is_link(facts: dict[str, Any]) -> bool:
+    """Object stores have no links; mounted ones do, and say of a link what it leads to."""
+    return bool(facts.get("islink")) or facts.get("type") == "link"
 
 
 def _number(text: str) -> int:

@@ -5,7 +5,7 @@ up      its files, then a look at the size of each, then the manifest. Without t
         store has lost, or has only a part of, is sent again.
 down    into a hidden directory beside the others, made durable, every byte verified, then one rename. A damaged one
         that has the name already is kept under another one.
-removed the manifest first.
+removed the manifest first. What is no part of a checkpoint, or a link, is refused before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lastwords.checkpoint import layout, load
 from lastwords.checkpoint.appearing import TEMPORARY, alone_at, making_directory
 from lastwords.checkpoint.document import read_document
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.manifest import Claimed, Manifest
 from lastwords.checkpoint.reader_lock import ReaderLock
 from lastwords.checkpoint.remote.address import RemotePath, name_of
 from lastwords.checkpoint.remote.store import OnBytes, RemoteOs, Store
-from lastwords.checkpoint.removal import move_aside
+from lastwords.checkpoint.removal import move_aside, refuse_strangers, replaced
 from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -240,9 +240,21 @@ def _sweep(root: Path, os: Os) -> None:
                 remove_tree(root / name, os)
 
 
-def remove(directory: RemotePath, store: Store) -> None:
-    """Removes a checkpoint from a store; from the first call on it is none. StorageError."""
+def remove(directory: RemotePath, said: Claimed, store: Store) -> None:
+    """Removes the checkpoint whose manifest says this from a store; from the first call on it is none.
+
+    What is refused here (`removal.remove`) is refused there, and it stays: ReplacedError if another checkpoint has its
+    name by now, FormatError for a link, or if anything is in it that belongs to no checkpoint. StorageError.
+    """
+    os = RemoteOs(store)
+    manifest = directory / layout.MANIFEST_NAME
+    with storage_errors("looking into", directory):
+        if os.is_link(directory):
+            raise FormatError(f"{directory} stays: it is a link")
+        refuse_strangers(directory, os)
+        if os.exists(manifest) and Claimed.if_readable(directory, os) != said:
+            raise replaced(directory)
     with storage_errors("removing", directory):
-        for path in (directory / layout.MANIFEST_NAME, directory):
+        for path in (manifest, directory):
             with contextlib.suppress(FileNotFoundError):
                 store.remove(path)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os as posix
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lastwords.checkpoint import layout, load, starts
+from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote import address, fetch, record, transfer
 from lastwords.checkpoint.remote import store as store_module
 from lastwords.checkpoint.remote.address import RemotePath, address_of
@@ -351,7 +353,7 @@ def test_one_that_is_pruned_there_meanwhile_is_told_from_damage(
 
     def on_get(_: RemotePath) -> None:
         if len(store.gets) == number:
-            transfer.remove(there, Store(root))
+            removed_there(there, Store(root))
 
     store.on_get = on_get
     with pytest.raises(ReplacedError):
@@ -377,6 +379,10 @@ def test_two_processes_do_not_download_one_checkpoint_at_once(root: RemotePath, 
 # ---------------------------------------------------------------------- removal and retention
 
 
+def removed_there(there: RemotePath, store: Store) -> None:
+    transfer.remove(there, Claimed.read(there, RemoteOs(store)), store)
+
+
 def test_removed_there_the_manifest_goes_first(tmp_path: Path, saved: Path) -> None:
     root = file_store(tmp_path / "store")
     there = upload(saved, Store(root))
@@ -387,11 +393,54 @@ def test_removed_there_the_manifest_goes_first(tmp_path: Path, saved: Path) -> N
             raise KilledError
 
     with pytest.raises(KilledError):
-        transfer.remove(there, Killed(root))
+        removed_there(there, Killed(root))
     assert not torn(root)
     assert load.newest([root], os=os_for([root])) is None
-    transfer.remove(there, Store(root))
+    removed_there(there, Store(root))
     assert not RemoteOs(Store(root)).exists(there)
+
+
+def test_another_one_that_has_the_name_by_now_stays_there(root: RemotePath, saved: Path) -> None:
+    there = upload(saved, Store(root))
+    said = Claimed.read(there, RemoteOs(Store(root)))
+    with pytest.raises(ReplacedError):
+        transfer.remove(there, replace(said, attempt=said.attempt + 1), Store(root))
+    assert load.verify(there, os=os_for([there])) == []
+
+
+@pytest.mark.parametrize("where", [".", "rank_0", "rank_7"])
+def test_a_file_of_another_program_keeps_a_checkpoint_there(root: RemotePath, saved: Path, where: str) -> None:
+    store = Store(root)
+    there = upload(saved, store)
+    store.put(saved / layout.MANIFEST_NAME, there / where / "precious.txt")
+    with pytest.raises(FormatError):
+        removed_there(there, store)
+    assert load.verify(there, os=os_for([there])) == []
+    assert RemoteOs(store).exists(there / where / "precious.txt")
+
+
+@pytest.mark.parametrize("inside", ["", "rank_0"])
+def test_a_link_there_is_never_followed(tmp_path: Path, saved: Path, inside: str) -> None:
+    root = file_store(tmp_path / "store")
+    there = upload(saved, Store(root))
+    link, outside = Path("/", *(there / inside).parts[1:]), tmp_path / "outside"
+    link.rename(outside)
+    link.symlink_to(outside)
+    kept = {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()}
+    with pytest.raises(FormatError):
+        removed_there(there, Store(root))
+    assert link.is_symlink()
+    assert {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()} == kept
+    assert load.verify(there, os=os_for([there])) == []
+
+
+def test_a_fifo_there_is_no_file(tmp_path: Path, saved: Path) -> None:
+    root = file_store(tmp_path / "store")
+    there = upload(saved, Store(root))
+    (file,) = Path("/", *there.parts[1:]).glob("rank_0/*.ckpt")
+    file.unlink()
+    posix.mkfifo(file)
+    assert load.verify(there, os=os_for([there]))
 
 
 def test_only_what_the_record_of_this_store_names_has_been_uploaded(saved: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, load
+from lastwords.checkpoint import layout, load, retention
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.remote.address import RemotePath
 from lastwords.checkpoint.remote.store import os_for
@@ -104,6 +105,41 @@ def test_prune_of_a_url_reads_the_one_that_is_to_stay(capsys: Capture, here: Pat
     code, said = run_json(capsys, "prune", there, "--keep", 1)
     assert (code, [one["global_step"] for one in said["removed"]], len(said["others"])) == (ExitCode.OK, [31], 1)
     assert steps_there(there) == [30, 32, 33]
+
+
+def test_prune_of_a_url_leaves_alone_what_prune_of_a_path_does(capsys: Capture, here: Path, there: RemotePath) -> None:
+    """A link to a checkpoint of another disk, and a directory into which another program has put a file."""
+    run(capsys, "upload", here, there)
+    store = Path("/", *there.parts[1:])
+    (linked,), (shared,) = store.glob("*step_31*"), store.glob("*step_32*")
+    outside = store.with_name("outside")
+    linked.rename(outside)
+    linked.symlink_to(outside)
+    (shared / "precious.txt").write_text("hi")
+    code, said = run_json(capsys, "prune", there, "--keep", 1)
+    assert (code, said["removed"]) == (ExitCode.DAMAGED, [])
+    golden.says([said["others"][0].replace(str(linked), "LINK"), said["left"][0]["why"].replace(str(shared), "SHARED")])
+    assert linked.is_symlink()
+    assert steps_there(there) == [30, 31, 32, 33]
+    for path in store.iterdir():
+        assert load.verify(path) == []
+
+
+def test_prune_of_a_url_removes_nothing_once_the_newest_is_gone(
+    capsys: Capture, here: Path, there: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(capsys, "upload", here, there)
+    carry_out = retention.carry_out
+
+    def later(*made: Any, **how: Any) -> Any:
+        (newest,) = Path("/", *there.parts[1:]).glob("*step_33*")
+        shutil.rmtree(newest)
+        return carry_out(*made, **how)
+
+    monkeypatch.setattr(retention, "carry_out", later)
+    _, said = run_json(capsys, "prune", there, "--keep", 1)
+    assert said["removed"] == []
+    assert steps_there(there) == [30, 31, 32]
 
 
 def test_prune_leaves_what_has_not_been_uploaded_unless_asked(capsys: Capture, here: Path, there: RemotePath) -> None:
