@@ -1,4 +1,4 @@
-"""JSON values as frozen dataclasses: every type, length and range checked, and what is wrong told with its path.
+"""JSON as frozen dataclasses: every type, length and range checked, and what is wrong told with its path.
 
 One call of msgspec does the checking (docs/adr/0015). It leaves the keys of dictionaries out of its paths; they are
 looked for here, only where something is wrong.
@@ -7,7 +7,7 @@ looked for here, only where something is wrong.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -40,6 +40,24 @@ def typed(value: Any, kind: type[T], path: str) -> T:
         raise FormatError(_told(value, kind, str(error), path)) from None
     except UnicodeError:  # half of a surrogate pair, which JSON can say and no UTF-8: the complaint cannot be worded
         raise FormatError(f"{path}: holds text that is no Unicode") from None
+
+
+def from_json(raw: bytes | str, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
+    """JSON as a value of `kind`; FormatError, of which the caller says the place, for any other bytes whatever.
+
+    For what is small, or bounded before it is read. Numbers are as in the standard: no NaN, and 64 bits. dec_hook: as
+    of msgspec.
+
+    >>> from_json(b"[[", list[int])
+    Traceback (most recent call last):
+        ...
+    lastwords.errors.FormatError: Input data was truncated
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind, dec_hook=dec_hook)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        # Beside msgspec's own: bytes that are no UTF-8, brackets nested too deep, and what dec_hook raises.
+        raise FormatError(str(error)) from error
 
 
 def _told(value: Any, kind: Any, message: str, path: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -17,11 +16,12 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from lastwords.checkpoint.system import read_end
 from lastwords.cli import tables
 from lastwords.clock import mono_s
 from lastwords.controller import handover
 from lastwords.controller.query import query_state
-from lastwords.controller.timeline import RECORD_BYTES_MAX, sentence
+from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE, sentence
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher import recovery
 from lastwords.state import ControllerState, RankState
@@ -131,9 +131,7 @@ def view_of(address: str, state: ControllerState, pace: str = "") -> list[Render
 def newest_incidents(path: Path, count: int = RECENT) -> list[str]:
     """The last lines of an incidents.jsonl, in words, oldest first; none if it cannot be read here."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - RECORD_BYTES_MAX))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = read_end(path, RECORD_BYTES_MAX).decode(errors="replace").splitlines()
     except OSError:
         return []
     found: list[str] = []
@@ -143,7 +141,7 @@ def newest_incidents(path: Path, count: int = RECENT) -> list[str]:
             words = (
                 recovery.sentence(line, recovery.incident_of(lines[:number], line)) if of_launcher else sentence(line)
             )
-        except (ValueError, KeyError, TypeError):
+        except UNREADABLE:
             continue
         found.append(words)
     return found[-count:]

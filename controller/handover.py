@@ -23,9 +23,11 @@ import typing
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lastwords import clock
-from lastwords.errors import ConfigError, StorageError, UnavailableError
+from lastwords.checkpoint.codec import from_json
+from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.liveness import paths, process_id
 
 _log = logging.getLogger(__name__)
@@ -158,12 +160,11 @@ def read_run_file(path: Path) -> RunRecord | None:
         found = os.fstat(fd)
         if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
             return None
-        raw = json.loads(os.read(fd, RUN_FILE_BYTES_MAX))
-        record = RunRecord(**raw)
+        record = RunRecord(**from_json(os.read(fd, RUN_FILE_BYTES_MAX), dict[str, Any]))
         hints = typing.get_type_hints(RunRecord)
         believable = record.pid > 0 and all(type(value) is hints[name] for name, value in asdict(record).items())
         return record if believable else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, FormatError, TypeError):
         return None
     finally:
         os.close(fd)

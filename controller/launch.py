@@ -7,7 +7,6 @@ trainer's, and a log file for its output. Nothing here imports torch or gRPC.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import select
@@ -20,9 +19,11 @@ from pathlib import Path
 
 import lastwords
 from lastwords import clock
+from lastwords.checkpoint.codec import from_json
+from lastwords.checkpoint.system import read_end
 from lastwords.controller import handover, predecessors, state_file
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
-from lastwords.errors import BusyError, ConfigError, LastWordsError, StorageError, UnavailableError
+from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError, UnavailableError
 
 __all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_on_free_port", "start_successor"]
 
@@ -198,10 +199,9 @@ def _await_answer(fd: int, timeout_s: float) -> dict[str, object]:
             return {}
         received += piece
     try:
-        answer = json.loads(received.partition(b"\n")[0])
-    except ValueError:
+        return from_json(received.partition(b"\n")[0], dict[str, object])
+    except FormatError:
         return {}
-    return answer if isinstance(answer, dict) else {}
 
 
 def _failure(answer: dict[str, object], log_path: Path, timeout_s: float) -> LastWordsError:
@@ -217,9 +217,7 @@ def _failure(answer: dict[str, object], log_path: Path, timeout_s: float) -> Las
 
 def _tail(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = read_end(path, 16384).decode(errors="replace").splitlines()
     except OSError as error:
         return f"(cannot be read: {error})"
     return "\n".join(f"    {line}" for line in lines[-LOG_LINES_SHOWN:])

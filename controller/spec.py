@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from lastwords.checkpoint.codec import from_json
 from lastwords.controller.events import ControllerOptions
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, FormatError
 from lastwords.liveness import paths
 
 TOKEN_VARIABLE = "LASTWORDS_TOKEN"
@@ -77,8 +78,8 @@ class ControllerSpec:
     def from_json(cls, text: str) -> ControllerSpec:
         """Raises ConfigError that names what is missing, malformed or impossible."""
         try:
-            return msgspec.json.decode(text, type=cls, dec_hook=_path).check()
-        except msgspec.MsgspecError as error:
+            return from_json(text, cls, dec_hook=_path).check()
+        except FormatError as error:
             raise ConfigError(f"the controller's settings cannot be read: {error}") from error
 
     @property

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from lastwords.checkpoint.codec import from_json
 from lastwords.controller.events import Remember
 from lastwords.controller.memory import Memory, Registered
 from lastwords.controller.spec import ControllerSpec
@@ -135,19 +136,20 @@ def read(path: Path) -> KeptState:
     """
     raw = _raw(path)
     try:
-        version = msgspec.json.decode(raw, type=_OfAnyVersion).version
-        if version != VERSION:
-            raise FormatError(
-                f"{path} is of version {version}, and this lastwords reads version {VERSION}; use the lastwords of "
-                "the running job"
-            )
-        kept = msgspec.json.decode(raw, type=KeptState, dec_hook=_path)
-        kept.spec.check()
-    except (msgspec.MsgspecError, ConfigError) as error:
+        version = from_json(raw, _OfAnyVersion).version
+        kept = from_json(raw, KeptState, dec_hook=_path) if version == VERSION else None
+        if kept is not None:
+            kept.spec.check()
+    except (FormatError, ConfigError) as error:
         raise FormatError(
             f"{path} is damaged, so no controller can follow; the ranks go on without one, and the job can be started "
             f"again from its newest checkpoint: {error}"
         ) from error
+    if kept is None:
+        raise FormatError(
+            f"{path} is of version {version}, and this lastwords reads version {VERSION}; use the lastwords of the "
+            "running job"
+        )
     own = paths.state_path(kept.spec.job, kept.spec.generation, kept.spec.nonce)
     if own.parent.name != path.resolve().parent.name:
         raise FormatError(f"{path} belongs to another job or start, whose files are in {own.parent}; use the one there")
@@ -160,8 +162,8 @@ def owner(path: Path) -> Owner | None:
     Raises UnavailableError where the system is short of something: then nobody can tell yet.
     """
     try:
-        return msgspec.json.decode(_raw(path), type=_Owned).owner
-    except (UnavailableError, ConfigError, msgspec.MsgspecError) as error:
+        return from_json(_raw(path), _Owned).owner
+    except (UnavailableError, ConfigError, FormatError) as error:
         if is_shortage(error):
             raise
         return None

@@ -21,7 +21,7 @@ from lastwords.checkpoint import layout, load, publish, retention, stale, starts
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.retry import patiently
-from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, append_line, make_directories, storage_errors, sync_directory
 from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
@@ -356,8 +356,4 @@ def _append(path: Path, line: str) -> None:
 def _append_once(path: Path, line: str) -> None:
     with storage_errors("appending to", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(fd, line.encode() + b"\n")
-        finally:
-            os.close(fd)
+        append_line(path, line)

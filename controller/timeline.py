@@ -14,11 +14,11 @@ publish_failed, exit_sent, resumed.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lastwords.checkpoint.system import read_end
 from lastwords.controller.events import (
     Event,
     Outcome,
@@ -224,6 +224,10 @@ class Timeline:
         return True
 
 
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What a line of incidents.jsonl raises that nobody of lastwords has written, or that was torn."""
+
+
 def recorded_exit(path: Path, job: str, generation: int) -> Exit | None:
     """How this generation of a job has ended, by its newest line in `path` (incidents.jsonl); None if none says so.
 
@@ -231,9 +235,7 @@ def recorded_exit(path: Path, job: str, generation: int) -> Exit | None:
     passed over. Reads the last `RECORD_BYTES_MAX` only.
     """
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - RECORD_BYTES_MAX))
-            lines = file.read().splitlines()
+        lines = read_end(path, RECORD_BYTES_MAX).splitlines()
     except OSError:
         return None
     for line in reversed(lines):
@@ -243,7 +245,7 @@ def recorded_exit(path: Path, job: str, generation: int) -> Exit | None:
                 kind, causes = ExitKind[record["outcome"]], tuple(record["cause_ranks"])
                 facts = (record["step"], record["path"], record["reason"])
                 return Exit(generation, record["incident"], kind, *facts, causes)
-        except (ValueError, KeyError, TypeError):
+        except UNREADABLE:
             continue
     return None
 

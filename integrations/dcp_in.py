@@ -157,7 +157,11 @@ def _about(stored: _Stored) -> About:
     path, where = (EXTENSION, "about"), f"{stored.source}: {EXTENSION}"
     if path not in stored.keys:
         return About()
-    about = typed(unpack(json.loads(stored.load(path)), where), About, where)
+    try:
+        content = json.loads(stored.load(path))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{where} is damaged ({error}); use another checkpoint") from error
+    about = typed(unpack(content, where), About, where)
     if about.version != ABOUT_VERSION:
         raise FormatError(f"{stored.source} was converted by a newer lastwords; upgrade this one")
     return about

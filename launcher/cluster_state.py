@@ -15,29 +15,35 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from lastwords.checkpoint.appearing import write_file
+from lastwords.checkpoint.codec import INTEGER_MAX, Number, from_json
+from lastwords.checkpoint.layout import check_job_name
 from lastwords.checkpoint.lock_file import LockFile
+from lastwords.checkpoint.system import REAL_OS, read_whole
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.registry import Member
 
 VERSION = 1
 TOKEN_CHARS = 32
+STATE_BYTES_MAX = 64 << 20
+"""Some 200 bytes a worker: more than any cluster has."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCluster:
     """The file's content. generation: the newest that has entered `main`, -1 before the first. step: saved by then."""
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)]
     address: str
     workers: int
     job: str
-    generation: int = -1
-    step: int = 0
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)] = -1
+    step: Number = 0
     members: Mapping[str, Member] = field(default_factory=dict)
 
 
@@ -99,23 +105,23 @@ class ClusterState:
     def _read(self) -> KeptCluster:
         cluster = self._cluster
         try:
-            raw = self._state.read_bytes()
+            raw = read_whole(self._state, REAL_OS, bytes_max=STATE_BYTES_MAX)
         except FileNotFoundError:
             return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}")
-        except OSError as error:
-            raise StorageError(f"cannot read {self._state}: {error.strerror}", errno=error.errno or 0) from error
         try:
-            if msgspec.json.decode(raw, type=_OfAnyVersion).version > VERSION:
-                raise FormatError(
-                    f"{self._state} was written by a newer lastwords: start the scheduler with that one, or give this "
-                    "cluster another MS_RECOVERY_PATH"
-                )
-            kept = msgspec.json.decode(raw, type=KeptCluster)
-        except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no text
+            kept = None if from_json(raw, _OfAnyVersion).version > VERSION else from_json(raw, KeptCluster)
+            if kept is not None:
+                check_job_name(kept.job)
+        except (FormatError, ConfigError) as error:
             raise FormatError(
                 f"{self._state} is damaged ({error}): if no worker of this cluster runs any more, remove it; training "
                 "then goes on from the newest checkpoint"
             ) from error
+        if kept is None:
+            raise FormatError(
+                f"{self._state} was written by a newer lastwords: start the scheduler with that one, or give this "
+                "cluster another MS_RECOVERY_PATH"
+            )
         for what, there, here in (
             ("at", kept.address, cluster.address),
             ("with MS_WORKER_NUM", kept.workers, cluster.workers),
@@ -145,14 +151,12 @@ def read_token(path: Path) -> str:
     """
     file = token_path(path)
     try:
-        token = file.read_bytes()
+        token = read_whole(file, REAL_OS, bytes_max=STATE_BYTES_MAX)
     except FileNotFoundError:
         raise UnavailableError(
             f"MS_RECOVERY_PATH={path} has no cluster yet: its scheduler has not started, or was started with another "
             "MS_RECOVERY_PATH"
         ) from None
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}", errno=error.errno or 0) from error
     if len(token) != TOKEN_CHARS or not token.isalnum():
         raise FormatError(f"{file} is damaged: remove it, and start the scheduler and all workers again")
     return token.decode("ascii")

@@ -23,7 +23,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from lastwords.checkpoint.system import append_line, read_end
 from lastwords.clock import OwnTime, mono_s
+from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE
 from lastwords.controller.words import ranks_text
 from lastwords.errors import UnavailableError
 from lastwords.launcher.core import LauncherCore
@@ -313,13 +315,12 @@ class Uplink:
 def _tell_of(line: str, record: Path | None) -> None:
     """All ranks train again. In a thread of its own: a file system or a terminal may take its time."""
     incident = None
-    with contextlib.suppress(OSError, ValueError):
-        if record is not None:
-            with record.open(encoding="utf-8") as file:
-                incident = incident_of(file, line)
-            with record.open("a", encoding="utf-8") as file:  # controllers append to it, too
-                file.write(line + "\n")
-    with contextlib.suppress(OSError, ValueError):
+    if record is not None:
+        with contextlib.suppress(OSError):
+            incident = incident_of(read_end(record, RECORD_BYTES_MAX).decode(errors="replace").splitlines(), line)
+        with contextlib.suppress(OSError):
+            append_line(record, line)
+    with contextlib.suppress(OSError, *UNREADABLE):
         sys.stderr.write(f"lastwords run: {sentence(line, incident)}\n")
 
 

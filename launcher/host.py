@@ -15,10 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from lastwords.checkpoint.codec import from_json
 from lastwords.clock import mono_s
-from lastwords.errors import is_shortage
+from lastwords.errors import FormatError, is_shortage
 from lastwords.launcher.events import (
     NOT_LEFT,
     Abandon,
@@ -322,8 +321,8 @@ class Host:
             self._selector.unregister(answers)
             answers.close()
             try:
-                words = msgspec.json.decode(line, type=dict[str, Any])
-            except ValueError:  # it has ended, or something else has written there
+                words = from_json(line, dict[str, Any])
+            except FormatError:  # it has ended, or something else has written there
                 words = {}
             link.tell(to_worker(ControllerAnswer(asked, process.pid, words)))
 

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
+from lastwords.checkpoint.codec import from_json
 from lastwords.errors import FormatError
 
 _log = logging.getLogger(__name__)
@@ -68,12 +67,9 @@ class Lines:
 
 def _message(line: bytes) -> dict[str, Any]:
     try:
-        value = msgspec.json.decode(line)
-    except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no text
+        return from_json(line, dict[str, Any])
+    except FormatError as error:
         raise FormatError(f"{line[:80]!r} is no message: {error}") from error
-    if not isinstance(value, dict):
-        raise FormatError(f"{line[:80]!r} is no message")
-    return value
 
 
 class Complaints:

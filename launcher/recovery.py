@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lastwords.controller.timeline import UNREADABLE
 from lastwords.controller.words import ranks_text
 from lastwords.liveness.endings import ending_text
 from lastwords.vocabulary import ExitKind, Phase, Stand
@@ -160,10 +161,10 @@ def incident_of(lines: Iterable[str], line: str) -> dict[str, Any] | None:
     for other in reversed([*lines]):
         try:
             record: dict[str, Any] = json.loads(other)
-        except ValueError:
+            if record["outcome"] in ExitKind.__members__ and record["known_mono_s"] >= began_s:
+                return record
+        except UNREADABLE:
             continue
-        if record.get("outcome") in ExitKind.__members__ and record["known_mono_s"] >= began_s:
-            return record
     return None
 
 

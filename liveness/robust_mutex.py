@@ -23,6 +23,7 @@ import errno
 import logging
 import os
 import platform
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -298,12 +299,14 @@ def _attach(path: Path, process: ProcessId | None) -> _Mapping:
     if platform.machine() not in _SYS_FUTEX:
         raise UnavailableError(f"robust mutexes are not known to work on {platform.machine()}; falling back on pidfd")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise UnavailableError(f"no life line at {path}: its process has not started, or the job is over") from error
     except OSError as error:
         raise ConfigError(f"cannot open the life line {path}: {error.strerror}") from error
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FormatError(f"{path} is not a life line: it is no regular file")
         if os.fstat(fd).st_size != _FILE_BYTES:
             raise FormatError(f"{path} is not a life line: {os.fstat(fd).st_size} bytes instead of {_FILE_BYTES}")
         mapping = _Mapping(fd, writable=False)

@@ -227,7 +227,7 @@ def map_header(header: bytes, crc: int, file_bytes: int, path: str) -> BoxMap:
         raise FormatError(f"{path}: the header's checksum does not match")
     try:
         places = map_layout(_decode(json.loads(header)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{path}: the header does not describe a black box: {error}") from error
     if places.header_json != header or places.file_bytes != file_bytes:
         raise FormatError(f"{path}: {file_bytes} bytes, but the header describes {places.file_bytes}")

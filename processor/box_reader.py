@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,13 +70,16 @@ class BoxReader:
         self.path = path
         self._pause = pause
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise UnavailableError(f"no black box at {path}") from error
         except OSError as error:
             raise StorageError(f"cannot open the black box {path}: {error.strerror}", errno=error.errno or 0) from error
         try:
-            file_bytes = os.fstat(self._fd).st_size
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise FormatError(f"{path} is not a black box: it is no regular file")
+            file_bytes = found.st_size
             nbytes, crc = header_bytes(os.pread(self._fd, PAGE_BYTES, 0), str(path))
             self._map = map_header(os.pread(self._fd, nbytes, PAGE_BYTES), crc, file_bytes, str(path))
             mapping = mmap.mmap(self._fd, self._map.heads_end, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -195,7 +199,7 @@ class BoxReader:
             if not isinstance(document, dict):
                 raise ValueError("not an object")
             copy_kind = SlotKind(kind)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{self.path}: slot {slot} is damaged: {error}") from error
         problem = f"{json_bytes} bytes of JSON did not fit into the black box" if lost else ""
         return SlotCopy(copy_kind, step, regions, document, problem)

@@ -12,6 +12,8 @@ import threading
 
 import torch.distributed as dist
 
+from lastwords.checkpoint.codec import from_json
+from lastwords.errors import FormatError
 from lastwords.torch_private import Store
 
 _log = logging.getLogger(__name__)
@@ -73,11 +75,10 @@ class Board:
 
 def _passes(text: bytes) -> Passes | None:
     """
-    >>> _passes(b"[[1, 0]]"), _passes(b"{}"), _passes(b"[[true]]")
-    ([[1, 0]], None, None)
+    >>> _passes(b"[[1, 0]]"), _passes(b"{}"), _passes(b"[[true]]"), _passes(b"\\xff")
+    ([[1, 0]], None, None, None)
     """
-    value = json.loads(text)
-    good = isinstance(value, list) and all(
-        isinstance(one, list) and all(type(index) is int for index in one) for one in value
-    )
-    return value if good else None
+    try:
+        return from_json(text, list[list[int]])
+    except FormatError:
+        return None

@@ -58,12 +58,16 @@ class World:
         assert self.store is not None
         try:
             self._wait(key, timeout_s)
-            value = json.loads(self.store.get(key))
+            raw = self.store.get(key)
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
             raise UnavailableError(
                 f"rank {self.rank} timed out after {timeout_s:g} s waiting for {what}; if another rank has "
                 f"failed, read its error first: {error}"
             ) from error
+        try:
+            value: object = json.loads(raw)
+        except (ValueError, RecursionError):
+            value = None
         if not isinstance(value, dict):
             raise ConfigError(f"rank {self.rank} found no settings under {key!r} in the process group's store")
         return value

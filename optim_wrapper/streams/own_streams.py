@@ -77,7 +77,7 @@ def content_of(region: bytes | bytearray | memoryview) -> tuple[dict[str, Any], 
     try:
         about = json.loads(raw[4:end])
         return {"place": str(about["place"]), "kind": str(about["kind"])}, raw[end : end + int(about["bytes"])]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise MismatchError(f"a region of a random generator is damaged: {error}") from error
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from lastwords.checkpoint.system import append_line
 from lastwords.cli import main as cli
 from lastwords.cli import status_command
 from lastwords.cli.status_command import newest_incidents
+from lastwords.controller.timeline import recorded_exit
 from lastwords.errors import UnavailableError
 from lastwords.state import ControllerState, RankState
 from lastwords.vocabulary import Phase, ProcessId, Stand
@@ -38,6 +41,19 @@ def record(tmp_path: Path) -> Path:
     return path
 
 
+STRANGE = (
+    "5",
+    "[" * 100_000,
+    '{"outcome": []}',
+    *(
+        json.dumps({**record, **changed})
+        for record in (SAVED, RECOVERED)
+        for changed in ({"events": 1}, {"events": [1]}, {"known_mono_s": 10**400}, {"died_mono_s": "x"}, {"reason": {}})
+    ),
+)
+"""Lines of another program, or with a byte that is wrong."""
+
+
 def test_an_incident_and_its_recovery_are_a_line_each_and_what_cannot_be_read_is_passed_over(record: Path) -> None:
     incident, recovery = newest_incidents(record)
     assert "rank 2 died" in incident
@@ -47,6 +63,17 @@ def test_an_incident_and_its_recovery_are_a_line_each_and_what_cannot_be_read_is
     assert "70 ms" in recovery
     assert newest_incidents(record, 1) == [recovery]
     assert newest_incidents(record.parent / "elsewhere") == []
+    for strange in STRANGE:
+        record.write_text(f"{strange}\n{json.dumps(RECOVERED)}\nhalf\n{json.dumps(SAVED)}\n")
+        assert newest_incidents(record, 1) == [incident]
+
+
+def test_a_record_that_is_a_fifo_has_no_incidents(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "incidents.jsonl")
+    assert newest_incidents(tmp_path / "incidents.jsonl") == []
+    assert recorded_exit(tmp_path / "incidents.jsonl", "job", 1) is None
+    with pytest.raises(OSError):
+        append_line(tmp_path / "incidents.jsonl", "{}")
 
 
 def test_top_goes_on_while_no_controller_answers(

@@ -110,6 +110,13 @@ def test_a_run_file_that_makes_no_sense_is_no_run_file(tmp_path: Path, content: 
     assert read_run_file(path) is None
 
 
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 4000, b'{"pid": 1' + b"0" * 3000 + b"}"])
+def test_bytes_that_are_no_run_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    assert read_run_file(path) is None
+
+
 def test_controllers_that_run_are_listed_and_others_are_not(tmp_path: Path) -> None:
     assert handover.running_here(root=tmp_path) == []
     here = record_of(os.getpid())

@@ -60,6 +60,7 @@ def test_a_spec_is_refused_with_the_name_of_what_is_wrong(changes: dict[str, Any
     [
         ("", "truncated"),
         ("[1]", "object"),
+        ('{"other":' + "[" * 100_000, "recursion"),
         (SPEC.to_json().replace('"job"', '"jib"'), "job"),
         (SPEC.to_json().replace("30051", '"many"'), "port"),
         (SPEC.to_json().replace('"settle_timeout_s":15.0', '"settle_timeout_s":"soon"'), "settle_timeout_s"),

@@ -127,6 +127,17 @@ def test_what_is_torn_is_refused(path: Path, raw: bytes) -> None:
     assert state_file.owner(path) is None
 
 
+@pytest.mark.parametrize("text", [b'"\xff"', b"[" * 100_000, b'"\\ud800"'], ids=["no text", "deep", "half a pair"])
+def test_bytes_that_no_controller_has_written_are_damage(path: Path, tmp_path: Path, text: bytes) -> None:
+    written(path, tmp_path)
+    for name in (b"token", b"members"):
+        path.write_bytes(b'{"%s":%s,' % (name, text) + path.read_bytes()[1:])
+        with pytest.raises(FormatError):
+            state_file.read(path)
+    path.write_bytes(b'{"owner":{"pid":%s,' % text)
+    assert state_file.owner(path) is None
+
+
 def test_the_file_of_another_job_is_refused(path: Path, tmp_path: Path) -> None:
     written(path, tmp_path)
     foreign = paths.state_path("another", 2, "5f3a", root=tmp_path)

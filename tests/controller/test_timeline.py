@@ -144,7 +144,9 @@ def test_how_a_job_has_ended_is_read_back_from_its_record(tmp_path: Path) -> Non
         timeline.note_order(0, Freeze(generation, 2, 30.0, "rank 1 died"), 6.0, 0)
         order = Exit(generation, 2, ExitKind.SAVED, 7, f"/ckpt/{job}/{generation}", "rank 1 died", (1,))
         lines.append(timeline.note_order(0, order, 7.0, 0))
-    path.write_text("\n".join(["not json", *filter(None, lines), "[]", '{"job": "digits"}', '{"half": ']) + "\n")
+    path.write_text(
+        "\n".join(["not json", *filter(None, lines), "[]", "[" * 100_000, '{"job": "digits"}', '{"half": ']) + "\n"
+    )
     for job, generation in (("digits", 2), ("words", 2), ("digits", 3)):
         order = Exit(generation, 2, ExitKind.SAVED, 7, f"/ckpt/{job}/{generation}", "rank 1 died", (1,))
         assert recorded_exit(path, job, generation) == order

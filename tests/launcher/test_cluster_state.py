@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,9 @@ import pytest
 from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.system import Os, read_whole
-from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError
+from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import cluster_state
-from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, token_path
+from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.registry import Member, Process
 from tests import golden
@@ -137,6 +139,34 @@ def test_a_state_that_cannot_be_read(tmp_path: Path, content: str) -> None:
     with golden.raises(FormatError), state.held():
         pass
     assert (directory_of(tmp_path) / "state.json").read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"version": -1}, {"version": 0}, {"job": "../../etc/x"}, {"generation": -99999}, {"step": -1}, {"job": "\udc80"}],
+    ids=str,
+)
+def test_a_state_that_no_scheduler_has_written(tmp_path: Path, changed: dict[str, int | str]) -> None:
+    state = ClusterState(cluster(tmp_path))
+    with state.held() as kept:
+        state.write(kept)
+    path = directory_of(tmp_path) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changed}))
+    with pytest.raises(FormatError), state.held():
+        pass
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_state_or_token_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    state = ClusterState(cluster(tmp_path))
+    with state.held():
+        pass
+    make(directory_of(tmp_path) / "state.json")
+    with pytest.raises(StorageError), state.held():
+        pass
+    make(token_path(tmp_path))
+    with pytest.raises(StorageError):
+        read_token(tmp_path)
 
 
 def test_the_environment_says_who_a_process_is() -> None:

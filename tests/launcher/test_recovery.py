@@ -165,7 +165,8 @@ def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> Non
     alarm = json.dumps({"outcome": "FALSE_ALARM", "known_mono_s": 12.0})
     refused = json.dumps({"outcome": "NOT_SAVED", "known_mono_s": 15.0, "step": 0})
     newer = json.dumps({"outcome": "SAVED", "known_mono_s": 20.0, "step": 31})
-    assert incident_of([older, alarm, "cut sho"], line) is None
+    strange = ["cut sho", "5", "[" * 100_000, '{"outcome": []}', '{"outcome": "SAVED", "known_mono_s": "x"}']
+    assert incident_of([older, alarm, *strange], line) is None
     assert incident_of([older, refused, alarm], line) == json.loads(refused)
     found = incident_of([older, newer, alarm], line)
     assert found is not None

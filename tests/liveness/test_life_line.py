@@ -7,7 +7,7 @@ import errno
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -119,6 +119,13 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(FormatError):
         watch(path, Ends())
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "rank_1.life")
+    with pytest.raises(FormatError):
+        watch(tmp_path / "rank_1.life", Ends())
 
 
 def test_a_link_is_refused(line: LifeLine, tmp_path: Path) -> None:

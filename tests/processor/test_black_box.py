@@ -615,6 +615,13 @@ def test_a_shortened_box_is_refused(box: BlackBox, cut: int) -> None:
         BlackBox.open(short)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "rank_0.box")
+    with pytest.raises(FormatError):
+        BlackBox.open(tmp_path / "rank_0.box")
+
+
 def test_every_flipped_bit_of_the_description_is_refused(box: BlackBox) -> None:
     whole = box.path.read_bytes()
     nbytes = struct.unpack_from("=I", whole, 12)[0]
