@@ -372,27 +372,6 @@ def _remove_tree(path: Path, os: Os) -> None:
         pass
 
 
-def read_end(path: Path, bytes_max: int) -> bytes:
-    """The last bytes of a regular file that grows; OSError."""
-    with open(REAL_OS.open_read(path), "rb") as file:
-        file.seek(max(0, file.seek(0, posix.SEEK_END) - bytes_max))
-        return file.read(bytes_max)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Appends to a regular file, which is created if there is none; OSError.
-
-    One write, since others append as well. Not durable. A FIFO could block for ever, so it is refused.
-    """
-    fd = posix.open(path, posix.O_WRONLY | posix.O_APPEND | posix.O_CREAT | posix.O_CLOEXEC | posix.O_NONBLOCK, 0o644)
-    try:
-        if not stat.S_ISREG(posix.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        posix.write(fd, line.encode() + b"\n")
-    finally:
-        posix.close(fd)
-
-
 def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None, offset: int = 0) -> bytes:
     """Content of a small file from `offset`, or `first` bytes of that; StorageError where that fails.
 

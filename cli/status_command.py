@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from lastwords.checkpoint.system import read_end
+from lastwords.checkpoint.line_file import read_end
 from lastwords.cli import tables
 from lastwords.clock import mono_s
 from lastwords.controller import handover

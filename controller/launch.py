@@ -20,7 +20,7 @@ from pathlib import Path
 import lastwords
 from lastwords import clock
 from lastwords.checkpoint.codec import from_json
-from lastwords.checkpoint.system import read_end
+from lastwords.checkpoint.line_file import read_end
 from lastwords.controller import handover, predecessors, state_file
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError, UnavailableError

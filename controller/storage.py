@@ -18,10 +18,11 @@ from typing import Any
 
 from lastwords import clock
 from lastwords.checkpoint import layout, load, publish, retention, stale, starts
+from lastwords.checkpoint.line_file import append_line
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.retry import patiently
-from lastwords.checkpoint.system import REAL_OS, append_line, make_directories, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
 from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec

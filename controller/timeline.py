@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint.system import read_end
+from lastwords.checkpoint.line_file import read_end
 from lastwords.controller.events import (
     Event,
     Outcome,

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from lastwords.checkpoint.system import append_line, read_end
+from lastwords.checkpoint.line_file import append_line, read_end
 from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE
 from lastwords.controller.words import ranks_text
