@@ -24,10 +24,10 @@ LASTING = NO_FILE | UNSUPPORTED | {0, errno.ENOENT, errno.EACCES, errno.EPERM, e
 """What is refused now is refused again in a moment."""
 
 
-def patiently(what: Callable[[], T], os: Os) -> T:
+def patiently(what: Callable[[], T], os: Os, level: int = logging.WARNING) -> T:
     """`what()`, again after growing pauses while it raises a StorageError that may pass; then that error.
 
-    Waits on the caller's thread.
+    Waits on the caller's thread. level: of what is logged about each try, where that is too common for a warning.
     """
     for pause_s in PAUSES_S:
         try:
@@ -35,6 +35,6 @@ def patiently(what: Callable[[], T], os: Os) -> T:
         except StorageError as error:
             if error.errno in LASTING:
                 raise
-            logger.warning("trying again in %s s: %s", pause_s, error)
+            logger.log(level, "trying again in %s s: %s", pause_s, error)
             os.pause(pause_s)
     return what()

@@ -114,8 +114,11 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
         ]
         what = "every byte" if deep else "manifests, sizes and headers"
         tables.console().print(tables.table(f"Checked {what}", ("checkpoint", "kind", "result", ""), rows))
-    verdicts = [_verdict_of(found, problems) for found, problems in results]
-    return max(verdicts, key=list(Verdict).index)
+    worst = max((_verdict_of(found, problems) for found, problems in results), key=list(Verdict).index)
+    if isinstance(path, RemotePath) and worst is Verdict.DAMAGED:
+        url = path.parent if is_checkpoint(path) else path
+        say(f"where DIR still has such a checkpoint, `lastwords upload --verify DIR {url}` sends again what is damaged")
+    return worst
 
 
 def _verified(path: Path, deep: bool) -> list[tuple[load.Found, list[load.Problem]]]:

@@ -28,7 +28,9 @@ def add_parser(add: Add) -> None:
     upload.add_argument("url", type=address_of, metavar="URL", help="a directory in a store, such as s3://bucket/job")
     upload.add_argument("--job", help="only checkpoints of this job")
     upload.add_argument("--fallback", type=Path, metavar="DIR", help="a second directory that holds checkpoints")
-    upload.add_argument("--follow", action="store_true", help="go on with new ones until standard input ends")
+    how = upload.add_mutually_exclusive_group()
+    how.add_argument("--follow", action="store_true", help="go on with new ones until standard input ends")
+    how.add_argument("--verify", action="store_true", help="read all that is there, and send again what is damaged")
     upload.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -46,7 +48,7 @@ def upload(arguments: argparse.Namespace) -> Verdict:
         return Verdict.FINE if everything else Verdict.UNREADABLE
     if not root.is_dir():
         return commands.nothing(root, as_json=arguments.json, empty={"uploaded": []})
-    uploaded = uploader.upload_missing(again=True)
+    uploaded = uploader.upload_missing(again=True, verify=arguments.verify)
     if arguments.json:
         commands.print_json({"uploaded": [{"path": str(one.path), "to": str(to / one.name)} for one in uploaded]})
     else:

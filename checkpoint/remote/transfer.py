@@ -1,8 +1,8 @@
 """One checkpoint goes to a remote store, or comes from there. Nothing of either is visible before it is complete.
 
-up      its files, then a look at the size of each, then the manifest. Without that there is no checkpoint: whoever
-        is killed before leaves files that the next upload of this checkpoint finds and does not send again. What a
-        store has lost, or has only a part of, is sent again.
+up      its files, then a look at the size of each, then the manifest, which is read back. Without that there is no
+        checkpoint: whoever is killed before leaves files that the next upload of this checkpoint finds and does not
+        send again. What a store has lost, or has only a part of, is sent again; what is damaged there, if it is read.
 down    into a hidden directory beside the others, made durable, every byte verified, then one rename. A damaged one
         that has the name already is kept under another one.
 removed the manifest first. What is no part of a checkpoint, or a link, is refused before.
@@ -14,9 +14,10 @@ import contextlib
 import errno
 import logging
 import os as posix
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lastwords.checkpoint import layout, load
 from lastwords.checkpoint.appearing import TEMPORARY, alone_at, making_directory
@@ -33,6 +34,7 @@ from lastwords.checkpoint.system import (
     Os,
     close,
     make_directories,
+    read_whole,
     remove_tree,
     storage_errors,
     sync_directory,
@@ -40,6 +42,11 @@ from lastwords.checkpoint.system import (
 from lastwords.errors import FormatError, ReplacedError, StorageError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_BLOCK_BYTES = 8 << 20
+"""What is in the store is read in such pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +67,36 @@ def items_of(manifest: Manifest, raw: bytes) -> list[Item]:
     return [*items, Item(layout.MANIFEST_NAME, len(raw))]
 
 
-def upload(directory: Path, store: Store, on_bytes: OnBytes | None = None, os: Os = REAL_OS) -> RemotePath:
+def upload(
+    directory: Path, store: Store, on_bytes: OnBytes | None = None, os: Os = REAL_OS, *, verify: bool = False
+) -> RemotePath:
     """Uploads a published checkpoint, or what of it is not there; returns where it is.
 
     Every byte is verified before. Raises IncompleteError or FormatError if it is not sound, BusyError or ReplacedError
-    if it is removed meanwhile, StorageError. The same call again goes on where it stopped.
+    if it is removed meanwhile, StorageError. The same call again goes on where it stopped. verify: whether a file is
+    there is known by its bytes, all of which are read, instead of by its size.
     """
     held = ReaderLock.take(directory, os)
     try:
         # A path through the open directory leads to these very files, also if a newer one takes the name meanwhile.
         with _opened(directory, os) as here:
             manifest, raw = _manifest(here, os)
-            target = store.root / name_of(manifest.global_step, raw)
-            items = items_of(manifest, raw)
-            if not (_has_manifest(store, target, raw) and _has_files(store, target, items)):
+            there = _There(store, store.root / name_of(manifest.global_step, raw), here, os)
+            *files, last = items_of(manifest, raw)
+            is_complete = there.has(last, verify=True)
+            missing = {item for item in files if not there.has(item, verify=verify)}
+            if missing or not is_complete:
                 _refuse_problems(directory, here, os)
-                _send(here, target, store, items, on_bytes)
-            return target
+                for item in files:
+                    if item in missing:
+                        there.put(item, on_bytes)
+                    else:
+                        _tell(on_bytes, item.bytes)
+                for item in files:
+                    there.check(item, verify=verify and item in missing)
+                there.put(last, on_bytes)
+                there.check(last, verify=True)
+            return there.directory
     except FileNotFoundError as error:
         raise ReplacedError(f"{directory} was removed while it was uploaded; nothing is damaged") from error
     finally:
@@ -105,48 +125,61 @@ def _refuse_problems(directory: Path, here: Path, os: Os) -> None:
         raise FormatError(f"{directory} is not uploaded: {text}")
 
 
-def _is_there(store: Store, path: RemotePath, size: int) -> bool:
-    with storage_errors("looking for", path):
-        return store.size(path) == size
+@dataclass(frozen=True, slots=True)
+class _There:
+    """A checkpoint in a store, of which `here` has the files. FileNotFoundError where one is gone here."""
+
+    store: Store
+    directory: RemotePath
+    here: Path
+    os: Os
+
+    def has(self, item: Item, *, verify: bool) -> bool:
+        """Whether the store has a file, by its size; verify: by all of its bytes."""
+        path = self.directory / item.path
+        if _asked("looking for", path, self.os, lambda: self.store.size(path)) != item.bytes:
+            return False
+        return not verify or all(self._is_equal(item, begin) for begin in range(0, item.bytes, _BLOCK_BYTES))
+
+    def _is_equal(self, item: Item, begin: int) -> bool:
+        path, end = self.directory / item.path, min(begin + _BLOCK_BYTES, item.bytes)
+        there = _asked("reading", path, self.os, lambda: self.store.read(path, begin, end))
+        return there == read_whole(
+            self.here / item.path, self.os, bytes_max=item.bytes, first=end - begin, offset=begin
+        )
+
+    def put(self, item: Item, on_bytes: OnBytes | None) -> None:
+        source, path = self.here / item.path, self.directory / item.path
+
+        def once() -> bool:
+            try:
+                self.store.put(source, path, on_bytes)
+            except OSError:
+                if source.exists():
+                    raise
+                return False
+            return True
+
+        if not _asked("uploading", path, self.os, once):
+            raise FileNotFoundError(item.path)
+
+    def check(self, item: Item, *, verify: bool) -> None:
+        """StorageError if what was uploaded is not there."""
+        if not self.has(item, verify=verify):
+            raise StorageError(
+                f"{self.directory / item.path} was uploaded, but the store does not have it as it is here: check the "
+                "store, and upload again"
+            )
 
 
-def _has_manifest(store: Store, target: RemotePath, raw: bytes) -> bool:
-    path = target / layout.MANIFEST_NAME
-    with storage_errors("looking for", path):
-        return store.size(path) == len(raw) and store.read(path, 0, len(raw)) == raw
+def _asked(doing: str, path: RemotePath, os: Os, call: Callable[[], T]) -> T:
+    """What the store answers; it is asked again while it refuses what it may do in a moment. StorageError."""
 
+    def once() -> T:
+        with storage_errors(doing, path):
+            return call()
 
-def _has_files(store: Store, target: RemotePath, items: list[Item]) -> bool:
-    return all(_is_there(store, target / item.path, item.bytes) for item in items)
-
-
-def _send(here: Path, target: RemotePath, store: Store, items: list[Item], on_bytes: OnBytes | None) -> None:
-    *files, manifest = items
-    for item in files:
-        path = target / item.path
-        if _is_there(store, path, item.bytes):
-            _tell(on_bytes, item.bytes)
-            continue
-        _put(here, target, store, item, on_bytes)
-    for item in files:
-        if not _is_there(store, target / item.path, item.bytes):
-            raise StorageError(f"{target / item.path} was uploaded, but the store does not have all of it")
-    _put(here, target, store, manifest, on_bytes)
-
-
-def _put(here: Path, target: RemotePath, store: Store, item: Item, on_bytes: OnBytes | None) -> None:
-    """FileNotFoundError if the checkpoint is gone here."""
-    with storage_errors("uploading", target / item.path):
-        try:
-            store.put(here / item.path, target / item.path, on_bytes)
-        except OSError:
-            if (here / item.path).exists():
-                raise
-            gone = True
-        else:
-            gone = False
-    if gone:
-        raise FileNotFoundError(item.path)
+    return patiently(once, os, logging.DEBUG)
 
 
 def _tell(on_bytes: OnBytes | None, count: int) -> None:
@@ -168,7 +201,7 @@ def download(source: RemotePath, root: Path, store: Store, on_bytes: OnBytes | N
     _keep_aside(target, os)
     _sweep(root, os)
     with making_directory(target, os) as hidden:
-        manifest, raw = _remote_manifest(source, store)
+        manifest, raw = _remote_manifest(source, store, os)
         for item in items_of(manifest, raw):
             _receive(source / item.path, hidden / item.path, store, on_bytes, os)
         for name in sorted({posix.path.dirname(item.path) for item in items_of(manifest, raw)} - {""}):
@@ -195,9 +228,9 @@ def _keep_aside(target: Path, os: Os) -> None:
     logger.warning("%s is downloaded again; what had its name is kept as %s: %s", target, aside, found.why)
 
 
-def _remote_manifest(source: RemotePath, store: Store) -> tuple[Manifest, bytes]:
+def _remote_manifest(source: RemotePath, store: Store, os: Os) -> tuple[Manifest, bytes]:
     try:
-        return _manifest(source, RemoteOs(store))
+        return patiently(lambda: _manifest(source, RemoteOs(store)), os, logging.DEBUG)
     except FileNotFoundError as error:
         raise _removed(source) from error
 
@@ -207,14 +240,13 @@ def _removed(source: RemotePath) -> ReplacedError:
 
 
 def _receive(source: RemotePath, target: Path, store: Store, on_bytes: OnBytes | None, os: Os) -> None:
-    def once() -> None:
-        with storage_errors("downloading", source):
-            store.get(source, target, on_bytes)
-            _tell(on_bytes, 0)  # a library that copies at once tells nothing
+    def get() -> None:
+        store.get(source, target, on_bytes)
+        _tell(on_bytes, 0)  # a library that copies at once tells nothing
 
     make_directories(target.parent, os)
     try:
-        patiently(once, os)
+        _asked("downloading", source, os, get)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             raise _removed(source) from error

@@ -87,23 +87,25 @@ class Uploader:
         self._left: set[str] = set()
         self._unwritten: StorageError | None = None
 
-    def upload_missing(self, *, again: bool = False) -> list[Local]:
+    def upload_missing(self, *, again: bool = False, verify: bool = False) -> list[Local]:
         """Uploads every checkpoint that is not there; returns those, the newest first.
 
-        again: also what the record says is there, if it is not. One that is damaged here, or removed meanwhile, is left
-        out, with a line in the log. StorageError if the store, or the file system here, refuses; then what was
-        uploaded before stays. A record that cannot be written (a full disk) is no obstacle: the error comes at the end,
-        and the next call, which finds everything in the store, writes it. BusyError if another process uploads from
-        this directory. ConfigError if it is no directory of checkpoints but one of them.
+        again: also what the record says is there, if it is not. verify: see `upload`.
+
+        One that is damaged here, or removed meanwhile, is left out, with a line in the log. StorageError if the store,
+        or the file system here, refuses; then what was uploaded before stays. A record that cannot be written (a full
+        disk) is no obstacle: the error comes at the end, and the next call, which finds everything in the store, writes
+        it. BusyError if another process uploads from this directory. ConfigError if it is no directory of checkpoints
+        but one of them.
         """
         for root in self._roots:
             record.refuse_checkpoint(root, self._os)
         with LockFile(self._roots[0] / LOCK_NAME, self._os).held() as mine:
             if not mine:
                 raise BusyError(f"another process uploads the checkpoints in {self._roots[0]}")
-            return self._upload_missing(again)
+            return self._upload_missing(again, verify)
 
-    def _upload_missing(self, again: bool) -> list[Local]:
+    def _upload_missing(self, again: bool, verify: bool) -> list[Local]:
         if self._store is None:
             self._store = Store(self._to)
         known = record.read(self._roots[0], self._os)
@@ -115,7 +117,7 @@ class Uploader:
         known = replace(known, names=known.names & kept)
         uploaded = []
         for one in pending(here, () if again else known.names):
-            if one.name not in self._left and self._uploaded(one):
+            if one.name not in self._left and self._uploaded(one, verify):
                 uploaded.append(one)
                 known = replace(known, names=known.names | {one.name})
                 self._note(known)
@@ -135,11 +137,11 @@ class Uploader:
             except StorageError as error:
                 self._unwritten = error
 
-    def _uploaded(self, one: Local) -> bool:
+    def _uploaded(self, one: Local, verify: bool) -> bool:
         assert self._store is not None
         began_mono_s = clock.mono_s()
         try:
-            there = upload(one.path, self._store, _progress_of(one), self._os)
+            there = upload(one.path, self._store, _progress_of(one), self._os, verify=verify)
         except StorageError:
             raise
         except (BusyError, ReplacedError) as error:

@@ -214,6 +214,88 @@ def check_uploaded_again(tmp_path: Path, saved: Path, file: str, torn_by: Callab
     assert {put.name for put in store.puts} == {path.name, layout.MANIFEST_NAME}
 
 
+@pytest.mark.parametrize("file", ["rank_0/*.ckpt", "rank_1/*.ckpt"])
+def test_a_file_that_is_damaged_in_the_store_is_sent_again_if_all_is_read(
+    tmp_path: Path, saved: Path, file: str
+) -> None:
+    root = file_store(tmp_path / "store")
+    there = upload(saved, Store(root))
+    (path,) = Path("/", *there.parts[1:]).glob(file)
+    another(path)
+    store = WatchedStore(root)
+    assert upload(saved, store) == there
+    assert store.puts == [], "the size is right"
+    assert upload(saved, store, verify=True) == there
+    assert [put.name for put in store.puts] == [path.name, layout.MANIFEST_NAME]
+    assert load.verify(there, os=os_for([there])) == []
+    assert upload(saved, store, verify=True) == there
+    assert len(store.puts) == 2
+
+
+@pytest.mark.parametrize(("file", "verify"), [(layout.MANIFEST_NAME, False), ("rank_1", True)])
+def test_a_store_that_damages_what_it_is_sent_is_told(tmp_path: Path, saved: Path, file: str, verify: bool) -> None:
+    root = file_store(tmp_path / "store")
+    store = WatchedStore(root)
+
+    def on_put(path: RemotePath) -> None:
+        there = Path("/", *path.parts[1:])
+        if file in path.parts and there.exists():
+            another(there)
+
+    store.on_put = on_put
+    with golden.raises(StorageError):
+        upload(saved, store, verify=verify)
+    assert load.newest([root], os=os_for([root])) is None
+    there = upload(saved, Store(root), verify=verify)
+    assert load.verify(there, os=os_for([there])) == []
+
+
+class Flaky:
+    """Of the calls of a store every third one fails, whichever it is, until it is well."""
+
+    def __init__(self, store: Store, number: int = errno.ECONNRESET) -> None:
+        self.calls = 0
+        for name in ("facts", "read", "put", "get", "names", "remove"):
+            setattr(store, name, self._failing(getattr(store, name), number))
+
+    def _failing(self, call: Callable[..., object], number: int) -> Callable[..., object]:
+        def once(*of: object) -> object:
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise OSError(number, posix.strerror(number))
+            return call(*of)
+
+        return once
+
+
+class Patient(Os):
+    """Pauses take no time; they are added up."""
+
+    def __init__(self) -> None:
+        self.paused_s = 0.0
+
+    def pause(self, seconds: float) -> None:
+        self.paused_s += seconds
+
+
+def test_a_call_that_fails_is_made_again(root: RemotePath, saved: Path, tmp_path: Path) -> None:
+    store, os = Store(root), Patient()
+    Flaky(store)
+    there = upload(saved, store, None, os, verify=True)
+    assert upload(saved, store, None, os, verify=True) == there
+    assert content_of(download(there, tmp_path / "other", store, None, os)) == content_written(JOB, 37)
+    assert os.paused_s > 0
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
+def test_what_is_refused_for_good_is_not_asked_again(root: RemotePath, saved: Path, number: int) -> None:
+    store, os = Store(root), Patient()
+    Flaky(store, number)
+    with pytest.raises(StorageError):
+        upload(saved, store, None, os)
+    assert os.paused_s == 0
+
+
 def test_a_store_that_loses_a_file_gets_no_manifest(tmp_path: Path, saved: Path) -> None:
     root = file_store(tmp_path / "store")
     store = WatchedStore(root)
@@ -488,7 +570,7 @@ def test_a_store_that_connects_when_it_is_made_may_refuse_and_answer_later(
     store = Store(root)
     monkeypatch.setattr(store_module, "_core", lambda: SimpleNamespace(url_to_fs=url_to_fs))
     with pytest.raises(StorageError):
-        upload(saved, store)
+        upload(saved, store, None, Patient())
     refused.clear()
     upload(saved, store)
     assert load.latest(root, os=RemoteOs(store)) is not None

@@ -81,12 +81,19 @@ def test_the_commands_that_read_take_a_url(capsys: Capture, here: Path, there: R
         assert run(capsys, "inspect", path)[0] == ExitCode.OK
 
 
-def test_verify_reads_every_byte_there(capsys: Capture, here: Path, there: RemotePath) -> None:
+def test_verify_reads_every_byte_there_and_says_what_mends_it(capsys: Capture, here: Path, there: RemotePath) -> None:
     run(capsys, "upload", here, there)
     flipped_there(there, 32)
     code, said = run_json(capsys, "verify", there)
     assert code == ExitCode.DAMAGED
     assert [one["sound"] for one in said["checkpoints"]] == [True, False, True, True]
+    damaged = said["checkpoints"][1]["path"]
+    for path in (there, damaged):
+        golden.says(run(capsys, "verify", path)[2])
+    run(capsys, "upload", here, there)
+    assert run(capsys, "verify", there)[0] == ExitCode.DAMAGED
+    assert run(capsys, "upload", "--verify", here, there)[0] == ExitCode.OK
+    assert run(capsys, "verify", there)[0] == ExitCode.OK
 
 
 def test_prune_of_a_url_keeps_its_own_rule(capsys: Capture, here: Path, there: RemotePath) -> None:
