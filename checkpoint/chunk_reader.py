@@ -5,6 +5,7 @@ A chunk is read once, whatever is wanted of it: the parts that want some of it a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lastwords import threads
 from lastwords.checkpoint.direct_io import CHUNK_BYTES, Bytes
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.partfile import open_part_file
 from lastwords.checkpoint.system import Os, close, storage_errors
-from lastwords.errors import FormatError
+from lastwords.errors import FormatError, UnavailableError
 
 _READERS = 2
 """The caller's thread and one more: while one copies out of the page cache, the other hashes, and the reverse."""
@@ -172,12 +174,10 @@ class _Reading:
         self._error: BaseException | None = None
 
     def run(self, on_bytes: OnBytes | None) -> Count:
-        others = [
-            threading.Thread(target=self._work, args=(None,), name="lastwords-read", daemon=True)
-            for _ in range(1, self._readers)
-        ]
-        for thread in others:
-            thread.start()
+        others: list[threading.Thread] = []
+        with contextlib.suppress(UnavailableError):  # this thread reads, too
+            for _ in range(1, self._readers):
+                others.append(threads.start(self._work, None, name="lastwords-read"))
         self._work(on_bytes)
         for thread in others:
             thread.join()

@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lastwords import threads
 from lastwords.checkpoint.system import BLOCK_BYTES, REAL_OS, Os, close, storage_error, storage_errors
-from lastwords.errors import StorageError
+from lastwords.errors import StorageError, UnavailableError
 
 CHUNK_BYTES = 4 << 20
 """Bytes under one checksum, and of one write. Large enough to keep the disk busy, small enough to re-read alone."""
@@ -133,9 +134,7 @@ class DirectWriter:
                 for index in range(count):
                     self._free.put(index)
                 for _ in range(min(_WRITERS, count)):
-                    thread = threading.Thread(target=self._write_out, name="lastwords-write", daemon=True)
-                    thread.start()
-                    self._threads.append(thread)
+                    self._start_thread()
         except BaseException:
             self._abandon()
             raise
@@ -223,6 +222,14 @@ class DirectWriter:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._full_disk(error) from error
             # Not every file system can reserve: then a full disk shows at some write.
+
+    def _start_thread(self) -> None:
+        """One is enough where there are no more; UnavailableError if there is none."""
+        try:
+            self._threads.append(threads.start(self._write_out, name="lastwords-write"))
+        except UnavailableError:
+            if not self._threads:
+                raise
 
     def _full_disk(self, error: OSError) -> StorageError:
         failure = storage_error(f"reserving {self._size} bytes for", self._path, error)

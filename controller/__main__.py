@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from lastwords import threads
 from lastwords.controller import handover, takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Remember
@@ -61,7 +62,8 @@ def _set_up_logging() -> logging.handlers.QueueListener:
     handler.setFormatter(logging.Formatter("%(message)s"))  # what goes into the queue; `output` adds the rest
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     listener = logging.handlers.QueueListener(records, output)
-    listener.start()
+    with threads.starting("of the log"):
+        listener.start()
     return listener
 
 
@@ -131,8 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         if not arguments:
             return 0
     ready_fd = int(arguments[1]) if len(arguments) > 1 else -1
-    listener = _set_up_logging()
+    listener: logging.handlers.QueueListener | None = None
     try:
+        listener = _set_up_logging()
         argument = arguments[0] if arguments else ""
         work = _begin(argument, os.environ.pop(TOKEN_VARIABLE, ""), "--by-hand" in arguments[2:])
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -155,7 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception:  # outermost: the log has to say why the process ended
         _log.exception("the controller failed")
         code = 1
-    listener.stop()
+    if listener is not None:
+        listener.stop()
     return code
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from lastwords import threads
 from lastwords.checkpoint.retry import PAUSES_S
 from lastwords.controller import handover
-from lastwords.errors import LastWordsError
+from lastwords.errors import LastWordsError, is_shortage
 from lastwords.liveness import leftovers, paths, process_id
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource, ProcessId
@@ -44,9 +44,14 @@ class Neighbours:
         self._watch = HostWatch(on_death, on_release=on_release, on_ending=on_ending)
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")  # one keeps the order of calls
 
-    def clear_up(self) -> None:
-        """Remove what ended jobs and killed controllers have left on this host."""
-        self._jobs.submit(_clear_up)
+    def start(self) -> None:
+        """Start the threads, and remove what ended jobs and killed controllers have left on this host.
+
+        UnavailableError where there are none, after some seconds.
+        """
+        self._watch.start()
+        with threads.starting("lastwords-host-watch"):
+            self._jobs.submit(_clear_up)
 
     def welcome(self, rank: int, process: ProcessId) -> None:
         """An accepted rank: watch its process if it runs on this host, unless that is done already."""
@@ -69,7 +74,9 @@ class Neighbours:
             self._watch.add(rank, paths.life_path(self._job, self._generation, rank, self._nonce), process)
             self._on_watched(rank)
         except LastWordsError as error:
-            if tried < len(PAUSES_S):  # too many open files, say: that may pass
+            if is_shortage(error):  # too many open files, say: it passes, and until then a death is found out late
+                self._add_later(rank, process, min(tried, len(PAUSES_S) - 1))
+            elif tried < len(PAUSES_S):
                 self._add_later(rank, process, tried)
             else:
                 _log.warning(
@@ -86,9 +93,7 @@ class Neighbours:
                 with contextlib.suppress(RuntimeError):  # it has been stopped
                     self._jobs.submit(self._add, rank, process, tried + 1)
 
-        timer = threading.Timer(PAUSES_S[tried], again)
-        timer.daemon = True
-        timer.start()
+        self._watch.later(PAUSES_S[tried], again)
 
 
 def _clear_up() -> None:

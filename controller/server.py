@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
-from lastwords import clock, codec
+from lastwords import clock, codec, threads
 from lastwords.controller import events
 from lastwords.controller.core_api import Core
 from lastwords.controller.detection import CERTAIN
@@ -123,10 +123,12 @@ class ControllerShell:
             self._spec.world_size,
             address,
         )
+        with threads.starting("lastwords-clean-up"):
+            await self._loop.run_in_executor(None, int)  # its thread, which waits for the end from now on
         self._feed((events.Tick(),))
         self._follow()
         self._update_run_file()
-        self._neighbours.clear_up()
+        self._neighbours.start()
         self._storage.start()
         self._storage.clear_up()
         housekeeping = self._loop.create_task(self._keep_house())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lastwords import clock
+from lastwords import clock, threads
 from lastwords.checkpoint import layout, load, publish, retention, stale, starts
 from lastwords.checkpoint.line_file import append_line
 from lastwords.checkpoint.manifest import Claimed
@@ -82,7 +82,10 @@ class StorageJobs:
         return self._pending > 0
 
     def start(self) -> None:
-        """Start the threads now: at a death, memory or the number of processes may be at its limit."""
+        """Start the threads now: at a death, memory or the number of processes may be at its limit.
+
+        UnavailableError where it is so already, after some seconds.
+        """
         targets = (f"target {number}" for number in range(len(self._roots)))
         for line in ("tidying", "newest", "lines", *targets, PRUNING):
             self._submit(line, lambda: None)
@@ -327,11 +330,12 @@ class StorageJobs:
 
     def _submit(self, line: str, job: Callable[[], None]) -> None:
         with self._lock:
-            self._pending += line != PRUNING
             jobs = self._lines.get(line)
             if jobs is None:
-                jobs = self._lines[line] = queue.SimpleQueue()
-                threading.Thread(target=self._run, args=(line, jobs), name=f"lastwords-{line}", daemon=True).start()
+                jobs = queue.SimpleQueue()
+                threads.start_patiently(self._run, line, jobs, name=f"lastwords-{line}")
+                self._lines[line] = jobs
+            self._pending += line != PRUNING
         jobs.put(job)
 
     def _run(self, line: str, jobs: queue.SimpleQueue[Callable[[], None]]) -> None:

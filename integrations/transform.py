@@ -22,6 +22,7 @@ from pathlib import Path
 
 import xxhash
 
+from lastwords import threads
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.document import Fields, damage, decode_document, encode_document
@@ -308,8 +309,9 @@ class Transformation:
                 yield rank, self._write(rank, progress)
             return
         with ThreadPoolExecutor(jobs, "lastwords-transform") as pool:
-            running = {pool.submit(self._write, rank, progress): rank for rank in todo}
             try:
+                with threads.starting("lastwords-transform"):
+                    running = {pool.submit(self._write, rank, progress): rank for rank in todo}
                 for done in as_completed(running):
                     yield running[done], done.result()
             except BaseException:

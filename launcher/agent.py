@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
+from lastwords import threads
 from lastwords.clock import wall_ns
 from lastwords.launcher.events import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
@@ -101,7 +102,8 @@ class HealingAgent(LocalElasticAgent):
 class _Round:
     """This host's part of one rendezvous round, and the thread that looks after it.
 
-    number: how many rounds this launcher has seen before. Raises UnavailableError where the head cannot be reached.
+    number: how many rounds this launcher has seen before. Raises UnavailableError where the head cannot be reached, or
+    no thread can be started.
     """
 
     def __init__(self, group: WorkerGroup, context: Any, server: socket.socket, spares: int, number: int) -> None:
@@ -122,8 +124,7 @@ class _Round:
             self._way = Uplink(lambda: place.store.get(INVITATION).decode(), ranks, self._selector, self.host.obey)
         self._over = False
         self._wake, self._wake_up = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, name="lastwords-agent", daemon=True)
-        self._thread.start()
+        self._thread = threads.start_patiently(self._run, name="lastwords-agent")
 
     def end(self) -> None:
         """Nobody is replaced any more; spares end. Idempotent, any thread."""

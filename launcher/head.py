@@ -14,7 +14,6 @@ import secrets
 import selectors
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from lastwords import threads
 from lastwords.checkpoint.line_file import append_line, read_end
 from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE
@@ -190,7 +190,7 @@ class Head:
                 self._recovery.begun(rank, step, now_s, inexact)
             case Updated(rank):
                 if (line := self._recovery.updated(rank, now_s)) is not None:
-                    threading.Thread(target=_tell_of, args=(line, self._record), daemon=True).start()
+                    _tell_in_time(line, self._record)
             case _:
                 pass
 
@@ -310,6 +310,13 @@ class Uplink:
     def end(self) -> None:
         """Nothing is heard any more."""
         self._connection.close()
+
+
+def _tell_in_time(line: str, record: Path | None) -> None:
+    try:
+        threads.start(_tell_of, line, record, name="lastwords-record")
+    except UnavailableError as error:  # nothing else depends on it
+        _log.warning("%s; not recorded: %s", sentence(line, None), error)
 
 
 def _tell_of(line: str, record: Path | None) -> None:

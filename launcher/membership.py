@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from lastwords import threads
 from lastwords.clock import mono_s
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.cluster_state import directory_of, read_token
@@ -136,8 +137,7 @@ class Membership:
         self._lost_s: float | None = None
         self._said, self._notice_s = False, NOTICE_S
         self._join()
-        self._thread = threading.Thread(target=self._run, name="lastwords-scheduler", daemon=True)
-        self._thread.start()
+        self._thread = threads.start_patiently(self._run, name="lastwords-scheduler")
 
     def done(self) -> None:
         """`main` has come to its end: the scheduler hears of it, if one comes in time."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lastwords import clock
+from lastwords import clock, threads
 from lastwords.errors import ConfigError
 from lastwords.launcher.events import Begun, Over, Updated
 from lastwords.launcher.link import send
@@ -20,7 +20,11 @@ from lastwords.launcher.protocol import OWN, Controlled, Report, to_launcher
 from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.trainer import reentry
+from lastwords.processor import departure
 from lastwords.processor.departure import EXIT_SAVED, wait_out
+
+THREADS = 2 + departure.THREADS
+"""That a worker keeps in reserve, to leave `main` after a failure or to end."""
 
 
 class Stay:
@@ -51,7 +55,7 @@ class Stay:
             self.leaving, self.saved_step, self.record = True, step, str(record or "")
             self._unblocker = Unblocker(self._before, ports)
             self._unblocker.begin()
-        threading.Thread(target=self._end_if_here, name="lastwords-leave", daemon=True).start()
+        threads.run(self._end_if_here, name="lastwords-leave")
 
     def started(self, run: reentry.Running) -> None:
         """It ends with this stay, unless it has ended by itself."""

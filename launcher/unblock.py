@@ -17,6 +17,8 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
+from lastwords import threads
+from lastwords.errors import UnavailableError
 from lastwords.torch_private import abort_process_groups
 
 _log = logging.getLogger(__name__)
@@ -37,27 +39,36 @@ class Unblocker:
         self._before = frozenset(before)
         self._spare_ports = frozenset(spare_ports)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lastwords-unblock", daemon=True)
+        self._ended = threading.Event()
+        self._ended.set()
 
     def begin(self) -> None:
-        """From now on."""
-        self._thread.start()
+        """From now on. UnavailableError if no thread can be had, not even one in reserve."""
+        self._ended.clear()
+        try:
+            threads.run(self._run, name="lastwords-unblock")
+        except UnavailableError:
+            self._ended.set()
+            raise
 
     def end(self) -> None:
         """No more; returns when the last one is through."""
         self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._ended.wait()
 
     def _run(self) -> None:
         try:
-            abort_nccl()
-        except RuntimeError as error:
-            _log.warning("NCCL's collectives could not be ended: %s", error)
-        while True:
-            self._shut()
-            if self._over.wait(AGAIN_S):
-                return
+            try:
+                abort_nccl()
+            except RuntimeError as error:
+                _log.warning("NCCL's collectives could not be ended: %s", error)
+            while True:
+                with contextlib.suppress(OSError):  # no descriptor, say: in a moment there may be one
+                    self._shut()
+                if self._over.wait(AGAIN_S):
+                    return
+        finally:
+            self._ended.set()
 
     def _shut(self) -> None:
         connected, candidates = _connections(), open_sockets()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lastwords import threads
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher.callables import refusal_line, refuse_main, refuse_needed, shown
@@ -43,7 +44,7 @@ from lastwords.launcher.protocol import (
 from lastwords.launcher.registry import Refused
 from lastwords.launcher.scheduler import schedule
 from lastwords.launcher.source_files import source_digests
-from lastwords.launcher.stay import Stay
+from lastwords.launcher.stay import THREADS, Stay
 from lastwords.launcher.streams import Streams
 from lastwords.launcher.versions import Ask, Sources
 from lastwords.launcher.warm_up import warm_up
@@ -193,7 +194,8 @@ class Worker:
         """Until `main` has returned by itself, or raised what is its own."""
         spare = os.environ.pop(SPARE, "") == "1"
         self._introduce(Hello(None if spare else int(os.environ["RANK"]), os.getpid(), PROTOCOL))
-        threading.Thread(target=self._listen, name="lastwords-launcher", daemon=True).start()
+        threads.start_patiently(self._listen, name="lastwords-launcher")
+        threads.reserve(THREADS)
         self._sources = source_digests()
         self._version = hashlib.sha256(json.dumps(self._sources, sort_keys=True).encode()).hexdigest()[:16]
         self._streams = Streams()

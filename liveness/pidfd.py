@@ -5,12 +5,14 @@ One thread polls any number of processes. See pidfd_open(2); Linux >= 5.3.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import select
 import threading
 from collections.abc import Callable
 
+from lastwords import clock, threads
 from lastwords.errors import UnavailableError
 from lastwords.liveness.process_id import is_alive
 from lastwords.vocabulary import ProcessId
@@ -19,22 +21,41 @@ _log = logging.getLogger(__name__)
 
 
 class PidWatcher:
-    """Watches processes of this host. `add` and `remove` from any thread; call-backs come from the watcher's own."""
+    """Watches processes of this host. Methods are for any thread; call-backs come from the watcher's own.
+
+    Raises UnavailableError where there are no descriptors for it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watched: dict[int, tuple[int, Callable[[], None]]] = {}  # token -> pidfd (-1: dead already), call-back
         self._newest_token = 0
+        self._later: list[tuple[float, int, Callable[[], None]]] = []  # a heap: due, number, what
+        self._later_count = 0
         self._stopping = False
-        self._poll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll.register(self._wake_fd, select.EPOLLIN)
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            try:
+                self._poll = select.epoll()
+                self._poll.register(self._wake_fd, select.EPOLLIN)
+            except OSError:
+                os.close(self._wake_fd)
+                raise
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot watch processes of this host: {error.strerror}; raise the limit on open files (ulimit -n)"
+            ) from error
         self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, which `add` does too; from then on `later` works. UnavailableError, after some seconds."""
+        with self._lock:
+            self._start_thread(threads.start_patiently)
 
     def add(self, process: ProcessId, on_end: Callable[[], None]) -> int:
         """Call `on_end` once when `process` ends, or at once if it already has; returns a token for `remove`.
 
-        Raises UnavailableError where the kernel has no pidfds or does not allow them.
+        Raises UnavailableError where the kernel has no pidfds or does not allow them, or is short of something.
         """
         try:
             fd = os.pidfd_open(process.pid)
@@ -47,21 +68,33 @@ class PidWatcher:
             fd = -1
         with self._lock:
             assert not self._stopping, "a stopped watcher takes no more processes"
-            if fd >= 0:
-                try:
+            try:
+                if fd >= 0:
                     self._poll.register(fd, select.EPOLLIN)
-                except OSError as error:
+                self._start_thread()
+            except (OSError, UnavailableError) as error:
+                if fd >= 0:
                     os.close(fd)
-                    raise UnavailableError(f"cannot watch process {process.pid}: epoll: {error.strerror}") from error
+                why = f"epoll: {error.strerror}" if isinstance(error, OSError) else str(error)
+                raise UnavailableError(f"cannot watch process {process.pid}: {why}") from error
             self._newest_token += 1
             token = self._newest_token
             self._watched[token] = (fd, on_end)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lastwords-pidfd", daemon=True)
-                self._thread.start()
         if fd < 0:
             self._wake()
         return token
+
+    def later(self, pause_s: float, what: Callable[[], None]) -> None:
+        """Call `what` after `pause_s`, in the watcher's thread, unless it is stopped before.
+
+        Where a thread could not be had for a watch there is none for a timer either.
+        """
+        with self._lock:
+            if self._stopping:
+                return
+            self._later_count += 1
+            heapq.heappush(self._later, (clock.mono_s() + pause_s, self._later_count, what))
+        self._wake()
 
     def remove(self, token: int) -> None:
         """Forget a process; harmless if it has been reported or removed before."""
@@ -96,7 +129,7 @@ class PidWatcher:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                ready = {fd for fd, _ in self._poll.poll()}
+                ready = {fd for fd, _ in self._poll.poll(self._due_in_s())}
                 if self._wake_fd in ready:
                     os.eventfd_read(self._wake_fd)
                 with self._lock:
@@ -107,11 +140,33 @@ class PidWatcher:
                     if entry is None or self._stopping:
                         continue  # removed meanwhile
                     self.remove(token)
-                    entry[1]()
+                    self._call(entry[1])
+                while not self._stopping and (what := self._next_due()) is not None:
+                    self._call(what)
         except Exception:  # the outermost frame of this thread
             _log.exception("watching processes failed")
         finally:
             self._close()
+
+    def _start_thread(self, start: Callable[..., threading.Thread] = threads.start) -> None:
+        """With the lock."""
+        if self._thread is None:
+            self._thread = start(self._run, name="lastwords-pidfd")
+
+    def _call(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception:  # outermost for this call-back: the other processes are watched all the same
+            _log.exception("what follows from the end of a process failed")
+
+    def _due_in_s(self) -> float | None:
+        with self._lock:
+            return max(0.0, self._later[0][0] - clock.mono_s()) if self._later else None
+
+    def _next_due(self) -> Callable[[], None] | None:
+        with self._lock:
+            due = self._later and self._later[0][0] <= clock.mono_s()
+            return heapq.heappop(self._later)[2] if due else None
 
     def _close(self) -> None:
         with self._lock:
@@ -119,6 +174,7 @@ class PidWatcher:
                 if fd >= 0:
                     os.close(fd)
             self._watched.clear()
+            self._later.clear()
             self._poll.close()
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lastwords import threads
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.liveness.process_id import start_ticks
@@ -135,16 +136,15 @@ class LifeLine:
         self._held = threading.Event()
         self._let_go = threading.Event()
         self._refused: str | None = None
-        # A daemon thread, so that it never delays the end of the process; it sleeps in C without the interpreter
-        # lock and therefore outlives the interpreter: its end is the kernel's doing.
-        self._thread = threading.Thread(target=self._own, name="lastwords-life", daemon=True)
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def create(cls, path: Path) -> LifeLine:
         """Take the life line at `path` for this process; a file of an earlier process there is replaced.
 
         The directory has to exist (`paths.make_job_dir`). Raises UnavailableError where the platform has no robust
-        mutexes of the known kind (the caller then relies on pidfd), StorageError if the file system refuses.
+        mutexes of the known kind (the caller then relies on pidfd), or no thread can be started, which is a shortage;
+        StorageError if the file system refuses.
         """
         if platform.machine() not in _SYS_FUTEX:
             raise UnavailableError(
@@ -168,6 +168,7 @@ class LifeLine:
             return
         self._mapping.word(_STATE_AT).value = _STATE_CLEAN
         self._let_go.set()
+        assert self._thread is not None, "`create` has started it"
         self._thread.join(timeout=5.0)
         self._mapping.wake_all(_MUTEX_AT)
 
@@ -183,7 +184,9 @@ class LifeLine:
         ):
             if code != 0:
                 raise UnavailableError(f"this system has no robust mutexes: {os.strerror(code)}; falling back on pidfd")
-        self._thread.start()
+        # A daemon thread, so that it never delays the end of the process; it sleeps in C without the interpreter
+        # lock and therefore outlives the interpreter: its end is the kernel's doing.
+        self._thread = threads.start_patiently(self._own, name="lastwords-life")
         self._held.wait()
         if self._refused is not None:
             raise UnavailableError(self._refused)
@@ -209,7 +212,10 @@ class LifeLine:
 
 
 class Watch:
-    """A running watch of one life line. `stop()` ends it without a call-back."""
+    """A running watch of one life line. `stop()` ends it without a call-back.
+
+    Takes the mapping over. UnavailableError if no thread can be started, which is a shortage.
+    """
 
     def __init__(self, path: Path, mapping: _Mapping, on_end: Callable[[EndKind], None]) -> None:
         _, _, _, ticks, pid, _ = mapping.header()
@@ -220,8 +226,11 @@ class Watch:
         self._stopping = False
         self._lock = threading.Lock()  # guards the mapping against being unmapped under `stop`
         self._mapped = True
-        self._thread = threading.Thread(target=self._run, name=f"lastwords-watch-{pid}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = threads.start(self._run, name=f"lastwords-watch-{pid}")
+        except UnavailableError:
+            mapping.unmap()
+            raise
 
     def stop(self) -> None:
         """End the watch; on return its call-back does not run any more (unless called from the call-back itself)."""
@@ -262,8 +271,8 @@ class Watch:
 def watch(path: Path, on_end: Callable[[EndKind], None], *, process: ProcessId | None = None) -> Watch:
     """Call `on_end` once, in a thread of its own, when the owner of this life line dies or releases it.
 
-    An owner that has already ended is reported at once. Raises UnavailableError if there is no file (yet) or if it
-    is not `process`'s, FormatError if it is not a life line.
+    An owner that has already ended is reported at once. Raises UnavailableError if there is no file (yet), if it is
+    not `process`'s, or if no thread can be started; FormatError if it is not a life line.
     """
     return Watch(path, _attach(path, process), on_end)
 

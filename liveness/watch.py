@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.clock import Clock, mono_s
-from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
+from lastwords.errors import (
+    ConfigError,
+    FormatError,
+    LastWordsError,
+    StorageError,
+    UnavailableError,
+    is_shortage,
+)
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import UNKNOWN, OomKills, ending_text
 from lastwords.liveness.oom_counts import OomCounts
@@ -28,6 +35,10 @@ OnRelease = Callable[[int], None]
 
 OnEnding = Callable[[int, str], None]
 """Called with a rank that has died, after `OnDeath`, and how it has ended, for people. Not where nobody knows."""
+
+
+AGAIN_S = 1.0
+"""Before another try of a way of watching that lacks a descriptor or a thread. The other way works meanwhile."""
 
 
 @dataclass(slots=True)
@@ -67,14 +78,23 @@ class HostWatch:
         self._entries: dict[int, _Entry] = {}
         self._pids = PidWatcher()
 
+    def start(self) -> None:
+        """Start the thread that all others may lack later. UnavailableError if there is none, after some seconds."""
+        self._pids.start()
+
+    def later(self, pause_s: float, what: Callable[[], None]) -> None:
+        """Call `what` after `pause_s`, once `start` was called, in the thread of the call-backs."""
+        self._pids.later(pause_s, what)
+
     def add(
         self, rank: int, life_path: Path | None, process: ProcessId, *, by_pid: bool = True
     ) -> tuple[DeathSource, ...]:
         """Watch `process` as `rank`, in place of an earlier process of that rank; returns the sources in use.
 
-        A life line that is missing, or is another process's, is logged and left out; the same for a pidfd.
-        Raises UnavailableError if neither can be had. Must be a process of this host. by_pid=False leaves the pidfd
-        out: for a process that shares /dev/shm but not the pid namespace, where its pid means another one.
+        A life line that is missing, or is another process's, is logged and left out; the same for a pidfd. What fails
+        for a shortage is tried again. Raises UnavailableError if neither can be had: a shortage, if that is why one of
+        them cannot. Must be a process of this host. by_pid=False leaves the pidfd out: for a process that shares
+        /dev/shm but not the pid namespace, where its pid means another one.
         """
         self.remove(rank)
         entry = _Entry(process, life_path, by_pid=by_pid)
@@ -83,29 +103,28 @@ class HostWatch:
             entry.kills = entry.counts.read()
         with self._lock:
             self._entries[rank] = entry
+        ways = [*([self._by_life_line] if life_path is not None else []), *([self._by_pidfd] if by_pid else [])]
         sources: list[DeathSource] = []
-        problems: list[str] = []
-        if life_path is not None:
+        problems: list[LastWordsError] = []
+        short = []
+        for way in ways:
             try:
-                entry.life = watch(life_path, functools.partial(self._life_ended, rank, entry), process=process)
-                sources.append(DeathSource.ROBUST_MUTEX)
+                sources.append(way(rank, entry))
             except (UnavailableError, ConfigError, FormatError, StorageError) as error:
-                problems.append(str(error))
-        try:
-            if by_pid:
-                entry.pid_token = self._pids.add(process, functools.partial(self._pid_ended, rank, entry))
-                sources.append(DeathSource.PIDFD)
-        except UnavailableError as error:
-            problems.append(str(error))
+                problems.append(error)
+                if is_shortage(error):
+                    short.append(way)
+        text = "; ".join(map(str, problems))
         if problems:
-            _log.warning(
-                "not every way of watching rank %d (process %d) works: %s", rank, process.pid, "; ".join(problems)
-            )
+            _log.warning("not every way of watching rank %d (process %d) works: %s", rank, process.pid, text)
         if not sources:
             with self._lock:
                 if self._entries.get(rank) is entry:
                     del self._entries[rank]
-            raise UnavailableError(f"cannot watch rank {rank} on this host: {'; '.join(problems)}")
+            cause = next(filter(is_shortage, problems), None)
+            raise UnavailableError(f"cannot watch rank {rank} on this host: {text}") from cause
+        for way in short:
+            self._add_later(rank, entry, way)
         return tuple(sources)
 
     def when_ended(self, process: ProcessId, on_end: Callable[[], None]) -> None:
@@ -126,6 +145,34 @@ class HostWatch:
         for entry in entries:
             self._forget(entry)
         self._pids.stop()
+
+    def _by_life_line(self, rank: int, entry: _Entry) -> DeathSource:
+        assert entry.life_path is not None, "only where there is one"
+        entry.life = watch(entry.life_path, functools.partial(self._life_ended, rank, entry), process=entry.process)
+        return DeathSource.ROBUST_MUTEX
+
+    def _by_pidfd(self, rank: int, entry: _Entry) -> DeathSource:
+        entry.pid_token = self._pids.add(entry.process, functools.partial(self._pid_ended, rank, entry))
+        return DeathSource.PIDFD
+
+    def _add_later(self, rank: int, entry: _Entry, way: Callable[[int, _Entry], DeathSource]) -> None:
+        def again() -> None:
+            if not self._has(rank, entry):
+                return
+            try:
+                way(rank, entry)
+            except (UnavailableError, ConfigError, FormatError, StorageError) as error:
+                if is_shortage(error):
+                    self._add_later(rank, entry, way)
+                return
+            if not self._has(rank, entry):  # removed meanwhile
+                self._forget(entry)
+
+        self._pids.later(AGAIN_S, again)
+
+    def _has(self, rank: int, entry: _Entry) -> bool:
+        with self._lock:
+            return self._entries.get(rank) is entry
 
     def _forget(self, entry: _Entry) -> None:
         if entry.life is not None:

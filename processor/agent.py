@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lastwords import clock, errors
+from lastwords import clock, errors, threads
 from lastwords.processor import departure as ways_out
 from lastwords.processor import events, interfaces
 from lastwords.processor.core import ProcessorCore
@@ -68,14 +68,14 @@ class Agent:
         self._closed, self._in_our_hands, self._own_time = False, 0, clock.OwnTime()
         self._whereabouts, self.work = Whereabouts(threading.get_ident()), StepWork()
         self._status_sent: Status | None = None
-        self._pulse = threading.Thread(target=self._run_pulse, name="lastwords-pulse", daemon=True)
+        self._pulse: threading.Thread | None = None
 
     # ------------------------------------------------------------------ life
 
     def start(self, session: SessionLike) -> None:
-        """Begin to stream status; `session` has been created with this agent's callbacks."""
+        """Begin to stream status; `session` has been created with this agent's callbacks. UnavailableError."""
         self._session = session
-        self._pulse.start()
+        self._pulse = threads.start_patiently(self._run_pulse, name="lastwords-pulse")
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the threads and the session; the incident, if any, is over. Idempotent, any thread."""
@@ -86,7 +86,7 @@ class Agent:
             self._condition.notify_all()
         if self._session is not None:
             self._session.close(timeout_s)
-        if self._pulse.is_alive() and threading.current_thread() is not self._pulse:
+        if self._pulse is not None and threading.current_thread() is not self._pulse:
             self._pulse.join(timeout_s)
 
     def write_stands_to(self, phase_word: PhaseWord) -> None:
@@ -323,7 +323,7 @@ class Agent:
         core = self._core
         if self._phase_word is not None:
             self._phase_word.set_stand(core.phase, core.step)
-        if core.has_effects:
+        while core.has_effects:
             for effect in core.take_effects():
                 self._carry_out(effect)
 
@@ -334,7 +334,8 @@ class Agent:
             case events.SayHello():
                 self.report(self._hello(self._core.stand))
             case events.StartSave(order):
-                self._writers.start(order, self._core.settled_stand)
+                if failed := self._writers.start(order, self._core.settled_stand):
+                    self._core.handle(failed, self._own_time.at(clock.mono_s()))
             case events.CancelSave(incident):
                 self._writers.cancel(incident)
             case events.Leave(order, reason):
@@ -358,7 +359,7 @@ class Agent:
             self._departure.decide(ways_out.verdict_of(self._core.rank, order, stays=self._departure.process_stays))
         self._condition.notify_all()
         if not self._in_our_hands and not isinstance(order, Refused):
-            threading.Thread(target=self._end_from_here, name="lastwords-end", daemon=True).start()
+            threads.run(self._end_from_here, name="lastwords-end")
 
     def _end_from_here(self) -> None:
         """The training thread sits in the user's code or in a collective; it gets a moment to come by by itself."""

@@ -20,7 +20,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lastwords.errors import ConfigError
+from lastwords import threads
+from lastwords.errors import ConfigError, UnavailableError
 from lastwords.vocabulary import Exit, ExitKind
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ EXIT_SAVED = 75
 
 EXIT_NOT_SAVED = 76
 """The incident is over and there is no new checkpoint; the line on stderr says why."""
+
+THREADS = 4
+"""That the end of an incident may need at a time: to decide, to look up how the job has ended, to flush, to end."""
 
 UNWIND_S = 5.0
 """How long the user's `finally` blocks may take after an incident before the process ends regardless, unless they are
@@ -167,13 +171,22 @@ class Departure:
 
         In threads of their own: look up how the job ended, for `LOOK_UP_S` at most, decide, and call `then`.
         """
-        threading.Thread(target=self._decide_alone, args=(reason, then), name="lastwords-end", daemon=True).start()
+        threads.run(lambda: self._decide_alone(reason, then), name="lastwords-end")
 
     def _decide_alone(self, reason: str, then: Callable[[], None]) -> None:
         found: list[Exit | None] = []
-        looker = threading.Thread(target=lambda: found.append(self._recorded()), name="lastwords-look", daemon=True)
-        looker.start()
-        looker.join(LOOK_UP_S)
+        looked = threading.Event()
+
+        def look() -> None:
+            try:
+                found.append(self._recorded())
+            except Exception:  # the outermost frame of this thread: nothing is known then
+                _log.exception("the record of how this job has ended could not be read")
+            finally:
+                looked.set()
+
+        threads.run(look, name="lastwords-look")
+        looked.wait(LOOK_UP_S)
         order = found[0] if found else None
         self.decide(
             Verdict.controller_lost(self.rank, reason)
@@ -353,8 +366,8 @@ def _end_later(
 
     try:
         for name, target in (("lastwords-flush", flush), ("lastwords-exit", end)):
-            threading.Thread(target=target, name=name, daemon=True).start()
-    except RuntimeError as error:
+            threads.run(target, name=name)
+    except (RuntimeError, UnavailableError) as error:
         _log.error("lastwords cannot end this process: %s", error)
         return False
     return True

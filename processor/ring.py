@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lastwords.checkpoint.retry import PAUSES_S, patiently
 from lastwords.checkpoint.system import REAL_OS, storage_errors
-from lastwords.errors import LastWordsError, StorageError
+from lastwords.errors import LastWordsError, StorageError, is_shortage
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.robust_mutex import owner_of, state_of
 from lastwords.liveness.watch import HostWatch
@@ -72,7 +72,11 @@ class HostRing:
         self._watch = HostWatch(self._on_death, on_release=self._on_release, on_ending=self._on_ending)
 
     def start(self) -> None:
-        """Begin to watch; call it once all ranks are registered. A host that cannot be watched is only logged."""
+        """Begin to watch; call it once all ranks are registered. A host that cannot be watched is only logged.
+
+        UnavailableError if no thread can be started, after some seconds.
+        """
+        self._watch.start()
         ranks = ranks_here(self._job, self._generation, self._nonce, root=self._root)
         self.is_first = ranks[:1] == [self._rank]
         with self._lock:
@@ -113,10 +117,10 @@ class HostRing:
             self._watched.discard(gone)
             self._close_ring()
 
-    def _look_again(self, rank: int) -> None:
-        """With the lock: too many open files, say, may pass; then it is the next one to be watched."""
+    def _look_again(self, rank: int, error: LastWordsError) -> None:
+        """With the lock: what is wrong may pass; then it is the next one to be watched. A shortage always does."""
         self._tried[rank] = tried = self._tried.get(rank, -1) + 1
-        if tried >= len(PAUSES_S):
+        if tried >= len(PAUSES_S) and not is_shortage(error):
             return
 
         def again() -> None:
@@ -124,9 +128,7 @@ class HostRing:
                 self._after.insert(0, rank)
                 self._close_ring()
 
-        timer = threading.Timer(PAUSES_S[tried], again)
-        timer.daemon = True
-        timer.start()
+        self._watch.later(PAUSES_S[min(tried, len(PAUSES_S) - 1)], again)
 
     def _close_ring(self) -> None:
         """With the lock: watch the next ranks, as long as there are any that were not looked at."""
@@ -141,7 +143,7 @@ class HostRing:
             except LastWordsError as error:
                 self._watched.discard(rank)
                 _log.info("rank %d does not watch rank %d: %s", self._rank, rank, error)
-                self._look_again(rank)
+                self._look_again(rank, error)
             except Exception:  # the outermost frame of a watcher's thread; training must not notice
                 self._watched.discard(rank)
                 _log.exception("rank %d cannot watch rank %d", self._rank, rank)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from lastwords import clock
+from lastwords import clock, threads
 from lastwords.checkpoint import layout, part
 from lastwords.checkpoint.system import SyncWatch
-from lastwords.errors import IncompleteError, StorageError, named
+from lastwords.errors import IncompleteError, StorageError, UnavailableError, named
 from lastwords.vocabulary import Save, Stand
 
 _log = logging.getLogger(__name__)
@@ -103,11 +103,11 @@ class SaveJob:
         self._watch = watch or SyncWatch()
         self._written = 0
         self._reported_mono_s = clock.mono_s()
-        self._thread = threading.Thread(target=self._run, name="lastwords-saver", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start writing."""
-        self._thread.start()
+        """Start writing. UnavailableError if no thread can be started; then no call-back follows."""
+        self._thread = threads.start(self._run, name="lastwords-saver")
 
     def cancel(self) -> None:
         """Stop at the next chunk; what was written stays in the temporary directory, for the controller to discard."""
@@ -120,7 +120,8 @@ class SaveJob:
 
     def wait(self) -> None:
         """Wait until the thread has ended; a cancelled one ends at its next chunk."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         if not self.order.incident:
@@ -129,13 +130,13 @@ class SaveJob:
             if self._after is not None:
                 self._after.wait()
                 self._after = None
-            threading.Thread(target=self._report_syncs, name="lastwords-saver-sync", daemon=True).start()
+            threads.start(self._report_syncs, name="lastwords-saver-sync")
             written = self._write()
         except _CancelledError:
             return
         except StorageError as error:
             self._fail(str(error), storage=True)
-        except (OSError, MemoryError, RuntimeError) as error:
+        except (OSError, MemoryError, RuntimeError, UnavailableError) as error:
             # No descriptor for a black box, no memory (torch says RuntimeError), no thread: perhaps later.
             _log.warning(
                 "rank %s could not write its files of step %s", self._spec.rank, self.order.step, exc_info=True

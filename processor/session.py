@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lastwords import codec
+from lastwords import codec, threads
 from lastwords.errors import ProtocolError
 from lastwords.processor.events import ProcessorOptions
 from lastwords.processor.silence import Silence
@@ -157,11 +157,11 @@ class Session:
         self._refusals = 0  # since then, by somebody else
         self._closing = threading.Event()
         self._failures = 0
-        self._thread = threading.Thread(target=self._run, name="lastwords-session", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to connect; returns at once."""
-        self._thread.start()
+        """Begin to connect; returns at once. UnavailableError if no thread can be started, after some seconds."""
+        self._thread = threads.start_patiently(self._run, name="lastwords-session")
 
     @property
     def up(self) -> bool:
@@ -204,7 +204,7 @@ class Session:
         """Send what is left and end, at most `timeout_s` later; at once where there is no connection. Idempotent."""
         self._closing.set()
         self._outbox.end()
-        if self._thread is threading.current_thread() or not self._thread.is_alive():
+        if self._thread is None or self._thread is threading.current_thread() or not self._thread.is_alive():
             return
         if self._up:
             self._thread.join(timeout_s)

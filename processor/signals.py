@@ -32,6 +32,9 @@ from operator import is_
 from pathlib import Path
 from typing import Any
 
+from lastwords import threads
+from lastwords.errors import UnavailableError
+
 _log = logging.getLogger(__name__)
 
 _getsignal: Callable[[int], Any] = _signal.getsignal  # signal.getsignal makes an enum of it: 2 us instead of 0.05
@@ -92,7 +95,7 @@ class SignalGuard:
     def install(self) -> None:
         """Take the signals; harmless if done before. Where that is impossible `degraded` says why, and nothing raises.
 
-        Only the main thread of a process may set handlers.
+        Only the main thread of a process may set handlers. UnavailableError if no thread can be started.
         """
         if self._installed:
             return
@@ -100,12 +103,15 @@ class SignalGuard:
             self._degrade("training does not run in the main thread, so no signal handler can be set")
             return
         self._pid = os.getpid()
-        self._read_end, self._write_end = socket.socketpair()
-        self._write_end.setblocking(False)
-        self._thread = threading.Thread(
-            target=self._read_signals, args=(self._read_end,), name="lastwords-signals", daemon=True
-        )
-        self._thread.start()
+        read_end, write_end = socket.socketpair()
+        try:
+            self._thread = threads.start_patiently(self._read_signals, read_end, name="lastwords-signals")
+        except UnavailableError:
+            read_end.close()
+            write_end.close()
+            raise
+        self._read_end, self._write_end = read_end, write_end
+        write_end.setblocking(False)
         self._installed = True
         for number in (*_STOPS, *self._deferred):
             self._take(number)
@@ -113,7 +119,7 @@ class SignalGuard:
             self._ours[ASKS], self._before[ASKS] = self._asks, signal.SIG_DFL
             signal.signal(ASKS, self._asks)
             self._seen(ASKS)
-        self._outer_wakeup_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
+        self._outer_wakeup_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         _guards.add(self)
 
     def uninstall(self) -> None:

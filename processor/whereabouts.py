@@ -14,6 +14,8 @@ import traceback
 import types
 from collections.abc import Callable
 
+from lastwords import threads
+from lastwords.errors import UnavailableError
 from lastwords.vocabulary import Stack, Stand
 
 _log = logging.getLogger(__name__)
@@ -52,18 +54,21 @@ class Whereabouts:
             self._found = places_of(sys._current_frames().get(self._thread_id))
         return self._found
 
-    def show(self, text: str, rank: int, generation: int, report: Callable[[Stack], None]) -> threading.Thread:
+    def show(self, text: str, rank: int, generation: int, report: Callable[[Stack], None]) -> threading.Thread | None:
         """Report the thread's stack, and log `text` and the stack below it; from a thread of its own.
 
-        That one waits where the thread has stopped inside the log.
+        That one waits where the thread has stopped inside the log. Without one, the stack is only reported.
         """
 
         def look() -> None:
             report(Stack(rank, generation, stack := self.stack()))
             _log.warning("%s\n%s", text, stack)
 
-        (shower := threading.Thread(target=look, name="lastwords-stack", daemon=True)).start()
-        return shower
+        try:
+            return threads.start(look, name="lastwords-stack")
+        except UnavailableError:
+            report(Stack(rank, generation, self.stack()))
+            return None
 
     def stack(self) -> str:
         """The thread's Python frames, the innermost last, each with its line."""

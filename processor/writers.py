@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from lastwords.errors import UnavailableError
 from lastwords.processor.copied_state import CopiedState, CopyMemory
 from lastwords.processor.events import Event, SaveErrored, SaveFinished, SaveProgressed
 from lastwords.processor.saver import SaveJob, SaverSpec
@@ -39,14 +40,21 @@ class Writers:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def start(self, order: Save, stand: Stand) -> None:
-        """Write what `order` names: the copy, if it is a periodic checkpoint, otherwise the state as it is."""
-        if order.incident:
-            self._in_incident = self._job(order, stand, self._spec, self._in_incident)
-        else:
-            assert self._copied is not None, "it is asked for only after `copy`"
-            spec, self._copied = replace(self._spec, source=self._copied), None
-            self._behind = self._job(order, stand, spec, self._behind)
+    def start(self, order: Save, stand: Stand) -> SaveErrored | None:
+        """Write what `order` names: the copy, if it is a periodic checkpoint, otherwise the state as it is.
+
+        An event if no thread can be started for that, which passes: the controller asks again, or somebody else.
+        """
+        try:
+            if order.incident:
+                self._in_incident = self._job(order, stand, self._spec, self._in_incident)
+            else:
+                assert self._copied is not None, "it is asked for only after `copy`"
+                spec, self._copied = replace(self._spec, source=self._copied), None
+                self._behind = self._job(order, stand, spec, self._behind)
+        except UnavailableError as error:
+            return SaveErrored(order.incident, order.attempt, str(error), storage=True)
+        return None
 
     def cancel(self, incident: int) -> None:
         """Stop the writer, if there is one."""

@@ -12,8 +12,9 @@ import threading
 
 import torch.distributed as dist
 
+from lastwords import threads
 from lastwords.checkpoint.codec import from_json
-from lastwords.errors import FormatError
+from lastwords.errors import FormatError, UnavailableError
 from lastwords.torch_private import Store
 
 _log = logging.getLogger(__name__)
@@ -41,8 +42,10 @@ class Board:
         """Write these passes, or begin to look for those of rank 0; returns at once."""
         if self._thread is None:
             act = self._write if self._writes else self._look
-            self._thread = threading.Thread(target=act, args=(passes,), name="lastwords-gradient-order", daemon=True)
-            self._thread.start()
+            try:
+                self._thread = threads.start(act, passes, name="lastwords-gradient-order")
+            except UnavailableError as error:
+                _log.info("the order of DDP's gradients is not exchanged yet: %s", error)
 
     def found(self, wait_s: float) -> Passes | None:
         """Rank 0's passes; None if they have not come after `wait_s`."""

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from lastwords import clock
+from lastwords import clock, threads
 from lastwords.controller import state_file
 from lastwords.controller.launch import start_successor
 from lastwords.controller.patience import Patience
@@ -76,23 +76,27 @@ class ControllerWatch:
         self._own_time = clock.OwnTime()
         self._ended = threading.Event()  # the process that is watched now; or this watch is stopped
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lastwords-successor", daemon=True)
+        self._thread: threading.Thread | None = None
         self._tries, self._problem, self._patience = 0, "", Patience()
 
-    def start(self) -> None:
-        """Watch the controller that serves, and those that follow it."""
+    def start(self, *, patiently: bool = True) -> None:
+        """Watch the controller that serves, and those that follow it.
+
+        UnavailableError if no thread can be started; only after some seconds if `patiently`.
+        """
         try:
             is_there = state_file.owner(self._path) is not None
         except UnavailableError:
             is_there = True  # the thread finds out
         if is_there:
-            self._thread.start()
+            begin = threads.start_patiently if patiently else threads.start
+            self._thread = begin(self._run, name="lastwords-successor")
 
     def stop(self) -> None:
         """A controller that ends, or is silent, from now on is nobody's business here."""
         self._stopped.set()
         self._ended.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
 
     def leave(self) -> None:
@@ -109,11 +113,18 @@ class ControllerWatch:
             return
         _log.info("%s sees to it that a controller clears up", self._name)
         self._wanted = lambda: True
-        thread = threading.Thread(
-            target=self._guarded, args=(self._until_another_serves,), name="lastwords-successor", daemon=True
-        )
-        thread.start()
-        thread.join(LEAVE_S)
+        followed = threading.Event()
+
+        def follow() -> None:
+            self._guarded(self._until_another_serves)
+            followed.set()
+
+        try:
+            threads.run(follow, name="lastwords-successor")
+        except UnavailableError as error:
+            _log.warning("%s could not see to it that a controller serves: %s", self._name, error)
+        else:
+            followed.wait(LEAVE_S)
 
     # ------------------------------------------------------------------ threads of its own
 

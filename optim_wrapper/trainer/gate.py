@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lastwords import threads
 from lastwords.clock import Clock, mono_s
-from lastwords.errors import ConfigError, GateFailedError, LastWordsError
+from lastwords.errors import ConfigError, GateFailedError, LastWordsError, UnavailableError
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.processor.saver import Position
 
@@ -145,7 +146,10 @@ class Gate:
         elif not self._noticed and now_s - self._since_mono_s > self._notice_s:
             self._noticed = True
             # In a thread of its own: the store may hang with the rank that is missing, and an incident may need us.
-            threading.Thread(target=self._roll_call, args=(self._step,), name="lastwords-gate", daemon=True).start()
+            try:
+                threads.start(self._roll_call, self._step, name="lastwords-gate")
+            except UnavailableError:
+                self._since_mono_s, self._noticed = now_s, False  # it only tells who is missing: later
 
     def _roll_call(self, step: int) -> None:
         """Every rank that waits says so in the store; the lowest ones tell who does not."""

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lastwords import threads
 from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
 from lastwords.controller.timeline import recorded_exit
-from lastwords.errors import ConfigError, StorageError, UnavailableError
+from lastwords.errors import ConfigError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.process_id import this_process
 from lastwords.liveness.robust_mutex import LifeLine
@@ -33,7 +34,7 @@ from lastwords.optim_wrapper.trainer.hold import exit_code_of
 from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, Departure
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, THREADS, UNWIND_S, Departure
 from lastwords.processor.ring import HostRing, living_before
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
@@ -72,6 +73,7 @@ class Protection:
         self._watch: ControllerWatch | None = None
         self._signals: SignalGuard | None = None
         self._asked_to_stop: Callable[[], bool] = lambda: False
+        self._reserved = False
         self._closed = False
         self._pid = os.getpid()
 
@@ -92,10 +94,15 @@ class Protection:
 
     def _start(self, agreement: startup.Agreement) -> None:
         config, rank = self._config, self._world.rank
+        if not self._departure.process_stays:  # otherwise the worker has done it
+            threads.reserve(THREADS)
+            self._reserved = True
         paths.make_job_dir(agreement.job, agreement.generation, agreement.nonce)
         try:
             self._life = LifeLine.create(paths.life_path(agreement.job, agreement.generation, rank, agreement.nonce))
         except UnavailableError as error:
+            if is_shortage(error):
+                raise
             _log.info("%s", error)
         process = this_process(secrets.token_hex(8))
         core = ProcessorCore(rank, agreement.generation, 0, config.processor)
@@ -193,6 +200,8 @@ class Protection:
             self._agent.close()
         if self._life is not None:
             self._life.release()
+        if self._reserved and not self._departure.decided:
+            threads.release(THREADS)
 
     # ------------------------------------------------------------------ what others need
 

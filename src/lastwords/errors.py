@@ -134,8 +134,12 @@ def is_shortage(error: BaseException) -> bool:
     >>> is_shortage(OSError(_errno.EMFILE, "Too many open files")), is_shortage(FileNotFoundError())
     (True, False)
     """
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and cause.errno in SHORTAGES
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError | StorageError) and cause.errno in SHORTAGES:
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def named(error: BaseException) -> str:

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import xxhash
 
+from lastwords import threads
 from lastwords.checkpoint.direct_io import BUFFERS, CHUNK_BYTES, DirectWriter, FileSum
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.errors import StorageError
+from lastwords.errors import StorageError, UnavailableError, is_shortage
 from tests import golden
 from tests.checkpoint.interposed import InterposedOs, failing
 from tests.checkpoint.simulated_disk import SimulatedOs
+from tests.shortage import TOO_LARGE, no_threads
 
 SIZES = [0, 1, 511, 4095, 4096, 4097, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 4096 + 7]
 
@@ -341,3 +343,27 @@ def test_progress_grows_to_the_size_and_may_cancel(tmp_path: Path) -> None:
 
     with DirectWriter(tmp_path / "part", 20 * CHUNK_BYTES, progress=cancel) as writer, pytest.raises(Cancelled):
         writer.write(bytes(20 * CHUNK_BYTES))
+
+
+def test_one_thread_is_enough_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = some_bytes(2 * BUFFERS * CHUNK_BYTES)
+    start = threads.start
+
+    def once(*args: Any, name: str) -> threading.Thread:
+        thread = start(*args, name=name)
+        threading.stack_size(TOO_LARGE)
+        return thread
+
+    monkeypatch.setattr(threads, "start", once)
+    try:
+        assert write(tmp_path / "file", [content]) == FileSum(len(content), sums_of(content))
+    finally:
+        threading.stack_size(0)
+
+
+def test_without_any_thread_nothing_is_written_and_no_file_stays_open(tmp_path: Path) -> None:
+    before = len(posix.listdir("/proc/self/fd"))
+    with no_threads(), pytest.raises(UnavailableError) as caught:
+        write(tmp_path / "file", [bytes(CHUNK_BYTES)])
+    assert is_shortage(caught.value)
+    assert len(posix.listdir("/proc/self/fd")) == before

@@ -16,6 +16,7 @@ from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.trainer.gate import Gate
 from lastwords.processor.saver import Position
 from tests.integration.forked import on_ranks
+from tests.shortage import no_threads
 
 pytestmark = pytest.mark.process
 
@@ -133,6 +134,18 @@ def test_a_rank_that_never_comes_is_named_and_nobody_waits_for_ever(tmp_path: Pa
     for said in answers[:3]:
         assert "the gate of step 5 has failed" in said
     assert any("missing: rank 3" in said for said in answers[:3])
+
+
+def test_a_rank_that_cannot_start_a_thread_waits_at_the_gate_all_the_same(tmp_path: Path) -> None:
+    def body(rank: int) -> bool:
+        gate = _gate(notice_s=0.05)
+        if rank == 3:
+            time.sleep(1.0)
+        gate.enter(1)
+        with no_threads():
+            return _passed(gate)
+
+    assert all(on_ranks(body, tmp_path))
 
 
 def test_a_gate_of_its_own_does_not_mix_with_the_jobs_collectives(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.integration.plan import Layout
 from tests.integration.puppet import WAIT_S, PuppetProcess
 from tests.integration.rig import Rig
 from tests.integration.test_controller_shell import Job
+from tests.shortage import no_descriptors
 
 pytestmark = pytest.mark.process
 
@@ -94,6 +95,22 @@ def test_each_rank_watches_the_next_two_and_takes_the_next_one_for_each_it_loses
     neighbours[0].kill()
     assert sorted(ring[1].deaths(2)) == [0, 2]
     assert ring[1].nothing()
+
+
+def test_who_could_not_be_watched_for_lack_of_descriptors_is_watched_once_there_are_some(
+    neighbours: dict[int, Living], ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "PAUSES_S", (0.01, 0.01))
+    ring[0].start()
+    with no_descriptors():
+        neighbours[5].kill()  # rank 1 would be the next one to be watched
+        assert ring[1].deaths(1) == [5]
+        while ring[0]._tried.get(1, 0) <= 5:  # a shortage is not given up
+            time.sleep(0.01)
+    while 1 not in ring[0]._watched:
+        time.sleep(0.01)
+    neighbours[1].kill()
+    assert ring[1].deaths(1) == [1]
 
 
 def test_whoever_is_left_of_a_host_tells_of_all_the_others(neighbours: dict[int, Living], ring: Ring) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from lastwords.processor.departure import THREADS
+
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +58,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_while_protected_exactly_the_threads_of_the_page_run(seen: list[dict[str, Any]], rank: int) -> None:
     rows = re.findall(r"^\| `(lastwords-[a-zA-Z-]+)` \| while protected", section("Threads"), flags=re.MULTILINE)
     found = [name for name in seen[rank]["inside"]["threads"] if name.startswith("lastwords-")]
-    assert sorted(re.sub(r"-\d+$", "-PID", name) for name in found) == sorted(rows)
+    assert sorted({re.sub(r"-\d+$", "-PID", name) for name in found}) == sorted(rows)
+    assert found.count("lastwords-reserve") == THREADS
     assert seen[rank]["inside"]["all_daemon"]
 
 

@@ -17,6 +17,7 @@ from lastwords.launcher.recovery import OUTCOME, UNKNOWN_CODE, Recovery, inciden
 from lastwords.liveness.endings import OomKills, ending_text
 from lastwords.optim_wrapper.trainer import reentry
 from tests import golden
+from tests.shortage import no_threads
 
 KILLED = -9
 
@@ -183,6 +184,17 @@ def test_without_a_record_of_the_incident_the_sentence_says_where_training_went_
     for event in (Waiting(0), Begun(0), Ended(0, -9), Waiting(0), Begun(0, 10), Updated(0)):
         one.hear(event)
     assert sentence(lines.get(timeout=60), None).endswith("resumed after step 10")
+
+
+def test_a_recovery_is_told_although_no_thread_can_be_started_for_its_record(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that decides for all ranks would end with the error, and the job with it."""
+    one = head.Head(1, 0, "127.0.0.1")
+    one.has_host(range(1), lambda effect: None)
+    for event in (Waiting(0), Begun(0), Ended(0, -9), Waiting(0), Begun(0, 10)):
+        one.hear(event)
+    with no_threads():
+        one.hear(Updated(0))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_what_a_controller_writes_meanwhile_stays(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
+from lastwords import threads
+from lastwords.errors import UnavailableError
 from lastwords.launcher import unblock
 from lastwords.launcher.unblock import Unblocker, open_sockets
+from tests.shortage import no_descriptors, no_threads
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -44,14 +47,48 @@ def is_open(one: socket.socket) -> bool:
 
 def shut(before: set[str], ports: set[int]) -> None:
     unblocker = Unblocker(before, ports)
-    unblocker.begin()
-    unblocker.end()
+    try:
+        unblocker.begin()
+    finally:
+        unblocker.end()
 
 
 def test_a_connection_that_python_does_not_know_is_shut(of_c: tuple[int, int]) -> None:
     others = {inode for fd, inode in open_sockets() if fd not in of_c}
     shut(others, set())
     assert os.read(of_c[0], 1) == b""
+
+
+def test_a_thread_in_reserve_does_it_where_no_other_can_be_had(of_c: tuple[int, int]) -> None:
+    others = {inode for fd, inode in open_sockets() if fd not in of_c}
+    threads.reserve(1)
+    with no_threads():
+        shut(others, set())
+    assert os.read(of_c[0], 1) == b""
+    threads.release(1)
+    with no_threads(), pytest.raises(UnavailableError):
+        shut(others, set())  # and if there is none of those either, `end` does not wait for it
+
+
+def test_sockets_are_shut_once_descriptors_are_there_again(
+    of_c: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unblocker = Unblocker({inode for fd, inode in open_sockets() if fd not in of_c}, set())
+    tried, shut_once = threading.Semaphore(0), unblocker._shut
+
+    def shut_and_tell() -> None:
+        try:
+            shut_once()
+        finally:
+            tried.release()
+
+    monkeypatch.setattr(unblocker, "_shut", shut_and_tell)
+    with no_descriptors():
+        unblocker.begin()
+        for _ in range(3):
+            assert tried.acquire(timeout=30)
+    assert os.read(of_c[0], 1) == b""
+    unblocker.end()
 
 
 def test_the_users_own_sockets_stay() -> None:

@@ -16,6 +16,7 @@ from lastwords.vocabulary import (
     Left,
     LoopBegin,
     LoopGo,
+    Notice,
     Order,
     Phase,
     Release,
@@ -24,9 +25,12 @@ from lastwords.vocabulary import (
     Save,
     SaveFailed,
     SaveProgress,
+    Stack,
     Stand,
     Welcome,
 )
+from tests import golden
+from tests.shortage import no_threads
 
 
 class Heard:
@@ -92,4 +96,29 @@ def test_a_copy_after_the_loop_is_told_before_it_begins() -> None:
     said = [report for report in session.reports if isinstance(report, SaveProgress | SaveFailed)]
     assert said[:2] == [SaveProgress(0, 1, 0, 1, 0), SaveProgress(0, 1, 0, 1, 0, syncing=True)]
     assert isinstance(said[-1], SaveFailed)
+    agent.close()
+
+
+def test_a_part_for_which_no_thread_can_be_started_has_failed_for_now() -> None:
+    session = Heard()
+    agent = in_a_loop(session)
+    agent.end_step(lambda step: None)
+    agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+    with no_threads():
+        agent.on_order(Save(1, 1, 1, 1, ("u",), (0,), 0, "chosen"))
+    failed = session.reports[-1]
+    assert isinstance(failed, SaveFailed)
+    assert (failed.attempt, failed.storage) == (1, True), "the controller asks again, and bars nobody"
+    golden.says(failed.reason)
+    agent.on_order(Save(1, 1, 2, 1, ("u",), (0,), 0, "chosen again"))
+    assert agent.wait_until(lambda: getattr(session.reports[-1], "attempt", 0) == 2, 30.0)
+    agent.close()
+
+
+def test_a_stack_is_told_although_no_thread_can_be_started_that_logs_it() -> None:
+    session = Heard()
+    agent = in_a_loop(session)
+    with no_threads():
+        agent.on_order(Notice(1, "rank 0 is behind", stack=True))
+    assert any(isinstance(report, Stack) for report in session.reports)
     agent.close()

@@ -13,6 +13,7 @@ import pytest
 from lastwords.processor.departure import Departure, verdict_of
 from lastwords.vocabulary import Exit, ExitKind
 from tests import golden
+from tests.shortage import TOO_LARGE
 
 WAIT_S = 30.0
 
@@ -89,6 +90,26 @@ def test_a_process_ends_where_even_its_line_cannot_be_said() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "departure.decide(saved); departure.end_now(); time.sleep(1000)",
+        "departure.decide(saved); raise departure.unwind()",
+        "departure.decide_alone('no controller', departure.end_now); time.sleep(1000)",
+    ],
+    ids=["now", "unwinding", "alone"],
+)
+def test_a_process_ends_although_no_thread_can_be_started(way: str) -> None:
+    """Without those in reserve the first and the last one would sleep on, as in a collective that never returns."""
+    code, errors = run(
+        "from lastwords import threads\n"
+        "departure = Departure(2, recorded=lambda: Exit(1, 1, ExitKind.SAVED, 37, '', 'rank 1 died', (1,)))\n"
+        f"threads.reserve(ways_out.THREADS); threading.stack_size({TOO_LARGE}); {way}"
+    )
+    assert code == 75, errors
+    assert "step 37" in errors
 
 
 def test_what_was_printed_is_flushed() -> None:

@@ -94,7 +94,9 @@ def test_the_stack_is_handed_on_and_logged_with_each_frame(caplog: pytest.LogCap
     go_on = threading.Event()
     thread, number = in_a_thread(lambda: wait(go_on))
     found: list[Stack] = []
-    Whereabouts(number).show("rank 2 is here:", 2, 1, found.append).join(30)
+    shower = Whereabouts(number).show("rank 2 is here:", 2, 1, found.append)
+    assert shower is not None
+    shower.join(30)
     go_on.set()
     thread.join(30)
     assert (found[0].rank, found[0].generation) == (2, 1)

@@ -404,6 +404,23 @@ class SimpleQueue:
             return self._items.pop(0)
 
 
+class Threads:
+    """Stands in for `lastwords.threads`: there always is one more."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def start(self, target: Callable[..., object], *args: object, name: str) -> Thread:
+        thread = Thread(self._scheduler, target, args, name=name)
+        thread.start()
+        return thread
+
+    start_patiently = start
+
+    def run(self, target: Callable[[], object], *, name: str) -> None:
+        self.start(target, name=name)
+
+
 class Threading:
     """Stands in for the module `threading` where shipped code says `threading.Lock()` and so on."""
 

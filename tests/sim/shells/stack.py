@@ -57,7 +57,7 @@ from tests.sim.shells.controllers import Controllers
 from tests.sim.shells.disk import Calls
 from tests.sim.shells.following import Following
 from tests.sim.shells.plan import Blow, StackPlan
-from tests.sim.shells.scheduler import Gone, Process, Queue, Scheduler, Threading, Time
+from tests.sim.shells.scheduler import Gone, Process, Queue, Scheduler, Threading, Threads, Time
 from tests.sim.shells.wire import Loop, Wire
 
 HORIZON_S = 1000.0
@@ -266,7 +266,7 @@ class Watch:
         self.on_death, _, self.on_release, _ = (argument for argument in arguments if callable(argument))
         self._stack = stack
 
-    def clear_up(self) -> None: ...
+    def start(self) -> None: ...
 
     def welcome(self, rank: int, process: ProcessId) -> None:
         following = self._stack.following
@@ -410,15 +410,17 @@ class Stack:
 
     @contextlib.contextmanager
     def _simulated(self) -> Iterator[None]:
-        threading, queue, time = (kind(self.scheduler) for kind in (Threading, Queue, Time))
+        threading, threads, queue, time = (kind(self.scheduler) for kind in (Threading, Threads, Queue, Time))
         with contextlib.ExitStack() as stack:
             if self.following is not None:
                 stack.enter_context(mock.patch.object(successor_module, "state_file", self.following.state_file()))
                 stack.enter_context(mock.patch.object(successor_module, "start_successor", self.following.start))
                 stack.enter_context(mock.patch.object(successor_module, "threading", threading))
+                stack.enter_context(mock.patch.object(successor_module, "threads", threads))
                 stack.enter_context(mock.patch.object(successor_module, "_log", _Lines(self)))
             for module in (agent_module, departure_module, saver_module, session_module, controller_storage):
                 stack.enter_context(mock.patch.object(module, "threading", threading))
+                stack.enter_context(mock.patch.object(module, "threads", threads))
             stack.enter_context(mock.patch.object(agent_module, "time", time))
             stack.enter_context(mock.patch.object(controller_storage, "queue", queue))
             stack.enter_context(mock.patch.object(controller_storage, "time", time))

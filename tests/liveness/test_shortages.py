@@ -1,0 +1,114 @@
+"""A process that cannot be watched for lack of a thread is watched later, and in the other way until then."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lastwords.errors import UnavailableError, is_shortage
+from lastwords.liveness import process_id
+from lastwords.liveness import watch as watch_module
+from lastwords.liveness.pidfd import PidWatcher
+from lastwords.liveness.robust_mutex import LifeLine, watch
+from lastwords.liveness.watch import HostWatch
+from lastwords.vocabulary import DeathSource
+from tests import golden
+from tests.shortage import no_descriptors, no_threads
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def line() -> Iterator[LifeLine]:
+    directory = Path(f"/dev/shm/test-shortages-{secrets.token_hex(4)}")
+    directory.mkdir()
+    line = LifeLine.create(directory / "rank_0.life")
+    yield line
+    line.release()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "AGAIN_S", 0.01)
+
+
+def test_a_life_line_that_no_thread_can_watch_is_a_shortage_and_leaves_no_mapping(line: LifeLine) -> None:
+    before = Path("/proc/self/maps").read_text().count(str(line.path))
+    with no_threads(), pytest.raises(UnavailableError) as caught:
+        watch(line.path, lambda kind: None)
+    assert is_shortage(caught.value)
+    assert Path("/proc/self/maps").read_text().count(str(line.path)) == before
+
+
+def test_a_life_line_is_watched_as_soon_as_there_is_a_thread_for_it(line: LifeLine) -> None:
+    released: queue.Queue[int] = queue.Queue()
+    hosts = HostWatch(lambda *death: None, on_release=released.put)
+    hosts.start()
+    with no_threads():
+        assert hosts.add(0, line.path, process_id.this_process("x")) == (DeathSource.PIDFD,)
+    line.release()  # which the pidfd says nothing of
+    assert released.get(timeout=WAIT_S) == 0
+    hosts.stop()
+
+
+def test_a_rank_that_is_removed_in_a_shortage_is_not_watched_after_it(line: LifeLine) -> None:
+    released: queue.Queue[int] = queue.Queue()
+    hosts = HostWatch(lambda *death: None, on_release=released.put)
+    hosts.start()
+    with no_threads():
+        hosts.add(0, line.path, process_id.this_process("x"))
+        hosts.remove(0)
+    later: queue.Queue[int] = queue.Queue()
+    hosts.later(0.05, lambda: later.put(1))
+    assert later.get(timeout=WAIT_S) == 1
+    line.release()
+    hosts.stop()
+    assert released.empty()
+
+
+def test_what_cannot_be_watched_at_all_in_a_shortage_says_that_it_is_one(line: LifeLine) -> None:
+    hosts = HostWatch(lambda *death: None)
+    hosts.start()
+    here = process_id.this_process("x")
+    with golden.raises(UnavailableError) as caught, no_descriptors():
+        hosts.add(0, Path("/dev/shm/rank_0.life"), here)
+    assert is_shortage(caught.value)
+    hosts.stop()
+
+
+def test_a_pid_watcher_without_a_thread_takes_a_process_later() -> None:
+    watcher = PidWatcher()
+    before = len(os.listdir("/proc/self/fd"))
+    with no_threads(), pytest.raises(UnavailableError) as caught:
+        watcher.add(process_id.this_process("x"), lambda: None)
+    assert is_shortage(caught.value)
+    assert len(os.listdir("/proc/self/fd")) == before
+    watcher.add(process_id.this_process("x"), lambda: None)
+    watcher.stop()
+
+
+def test_a_pid_watcher_without_descriptors_is_a_shortage() -> None:
+    with golden.raises(UnavailableError) as caught, no_descriptors():
+        PidWatcher()
+    assert is_shortage(caught.value)
+
+
+def test_a_call_back_that_fails_does_not_end_the_watcher(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("a mistake")
+
+    watcher = PidWatcher()
+    watcher.start()
+    called: queue.Queue[int] = queue.Queue()
+    watcher.later(0.0, fail)
+    watcher.later(0.0, lambda: called.put(1))
+    assert called.get(timeout=WAIT_S) == 1
+    watcher.stop()
+    assert "a mistake" in caplog.text
