@@ -6,9 +6,12 @@ directory stays and holds memory until somebody calls this: whoever starts next 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from lastwords import clock
@@ -27,7 +30,8 @@ _JOB_DIR = re.compile(r"lastwords-(\d+)-([A-Za-z0-9_.-]{1,64})-g(\d+)(?:-([0-9a-
 def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_S) -> list[Path]:
     """Remove every job directory of this user all of whose ranks on this host have ended; returns what went.
 
-    A directory without any life line, with one that cannot be read, or changed less than `young_s` ago stays.
+    A directory without any life line, with one that cannot be read, or changed less than `young_s` ago stays. So does
+    that of a controller that serves: it may save for ranks of other hosts, and be followed if it is killed.
     Harmless at any time and from any process; failures are only logged.
     """
     removed = []
@@ -42,14 +46,32 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
             continue
         path = root / name
         try:
-            if _is_dead(path, young_s):
-                paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root)
-                removed.append(path)
+            with _no_controller_serves(path) as nobody:
+                if nobody and _is_dead(path, young_s):
+                    paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root)
+                    removed.append(path)
         except (LastWordsError, OSError) as error:
             _log.info("%s is not removed: %s", path, error)
     if removed:
         _log.info("removed files of ended jobs: %s", ", ".join(map(str, removed)))
     return removed
+
+
+@contextlib.contextmanager
+def _no_controller_serves(path: Path) -> Iterator[bool]:
+    """Whether nobody holds the lock of the job's controller, nor does so before the end of the block. OSError."""
+    try:
+        fd = os.open(path / paths.LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield True
+        return
+    with os.fdopen(fd, "rb"):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        except BlockingIOError:
+            is_free = False
+        yield is_free
 
 
 def _is_dead(path: Path, young_s: float) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lastwords.checkpoint.lock_file import LockFile
 from lastwords.liveness import paths
 from lastwords.liveness.leftovers import remove_dead_job_dirs
 from lastwords.liveness.robust_mutex import LifeLine
@@ -48,6 +49,20 @@ def test_what_a_version_without_nonces_left_is_removed(root: Path) -> None:
     former = path.rename(paths.job_dir("over", 1, root=root))
     os.utime(former, (1, 1))
     assert remove_dead_job_dirs(root=root) == [former]
+
+
+def test_the_directory_of_a_controller_that_serves_stays_although_no_rank_of_its_host_lives(root: Path) -> None:
+    """It saves for ranks of other hosts, and who follows it needs its state."""
+    path, _ = job(root, "over", ended=3, extra=paths.STATE_NAME)
+    lock = path / paths.LOCK_NAME
+    with LockFile(lock).held() as held:
+        assert held
+        os.utime(path, (1, 1))
+        assert remove_dead_job_dirs(root=root) == []
+        assert (path / paths.STATE_NAME).exists()
+    lock.touch()  # as a controller leaves it that is killed
+    os.utime(path, (1, 1))
+    assert remove_dead_job_dirs(root=root) == [path]
 
 
 def test_a_job_with_one_living_rank_stays_whole(root: Path) -> None:
