@@ -20,12 +20,18 @@ def read_end(path: Path, bytes_max: int) -> bytes:
 def append_line(path: Path, line: str) -> None:
     """Appends to a regular file, which is created if there is none; OSError.
 
-    One write, since others append as well. Not durable. A FIFO could block for ever, so it is refused.
+    One write, since others append as well; more only where a disk takes a part. What is left of a line that did not fit
+    on a full disk, or whose writer was killed, is ended first: it makes no line unreadable but itself. Not durable. A
+    FIFO could block for ever, so it is refused.
     """
-    fd = posix.open(path, posix.O_WRONLY | posix.O_APPEND | posix.O_CREAT | posix.O_CLOEXEC | posix.O_NONBLOCK, 0o644)
+    fd = posix.open(path, posix.O_RDWR | posix.O_APPEND | posix.O_CREAT | posix.O_CLOEXEC | posix.O_NONBLOCK, 0o644)
     try:
         if not stat.S_ISREG(posix.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        posix.write(fd, line.encode() + b"\n")
+        size = posix.fstat(fd).st_size
+        is_whole = not size or posix.pread(fd, 1, size - 1) == b"\n"
+        left = memoryview((b"" if is_whole else b"\n") + line.encode() + b"\n")
+        while left:
+            left = left[posix.write(fd, left) :]
     finally:
         posix.close(fd)

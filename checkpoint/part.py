@@ -40,6 +40,7 @@ from lastwords.checkpoint.system import (
     close,
     make_directories,
     make_directory,
+    pwrite_all,
     storage_errors,
     sync_directory,
 )
@@ -285,10 +286,7 @@ def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
     with storage_errors("writing", path):
         fd = os.create(path, direct=False)
         try:
-            view = memoryview(raw)
-            done = 0
-            while done < len(raw):
-                done += os.pwrite(fd, view[done:], done)
+            pwrite_all(os, fd, raw)
             if durable:
                 os.fsync(fd)
         finally:

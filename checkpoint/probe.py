@@ -16,6 +16,7 @@ from lastwords.checkpoint.system import (
     Os,
     close,
     make_directory,
+    pwrite_all,
     remove_tree,
     storage_errors,
 )
@@ -64,7 +65,7 @@ def _try_file(path: Path, os: Os) -> list[str]:
             missing.append(NO_DIRECT)
             fd = os.create(path.with_name("plain"), direct=False)
             try:
-                os.pwrite(fd, memoryview(bytes(BLOCK_BYTES)), 0)
+                pwrite_all(os, fd, bytes(BLOCK_BYTES))
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -88,7 +89,8 @@ def _writes_directly(path: Path, os: Os) -> bool:
         raise
     try:
         with mmap.mmap(-1, BLOCK_BYTES) as aligned, memoryview(aligned) as view:
-            os.pwrite(fd, view, 0)
+            if os.pwrite(fd, view, 0) < BLOCK_BYTES:
+                return False
         os.fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL:

@@ -26,6 +26,7 @@ from lastwords.checkpoint.system import (
     Os,
     boot_id,
     close,
+    pwrite_all,
     read_whole,
     remove_tree,
     storage_errors,
@@ -78,7 +79,7 @@ class Claim:
                 fd = os.open_lock(path)
             try:
                 if os.try_lock(fd) and _is_at(path, fd, os):
-                    os.pwrite(fd, memoryview(boot_id()), 0)
+                    pwrite_all(os, fd, boot_id())
                     return fd
             except BaseException:
                 close(fd, path, os)

@@ -21,7 +21,7 @@ from pathlib import Path
 from lastwords.checkpoint import layout, stale
 from lastwords.checkpoint.document import Fields, decode_document, encode_document
 from lastwords.checkpoint.manifest import Claimed
-from lastwords.checkpoint.system import REAL_OS, Os, close, read_whole, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, Os, close, pwrite_all, read_whole, storage_errors, sync_directory
 from lastwords.checkpoint.versions import START_FORMAT
 from lastwords.errors import ConfigError, FormatError, StorageError
 
@@ -241,9 +241,7 @@ def _create(path: Path, content: bytes, os: Os) -> None:
         ) from error
     try:
         with storage_errors("writing", path):
-            done = 0
-            while done < len(content):
-                done += os.pwrite(fd, memoryview(content)[done:], done)
+            pwrite_all(os, fd, content)
             os.fsync(fd)
     finally:
         close(fd, path, os)

@@ -286,6 +286,13 @@ def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
     return StorageError(f"{doing} {path} failed: {why} (errno {number}); {remedy}", errno=number)
 
 
+def pwrite_all(os: Os, fd: int, content: bytes | memoryview, offset: int = 0) -> None:
+    """`Os.pwrite` until everything is written: a full disk takes a part, and refuses only the next one. OSError."""
+    view, done = memoryview(content), 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
     """Turns an OSError of the block into a StorageError that says what was being done."""

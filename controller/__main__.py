@@ -70,7 +70,7 @@ def _set_up_logging() -> logging.handlers.QueueListener:
 def _tell(fd: int, answer: dict[str, object]) -> None:
     if fd >= 0:
         with contextlib.suppress(OSError):
-            os.write(fd, json.dumps(answer).encode() + b"\n")
+            paths.write_all(fd, json.dumps(answer).encode() + b"\n")
         with contextlib.suppress(OSError):
             os.close(fd)
 

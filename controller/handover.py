@@ -135,7 +135,7 @@ class RunFile:
         _make_private_directory(self.path.parent)
         try:
             with paths.replacing(self.path) as fd:
-                os.write(fd, json.dumps(asdict(record)).encode())
+                paths.write_all(fd, json.dumps(asdict(record)).encode())
             os.close(fd)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error}", errno=error.errno or 0) from error

@@ -106,7 +106,7 @@ class StateFile:
         try:
             raw = msgspec.json.encode(content, enc_hook=str)
             with paths.replacing(self.path) as fd:
-                _write_all(fd, raw)
+                paths.write_all(fd, raw)
             os.close(fd)
             self._problem = ""
         except (OSError, ValueError) as error:  # a path that is no text cannot be encoded
@@ -120,12 +120,6 @@ class StateFile:
         """A sign of life: the time of the file's last change moves."""
         with contextlib.suppress(OSError):  # there may be no file: then no controller can follow either
             os.utime(self.path)
-
-
-def _write_all(fd: int, raw: bytes) -> None:
-    left = memoryview(raw)
-    while left:
-        left = left[os.write(fd, left) :]
 
 
 def read(path: Path) -> KeptState:

@@ -18,7 +18,6 @@ from typing import Any
 
 from lastwords import clock, threads
 from lastwords.checkpoint import layout, load, publish, retention, stale, starts
-from lastwords.checkpoint.line_file import append_line
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.retry import patiently
@@ -26,6 +25,7 @@ from lastwords.checkpoint.system import REAL_OS, make_directories, storage_error
 from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.controller import events
 from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.timeline import append_record
 from lastwords.controller.uploads import Uploads
 from lastwords.errors import LastWordsError, StorageError, UnavailableError, named
 
@@ -42,6 +42,10 @@ PRUNING = "pruning"
 
 PRUNING_NICE = 10
 """Training goes first. More than any priority that this process may have."""
+
+DISCARDED_MAX = 64
+"""So many attempts are discarded once more at the end, and older ones when others follow them: a job drops a periodic
+checkpoint now and then for months, and a writer is not that late."""
 
 PROGRESS_INTERVAL_S = 1.0
 """A verification, or a publication, says so often that it has come further."""
@@ -73,7 +77,7 @@ class StorageJobs:
         self._pending = 0
         self._claims: list[stale.Claim] = []
         self._verified: tuple[Path, dict[int, publish.Seen]] | None = None
-        self._discarded: dict[Path, None] = {}
+        self._discarded: dict[Path, None] = {}  # the newest ones
         self._uploads = Uploads(spec, self._roots) if spec.remote else None
 
     @property
@@ -238,8 +242,13 @@ class StorageJobs:
         yield on_bytes
 
     def _discard(self, tmp_dir: Path) -> None:
-        self._discarded[tmp_dir] = None
-        stale.discard_own(tmp_dir)
+        with self._lock:
+            self._discarded[tmp_dir] = None
+            oldest = next(iter(self._discarded)) if len(self._discarded) > DISCARDED_MAX else None
+            if oldest is not None:
+                del self._discarded[oldest]
+        for one in filter(None, (tmp_dir, oldest)):
+            stale.discard_own(one)
 
     def _release(self) -> None:
         # Once more: what was in the way, such as too many open files, may have passed, and a writer that had its order
@@ -353,12 +362,6 @@ class StorageJobs:
 def _append(path: Path, line: str) -> None:
     """A rank that slept through the end of its job reads there how it ended, so a failure that may pass is no end."""
     try:
-        patiently(lambda: _append_once(path, line), REAL_OS)
+        patiently(lambda: append_record(path, line), REAL_OS)
     except StorageError as error:
         _log.warning("cannot write to %s: %s", path, error)
-
-
-def _append_once(path: Path, line: str) -> None:
-    with storage_errors("appending to", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(path, line)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint.line_file import read_end
+from lastwords.checkpoint.line_file import append_line, read_end
+from lastwords.checkpoint.system import storage_errors
 from lastwords.controller.events import (
     Event,
     Outcome,
@@ -228,6 +229,21 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 """What a line of incidents.jsonl raises that nobody of lastwords has written, or that was torn."""
 
 
+def append_record(path: Path, line: str) -> None:
+    """Append one line to `path` (incidents.jsonl), to which controllers and launchers append. StorageError."""
+    with storage_errors("appending to", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append_line(path, line)
+
+
+def records(path: Path) -> list[bytes]:
+    """The last lines of `path`, `RECORD_BYTES_MAX` at most; what is no JSON among them is for the caller to pass over.
+
+    OSError.
+    """
+    return read_end(path, RECORD_BYTES_MAX).splitlines()
+
+
 def recorded_exit(path: Path, job: str, generation: int) -> Exit | None:
     """How this generation of a job has ended, by its newest line in `path` (incidents.jsonl); None if none says so.
 
@@ -235,7 +251,7 @@ def recorded_exit(path: Path, job: str, generation: int) -> Exit | None:
     passed over. Reads the last `RECORD_BYTES_MAX` only.
     """
     try:
-        lines = read_end(path, RECORD_BYTES_MAX).splitlines()
+        lines = records(path)
     except OSError:
         return None
     for line in reversed(lines):

@@ -23,11 +23,10 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from lastwords import threads
-from lastwords.checkpoint.line_file import append_line, read_end
 from lastwords.clock import OwnTime, mono_s
-from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE
+from lastwords.controller.timeline import UNREADABLE, append_record, records
 from lastwords.controller.words import ranks_text
-from lastwords.errors import UnavailableError
+from lastwords.errors import StorageError, UnavailableError
 from lastwords.launcher.core import LauncherCore
 from lastwords.launcher.events import (
     Begun,
@@ -322,11 +321,10 @@ def _tell_in_time(line: str, record: Path | None) -> None:
 def _tell_of(line: str, record: Path | None) -> None:
     """All ranks train again. In a thread of its own: a file system or a terminal may take its time."""
     incident = None
-    if record is not None:
-        with contextlib.suppress(OSError):
-            incident = incident_of(read_end(record, RECORD_BYTES_MAX).decode(errors="replace").splitlines(), line)
-        with contextlib.suppress(OSError):
-            append_line(record, line)
+    with contextlib.suppress(OSError, StorageError):
+        if record is not None:
+            incident = incident_of(records(record), line)
+            append_record(record, line)
     with contextlib.suppress(OSError, *UNREADABLE):
         sys.stderr.write(f"lastwords run: {sentence(line, incident)}\n")
 

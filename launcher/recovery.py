@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,10 +155,10 @@ def _saved(step: int, incident: Mapping[str, Any] | None, *, exact: bool) -> str
     return f"{why}{lost}resumed after step {step}" if step else f"{why}{lost}began anew"
 
 
-def incident_of(lines: Iterable[str], line: str) -> dict[str, Any] | None:
+def incident_of(lines: Sequence[str | bytes], line: str) -> dict[str, Any] | None:
     """Of the lines of incidents.jsonl the one of the failure that this recovery (`line`) has mended."""
     began_s = json.loads(line)["began_mono_s"]
-    for other in reversed([*lines]):
+    for other in reversed(lines):
         try:
             record: dict[str, Any] = json.loads(other)
             if record["outcome"] in ExitKind.__members__ and record["known_mono_s"] >= began_s:

@@ -109,6 +109,13 @@ def replacing(path: Path) -> Iterator[int]:
         raise
 
 
+def write_all(fd: int, raw: bytes) -> None:
+    """`os.write` until all is written: a full file system takes a part, and refuses only the next one. OSError."""
+    left = memoryview(raw)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
 def make_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
     """Create the directory (mode 0700) or accept the one that is there; every rank of a host may call it.
 

@@ -33,6 +33,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lastwords.checkpoint.system import REAL_OS, pwrite_all
 from lastwords.errors import ConfigError, StorageError
 from lastwords.liveness import paths
 from lastwords.processor.box_carry import carry_over
@@ -153,8 +154,8 @@ class BlackBox:
                 os.ftruncate(fd, places.file_bytes)
                 for at, nbytes in places.needed_from_the_start(_JSON_RESERVE_BYTES):
                     os.posix_fallocate(fd, at, nbytes)
-                os.pwrite(fd, places.preamble(), 0)
-                os.pwrite(fd, places.header_json, PAGE_BYTES)
+                pwrite_all(REAL_OS, fd, places.preamble())
+                pwrite_all(REAL_OS, fd, places.header_json, PAGE_BYTES)
                 box = cls(path, places, os.dup(fd))
                 if carried is not None:
                     carry_over(carried, box)

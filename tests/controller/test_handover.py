@@ -79,6 +79,15 @@ def test_a_run_file_is_private_and_says_what_was_written(tmp_path: Path) -> None
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_run_file_is_whole_where_the_system_writes_it_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write_all(fd, data[:10]))
+    path = write(tmp_path, 30051, record_of(os.getpid(), stage="saving", live=3, progress=9))
+    assert read_run_file(path) == record_of(os.getpid(), stage="saving", live=3, progress=9)
+
+
 def test_a_host_name_and_its_address_have_one_run_file(tmp_path: Path) -> None:
     names = {run_file_path(name, 30051, root=tmp_path).name for name in ("localhost", "127.0.0.1", "::1")}
     assert len(names) == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import queue
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.controller import events, storage
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.storage import StorageJobs
+from lastwords.controller.timeline import recorded_exit
 from tests import golden
 from tests.checkpoint.states import Job
 from tests.checkpoint.test_retention import filled, flipped, sound_in, steps_in
@@ -466,6 +469,46 @@ def test_a_line_that_cannot_be_appended_for_a_moment_is_not_lost(
     answers.jobs.append_line(tmp_path / "lines", "one")
     answers.settle()
     assert (tmp_path / "lines").read_text() == "one\n"
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_told_and_spoils_no_other_one(
+    answers: Answers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, limit = tmp_path / "incidents.jsonl", 4 << 20
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # as a file system that is full after so much
+    try:
+        answers.jobs.append_line(path, exit_line(1, "x" * limit))
+        answers.settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == limit
+    golden.says(caplog.messages)
+    answers.jobs.append_line(path, exit_line(2, "rank 1 died"))
+    answers.settle()
+    found = recorded_exit(path, "digits", 2)
+    assert found is not None
+    assert found.incident == 2
+
+
+def exit_line(incident: int, reason: str) -> str:
+    facts = {"job": "digits", "generation": 2, "incident": incident, "outcome": "NOT_SAVED", "step": 0, "path": ""}
+    return json.dumps({**facts, "reason": reason, "cause_ranks": [1]})
+
+
+def test_attempts_that_were_discarded_do_not_add_up(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "DISCARDED_MAX", 3)
+    attempts = [events.Discard(0, attempt, 40, 0) for attempt in range(1, 6)]
+    for effect in attempts:
+        answers.jobs.discard(effect)
+    answers.settle()
+    assert len(answers.jobs._discarded) == 3
+    again = [answers.jobs._tmp_dir(effect) for effect in attempts[2:]]
+    for path in again:
+        path.mkdir(parents=True)  # by a writer that has its order late
+    answers.jobs.release()
+    answers.settle()
+    assert not any(path.exists() for path in again)
 
 
 # ---------------------------------------------------------------------- pruning
