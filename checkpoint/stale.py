@@ -122,7 +122,11 @@ def discard(tmp_dir: Path, os: Os = REAL_OS) -> bool:
 
 
 def discard_own(tmp_dir: Path, os: Os = REAL_OS) -> bool:
-    """As `discard`, of what its own attempt has written. What that has changed places with gets a name where needed."""
+    """As `discard`, but only of what this directory's own attempt has written.
+
+    If the publication exchanged this directory with another checkpoint, that checkpoint is renamed, not deleted,
+    unless it is damaged or the published one replaces it.
+    """
     name = layout.TemporaryName.parse(tmp_dir.name)
     said = Claimed.if_readable(tmp_dir, os)
     if name is None or said == Claimed():

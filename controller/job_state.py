@@ -81,7 +81,7 @@ class JobState:
         return self._incident
 
     def _remembering(self, effects: list[Effect]) -> list[Effect]:
-        """What follows from an event, and before all of it what the next controller has to know of that."""
+        """The effects, preceded by a Remember if the successor needs new state."""
         wanted = self._periodic.wanted
         if self._succession.may_wait(effects, self._incident, wanted=wanted):
             return effects

@@ -265,7 +265,10 @@ class Saving:
         self._context.emit(self._file_order)
 
     def reject(self, problems: tuple[tuple[int, str], ...]) -> None:
-        """Verification found bad parts; where it names no writer, all are. Words said twice would be said for ever."""
+        """Verification found bad parts: those of the writers that it names, or all parts where it names none.
+
+        A writer whose part fails twice with the same message is barred; otherwise the retries would never end.
+        """
         writers = {part.rank for part in self.plan}
         if self._drops_shares(problems):
             return

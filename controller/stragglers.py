@@ -24,8 +24,9 @@ NEW_STEPS = 8
 
 SLOWER = 0.2
 SLOWER_S = 0.005
-"""By at least this part of what half of its peers take at most, and by at least so long, is a slower rank slower.
-Twice as close as that, it is as fast as they are; in between, what is known of it stays."""
+"""A rank is slow if its work exceeds its peers' median by 20 % and by 5 ms.
+
+Below half of either (10 %, 2.5 ms) it is as fast as they are; in between, what is known of it stays."""
 
 
 class Stragglers:

@@ -116,8 +116,8 @@ class Succession:
     def may_wait(self, effects: Sequence[Effect], incident: Incident | None, *, wanted: bool) -> bool:
         """Whether these effects do nothing that the next controller would have to know of. wanted: see `Memory`.
 
-        It opens an incident that is certain anew, and misses by itself who has died in it: a thousand deaths at once
-        are kept at once, before what is done about them.
+        The successor reopens a certain incident and detects its dead ranks itself, so single deaths need not be
+        persisted: a thousand deaths at once are written once, before what is done about them.
         """
         kept = None if self.remembered is None else self.remembered.memory
         if not effects:

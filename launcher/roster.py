@@ -78,9 +78,10 @@ class Rank:
     told_s: float | None = None
     """When people are told that it is waited for."""
     runs_due_s: float | None = None
-    """It was found stopped, so `due_s` is earlier than otherwise: this, if it runs when it is looked at again."""
+    """The process was found stopped, so `due_s` was brought forward: the deadline to restore if the process is no
+    longer stopped at the second check."""
     asked: bool = False
-    """It is looked at again."""
+    """The second check is under way."""
 
 
 @dataclass(slots=True)

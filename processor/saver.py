@@ -220,7 +220,7 @@ class SaveJob:
 def _yield_to_training() -> None:
     """This thread, and those that it starts, get the processor when nobody else wants it: training goes on meanwhile.
 
-    Of a thread's own is what Linux does with a thread's id here (setpriority(2), "C library/kernel differences").
+    On Linux, setpriority() with a thread id affects that thread only (setpriority(2), "C library/kernel differences").
     """
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICEST)

@@ -1,4 +1,4 @@
-"""Replicas that are none: which tensor differs, on which rank, and whether anybody can tell who is right."""
+"""Replicas that have diverged: which tensor, on which rank, and whether a majority shows who is right."""
 
 from __future__ import annotations
 
