@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from lastwords.liveness import paths, process_id
-from lastwords.liveness.pidfd import watch_pid
+from lastwords.liveness.pidfd import PidWatcher
 from lastwords.liveness.robust_mutex import LifeLine, watch
 from lastwords.vocabulary import ProcessId
 
@@ -67,13 +67,14 @@ def _await_death(life_path: Path, pid: int, connection: socket.socket) -> dict[s
     all_known = threading.Event()
     process = ProcessId(process_id.host_id(), pid, process_id.start_ticks(pid) or 0, "bench")
     life_watch = watch(life_path, lambda _: _note(known_ns, "robust mutex", all_known))
-    pid_watch = watch_pid(process, lambda: _note(known_ns, "pidfd", all_known))
+    pid_watcher = PidWatcher()
+    pid_watcher.add(process, lambda: _note(known_ns, "pidfd", all_known))
     end = threading.Thread(target=_await_eof, args=(connection, known_ns, all_known), daemon=True)
     end.start()
     print("watching", flush=True)
     all_known.wait(WAIT_S)
     life_watch.stop()
-    pid_watch.stop()
+    pid_watcher.stop()
     end.join()
     return known_ns
 

@@ -8,19 +8,16 @@ from typing import Final
 from lastwords.controller.words import first_texts, ranks_text
 from lastwords.vocabulary import DeathSource
 
-CERTAIN: Final = frozenset((DeathSource.ROBUST_MUTEX, DeathSource.PIDFD, DeathSource.LAUNCHER))
+CERTAIN: Final = frozenset((DeathSource.ROBUST_MUTEX, DeathSource.PIDFD))
 """Sources that only speak when the process has ended. The others say that nothing is heard of it."""
 
 _DEATH_WORDS: Final[Mapping[DeathSource, str]] = {
     DeathSource.ROBUST_MUTEX: "died (killed or crashed)",
     DeathSource.PIDFD: "died (killed or crashed)",
-    DeathSource.LAUNCHER: "died (reported by the launcher)",
     DeathSource.STREAM: "was lost (its connection broke and it did not reconnect)",
-    DeathSource.KEEPALIVE: "was lost (its host does not answer)",
 }
 _SUSPICION_WORDS: Final[Mapping[DeathSource, str]] = {
     DeathSource.STREAM: "its connection broke",
-    DeathSource.KEEPALIVE: "its host did not answer in time",
 }
 
 _SIGNAL_NAMES: Final[Mapping[int, str]] = {1: "SIGHUP", 2: "SIGINT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}

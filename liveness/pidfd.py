@@ -179,28 +179,3 @@ class PidWatcher:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
-
-
-class PidWatch:
-    """A watch of a single process, made by `watch_pid`."""
-
-    def __init__(self, watcher: PidWatcher) -> None:
-        self._watcher = watcher
-
-    def stop(self) -> None:
-        """End the watch without a call-back."""
-        self._watcher.stop()
-
-
-def watch_pid(process: ProcessId, on_end: Callable[[], None]) -> PidWatch:
-    """Call `on_end` once, in a thread of its own, when `process` ends or if it already has.
-
-    A new process with the same pid is not mistaken for it: `process.start_ticks` is compared.
-    """
-    watcher = PidWatcher()
-    try:
-        watcher.add(process, on_end)
-    except UnavailableError:
-        watcher.stop()
-        raise
-    return PidWatch(watcher)

@@ -93,7 +93,7 @@ class SignalGuard:
     # ------------------------------------------------------------------ life
 
     def install(self) -> None:
-        """Take the signals; harmless if done before. Where that is impossible `degraded` says why, and nothing raises.
+        """Take the signals; harmless if done before. Where that is impossible a warning says why, and nothing raises.
 
         Only the main thread of a process may set handlers. UnavailableError if no thread can be started.
         """
@@ -144,11 +144,6 @@ class SignalGuard:
             thread.join(timeout=5.0)
         if read_end is not None:
             read_end.close()
-
-    @property
-    def degraded(self) -> str:
-        """Why some signal can still tear an update, "" if none can."""
-        return "; ".join(self._reasons)
 
     # ------------------------------------------------------------------ hot path (training thread)
 

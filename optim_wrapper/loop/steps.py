@@ -172,11 +172,6 @@ class Steps:
         return self._epochs
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Length of the loader."""
-        return self._facts.batches
-
-    @property
     def steps_per_epoch(self) -> int:
         """Steps in each epoch on this rank; must be the same on all ranks."""
         return -(-self._facts.batches // self._accumulate)

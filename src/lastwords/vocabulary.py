@@ -33,9 +33,7 @@ class DeathSource(enum.IntEnum):
 
     ROBUST_MUTEX = 1
     PIDFD = 2
-    STREAM = 3  # the session broke: a suspicion, not yet a death
-    KEEPALIVE = 4  # nothing was heard for too long: a suspicion that its time-out turns into a death
-    LAUNCHER = 5
+    STREAM = 3  # the session broke: a suspicion, which a time-out turns into a death
 
 
 class ExitKind(enum.IntEnum):

@@ -33,8 +33,7 @@ from lastwords.vocabulary import (
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
-CERTAIN = [DeathSource.ROBUST_MUTEX, DeathSource.PIDFD, DeathSource.LAUNCHER]
-UNCERTAIN = [DeathSource.STREAM, DeathSource.KEEPALIVE]
+CERTAIN = [DeathSource.ROBUST_MUTEX, DeathSource.PIDFD]
 
 
 # --------------------------------------------------------------------------- how it starts
@@ -50,10 +49,9 @@ def test_a_certain_death_freezes_everybody_else(source: DeathSource) -> None:
     assert job.core.state is State.SAVING
 
 
-@pytest.mark.parametrize("source", UNCERTAIN)
-def test_a_suspicion_freezes_but_decides_nothing(source: DeathSource) -> None:
+def test_a_suspicion_freezes_but_decides_nothing() -> None:
     job = JobDriver(3)
-    job.kill(1, source)
+    job.kill(1, DeathSource.STREAM)
     assert set(job.sent(Freeze)) >= {0, 2}
     for rank in (0, 2):
         job.settle(rank, computing(5))
@@ -149,7 +147,7 @@ def test_a_suspect_that_does_not_come_back_is_dead() -> None:
 
 def test_a_silent_rank_with_a_living_session_is_cleared_by_any_word() -> None:
     job = JobDriver(3)
-    job.kill(1, DeathSource.KEEPALIVE)
+    job.kill(1, DeathSource.STREAM)
     job.hear(Status(1, GENERATION, computing(5)))
     assert sorted(job.sent(Resume)) == [0, 1, 2]
 

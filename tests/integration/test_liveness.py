@@ -17,7 +17,7 @@ import pytest
 
 from lastwords.errors import UnavailableError
 from lastwords.liveness import paths, process_id, robust_mutex
-from lastwords.liveness.pidfd import PidWatcher, watch_pid
+from lastwords.liveness.pidfd import PidWatcher
 from lastwords.liveness.robust_mutex import EndKind, LifeLine, state_of, watch
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource
@@ -152,7 +152,8 @@ def test_a_process_that_released_its_life_line_may_be_killed_without_a_death(lif
         hosts = HostWatch(ends)
         hosts.add(0, life_path, living.process)
         assert living.tell("release") == "released"
-        last = watch_pid(living.process, pid_ends)
+        last = PidWatcher()
+        last.add(living.process, pid_ends)
         living.kill()
         assert pid_ends.wait(1) == [()]
         assert ends.wait(1, timeout_s=0.3) == []
@@ -214,7 +215,7 @@ def test_a_large_process_is_known_dead_before_its_memory_is_freed(life_path: Pat
         ends, pid_ends, told = Ends(), Ends(), Ends()
         hosts = HostWatch(ends, on_ending=told)
         hosts.add(0, life_path, living.process)
-        watch_pid(living.process, pid_ends)
+        PidWatcher().add(living.process, pid_ends)
         killed_s = time.monotonic()
         living.kill()
         assert [entry[:2] for entry in ends.wait(1)] == [(0, DeathSource.ROBUST_MUTEX)]
@@ -253,7 +254,7 @@ def test_a_zombie_is_not_alive(life_path: Path) -> None:
     with Living(life_path) as living:
         living.kill()
         ends = Ends()
-        watch_pid(living.process, ends)
+        PidWatcher().add(living.process, ends)
         ends.wait(1)
         assert os.path.exists(f"/proc/{living.pid}")  # nobody has waited for it yet
         assert not process_id.is_alive(living.process)
@@ -265,7 +266,7 @@ def test_a_pid_that_now_is_another_process_counts_as_ended() -> None:
         assert ticks is not None
         older = dataclasses.replace(process_id.this_process("x"), pid=sleeper.pid, start_ticks=ticks - 1)
         ends = Ends()
-        watch_pid(older, ends)
+        PidWatcher().add(older, ends)
         assert ends.wait(1) == [()]
         sleeper.kill()
 

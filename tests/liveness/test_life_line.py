@@ -14,7 +14,7 @@ import pytest
 
 from lastwords.errors import FormatError, StorageError, UnavailableError
 from lastwords.liveness import process_id, robust_mutex
-from lastwords.liveness.pidfd import PidWatcher, watch_pid
+from lastwords.liveness.pidfd import PidWatcher
 from lastwords.liveness.robust_mutex import EndKind, LifeLine, state_of, watch
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource
@@ -155,9 +155,10 @@ def test_an_unknown_machine_is_said_not_guessed(tmp_path: Path, monkeypatch: pyt
 def test_a_process_with_another_start_time_has_ended_already() -> None:
     ends = Ends()
     gone = dataclasses.replace(process_id.this_process("x"), start_ticks=1)
-    running = watch_pid(gone, lambda: ends("gone"))
+    watcher = PidWatcher()
+    watcher.add(gone, lambda: ends("gone"))
     assert ends.wait(1) == ["gone"]
-    running.stop()
+    watcher.stop()
 
 
 def test_a_pid_watch_is_stopped_and_removed_without_a_call_back() -> None:

@@ -23,8 +23,6 @@ class DeathSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROBUST_MUTEX: _ClassVar[DeathSource]
     PIDFD: _ClassVar[DeathSource]
     STREAM: _ClassVar[DeathSource]
-    KEEPALIVE: _ClassVar[DeathSource]
-    LAUNCHER: _ClassVar[DeathSource]
 
 class ExitKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,8 +42,6 @@ DEATH_SOURCE_UNSPECIFIED: DeathSource
 ROBUST_MUTEX: DeathSource
 PIDFD: DeathSource
 STREAM: DeathSource
-KEEPALIVE: DeathSource
-LAUNCHER: DeathSource
 EXIT_KIND_UNSPECIFIED: ExitKind
 SAVED: ExitKind
 NOTHING_TO_SAVE: ExitKind
