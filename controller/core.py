@@ -48,11 +48,12 @@ from lastwords.controller.incident import TIMERS, Incident
 from lastwords.controller.job_state import JobState
 from lastwords.controller.loop import LoopWatch, Strayed
 from lastwords.controller.membership import Life, Member
-from lastwords.controller.periodic import PERIODIC, Periodic
+from lastwords.controller.periodic import Periodic
 from lastwords.controller.stragglers import Stragglers
 from lastwords.controller.succession import Succession
 from lastwords.controller.words import ranks_text
 from lastwords.vocabulary import (
+    PERIODIC,
     DeathSource,
     ExitKind,
     Goodbye,

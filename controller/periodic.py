@@ -31,10 +31,17 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.membership import Life, Member
 from lastwords.controller.words import first_texts, ranks_text
-from lastwords.vocabulary import NO_SCHEDULE, SHARES_MAX, Save, Saved, SaveFailed, SaveProgress, Schedule, Share
-
-PERIODIC: Final = 0
-"""Number of the incident that periodic checkpoints belong to: none."""
+from lastwords.vocabulary import (
+    NO_SCHEDULE,
+    PERIODIC,
+    SHARES_MAX,
+    Save,
+    Saved,
+    SaveFailed,
+    SaveProgress,
+    Schedule,
+    Share,
+)
 
 AHEAD_STEPS_MAX: Final = 4096
 """So far ahead of the newest known step is one chosen, at most, where ranks have been past those before it."""

@@ -13,8 +13,8 @@ or the freeze came first, and then the update does not begin. There is no third 
 API::
 
     core = ProcessorCore(rank, generation, start_step, options)
-    training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_skipped, mark_gate_failed,
-                     try_end_step, mark_copying, mark_copied, mark_left, mark_raised
+    training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_corrupt, mark_skipped,
+                     mark_gate_failed, try_end_step, mark_copying, mark_copied, mark_not_copied, mark_left, mark_raised
     any thread:      mark_signalled, mark_peer_died, want_save
     shell:           handle(event, now_s), take_effects(), has_effects, deadline_s
     queries:         stand, phase, copy_due, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed, asks,
@@ -55,6 +55,7 @@ from lastwords.processor.phases import ENDED_PHASES, PARKED, TRANSITIONS, misuse
 from lastwords.processor.rank_state import RankState
 from lastwords.vocabulary import (
     NO_SCHEDULE,
+    PERIODIC,
     Exit,
     Freeze,
     Goodbye,
@@ -296,11 +297,11 @@ class ProcessorCore(RankState):
                     )
             case SessionDown():
                 self._said.on_session_down(now_s)
-            case SaveProgressed(0, attempt, bytes_written, syncing):
+            case SaveProgressed(incident, attempt, bytes_written, syncing) if incident == PERIODIC:
                 self._snapshots.on_progressed(attempt, bytes_written, syncing)
-            case SaveFinished(0, attempt, bytes_written):
+            case SaveFinished(incident, attempt, bytes_written) if incident == PERIODIC:
                 self._snapshots.on_finished(attempt, bytes_written)
-            case SaveErrored(0, attempt, reason, storage):
+            case SaveErrored(incident, attempt, reason, storage) if incident == PERIODIC:
                 self._snapshots.on_errored(attempt, reason, storage)
             case SaveProgressed(incident, attempt, bytes_written, syncing):
                 self._part.on_save_progressed(incident, attempt, bytes_written, syncing)
@@ -329,7 +330,7 @@ class ProcessorCore(RankState):
                     self._after_move()
             case Proceed():
                 wakes = self._part.on_proceed(order, self.settled_stand)
-            case Save(incident=0):
+            case Save() if order.incident == PERIODIC:
                 self._said.wanted = None
                 if not self._part.incident:
                     self._snapshots.on_save(order, self._ended_step, may_copy=self._phase in ENDED_PHASES)

@@ -14,7 +14,7 @@ from lastwords import clock, threads
 from lastwords.checkpoint import layout, part
 from lastwords.checkpoint.system import SyncWatch
 from lastwords.errors import IncompleteError, StorageError, UnavailableError, named
-from lastwords.vocabulary import Save, Stand
+from lastwords.vocabulary import PERIODIC, Save, Stand
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class SaveJob:
             self._thread.join()
 
     def _run(self) -> None:
-        if not self.order.incident:
+        if self.order.incident == PERIODIC:
             _yield_to_training()
         try:
             if self._after is not None:

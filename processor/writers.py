@@ -10,7 +10,7 @@ from lastwords.errors import UnavailableError
 from lastwords.processor.copied_state import CopiedState, CopyMemory
 from lastwords.processor.events import Event, SaveErrored, SaveFinished, SaveProgressed
 from lastwords.processor.saver import SaveJob, SaverSpec
-from lastwords.vocabulary import Save, Stand
+from lastwords.vocabulary import PERIODIC, Save, Stand
 
 _log = logging.getLogger(__name__)
 
@@ -46,19 +46,19 @@ class Writers:
         An event if no thread can be started for that, which passes: the controller asks again, or somebody else.
         """
         try:
-            if order.incident:
-                self._in_incident = self._job(order, stand, self._spec, self._in_incident)
-            else:
+            if order.incident == PERIODIC:
                 assert self._copied is not None, "it is asked for only after `copy`"
                 spec, self._copied = replace(self._spec, source=self._copied), None
                 self._behind = self._job(order, stand, spec, self._behind)
+            else:
+                self._in_incident = self._job(order, stand, self._spec, self._in_incident)
         except UnavailableError as error:
             return SaveErrored(order.incident, order.attempt, str(error), storage=True)
         return None
 
     def cancel(self, incident: int) -> None:
         """Stop the writer, if there is one."""
-        job = self._in_incident if incident else self._behind
+        job = self._behind if incident == PERIODIC else self._in_incident
         if job is not None:
             job.cancel()
 

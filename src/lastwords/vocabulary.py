@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 from lastwords.schedule import NO_SCHEDULE as NO_SCHEDULE
 from lastwords.schedule import Schedule as Schedule
@@ -23,6 +24,9 @@ from lastwords.stand import Stand as Stand
 
 RAISED_TEXT_CHARS_MAX = 200
 """An exception's text in a reason is cut here. The whole traceback is in the rank's own log."""
+
+PERIODIC: Final = 0
+"""In place of an incident's number, which is 1 or more: a periodic checkpoint belongs to no incident."""
 
 UNIT_REPLICATED = "replicated"
 """Name of the one unit of a pure data-parallel job."""
@@ -40,7 +44,7 @@ class ExitKind(enum.IntEnum):
     """How an incident ended, as the survivors are told."""
 
     SAVED = 1  # a checkpoint was published
-    NOTHING_TO_SAVE = 2  # no step had been ended anywhere
+    NOTHING_TO_SAVE = 2  # no rank has ended a step since the start, or since the checkpoint that was resumed from
     NOT_SAVED = 3  # no healthy holder, or storage refused: `reason` says which
 
 
@@ -328,7 +332,7 @@ class Save:
 
     units: names of units, or of shares of them (`Share`).
     target: 0 is the configured directory, 1 the fallback directory.
-    After the first `Save` of an incident a rank never trains on. incident 0: there is none, this is a periodic
+    After the first `Save` of an incident a rank never trains on. incident PERIODIC: this is a periodic
     checkpoint; the rank copies the state at the end of that step, trains on, and writes behind the training.
     """
 
