@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from lastwords.processor.events import ProcessorOptions
 
-TURN_S = 3.0
-"""The first living rank of the host asks, for 2 s, and starts the next controller; the others give it that time."""
+ASK_TURN_S = 3.0
+"""The first living rank of the host asks, for 2 s, and starts the next controller; the others give it that time.
+
+Where the controller is known to be dead nobody is asked: `START_TURN_S` of optim_wrapper/launch/successor.py."""
 
 
 class Silence:
@@ -51,4 +53,4 @@ class Silence:
         if self._since_s is None:
             return False
         patience_s = self._asking_s if asks else self._training_s
-        return now_s - self._since_s >= patience_s + (0.0 if is_first else TURN_S)
+        return now_s - self._since_s >= patience_s + (0.0 if is_first else ASK_TURN_S)

@@ -28,8 +28,9 @@ from lastwords.vocabulary import ProcessId
 
 _log = logging.getLogger(__name__)
 
-TURN_S = 2.0
-"""A rank waits so long for each living rank before it: a process needs 0.3 s to become a controller."""
+START_TURN_S = 2.0
+"""After the controller's death a rank waits so long for each living rank before it: a process needs 0.3 s to become a
+controller. A controller that lives is asked first, which takes longer: `processor.silence.ASK_TURN_S`."""
 
 POLL_INTERVAL_S = 0.05
 
@@ -217,7 +218,7 @@ class ControllerWatch:
                 return False  # it has ended by itself
             if owner.is_running:
                 return True
-            if clock.mono_s() - began_mono_s >= self._living_before() * TURN_S:
+            if clock.mono_s() - began_mono_s >= self._living_before() * START_TURN_S:
                 if not self._start_one(owner.pid):
                     return False
                 began_mono_s = clock.mono_s()

@@ -9,7 +9,7 @@ import pytest
 from lastwords.clock import OwnTime
 from lastwords.controller import takeover
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.silence import TURN_S, Silence
+from lastwords.processor.silence import ASK_TURN_S, Silence
 from lastwords.transport import CLIENT_KEEPALIVE
 from lastwords.vocabulary import DeathSource, PeerDied, Phase
 from tests.processor.rank_driver import GENERATION, RankDriver
@@ -41,8 +41,8 @@ def test_who_has_something_to_say_asks_earlier_than_who_trains() -> None:
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_the_first_living_rank_of_the_host_goes_first(asks: bool) -> None:
-    assert after_s(asks, is_first=False) == after_s(asks) + TURN_S
-    assert TURN_S > takeover.ANSWER_S + START_S
+    assert after_s(asks, is_first=False) == after_s(asks) + ASK_TURN_S
+    assert ASK_TURN_S > takeover.ANSWER_S + START_S
 
 
 def test_who_trains_never_asks_before_who_has_something_to_say() -> None:
