@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors
+from lastwords.checkpoint.system import REAL_OS, Os, close, has_name, storage_errors
 from lastwords.errors import BusyError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class LockFile:
             mine = False
             try:
                 mine = self._lock(fd, shared=shared)
-                if mine and self._has_its_name(fd):
+                if mine and has_name(self._path, fd, self._os):
                     return fd
             except BaseException:
                 close(fd, self._path, self._os)
@@ -81,21 +81,11 @@ class LockFile:
             )
             return True
 
-    def _has_its_name(self, fd: int) -> bool:
-        try:
-            other = self._os.open_lock(self._path)
-        except FileNotFoundError:
-            return False
-        try:
-            return self._os.stamp(other)[:2] == self._os.stamp(fd)[:2]
-        finally:
-            close(other, self._path, self._os)
-
     def _give_back(self, fd: int) -> None:
         try:
             # Of several holders the last one removes the name. Between a shared lock and this one another process may
             # have had it alone and removed the name itself, hence the second question.
-            if self._lock(fd, shared=False) and self._has_its_name(fd):
+            if self._lock(fd, shared=False) and has_name(self._path, fd, self._os):
                 self._os.unlink(self._path)
         finally:
             close(fd, self._path, self._os)

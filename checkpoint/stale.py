@@ -26,6 +26,7 @@ from lastwords.checkpoint.system import (
     Os,
     boot_id,
     close,
+    has_name,
     pwrite_all,
     read_whole,
     remove_tree,
@@ -78,7 +79,7 @@ class Claim:
             except FileExistsError:
                 fd = os.open_lock(path)
             try:
-                if os.try_lock(fd) and _is_at(path, fd, os):
+                if os.try_lock(fd) and has_name(path, fd, os):
                     pwrite_all(os, fd, boot_id())
                     return fd
             except BaseException:
@@ -94,18 +95,6 @@ class Claim:
             close(self._fd, self._path, self._os)
         except (OSError, StorageError) as error:
             logger.warning("could not release %s: %s", self._path, error)
-
-
-def _is_at(path: Path, fd: int, os: Os) -> bool:
-    """Whether this descriptor is of the file that has the name now."""
-    try:
-        other = os.open_read(path)
-    except FileNotFoundError:
-        return False
-    try:
-        return os.stamp(other)[:2] == os.stamp(fd)[:2]
-    finally:
-        close(other, path, os)
 
 
 def discard(tmp_dir: Path, os: Os = REAL_OS) -> bool:

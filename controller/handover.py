@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import time
 import typing
 from collections.abc import Callable
@@ -132,7 +131,7 @@ class RunFile:
         record = RunRecord(**{**asdict(self._record), "stage": stage, "live": live, "progress": progress})
         if record == self._written:
             return
-        _make_private_directory(self.path.parent)
+        paths.make_private_dir(self.path.parent)
         try:
             with paths.replacing(self.path) as fd:
                 paths.write_all(fd, json.dumps(asdict(record)).encode())
@@ -153,21 +152,12 @@ class RunFile:
 def read_run_file(path: Path) -> RunRecord | None:
     """Content of a run file of this user; None if there is none, or none that can be believed."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(fd)
-        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
-            return None
-        record = RunRecord(**from_json(os.read(fd, RUN_FILE_BYTES_MAX), dict[str, Any]))
+        record = RunRecord(**from_json(paths.read_own(path, RUN_FILE_BYTES_MAX), dict[str, Any]))
         hints = typing.get_type_hints(RunRecord)
         believable = record.pid > 0 and all(type(value) is hints[name] for name, value in asdict(record).items())
         return record if believable else None
-    except (OSError, FormatError, TypeError):
+    except (OSError, ConfigError, FormatError, TypeError):
         return None
-    finally:
-        os.close(fd)
 
 
 def running_here(*, root: Path = paths.SHM_ROOT) -> list[RunRecord]:
@@ -189,17 +179,6 @@ def remove_dead_run_files(*, root: Path = paths.SHM_ROOT, young_s: float = 60.0)
             age_s = clock.wall_ns() / 1e9 - (directory / name).lstat().st_mtime
             if record is not None and not record.is_running and age_s > young_s:
                 (directory / name).unlink(missing_ok=True)
-
-
-def _make_private_directory(path: Path) -> None:
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        found = path.lstat()
-    except OSError as error:
-        raise StorageError(f"cannot create {path}: {error.strerror}", errno=error.errno or 0) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{path} is not a directory of mode 0700 of user {os.getuid()}; remove it")
 
 
 def port_is_free(ip: str, port: int) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +172,7 @@ def beat(path: Path) -> int | None:
 
 def _raw(path: Path) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return paths.read_own(path, STATE_BYTES_MAX)
     except FileNotFoundError as error:
         raise UnavailableError(
             f"there is no {path}: the job's controller has ended by itself, or has never run on this host"
@@ -181,11 +180,6 @@ def _raw(path: Path) -> bytes:
     except OSError as error:
         kind = UnavailableError if is_shortage(error) else ConfigError
         raise kind(f"{path} cannot be opened: {error.strerror}") from error
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{path} is not a file of user {os.getuid()}")
-        return file.read(STATE_BYTES_MAX)
 
 
 def _path(kind: type[Path], text: Any) -> Path:

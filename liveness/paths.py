@@ -116,23 +116,45 @@ def write_all(fd: int, raw: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
-def make_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
-    """Create the directory (mode 0700) or accept the one that is there; every rank of a host may call it.
+def read_own(path: Path, bytes_max: int) -> bytes:
+    """Content of a regular file of this user, up to `bytes_max`.
+
+    Raises ConfigError if it is another user's or no regular file, since /dev/shm is writable for everybody; OSError.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path} is not a file of user {os.getuid()}")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(bytes_max)
+    finally:
+        os.close(fd)
+
+
+def make_private_dir(path: Path, instead: str = "") -> None:
+    """Create the directory (mode 0700), or accept the one that is there. instead: what else helps, beside removing it.
 
     Raises ConfigError if something else has the name (a link, a file, another user's directory): /dev/shm is
     writable for everybody. Raises StorageError if the system refuses.
     """
-    path = job_dir(job, generation, nonce, root=root)
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         found = path.lstat()
     except OSError as error:
         raise StorageError(
-            f"cannot create {path}: {error.strerror}; lastwords keeps its black boxes there", errno=error.errno or 0
+            f"cannot create {path}: {error.strerror}; lastwords keeps files of running jobs there",
+            errno=error.errno or 0,
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{path} is not a directory of mode 0700 of user {os.getuid()}; remove it or rename the job")
+        raise ConfigError(f"{path} is not a directory of mode 0700 of user {os.getuid()}; remove it{instead}")
+
+
+def make_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
+    """Create a job's directory, as `make_private_dir`; every rank of a host may call it."""
+    path = job_dir(job, generation, nonce, root=root)
+    make_private_dir(path, instead=" or rename the job")
     return path
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import load
-from lastwords.checkpoint.lock_file import LockFile
+from lastwords.checkpoint import load, lock_file
 from lastwords.errors import ConfigError, LastWordsError
 from lastwords.integrations.transform import Outcome, transform
 from tests.checkpoint.elastic import gathered
@@ -133,7 +132,7 @@ def test_without_one_of_the_rules_something_false_is_said(rule: str, monkeypatch
         monkeypatch.setattr(SimulatedOs, "try_lock", lambda self, fd, shared=False: True)
         schedules = draws(range(60))
     else:
-        monkeypatch.setattr(LockFile, "_has_its_name", lambda self, fd: True)
+        monkeypatch.setattr(lock_file, "has_name", lambda path, fd, os: True)
         schedules = stops(1, first=50)
     with pytest.raises(pytest.fail.Exception):
         judge_all(schedules)
