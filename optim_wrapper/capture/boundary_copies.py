@@ -18,7 +18,7 @@ from lastwords import clock
 from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
 from lastwords.optim_wrapper.capture.witness import StateName
-from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, problem_of, writing
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, writing
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.torch_private import foreach_copy
 
@@ -139,7 +139,7 @@ class BoundaryCopies:
             digest.update(b"?" if memory is None else memory)
         return digest.intdigest()
 
-    def at(self, step: int) -> dict[StateName, Bytes]:
+    def at(self, step: int) -> dict[StateName, memoryview]:
         """Bytes of each as it was at the end of `step`; none if they were taken at another one. Any thread.
 
         Not of one that has another form by now: what is stored beside the bytes is the form of today.

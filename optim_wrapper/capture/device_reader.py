@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, staged_bytes
 from lastwords.sharding.dtensor import local_of
 
 BUFFER_BYTES = 2 << 20
@@ -61,7 +61,7 @@ class DeviceReader:
                 stack.enter_context(self._module(device).stream(stream))
             yield
 
-    def __call__(self, tensor: torch.Tensor) -> Bytes:
+    def __call__(self, tensor: torch.Tensor) -> memoryview:
         """The tensor's bytes, in memory of their own."""
         plain = local_of(tensor).detach()
         if plain.device.type == "cpu" or plain.is_conj() or plain.is_neg():  # lazy ones: no parameter is, nor its state

@@ -29,7 +29,7 @@ from lastwords.optim_wrapper.state import hyperparameters
 from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
 from lastwords.optim_wrapper.state.rank_units import RankUnits
-from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, Stage
+from lastwords.optim_wrapper.tensors.tensor_bytes import Stage
 from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.recurrence import Forecast, Recurrence
@@ -158,7 +158,7 @@ class TrainerSource:
         snapshot = self._held(step, stand)
         of_extras: list[str] = []
         of_state: list[str] = []
-        copies: dict[StateName, Bytes] = {}
+        copies: dict[StateName, memoryview] = {}
         lent: Lent = {}
         watch = self._watch
         if snapshot is not None and snapshot.step == step:
@@ -328,7 +328,7 @@ def _spared(late: Any, copy: SlotCopy) -> bool:
 
 
 def _with_copies(
-    tensors: Sequence[tuple[TensorSpec, Any]], unit: str, copies: Mapping[StateName, Bytes]
+    tensors: Sequence[tuple[TensorSpec, Any]], unit: str, copies: Mapping[StateName, memoryview]
 ) -> list[tuple[TensorSpec, Any]]:
     """What is stored of a unit, with what was copied at the step's end in the place of what has changed since."""
     if not copies:

@@ -32,7 +32,7 @@ from lastwords.optim_wrapper.state.hyperparameters import moved_by_hand
 from lastwords.optim_wrapper.state.own_numbers import OwnNumbers, seen
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, bytes_of, problem_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.sharding import zero
 
@@ -276,7 +276,7 @@ class StateWatch:
 
     # ------------------------------------------------------------------ writer's thread
 
-    def copies_at(self, step: int) -> dict[StateName, Bytes]:
+    def copies_at(self, step: int) -> dict[StateName, memoryview]:
         """What is to be saved in the live tensors' place at the end of `step`."""
         return self.copies.at(step)
 

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras
+from lastwords.checkpoint.part import TensorSource
 from lastwords.checkpoint.reshard.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
@@ -39,7 +40,7 @@ from lastwords.optim_wrapper.state.extra_moves import (
     stored_moves,
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
-from lastwords.optim_wrapper.tensors.tensor_bytes import Source, Stage, dtype_named, source_of, spec_of, tensor_over
+from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, dtype_named, source_of, spec_of, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, put_together, take_apart, tensor_nodes
 from lastwords.optim_wrapper.tensors.value_copies import advance, overwrite_values
 
@@ -214,13 +215,13 @@ class Extras:
         unit: str = "x",
         stage: Stage | None = None,
         json_bytes_max: int | None = None,
-    ) -> tuple[ExtrasMeta, list[tuple[TensorSpec, Source]]]:
+    ) -> tuple[ExtrasMeta, list[tuple[TensorSpec, TensorSource]]]:
         """Trees and tensors of a snapshot. What cannot be stored is left out; `left_out` has the reasons.
 
         json_bytes_max: of one extra's JSON.
         """
         trees: dict[str, Any] = {}
-        tensors: dict[str, tuple[TensorSpec, Source]] = {}
+        tensors: dict[str, tuple[TensorSpec, TensorSource]] = {}
         left_out: dict[str, list[str]] = {}
         for name, state in snapshot.states.items():
             tree, found, reasons = self._stored(name, state, unit_tensor_name(unit, "extra", name))

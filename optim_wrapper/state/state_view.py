@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import UnitMeta
-from lastwords.checkpoint.part import UnitState
+from lastwords.checkpoint.part import TensorSource, UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
 from lastwords.optim_wrapper import nested_optimizers
@@ -29,7 +29,6 @@ from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.state.group_copies import copy_groups
 from lastwords.optim_wrapper.state.optimizer_trees import OptimizerTrees, is_usual, placed, shared_in
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
-    Source,
     Stage,
     dtype_name,
     refuse_unsupported,
@@ -281,7 +280,7 @@ class UnitView:
         for name, error in names.refused.items():
             if name not in names.owners:
                 raise error
-        tensors: list[tuple[TensorSpec, Source]] = []
+        tensors: list[tuple[TensorSpec, TensorSource]] = []
         taken: dict[str, str] = {}
 
         def add(spec: TensorSpec, tensor: torch.Tensor, path: str) -> None:

@@ -27,11 +27,7 @@ _CODES: dict[torch.dtype, str] = {
 COPIED_BYTES_MAX = 4096
 """Observers and their like hold a value, or one for each channel; a copy of a page takes less than a microsecond."""
 
-Bytes = memoryview
-Source = Bytes | Callable[[], Bytes]
-"""A tensor's bytes, or a function that makes them when their turn to be written has come."""
-
-Stage = Callable[[torch.Tensor], Bytes]
+Stage = Callable[[torch.Tensor], memoryview]
 """Copies a tensor whose memory cannot be handed out as it lies."""
 
 
@@ -130,7 +126,7 @@ def code_of_dtype(name: str) -> str | None:
     return next((code for code, known in TYPE_NAMES.items() if known == name), None)
 
 
-def bytes_of(tensor: torch.Tensor) -> Bytes | None:
+def bytes_of(tensor: torch.Tensor) -> memoryview | None:
     """The memory of a CPU tensor whose elements lie in C order, writable and without a copy; None for all others."""
     plain = local_of(tensor).detach()
     if plain.device.type != "cpu" or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
@@ -170,7 +166,7 @@ class _Memory:
         return {"version": 3, "typestr": "|u1", "shape": (plain.nbytes,), "data": (plain.data_ptr(), False)}
 
 
-def staged_bytes(tensor: torch.Tensor) -> Bytes:
+def staged_bytes(tensor: torch.Tensor) -> memoryview:
     """A copy in C order, on the CPU. Of a device tensor it comes after what the current stream has to do before."""
     with torch.no_grad():
         _refuse_without_memory(local_of(tensor).detach())
@@ -180,7 +176,7 @@ def staged_bytes(tensor: torch.Tensor) -> Bytes:
     return view
 
 
-def source_of(tensor: torch.Tensor, stage: Stage | None = None) -> Source:
+def source_of(tensor: torch.Tensor, stage: Stage | None = None) -> memoryview | Callable[[], memoryview]:
     """The tensor's memory itself where that is possible, else a function that copies it when it is called.
 
     A small tensor is copied at once: it costs as much as the view, and the user's code may resize it meanwhile.

@@ -16,7 +16,7 @@ import torch
 
 from lastwords.optim_wrapper.capture import device_reader, source
 from lastwords.optim_wrapper.capture.device_reader import BUFFER_BYTES, DeviceReader
-from lastwords.optim_wrapper.tensors.tensor_bytes import Bytes, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import staged_bytes
 from lastwords.sharding.pieces import UnitTable
 
 DEVICE = torch.device("cuda:0")
@@ -183,7 +183,7 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(monkeypatch
     read: list[torch.Size] = []
 
     class Noted(DeviceReader):
-        def __call__(self, tensor: torch.Tensor) -> Bytes:
+        def __call__(self, tensor: torch.Tensor) -> memoryview:
             read.append(tensor.shape)
             return super().__call__(tensor)
 
