@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from lastwords.checkpoint.system import REAL_OS, Os, close, has_name, storage_errors
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors
 from lastwords.errors import BusyError
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,21 @@ class LockFile:
                 self._os.unlink(self._path)
         finally:
             close(fd, self._path, self._os)
+
+
+def has_name(path: Path, fd: int, os: Os) -> bool:
+    """Whether the name still leads to the file of this descriptor: a lock is held on a file, not on its name.
+
+    The name is opened, since NFS answers a mere look-up from its cache.
+    """
+    try:
+        other = os.open_read(path)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.stamp(other)[:2] == os.stamp(fd)[:2]
+    finally:
+        close(other, path, os)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lastwords import clock
 from lastwords.checkpoint import layout, removal
+from lastwords.checkpoint.lock_file import has_name
 from lastwords.checkpoint.manifest import Claimed, Kind, read_manifest
 from lastwords.checkpoint.part import read_part
 from lastwords.checkpoint.retry import patiently
@@ -26,7 +27,6 @@ from lastwords.checkpoint.system import (
     Os,
     boot_id,
     close,
-    has_name,
     pwrite_all,
     read_whole,
     remove_tree,

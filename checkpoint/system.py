@@ -314,21 +314,6 @@ def close(fd: int, path: Path, os: Os) -> None:
         os.close(fd)
 
 
-def has_name(path: Path, fd: int, os: Os) -> bool:
-    """Whether the name still leads to the file of this descriptor: a lock is held on a file, not on its name.
-
-    The name is opened, since NFS answers a mere look-up from its cache.
-    """
-    try:
-        other = os.open_read(path)
-    except FileNotFoundError:
-        return False
-    try:
-        return os.stamp(other)[:2] == os.stamp(fd)[:2]
-    finally:
-        close(other, path, os)
-
-
 def sync_directory(path: Path, os: Os) -> None:
     """Makes the names inside `path` durable, where the file system can do that at all (`probe` says so if not)."""
     with storage_errors("making the entries durable of", path):
