@@ -63,6 +63,35 @@ def test_a_link_that_leads_nowhere_is_noticed() -> None:
     assert found == ["missing.md: no such file", "README.md#nothing-like-this: no such heading"]
 
 
+def missing_files(table: str) -> list[str]:
+    """Files and folders that a table names and that do not exist; a name without a folder lies in that of the last."""
+    missing = []
+    for row in table.splitlines():
+        folder = Path()
+        for name in re.findall(r"`([\w/]+\.(?:py|proto|txt)|[\w/]+/)`", row):
+            path = Path(name)
+            folder = path if name.endswith("/") else path.parent if "/" in name else folder
+            if not (ROOT / (path if name.endswith("/") else folder / path.name)).exists():
+                missing.append(f"{name}: not in {folder}/")
+    return missing
+
+
+def test_every_file_in_the_table_of_what_to_change_where_exists() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.split("## Where to change what")[1].split("## Tests")[0]
+    assert table.count(".py`") > 100
+    assert not missing_files(table)
+
+
+def test_a_file_that_is_not_where_a_table_says_is_noticed() -> None:
+    right = "| x | `liveness/` (sources), `controller/core.py`, `words.py`; `docs/adr/` |"
+    wrong = "| x | `controller/core.py`, `stay.py`, `launcher/stay.py`, `processor/none/` |"
+    assert missing_files(f"{right}\n{wrong}") == [
+        "stay.py: not in controller/",
+        "processor/none/: not in processor/none/",
+    ]
+
+
 def test_the_two_commands_are_on_the_first_screen_and_in_the_makefile() -> None:
     first_screen = "\n".join(README.splitlines()[:25])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
