@@ -2,7 +2,7 @@
 
 A worker has a name, and a name has a rank for the life of the cluster. A name changes hands only once the process that
 has it is known to be dead, which can be known on the scheduler's own host alone, or has been silent for SILENCE_S: a
-process that only lost its connection for a moment would else be two.
+process that only lost its connection for a moment would else be two. docs/cluster.md has the table of verdicts.
 """
 
 from __future__ import annotations

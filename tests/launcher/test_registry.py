@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,35 @@ def test_a_process_that_is_a_rank_is_no_other_one_to_a_registry_that_knows_nothi
     anew = Registry(2)
     anew.apply("", SECOND, 2, 0.0, runs)
     refused(anew.apply("alpha", FIRST, 2, 0.0, runs, rank=0), later=False)
+
+
+def verdicts(about: str) -> tuple[str, str]:
+    """What the process that has a name is told if it asks again, and what another one is, as docs/cluster.md says it."""
+    has_it, now_s = (FAR, SILENCE_S + 1.0) if "30 s" in about else (FAR, 1.0) if "not" in about else (FIRST, 1.0)
+    runs = Host(SECOND) if "has ended" in about else Host(FIRST, SECOND)
+    told = []
+    for process in (has_it, SECOND):
+        registry = Registry(1)
+        if about != "there is none":
+            registry.apply("0", has_it, 1, 0.0, runs)
+            member = registry.members["0"]
+            member.linked, member.over, member.done = "is connected" in about, "dead" in about, "end of" in about
+        verdict = registry.apply("0", process, 1, now_s, runs)
+        if isinstance(verdict, Admitted):
+            told.append("admitted, anew" if verdict.anew else "admitted")
+        else:
+            told.append("refused, later" if verdict.later else "refused, done" if verdict.done else "refused")
+    return told[0], told[1]
+
+
+def test_the_page_says_who_is_admitted() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    rows = page.split("<!-- names -->")[1].split("<!-- end names -->")[0].strip().splitlines()[2:]
+    assert len(rows) == 7
+    for row in rows:
+        about, again, other = (cell.strip() for cell in row.strip("|").split("|"))
+        found = verdicts(about)
+        assert (again or found[0], other) == found, about
 
 
 def test_what_holds_the_connection_of_a_dead_process_open_is_not_the_process() -> None:
