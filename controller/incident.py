@@ -114,7 +114,7 @@ class Incident(IncidentState):
 
     def on_signalled(self, report: Signalled) -> None:
         """A rank was asked to stop."""
-        self._hurry.begin(report.signal_number, self._late)
+        self._grace_period.begin(report.signal_number, self._late)
         self.be_certain()
         if self.causes.add_signal(report.rank, words := signal_text(report.signal_number)) and self.opened:
             self._context.log(INFO, f"incident {self.number}: rank {report.rank} {words}")
@@ -373,13 +373,13 @@ class Incident(IncidentState):
                 what = "verification" if self._context.state is State.VERIFYING else "publication"
                 self._give_up_target(f"the {what} made no progress for {self._context.options.storage_timeout_s:g} s")
             case "grace":
-                self._end_unsaved(self.words(), self._hurry.missing_text(self._awaited_ranks))
+                self._end_unsaved(self.words(), self._grace_period.missing_text(self._awaited_ranks))
             case "resend":
                 self._resend()
 
     def _have_more_time(self, timer: str, overdue: set[int]) -> bool:
         """Where nothing can be saved without the ranks that are late, in a grace period."""
-        more_s = self._hurry.more_s("settle_timeout_s", overdue, self._settled, self.excluded)
+        more_s = self._grace_period.more_s("settle_timeout_s", overdue, self._settled, self.excluded)
         if more_s:
             self._context.timers.set(timer, self._context.now_s + more_s)
         return more_s > 0
@@ -387,7 +387,7 @@ class Incident(IncidentState):
     def _on_overdue_writers(self) -> None:
         dropped = self.saving.drop_overdue()
         late = {writing.part.rank for writing, _ in dropped}
-        if more_s := self._hurry.more_s("progress_timeout_s", late, self._settled, self.excluded):
+        if more_s := self._grace_period.more_s("progress_timeout_s", late, self._settled, self.excluded):
             self.saving.wait_on((writing for writing, _ in dropped), more_s)
             return
         for writing, words in dropped:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lastwords.controller.context import JobContext, Verdict
 from lastwords.controller.detection import Causes
 from lastwords.controller.events import RESEND_INTERVAL_S, State
-from lastwords.controller.hurry import Hurry
-from lastwords.controller.newest import Newest
+from lastwords.controller.grace_period import GracePeriod
+from lastwords.controller.newest_checkpoint import Newest
 from lastwords.controller.saving import Saving
 from lastwords.controller.words import first_texts
 from lastwords.vocabulary import Proceed, Settled
@@ -34,7 +34,7 @@ class IncidentState:
         self._proceed_step = 0
         self._selected = False
         self.saving = Saving(context, number)
-        self._hurry = Hurry(context, self.saving)
+        self._grace_period = GracePeriod(context, self.saving)
         self._told = ""
         self._resend_pause_s = RESEND_INTERVAL_S
         self.newest = Newest(context, number)

@@ -13,7 +13,7 @@ from tests.sim import behind
 from tests.sim.mutants import Mutant
 
 _PERIODIC = "lastwords.controller.periodic.Periodic"
-_NEWEST = "lastwords.controller.newest.Newest"
+_NEWEST = "lastwords.controller.newest_checkpoint.Newest"
 _SNAPSHOTS = "lastwords.processor.snapshots.Snapshots"
 _CONTENT = "tests.sim.behind.content"
 _I1 = "i1_every_file_is_of_the_published_step"

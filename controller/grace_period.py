@@ -15,7 +15,7 @@ from lastwords.controller.words import ranks_text
 from lastwords.vocabulary import Settled
 
 
-class Hurry:
+class GracePeriod:
     """Of one incident; nothing happens without a grace period."""
 
     def __init__(self, context: JobContext, saving: Saving) -> None:
