@@ -63,7 +63,7 @@ def test_a_process_that_is_a_rank_is_no_other_one_to_a_registry_that_knows_nothi
 
 
 def verdicts(about: str) -> tuple[str, str]:
-    """What the process that has a name is told if it asks again, and what another one is, as docs/cluster.md says it."""
+    """What the process that has a name is told if it asks again, and what another one is, in the words of the page."""
     has_it, now_s = (FAR, SILENCE_S + 1.0) if "30 s" in about else (FAR, 1.0) if "not" in about else (FIRST, 1.0)
     runs = Host(SECOND) if "has ended" in about else Host(FIRST, SECOND)
     told = []
