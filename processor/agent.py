@@ -399,11 +399,10 @@ class Agent:
         return False
 
     def _leave_if_told(self) -> None:
-        if not self._departure.decided:
-            return
-        self._departure.raise_if_refused()
-        self.close(timeout_s=1.0)
-        raise self._departure.unwind()
+        if self._departure.decided:
+            self._departure.raise_if_refused()
+            self.close(timeout_s=1.0)
+            raise self._departure.unwind()
 
     def _run_pulse(self) -> None:
         """Pulse thread: ticks for the core, and the newest status at most ten times a second."""

@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_answer_is_named_and_how_long_it_is_waited_for(dead
     job.tell(Watched(1))  # on the controller's host, which sees that it lives: stopped, say
     for rank in dead:
         job.kill(rank)
-    job.kill(1, DeathSource.KEEPALIVE)
+    job.kill(1, DeathSource.STREAM)
     for rank in sorted({0, 2, 3} - {*dead}):
         job.settle(rank, computing(5))
     job.wait(NOTICE_S)
@@ -113,7 +113,7 @@ def test_a_rank_that_does_not_answer_is_named_and_how_long_it_is_waited_for(dead
 def test_a_rank_that_is_back_in_time_is_no_news_and_neither_is_an_incident_that_ends_at_once() -> None:
     job = JobDriver(2)
     job.begin_loop()
-    job.kill(1, DeathSource.KEEPALIVE)
+    job.kill(1, DeathSource.STREAM)
     job.hear(Status(1, GENERATION, computing(1)))
     assert job.core.state is State.WATCHING
     job.wait(NOTICE_S)
