@@ -214,7 +214,8 @@ class Scheduler:
             return link.connection.close()
         if who is None:
             wrong = difference(application.version) or ""
-            self.complaints.tell(f"worker {application.apply.get('name')!r:.80} of {link.address}", wrong)
+            name, pid = (application.apply.get(key) for key in ("name", "pid"))
+            self.complaints.tell(f"worker {name!r:.80} (pid {pid!s:.20} at {link.address})", wrong)
             return link.tell(Refused(f"it {wrong}"))
         if who.job and self._kept.generation < 0 and not self._registry.members:
             self._kept = dataclasses.replace(self._kept, job=who.job)  # what the scheduler before has kept is lost

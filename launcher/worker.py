@@ -318,7 +318,7 @@ class Worker:
                     if failure:
                         self._stop(f"the scheduler has given up: {failure}")
                 case Refused(why):
-                    self._refused = why
+                    self._refused, self._gone = why, True
                     if self._inside:
                         self._stop(why)
                 case ControllerAnswer(asked, pid, words):
