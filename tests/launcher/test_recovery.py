@@ -169,7 +169,8 @@ def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> Non
     strange = ["cut sho", "5", "[" * 100_000, '{"outcome": []}', '{"outcome": "SAVED", "known_mono_s": "x"}']
     assert incident_of([older, alarm, *strange], line) is None
     assert incident_of([older, refused, alarm], line) == json.loads(refused)
-    found = incident_of([older, newer, alarm], line)
+    others = ['{"outcome": "SAVED"}', '{"outcome": "SAVED", "known_mono_s": null}', "7", "[]"]
+    found = incident_of([older, newer, alarm, *others], line)
     assert found is not None
     assert found["step"] == 31
 
