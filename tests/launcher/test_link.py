@@ -254,8 +254,9 @@ def test_a_launcher_that_says_what_is_not_understood_ends_the_job_with_that_reas
 def test_a_mistake_of_the_heads_own_is_not_taken_for_a_launchers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def mistake(_: Event) -> None:
-        raise FormatError("of a file that was read, say")
+    def mistake(event: Event) -> None:
+        if isinstance(event, Waiting):
+            raise FormatError("of a file that was read, say")
 
     job = Job()
     other = job.uplink()
