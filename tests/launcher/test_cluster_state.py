@@ -58,6 +58,13 @@ def test_what_is_kept_is_there_for_the_next_scheduler_and_nobody_else(tmp_path: 
         assert anew.job != kept.job
 
 
+def test_a_state_that_cannot_be_removed_is_named_with_what_follows(tmp_path: Path) -> None:
+    state = ClusterState(cluster(tmp_path))
+    (directory_of(tmp_path) / "state.json").mkdir(parents=True)
+    with golden.raises(StorageError):
+        state.remove()
+
+
 RECOVERY = Path("/recovery")
 OLDER, NEWER = (KeptCluster(VERSION, "127.0.0.1:8118", 2, "job", generation, 7 + generation) for generation in (1, 2))
 
