@@ -74,13 +74,16 @@ def _check_unit(meta: UnitMeta, names: Names, prefix: str) -> None:
     for index, group in enumerate(meta.groups):
         _check_table(group, names, f"meta.groups[{index}]")
     for name, state in meta.optimizer_state.items():
-        _check_table(state, names, f"meta.optimizer_state[{name!r}]")
+        path = f"meta.optimizer_state[{name!r}]"
+        _check_table(state, names, path)
+        _check_state_names(state, f"{prefix}optim/{name}/", path)
     for index, (parameter, key, tree) in enumerate(meta.optimizer_own):
         path = f"meta.optimizer_own[{index}]"
         _check_key(key, path)
         check_tree(tree, names, path)
         if parameter is not None and parameter not in meta.parameters:
             raise _wrong(path, "is of a parameter that the unit does not have")
+    _check_every_tensor_is_named(meta, names, f"{prefix}optim/")
     for alias, name in meta.aliases.items():
         if name not in meta.parameters and name not in meta.buffers:
             raise _wrong(f"meta.aliases[{alias!r}]", "is tied to a name that the unit does not have")
@@ -93,6 +96,29 @@ def _check_unit(meta: UnitMeta, names: Names, prefix: str) -> None:
         if not {*meta.extras.step_on_resume} <= meta.extras.states.keys():
             raise _wrong("meta.extras.step_on_resume", "names an extra that does not exist")
     BucketRecord.read(meta.buckets or {}, "meta.buckets")
+
+
+def _check_state_names(state: Any, prefix: str, path: str) -> None:
+    """A tensor of the state has the name that follows from its parameter and key: whoever moves it builds that."""
+    for key, node in state["dict"]:
+        if "tensor" in node and node["tensor"] != f"{prefix}{key}":
+            raise _wrong(f"{path}.{key}", f"is stored as {node['tensor']!r}, not as {prefix + key!r}")
+
+
+def _check_every_tensor_is_named(meta: UnitMeta, names: Names, prefix: str) -> None:
+    """A tensor of the optimizer's state that no tree names would be lost, and nobody would notice.
+
+    A unit that names none at all (`EMPTY_UNIT`) is one of tensors alone.
+    """
+    own = (tree for _, _, tree in meta.optimizer_own)
+    named = {
+        leaf["tensor"]
+        for tree in (*meta.groups, *meta.optimizer_state.values(), *own)
+        for leaf in _leaves(tree, "meta")
+    }
+    for name in names:
+        if named and name.startswith(prefix) and name not in named:
+            raise _wrong("meta.optimizer_state", f"does not name the tensor {name!r}, which is there")
 
 
 # ---------------------------------------------------------------------- trees of values (see `state_trees`)

@@ -54,6 +54,10 @@ def read_unit(where: str, label: str, meta: UnitMeta, prefix: str, specs: Mappin
         }
         for fqn, tree in meta.optimizer_state.items()
     }
+    for fqn, keys in states.items():
+        for key, node in keys.items():
+            if "tensor" in node and node["tensor"] != f"optim/{fqn}/{key}":
+                raise FormatError(f"{where}: optimizer state {key!r} of {fqn} is stored as {node['tensor']!r}")
     if not len(meta.numbers) == len(meta.groups) == len(meta.group_parameters):
         raise FormatError(f"{where}: {len(meta.groups)} param groups and {len(meta.numbers)} numbers")
     groups = tuple(

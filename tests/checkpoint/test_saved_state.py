@@ -155,7 +155,8 @@ def test_contradictions_are_named() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"version": 2}, {"optimizer_state": {"w": {"list": []}}}, {"group_numbers": [0]},
-     {"optimizer_state": {"w": {"dict": [["k", {"unknown": 1}]]}}}],
+     {"optimizer_state": {"w": {"dict": [["k", {"unknown": 1}]]}}},
+     {"optimizer_state": {"w": {"dict": [["k", tensor("optim/w/another", (4,))]]}}}],
 )  # fmt: skip
 def test_json_of_another_form_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=r"file\.ckpt"):

@@ -32,7 +32,7 @@ from lastwords.checkpoint.storable import pack
 from lastwords.cli.checkpoint_commands import inspect
 from lastwords.cli.groups_command import groups
 from lastwords.cli.retention_commands import listed
-from lastwords.errors import LastWordsError
+from lastwords.errors import FormatError, LastWordsError
 from lastwords.integrations.catalogue import catalogue
 from lastwords.integrations.inference import load_for_inference
 from lastwords.integrations.transform import transform
@@ -44,6 +44,7 @@ from lastwords.optim_wrapper.resume.survey import places_of, survey
 from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.pieces import Members, UnitTable
+from tests import golden
 from tests.checkpoint.elastic import QUICK, random_strategy, random_whole, save_naively
 from tests.checkpoint.states import published
 
@@ -261,3 +262,30 @@ def test_a_forged_manifest_ends_in_an_error_of_ours(
         what = forge(path, draw, ("meta", "facts") if seed % 4 else ("units", "locals", "facts", "files"))
         found += [f"seed {seed}, {what}: {text}" for text in use(root, path, Live())]
     assert found == []
+
+
+def renamed_key(pairs: list[Any]) -> None:
+    """The tensor stays as it was called."""
+    pairs[2][0] = "another"
+
+
+def dropped_key(pairs: list[Any]) -> None:
+    """Its tensor stays in the file."""
+    del pairs[2]
+
+
+@pytest.mark.parametrize("change", [renamed_key, dropped_key])
+def test_a_moment_that_meta_does_not_name_as_its_tensor_is_damage(tmp_path: Path, change: Any) -> None:
+    """It would be lost on the way into another layout or format, without a word."""
+    path = Live().save(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    manifest.pop("checksum")
+    change(dict(manifest["units"]["replicated"]["meta"]["optimizer_state"]["~dict"])["2.bias"]["dict"])
+    (path / "manifest.json").write_bytes(encode_document(manifest))
+    with golden.raises(FormatError):
+        transform(path, tmp_path / "transformed", None)
+    with pytest.raises(FormatError):
+        load.open_checkpoint(path)
+    assert load.verify(path)
+    assert load.latest(tmp_path) is None
+    assert use(tmp_path, path, Live()) == []
