@@ -15,7 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lastwords.checkpoint.remote import record
+from lastwords.checkpoint.remote.address import address_of
 from lastwords.controller.spec import ControllerSpec
+from lastwords.errors import StorageError
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ class Uploads:
     """For the thread of one storage queue. Starts nothing before `look`."""
 
     def __init__(self, spec: ControllerSpec, roots: Sequence[Path]) -> None:
+        self._roots, self._remote = roots, str(address_of(spec.remote))
         fallback = [f"--fallback={root}" for root in roots[1:]]
         self._command = [
             *(sys.executable, "-P", "-m", "lastwords.cli", "upload", str(roots[0]), spec.remote),
@@ -55,6 +59,10 @@ class Uploads:
             self._process.stdin.close()
 
     def _start(self) -> None:
+        try:
+            record.begin(self._roots, self._remote)
+        except StorageError as error:
+            _log.warning("until the first upload, `lastwords prune` may remove what has not been uploaded: %s", error)
         try:
             # Its output goes to the controller's log. A session of its own: whoever ends this one does not end it.
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, start_new_session=True)

@@ -122,7 +122,7 @@ def prepared(
     source: Path, root: Path, to: Path | None, ranks: Collection[int] | None, os: Os
 ) -> Iterator[tuple[Transformation, list[int]]]:
     """What is to be done, and for which ranks: found and checked, and nothing written. Errors as of `transform`."""
-    if os.exists(source) and not os.leads_to_directory(source):
+    if os.exists(source) and not os.is_link(source) and not os.leads_to_directory(source):
         raise ConfigError(f"{source} is a file; pass a checkpoint's directory, or a directory that holds checkpoints")
     path = find_checkpoint(source, os)
     with damage_told_from_replacement(path, stamp_of(path, os), os), open_checkpoint(path, os) as checkpoint:

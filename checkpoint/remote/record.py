@@ -7,7 +7,7 @@ Written by whoever uploads, read by whoever prunes. What cannot be read says tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,18 @@ def refuse_checkpoint(root: Path, os: Os = REAL_OS) -> None:
 def write(root: Path, record: Record, os: Os = REAL_OS) -> None:
     """Durable on return. StorageError."""
     write_file(root / FILE_NAME, record.encode(), os, replace=True)
+
+
+def begin(roots: Sequence[Path], url: str, os: Os = REAL_OS) -> None:
+    """For whoever starts an uploader: from now on nothing goes here before it has gone there.
+
+    The uploader would do the same in a moment, or never, where no library knows the URL. StorageError.
+    """
+    for root in roots:
+        if os.leads_to_directory(root):
+            known = read(root, os)
+            if known is None or known.url not in ("", url):
+                write(root, Record(url), os)
 
 
 def name_here(directory: Path, os: Os = REAL_OS) -> str:

@@ -121,3 +121,9 @@ def test_removing_a_link_removes_nothing_else(tmp_path: Path) -> None:
     remove_tree(link, REAL_OS)
     assert not link.is_symlink()
     assert (tmp_path / "kept" / "x").exists()
+
+
+def test_transform_calls_a_circular_link_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    assert main(["transform", str(tmp_path / "circle"), str(tmp_path / "out"), "--to", "whole"]) == ExitCode.STORAGE
+    golden.says(capsys.readouterr().err)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import load
+from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.remote.address import RemotePath
 from lastwords.checkpoint.remote.store import os_for
 from lastwords.controller.spec import ControllerSpec
@@ -53,6 +54,15 @@ def until(condition: Callable[[], bool]) -> None:
 def steps(there: RemotePath) -> list[int]:
     found = load.scan(there, os_for([there]))
     return sorted(one.manifest.global_step for one in found if one.status is load.Status.COMPLETE and one.manifest)
+
+
+def test_nothing_goes_here_before_it_has_gone_there(uploads: Uploads, here: Path) -> None:
+    """From the start of the process on, long before it has a store."""
+    (checkpoint,) = load.scan(here)
+    assert not record.not_uploaded(here)(checkpoint.path)
+    uploads.look()
+    assert record.not_uploaded(here)(checkpoint.path)
+    until(lambda: not record.not_uploaded(here)(checkpoint.path))
 
 
 def test_each_checkpoint_is_uploaded_whatever_becomes_of_the_process(
