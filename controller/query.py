@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from lastwords import codec
+from lastwords import codec, descriptors
 from lastwords.controller import handover
 from lastwords.controller.spec import TOKEN_VARIABLE
 from lastwords.errors import ConfigError, UnavailableError
@@ -20,12 +20,15 @@ def query_state(
     """State of the controller at `address` ("HOST:PORT", "[IPv6]:PORT"); of 16 384 ranks it has 2.5 MB.
 
     Without a token, LASTWORDS_TOKEN is used, else the run file of a controller of this user on this host.
-    Raises ConfigError (malformed address, wrong or no token) or UnavailableError (nobody answers).
+    Raises ConfigError (malformed address, wrong or no token) or UnavailableError (nobody answers, or this process is
+    short of descriptors).
     """
     host, port = split_address(address)
     if token is None:
         token = os.environ.get(TOKEN_VARIABLE) or _token_of(host, port)
-    with grpc.insecure_channel(host_port(host, port), options=channel_options()) as channel:
+    with descriptors.room_for_grpc():
+        channel = grpc.insecure_channel(host_port(host, port), options=channel_options())
+    with channel:
         method = channel.unary_unary(codec.STATE_METHOD)
         try:
             request = codec.state_request_to_bytes(without_ranks=not with_ranks)

@@ -20,7 +20,7 @@ from lastwords.checkpoint.lock_file import LockFile
 from lastwords.controller import state_file
 from lastwords.controller.query import query_state
 from lastwords.controller.state_file import KeptState, Owner
-from lastwords.errors import BusyError, ConfigError, UnavailableError
+from lastwords.errors import BusyError, ConfigError, UnavailableError, is_shortage
 from lastwords.liveness import paths, process_id
 from lastwords.transport import host_port
 
@@ -99,7 +99,9 @@ def _end_if_silent(kept: KeptState, answer_s: float) -> None:
     spec, owner = kept.spec, kept.owner
     try:
         found = query_state(host_port(spec.ip, spec.port), kept.token, timeout_s=answer_s, with_ranks=False)
-    except (ConfigError, UnavailableError):
+    except (ConfigError, UnavailableError) as error:
+        if is_shortage(error):
+            raise  # it could not even be asked
         found = None
     if found is not None and found.pid == owner.pid:
         raise BusyError(f"the controller of job {spec.job} is alive: process {owner.pid} is {found.stage}")

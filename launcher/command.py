@@ -20,12 +20,20 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
+from lastwords import descriptors
 from lastwords.errors import ConfigError
 from lastwords.launcher.agent import HealingAgent
 from lastwords.launcher.claim import claim
 
 SPARE_BYTES = 200_000_000
 """What Python and torch alone take of memory that no other process shares."""
+
+
+FILES_PER_RANK = 8
+"""Of a worker: its link, its pidfd, its outputs and their logs; as many again while another one takes its place."""
+
+FILES_RESERVED = 256
+"""For the rendezvous, the stores, and strangers' connections."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +81,8 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(f"--nproc-per-node is {config.nproc_per_node}; it is a number of ranks, from 1")
     if not isinstance(command, str):
         raise ConfigError("--run-path runs the script in the launcher's own process, which cannot be replaced")
+    ranks = f"{config.nproc_per_node} ranks of this host and {most} hosts"
+    descriptors.allow(FILES_PER_RANK * config.nproc_per_node + most + FILES_RESERVED, ranks)
     meeting = [config.rdzv_backend, config.rdzv_endpoint, config.run_id]
     claimed = claim([command, *map(str, command_arguments)], meeting, most)
     try:

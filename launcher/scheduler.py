@@ -22,6 +22,7 @@ import signal
 import socket
 from typing import Any
 
+from lastwords import descriptors
 from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError, StorageError
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
@@ -98,6 +99,11 @@ BACKLOG = 4096
 NAMED_MAX = 8
 
 
+FILES_RESERVED = 512
+"""Descriptors beside those of the workers: for workers that come again before the old connection is seen to be gone,
+for strangers, for the state."""
+
+
 def proof_of(token: str, nonce: str, application: dict[str, Any]) -> str:
     """That whoever sends `application` in answer to `nonce` knows the token. An older one proves nothing."""
     said = json.dumps([nonce, application], sort_keys=True).encode()
@@ -110,6 +116,7 @@ def schedule(cluster: Cluster) -> int:
     Raises ConfigError (address, path of another cluster), BusyError (a scheduler runs), FormatError and StorageError
     (state).
     """
+    descriptors.allow(cluster.workers + FILES_RESERVED, f"{cluster.workers} workers")
     state = ClusterState(cluster)
     with state.held() as kept, selectors.DefaultSelector() as selector:
         scheduler = Scheduler(cluster, state, kept, selector)

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lastwords import codec, threads
-from lastwords.errors import ProtocolError
+from lastwords import codec, descriptors, threads
+from lastwords.errors import ProtocolError, UnavailableError
 from lastwords.processor.events import ProcessorOptions
 from lastwords.processor.silence import Silence
 from lastwords.transport import CLIENT_KEEPALIVE, Keepalive, call_metadata, channel_options, grpc
@@ -160,7 +160,13 @@ class Session:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to connect; returns at once. UnavailableError if no thread can be started, after some seconds."""
+        """Begin to connect; returns at once.
+
+        UnavailableError if gRPC lacks descriptors, or if no thread can be started, which takes some seconds.
+        """
+        descriptors.keep()
+        with descriptors.room_for_grpc():
+            pass
         self._thread = threads.start_patiently(self._run, name="lastwords-session")
 
     @property
@@ -218,9 +224,20 @@ class Session:
     def _run(self) -> None:
         # Never used. gRPC ends with its last channel and would begin anew with each connection, where it aborts the
         # process if there is no descriptor left. It is not kept any longer than the session: it has threads, and a
-        # child that is forked afterwards may have a session of its own.
-        with grpc.insecure_channel(self.address, options=self._options):
-            self._connect_until_closed()
+        # child that is forked afterwards may have a session of its own. What is kept until the next session, which
+        # follows in this process under `lastwords run`, is descriptors.
+        while not self._closing.is_set():
+            try:
+                with descriptors.room_for_grpc():
+                    channel = grpc.insecure_channel(self.address, options=self._options)
+            except UnavailableError as error:
+                _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
+                self._closing.wait(BACKOFF_MAX_S)
+                continue
+            with channel:
+                self._connect_until_closed()
+            descriptors.keep()
+            return
 
     def _connect_until_closed(self) -> None:
         while not self._closing.is_set():

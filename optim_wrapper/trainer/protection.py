@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lastwords import threads
+from lastwords import descriptors, threads
 from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
 from lastwords.controller.timeline import recorded_exit
 from lastwords.errors import ConfigError, StorageError, UnavailableError, is_shortage
@@ -198,6 +198,8 @@ class Protection:
             self._ring.stop()
         if self._agent is not None:
             self._agent.close()
+            if not self._departure.process_stays:
+                descriptors.give_back()
         if self._life is not None:
             self._life.release()
         if self._reserved and not self._departure.decided:

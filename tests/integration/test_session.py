@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from lastwords import descriptors
 from lastwords.controller.sessions import PeerSession, SessionService
 from lastwords.processor import session as session_module
 from lastwords.processor.events import ProcessorOptions
@@ -35,6 +36,7 @@ from lastwords.vocabulary import (
     Status,
     Welcome,
 )
+from tests import golden
 
 TOKEN = "s3cret"
 WAIT_S = 10.0
@@ -293,6 +295,61 @@ with Controller(rank.port):
 def test_a_rank_without_a_free_descriptor_survives_that_its_controller_is_gone() -> None:
     found = subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
+
+
+NEXT_SESSION = """
+import resource
+from tests.integration.test_session import WAIT_S, Controller, Rank, free_port
+from tests.shortage import no_descriptors
+
+port = free_port()
+for _ in range(3):
+    rank = Rank(port)
+    rank.hellos.get(timeout=WAIT_S)
+    rank.close()  # and gRPC ends with its last channel
+    with no_descriptors():  # others have taken what it has given back
+        rank = Rank(port)
+        rank.hellos.get(timeout=WAIT_S)
+        rank.hellos.get(timeout=WAIT_S)
+    with Controller(port):
+        rank.ups.get(timeout=WAIT_S)
+        rank.close()
+"""
+
+
+def test_the_next_session_of_a_process_can_begin_without_a_free_descriptor() -> None:
+    found = subprocess.run([sys.executable, "-c", NEXT_SESSION], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+
+
+FIRST_SESSION = """
+import os, resource, sys
+from lastwords.errors import UnavailableError, is_shortage
+from tests.integration.test_session import Rank, free_port
+
+free, port = int(sys.argv[1]), free_port()
+lowest = os.dup(0)
+os.close(lowest)
+resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    rank = Rank(port)
+except UnavailableError as error:
+    assert is_shortage(error)
+    sys.exit(str(error))
+for _ in range(3):
+    rank.hellos.get(timeout=30)
+rank.close()
+"""
+
+
+@pytest.mark.parametrize("free", range(8))
+def test_a_first_session_without_enough_descriptors_is_an_error_and_no_abort(free: int) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", FIRST_SESSION, str(free)], capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == int(free < descriptors.GRPC_TAKES), found.stderr
+    if found.returncode:
+        golden.says(found.stderr.splitlines()[-1])
 
 
 def test_a_wrong_token_is_told_once_and_ends_the_session(controller: Controller) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from lastwords.clock import OwnTime
-from lastwords.errors import ConfigError, FormatError, StorageError
+from lastwords.errors import ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import head
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
@@ -24,7 +25,7 @@ from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lin
 from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Done, to_launcher, to_message
 from lastwords.launcher.registry import SILENCE_S, Member, Process
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
-from lastwords.launcher.scheduler import Scheduler, proof_of
+from lastwords.launcher.scheduler import Scheduler, proof_of, schedule
 from lastwords.launcher.versions import Sources
 from lastwords.liveness import process_id
 from tests import golden
@@ -429,3 +430,16 @@ def test_nobody_enters_main_before_that_is_kept(
     assert rig.state._read().generation == 0
     assert [[one["kind"] for one in rig.answers(*worker)] for worker in workers] == [["Entry"], ["Entry"]]
     golden.says("\n".join(caplog.messages))
+
+
+def test_a_scheduler_may_open_as_many_files_as_it_has_workers(rig: Rig) -> None:
+    """It ends at once here, since the address is taken."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 256
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        with pytest.raises(LastWordsError):
+            schedule(dataclasses.replace(rig.cluster, workers=few))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limits[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
