@@ -48,7 +48,7 @@ def from_json(raw: bytes | str, kind: type[T], *, dec_hook: Callable[[type, Any]
     For what is small, or bounded before it is read. Numbers are as in the standard: no NaN, and 64 bits. dec_hook: as
     of msgspec.
 
-    >>> from_json(b"[[", list[int])
+    >>> from_json(b"[1", list[int])
     Traceback (most recent call last):
         ...
     lastwords.errors.FormatError: Input data was truncated
