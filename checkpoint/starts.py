@@ -6,11 +6,13 @@ launched; it is durable before anybody uses the generation, and never written ag
 name is there: a file that a power loss has left empty or torn counts as well.
 
 A restart knows its job from the launcher's words (see `Launch`), never from process ids: wrappers stand between
-launcher and trainer, and another node's agent may be the leader after a restart.
+launcher and trainer, and another node's agent may be the leader after a restart. Where the files are gone, a job that
+the same torchrun restarts still has its name, which follows from those words.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import secrets
@@ -109,7 +111,7 @@ def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS, *, above: int 
         )
         if not all(_reserve(other, generation, os) for other in others):
             continue
-        start = _next(generation, launch, before, names)
+        start = _next(root, generation, launch, before, names)
         path = root / layout.start_name(generation)
         try:
             _create(path, start.encode(), os)
@@ -145,13 +147,24 @@ def _reserve(root: Path, generation: int, os: Os) -> bool:
     return True
 
 
-def _next(generation: int, launch: Launch, before: Start | None, names: list[str]) -> Start:
+def _next(root: Path, generation: int, launch: Launch, before: Start | None, names: list[str]) -> Start:
     if before is None:
-        run = re.sub(r"[^A-Za-z0-9]", "-", launch.run)[:20]
-        job = launch.job or f"{run or 'job'}-{secrets.token_hex(6)}"
-        return Start(generation, job, launch, (), launch.restarted)
+        return Start(generation, launch.job or _name(root, launch), launch, (), launch.restarted)
     restarted = launch.restarted or (_same_agent(before, launch) and before.launch.process != launch.process)
     return Start(generation, before.job, launch, adopted(before, names), restarted)
+
+
+def _name(root: Path, launch: Launch) -> str:
+    """Of a job that has none and no start in `root`.
+
+    The same in all starts by one torchrun, so that a job keeps it though its starts were deleted while it ran: a random
+    one would make its last words another job's. With `root`: one script may train twice, in two directories.
+    """
+    run = re.sub(r"[^A-Za-z0-9]", "-", launch.run)[:20]
+    if launch.run and launch.agent:
+        said = "\0".join((str(root.absolute()), launch.run, launch.agent)).encode(errors="surrogateescape")
+        return f"{run}-{hashlib.sha256(said).hexdigest()[:12]}"
+    return f"{run or 'job'}-{secrets.token_hex(6)}"
 
 
 def adopted(start: Start, names: Iterable[str]) -> tuple[str, ...]:

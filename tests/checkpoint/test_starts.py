@@ -89,7 +89,7 @@ def test_a_torn_file_of_a_start_still_takes_its_number(tmp_path: Path, torn: byt
 
 
 @pytest.mark.parametrize("former", ["", "\0\0", "two"])
-def test_a_lost_count_is_found_again_in_what_else_is_there(tmp_path: Path, former: str) -> None:
+def test_a_lost_count_is_found_restartin_what_else_is_there(tmp_path: Path, former: str) -> None:
     (tmp_path / ".lastwords-generation").write_text(former)
     assert draw([tmp_path], Launch()).generation == 1
     saved = Job(generation=7).save(tmp_path, 30)
@@ -132,13 +132,41 @@ def test_a_restart_by_the_same_torchrun_is_the_same_job(tmp_path: Path) -> None:
     assert (second.job, second.restarted) == (first.job, True)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["the starts", "the directory"])
+def test_a_job_whose_starts_are_deleted_while_it_runs_keeps_its_name_under_its_torchrun(
+    tmp_path: Path, whole: bool
+) -> None:
+    root = tmp_path / "ckpt"
+    root.mkdir()
+    first = draw([root], ALONE)
+    for path in root.iterdir():
+        path.unlink()
+    if whole:
+        root.rmdir()
+        root.mkdir()
+    restart = draw([root], again(ALONE, endpoint="node-1:53987"))
+    assert (restart.job, restart.restarted) == (first.job, True)
+
+
+def test_jobs_of_other_directories_torchruns_and_run_ids_have_other_names(tmp_path: Path) -> None:
+    names = []
+    for number, launch in enumerate((ALONE, ALONE, again(ALONE, run="77aa"), again(ALONE, agent="/tmp/c/8f3a_d"))):
+        root = tmp_path / str(number)
+        root.mkdir()
+        names.append(draw([root], launch).job)
+    assert len(set(names)) == len(names)
+    # Without a run id, or without torchrun, nothing tells two jobs apart: the name is random.
+    for unknown in (dataclasses.replace(ALONE, run=""), dataclasses.replace(ALONE, agent="")):
+        assert draw([tmp_path], unknown).job != draw([tmp_path], unknown).job
+
+
 def test_a_restart_whose_leader_is_another_nodes_agent_is_the_same_job(tmp_path: Path) -> None:
     first = draw([tmp_path], ALONE)
     elsewhere = again(ALONE, agent="/tmp/torchelastic_e/8f3a_f", endpoint="node-2:41111")
     assert draw([tmp_path], elsewhere).job == first.job
 
 
-def test_torchrun_that_starts_its_workers_again_without_a_failure_restarts_the_job(tmp_path: Path) -> None:
+def test_torchrun_that_starts_its_workers_restartwithout_a_failure_restarts_the_job(tmp_path: Path) -> None:
     """A node that joins or leaves: torchrun does not count that."""
     draw([tmp_path], ALONE)
     assert draw([tmp_path], dataclasses.replace(ALONE, process="here/2/2")).restarted
@@ -146,7 +174,7 @@ def test_torchrun_that_starts_its_workers_again_without_a_failure_restarts_the_j
     assert not draw([tmp_path], dataclasses.replace(ALONE, process="here/2/2")).restarted
 
 
-def test_a_run_id_of_ones_own_that_is_launched_by_hand_again_is_another_job(tmp_path: Path) -> None:
+def test_a_run_id_of_ones_own_that_is_launched_by_hand_restartis_another_job(tmp_path: Path) -> None:
     first = draw([tmp_path], ALONE)
     second = draw([tmp_path], dataclasses.replace(ALONE, agent="/tmp/torchelastic_e/8f3a_f", process="here/9/9"))
     assert first.job != second.job

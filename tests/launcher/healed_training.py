@@ -1,10 +1,10 @@
 """A training script for `lastwords run`: some ranks kill themselves once, at a step and a phase that the plan names.
 
 Arguments: a directory, steps, and deaths as rank:step:phase. Phases of a step: parent (which is killed), fwd, bwd, win,
-always (each time that it comes there), unsaved, and skip, which leaves out a collective and is no death. Of main and
-resume, in place of a step, the generation; of import, how many processes of the rank have died before. Each rank
-appends a line per step to {directory}/trace-{rank}: step, loss, pid and time, and writes a digest of all state at the
-end.
+always (each time that it comes there), unsaved, and two that are no deaths: skip, which leaves out a collective, and
+forget, which deletes what the directory remembers of starts. Of main and resume, in place of a step, the generation; of
+import, how many processes of the rank have died before. Each rank appends a line per step to {directory}/trace-{rank}:
+step, loss, pid and time, and writes a digest of all state at the end.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ def hide_checkpoints(step: int) -> None:
         (DIRECTORY / "ckpt").rename(DIRECTORY / "hidden")
         (DIRECTORY / "ckpt").touch()
         die(step, "unsaved")
+
+
+def forget_starts(step: int) -> None:
+    """As somebody does who cleans up hidden files while the job runs."""
+    if due(step, "forget"):
+        for path in (DIRECTORY / "ckpt").glob(".lastwords-start*"):
+            path.unlink()
 
 
 def show_checkpoints() -> None:
@@ -156,6 +163,7 @@ def main() -> None:
             for _, step, (batch,) in tft.steps(loader, epochs=1):
                 optimizer.zero_grad()
                 loss = model(batch).pow(2).mean()
+                forget_starts(step)
                 die(step, "parent")
                 die(step, "fwd")
                 if (rank, step, "always") in DEATHS:

@@ -72,6 +72,13 @@ def test_whoever_dies_while_a_death_is_healed_is_replaced_as_well(
 
 
 @pytest.mark.thorough
+def test_a_job_whose_starts_are_deleted_while_it_runs_knows_its_last_words(tmp_path: Path, undisturbed: Path) -> None:
+    run(tmp_path, "0:3:forget", "1:5:bwd", ranks=RANKS)
+    assert (tmp_path / "died-0-3-forget").exists()
+    check_equal(tmp_path, undisturbed, {1: 1}, ranks=RANKS)
+
+
+@pytest.mark.thorough
 def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_number(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "1:5:always"), **CAPTURED)
     assert done.returncode == 1, done.stderr
