@@ -1,6 +1,6 @@
 """The variables that make a process part of a dynamic cluster; their names and values are MindSpore's.
 
-MS_ROLE             MS_SCHED or MS_WORKER; without it the process is no part of a cluster
+MS_ROLE             MS_SCHED or MS_WORKER; without it a process is no part of a cluster
 MS_WORKER_NUM       how many workers there are
 MS_SCHED_HOST       address of the scheduler's host
 MS_SCHED_PORT       the scheduler's port there
@@ -25,6 +25,7 @@ SCHEDULER, WORKER = "MS_SCHED", "MS_WORKER"
 PORT_MAX = 65535
 NODE_CHARS_MAX = 200
 
+_NEEDED = (WORKERS, HOST, PORT, PATH)
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "RANK")
 
 
@@ -49,6 +50,9 @@ class Cluster:
 def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
     """None where MS_ROLE is not set; ConfigError that names what is missing or contradicts itself.
 
+    A process without MS_ROLE is refused where all else says that it is a worker, and no launcher has started it: it
+    would train alone, or wait for ranks that never come.
+
     role: what the caller is, whatever MS_ROLE says.
 
     >>> cluster_of({}) is None
@@ -58,7 +62,13 @@ def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
     'node-1:8118'
     """
     said = environ.get(ROLE, "")
+    launcher = next((name for name in _LAUNCHERS if name in environ), None)
     if not (said or role):
+        if launcher is None and all(environ.get(name) for name in _NEEDED):
+            raise ConfigError(
+                f"{', '.join(_NEEDED)} are set, and {ROLE} is not: set {ROLE}={WORKER} for a worker of this cluster, "
+                "or unset the others for a process that is none"
+            )
         return None
     if said and role and said != role:
         raise ConfigError(
@@ -67,12 +77,12 @@ def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
     role = role or said
     if role not in (SCHEDULER, WORKER):
         raise ConfigError(f"{ROLE} is {role!r}; it is {SCHEDULER} or {WORKER}")
-    if (launcher := next((name for name in _LAUNCHERS if name in environ), None)) is not None and role == WORKER:
+    if launcher is not None and role == WORKER:
         raise ConfigError(
             f"{ROLE} is set, and so is {launcher}, by a launcher: start each process of a cluster by itself, or unset "
             f"{ROLE} under `lastwords run` and torchrun"
         )
-    missing = [name for name in (WORKERS, HOST, PORT, PATH) if not environ.get(name)]
+    missing = [name for name in _NEEDED if not environ.get(name)]
     if missing:
         who = f"{ROLE}={role}" if said else "lastwords scheduler"
         raise ConfigError(f"{who} needs {', '.join(missing)} in the environment: docs/cluster.md")

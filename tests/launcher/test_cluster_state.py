@@ -182,8 +182,22 @@ def test_the_environment_says_who_a_process_is() -> None:
         "MS_WORKER", 2, "127.0.0.1", 8118, Path("/recovery"), recovery=True, node="1"
     )
     alone = {name: value for name, value in ENVIRONMENT.items() if name != "MS_ROLE"}
-    assert cluster_of(alone) is None
     assert cluster_of(alone, SCHEDULER) == dataclasses.replace(cluster(Path("/recovery")))
+
+
+ROLE_FORGOTTEN = {name: value for name, value in ENVIRONMENT.items() if name != "MS_ROLE"}
+
+
+def test_a_worker_whose_role_was_forgotten_is_told_so() -> None:
+    with golden.raises(ConfigError):
+        cluster_of(ROLE_FORGOTTEN)
+    assert cluster_of({**ROLE_FORGOTTEN, "RANK": "0"}) is None, "a launcher has started this process"
+
+
+@pytest.mark.parametrize("missing", ["MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_RECOVERY_PATH"])
+def test_a_process_with_some_of_the_variables_is_no_worker(missing: str) -> None:
+    """They may be another program's."""
+    assert cluster_of({**ROLE_FORGOTTEN, missing: ""}) is None
 
 
 @pytest.mark.parametrize(
