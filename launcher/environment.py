@@ -11,11 +11,15 @@ MS_NODE_ID          name of the worker, under which it rejoins; a number below M
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 ROLE, WORKERS, HOST, PORT = "MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT"
 PATH, RECOVERY, NODE = "MS_RECOVERY_PATH", "MS_ENABLE_RECOVERY", "MS_NODE_ID"
@@ -26,6 +30,11 @@ PORT_MAX = 65535
 NODE_CHARS_MAX = 200
 
 _NEEDED = (WORKERS, HOST, PORT, PATH)
+_NAMES = (ROLE, *_NEEDED, RECOVERY, NODE)
+
+_LIKENESS = 0.85
+"""From which on a name counts as misspelt: MS_SCHEDULER_HOST has 0.87, MindSpore's own MS_WORKER_IP 0.80."""
+
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "RANK")
 
 
@@ -61,14 +70,40 @@ def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
     >>> cluster_of({**some, "MS_RECOVERY_PATH": "/shared/recovery"}).address
     'node-1:8118'
     """
+    cluster = _cluster_of(environ, role)
+    if cluster is not None:
+        for hint in _hints(environ):
+            _log.warning("%s", hint)
+    return cluster
+
+
+def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
+    """Names that no variable of a cluster has, but almost, and which: one that is not set.
+
+    >>> misspelt({"MS_ENABLE_RECOVER": "1", "MS_WORKER_IP": "10.0.0.7", "MS_ROLE": "MS_SCHED"})
+    {'MS_ENABLE_RECOVER': 'MS_ENABLE_RECOVERY'}
+    """
+    unset = [name for name in _NAMES if not environ.get(name)]
+    strange = sorted(name for name in environ if name.startswith("MS_") and name not in _NAMES)
+    close = {name: difflib.get_close_matches(name, unset, 1, _LIKENESS) for name in strange}
+    return {name: meant[0] for name, meant in close.items() if meant}
+
+
+def _hints(environ: Mapping[str, str]) -> list[str]:
+    meant = misspelt(environ)
+    return [f"{name} is set, which lastwords does not read: is {meant[name]} meant?" for name in meant]
+
+
+def _cluster_of(environ: Mapping[str, str], role: str) -> Cluster | None:
     said = environ.get(ROLE, "")
     launcher = next((name for name in _LAUNCHERS if name in environ), None)
     if not (said or role):
         if launcher is None and all(environ.get(name) for name in _NEEDED):
-            raise ConfigError(
+            why = (
                 f"{', '.join(_NEEDED)} are set, and {ROLE} is not: set {ROLE}={WORKER} for a worker of this cluster, "
                 "or unset the others for a process that is none"
             )
+            raise ConfigError("; ".join((why, *_hints(environ))))
         return None
     if said and role and said != role:
         raise ConfigError(
@@ -85,7 +120,8 @@ def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
     missing = [name for name in _NEEDED if not environ.get(name)]
     if missing:
         who = f"{ROLE}={role}" if said else "lastwords scheduler"
-        raise ConfigError(f"{who} needs {', '.join(missing)} in the environment: docs/cluster.md")
+        why = f"{who} needs {', '.join(missing)} in the environment: docs/cluster.md"
+        raise ConfigError("; ".join((why, *_hints(environ))))
     recovery = environ.get(RECOVERY, "0")
     if recovery not in ("0", "1"):
         raise ConfigError(f"{RECOVERY} is {recovery!r}; it is 0 or 1")

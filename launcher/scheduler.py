@@ -163,7 +163,8 @@ class Scheduler:
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._server = _listen(cluster)
         selector.register(self._server, selectors.EVENT_READ, self._accept)
-        _log.warning("scheduler of %d workers at %s", cluster.workers, cluster.address)
+        alone = "" if cluster.recovery else "; MS_ENABLE_RECOVERY is not 1, so the first death ends the job"
+        _log.warning("scheduler of %d workers at %s%s", cluster.workers, cluster.address, alone)
         if kept.generation >= 0:
             self._head.take_over(kept.generation, kept.step)
             for one in self._registry.members.values():

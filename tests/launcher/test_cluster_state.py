@@ -19,7 +19,7 @@ from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import cluster_state
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
-from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
+from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of, misspelt
 from lastwords.launcher.registry import Member, Process
 from tests import golden
 from tests.checkpoint.simulated_disk import SimulatedOs
@@ -198,6 +198,37 @@ def test_a_worker_whose_role_was_forgotten_is_told_so() -> None:
 def test_a_process_with_some_of_the_variables_is_no_worker(missing: str) -> None:
     """They may be another program's."""
     assert cluster_of({**ROLE_FORGOTTEN, missing: ""}) is None
+
+
+MISSPELT = {
+    "MS_ROLES": "MS_ROLE",
+    "MS_WORKERS_NUM": "MS_WORKER_NUM",
+    "MS_SCHEDULER_HOST": "MS_SCHED_HOST",
+    "MS_SCHED_PROT": "MS_SCHED_PORT",
+    "MS_RECOVERYPATH": "MS_RECOVERY_PATH",
+    "MS_ENABLE_RECOVER": "MS_ENABLE_RECOVERY",
+    "MS_NODEID": "MS_NODE_ID",
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_variable_whose_name_is_misspelt_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    environ = {one: value for one, value in ENVIRONMENT.items() if one != MISSPELT[name]} | {name: "1"}
+    if MISSPELT[name] in ("MS_ENABLE_RECOVERY", "MS_NODE_ID"):
+        assert cluster_of(environ) is not None
+        golden.says(caplog.messages)
+    else:
+        with golden.raises(ConfigError):
+            cluster_of(environ)
+
+
+def test_a_variable_of_somebody_elses_and_one_beside_the_right_one_are_not_taken_for_misspelt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    minds = ["MS_WORKER_IP", "MS_SERVER_NUM", "MS_SCHED_NUM", "MS_NODE_TIMEOUT", "MS_RECOVERY_INTERVAL", "MS_ENABLE_TFT"]
+    assert misspelt(dict.fromkeys(minds, "1")) == {}
+    assert cluster_of({**ENVIRONMENT, "MS_ENABLE_RECOVER": "1"}) is not None
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,15 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    port = Port()
-    cluster = Cluster(SCHEDULER, 2, "127.0.0.1", port.number, tmp_path, recovery=True)
+def port() -> Iterator[int]:
+    one = Port()
+    yield one.number
+    one.release()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, port: int) -> Iterator[Rig]:
+    cluster = Cluster(SCHEDULER, 2, "127.0.0.1", port, tmp_path, recovery=True)
     state = ClusterState(cluster)
     with state.held() as kept, selectors.DefaultSelector() as selector:
         made = Rig(cluster, state, Scheduler(cluster, state, kept, selector), [])
@@ -92,7 +98,6 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         for link in made.links:
             link.close()
         made.scheduler.close()
-    port.release()
 
 
 def test_a_process_that_knows_the_token_becomes_a_rank(rig: Rig) -> None:
@@ -177,6 +182,17 @@ def test_nobody_is_admitted_whose_name_cannot_be_kept(rig: Rig, monkeypatch: pyt
 
 def no_room(_: object) -> None:
     raise StorageError("no space left", errno=28)
+
+
+@pytest.mark.parametrize("recovery", [True, False])
+def test_the_first_line_says_whether_anything_is_healed(
+    tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture, recovery: bool
+) -> None:
+    cluster = Cluster(SCHEDULER, 2, "127.0.0.1", port, tmp_path, recovery)
+    state = ClusterState(cluster)
+    with state.held() as kept, selectors.DefaultSelector() as selector:
+        Scheduler(cluster, state, kept, selector).close()
+    golden.says(caplog.messages)
 
 
 def test_what_a_cluster_without_recovery_has_left_is_over(rig: Rig) -> None:
