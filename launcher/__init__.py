@@ -14,5 +14,6 @@ unblock.py   ends the collectives in which a survivor is stuck
 command.py   the command line: torchrun's, and ours; one launcher for a job in claim.py
 
 scheduler.py   a dynamic cluster, whose workers people start: who is who in registry.py (pure), what is kept for the
-               next scheduler in cluster_state.py, a worker's way to it in membership.py, variables in environment.py
+               next scheduler in cluster_state.py, a worker's way to it in membership.py, variables in environment.py,
+               where it listens in address.py
 """

@@ -190,11 +190,14 @@ def send(to: socket.socket, message: dict[str, Any]) -> None:
     to.sendall(json.dumps(message).encode() + b"\n")
 
 
-def listening(port: int, backlog: int) -> socket.socket:
-    """A server at all addresses of this host; `accepted` takes from it. OSError."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    server = socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+def listening(port: int, backlog: int, at: tuple[int, tuple[Any, ...]] | None = None) -> socket.socket:
+    """A server at all addresses of this host; `accepted` takes from it. OSError.
+
+    at: family and address, with the port, of the only one where it listens.
+    """
+    both = at is None and socket.has_dualstack_ipv6()
+    family, address = at or (socket.AF_INET6 if both else socket.AF_INET, ("", port))
+    server = socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=both)
     server.setblocking(False)
     return server
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -25,6 +26,7 @@ from typing import Any
 from lastwords import descriptors
 from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError, StorageError
+from lastwords.launcher.address import servers
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
@@ -51,7 +53,6 @@ from lastwords.launcher.link import (
     Inbox,
     Lines,
     accepted,
-    listening,
 )
 from lastwords.launcher.protocol import (
     OWN,
@@ -161,8 +162,9 @@ class Scheduler:
         self._head = Head(cluster.workers, 0, cluster.host, start_s=None, keeps=True)
         self._head.has_host(range(cluster.workers), self._obey)
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._server = _listen(cluster)
-        selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._servers = _listen(cluster)
+        for server in self._servers:
+            selector.register(server, selectors.EVENT_READ, functools.partial(self._accept, server))
         alone = "" if cluster.recovery else "; MS_ENABLE_RECOVERY is not 1, so the first death ends the job"
         _log.warning("scheduler of %d workers at %s%s", cluster.workers, cluster.address, alone)
         if kept.generation >= 0:
@@ -189,7 +191,8 @@ class Scheduler:
         """Nobody is heard any more."""
         for link in (*self._links.values(), *self._strangers):
             link.connection.close()
-        self._server.close()
+        for server in self._servers:
+            server.close()
 
     def _turn(self, due_in_s: float | None) -> None:
         ready = self._selector.select(min(LOOK_S, LOOK_S if due_in_s is None else due_in_s))
@@ -199,11 +202,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ who is there
 
-    def _accept(self) -> None:
+    def _accept(self, server: socket.socket) -> None:
         """All that are pending: one at a time, the last ones have given up before it is their turn, and come again."""
         self._strangers = [one for one in self._strangers if one.connection.open and one.rank == OWN]
         for _ in range(max(1, self._strangers_max - len(self._strangers))):
-            if (taken := accepted(self._server)) is None:
+            if (taken := accepted(server)) is None:
                 return
             one = _Link(*taken, self._selector, self)
             if one.connection.has_gone:
@@ -402,9 +405,9 @@ class _Link:
             self._scheduler.apply(self, *what)
 
 
-def _listen(cluster: Cluster) -> socket.socket:
+def _listen(cluster: Cluster) -> list[socket.socket]:
     try:
-        return listening(cluster.port, BACKLOG)
+        return servers(cluster.host, cluster.port, BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"the scheduler cannot listen at {cluster.address}: {os.strerror(error.errno or 0)}; choose another "

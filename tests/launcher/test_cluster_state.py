@@ -225,7 +225,14 @@ def test_a_variable_whose_name_is_misspelt_is_named(name: str, caplog: pytest.Lo
 def test_a_variable_of_somebody_elses_and_one_beside_the_right_one_are_not_taken_for_misspelt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    minds = ["MS_WORKER_IP", "MS_SERVER_NUM", "MS_SCHED_NUM", "MS_NODE_TIMEOUT", "MS_RECOVERY_INTERVAL", "MS_ENABLE_TFT"]
+    minds = [
+        "MS_WORKER_IP",
+        "MS_SERVER_NUM",
+        "MS_SCHED_NUM",
+        "MS_NODE_TIMEOUT",
+        "MS_RECOVERY_INTERVAL",
+        "MS_ENABLE_TFT",
+    ]
     assert misspelt(dict.fromkeys(minds, "1")) == {}
     assert cluster_of({**ENVIRONMENT, "MS_ENABLE_RECOVER": "1"}) is not None
     assert caplog.messages == []

@@ -115,6 +115,11 @@ def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
     assert rig.answers(link, lines) == [{"closed": True}]
 
 
+def test_nobody_comes_in_at_another_address_than_the_clusters(rig: Rig) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", rig.cluster.port), 10)
+
+
 def test_what_another_process_has_said_before_proves_nothing(rig: Rig) -> None:
     _, _, overheard = rig.connect()
     assert rig.apply("1", nonce=overheard) == [{"closed": True}]
