@@ -152,13 +152,10 @@ def _worst(found: list[load.Found]) -> Verdict:
     return max((VERDICTS[item.status] for item in found), key=list(Verdict).index)
 
 
-def nothing(path: Path, *, as_json: bool, empty: dict[str, Any]) -> Verdict:
-    """Says that there is no checkpoint; with --json the document `empty`."""
-    say(
-        f"there is no checkpoint in {path}"
-        if os_for([path]).leads_to_directory(path)
-        else f"there is nothing at {path}"
-    )
+def nothing(path: Path, *, as_json: bool, empty: dict[str, Any], why: str = "") -> Verdict:
+    """Says that there is no checkpoint, or `why` there is none to be taken; with --json the document `empty`."""
+    found = os_for([path]).leads_to_directory(path)
+    say(why or (f"there is no checkpoint in {path}" if found else f"there is nothing at {path}"))
     if as_json:
         print_json(empty)
     return Verdict.NOTHING

@@ -100,17 +100,20 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
     verified = VerifiedOnce(lambda path: commands.progress(path.name, read_manifest(path, system).total_bytes))
     goes_anyway = arguments.not_uploaded or isinstance(root, RemotePath)
     spared = (lambda _: False) if goes_anyway else record.not_uploaded(root)
-    jobs = arguments.job or _only_job(root, system)
+    jobs = list(dict.fromkeys(arguments.job or _only_job(root, system)))
     try:
-        plans = [
-            retention.plan([root], job, rules, system, verified=verified, spared=spared) for job in dict.fromkeys(jobs)
-        ]
+        plans = [retention.plan([root], job, rules, system, verified=verified, spared=spared) for job in jobs]
     except StorageError as error:
         raise StorageError(f"nothing is removed: {error}", errno=error.errno) from error
     others = list(dict.fromkeys(text for made in plans for text in made.others))
-    if not any(made.keep for made in plans) and not others:
-        commands.nothing(root, as_json=arguments.json, empty={"removed": [], "left": [], "kept": [], "others": []})
+    without = [job for job, made in zip(jobs, plans, strict=True) if not made.keep]
+    strange = _not_there(root, without, system)
+    if len(without) == len(jobs) and (strange or not others):
+        empty: dict[str, Any] = {"removed": [], "left": [], "kept": [], "others": []}
+        commands.nothing(root, as_json=arguments.json, empty=empty, why=strange)
         return None
+    if strange:
+        commands.say(strange)
     if arguments.dry_run:
         outcomes = [retention.Outcome(one.path, one.said) for made in plans for one in reversed(made.remove)]
     else:
@@ -147,6 +150,16 @@ def _only_job(root: Path, system: Os) -> list[str]:
     if len(jobs) > 1:
         raise ConfigError(f"{root} holds checkpoints of the jobs {', '.join(jobs)}: say with --job whose to prune")
     return jobs
+
+
+def _not_there(root: Path, jobs: list[str], system: Os) -> str:
+    """That some of `jobs` have nothing here, and who has; "" if that is not so."""
+    there = retention.jobs_in(root, system) if jobs else []
+    strange = [job for job in jobs if job not in there]
+    if not strange or not there:
+        return ""
+    named = f"job {strange[0]}" if len(strange) == 1 else f"the jobs {', '.join(strange)}"
+    return f"there is no checkpoint of {named} in {root}; the jobs there: {', '.join(there)}"
 
 
 def _print_outcomes(outcomes: list[retention.Outcome], kept: list[retention.Whole], *, dry_run: bool) -> None:

@@ -124,6 +124,22 @@ def test_of_several_jobs_it_has_to_be_said_whose(capsys: Capture, root: Path) ->
     assert steps_in(root) == [30, 36, 43]
 
 
+def test_a_job_that_is_not_there_is_told_whose_checkpoints_are(capsys: Capture, root: Path) -> None:
+    filled(root, range(41, 44), PERIODIC.again(name="other"))
+    everything = steps_in(root)
+    code, out, err = run(capsys, "prune", root, "--keep", 1, "--job", "nonsense")
+    assert (code, out, steps_in(root)) == (ExitCode.NOTHING_FOUND, "", everything)
+    golden.says(err)
+    # Beside something of nobody's: it is not said that nothing there is sound.
+    (layout.checkpoint_dir(root, 33) / layout.MANIFEST_NAME).unlink()
+    code, _, err = run(capsys, "prune", root, "--keep", 1, "--job", "nonsense", "--job", "gibberish")
+    assert (code, steps_in(root)) == (ExitCode.NOTHING_FOUND, everything)
+    golden.says(err)
+    code, _, err = run(capsys, "prune", root, "--keep", 1, "--job", "nonsense", "--job", "other")
+    assert (code, steps_in(root)) == (ExitCode.OK, [30, *range(31, 37), 43])
+    golden.says(err.splitlines()[0])
+
+
 def test_one_that_is_read_stays_and_the_exit_code_says_so(capsys: Capture, root: Path) -> None:
     with load.open_checkpoint(layout.checkpoint_dir(root, 33)):
         code, said = run_json(capsys, "prune", root, "--keep", 1)
