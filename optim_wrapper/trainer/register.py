@@ -41,6 +41,7 @@ from lastwords.optim_wrapper.trainer.job_shape import (
 from lastwords.optim_wrapper.trainer.run import ProtectedRun, Run
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.declare import Unit
+from lastwords.vocabulary import NO_SCHEDULE
 
 _log = logging.getLogger(__name__)
 
@@ -256,11 +257,15 @@ class TFTRegister:
         and stay. config: instead of these, in MindSpore's words. Each rank copies its part between two steps, which
         takes host memory of that size, and trains on while a thread writes it. One that becomes due while the one
         before is being written is left out. Nothing that fails here stops the training. Raises ConfigError for what
-        cannot be meant.
+        cannot be meant, and at a second call, which would silently replace the first.
         """
         run = self._started("every")
         if run.begun:
             raise ConfigError("every() has to be called before the training loop begins")
+        if run.schedule != NO_SCHEDULE:
+            raise ConfigError(
+                "every() was called before: call it once, with all that is to decide (steps=, keep=, ...)"
+            )
         if config is None:
             run.schedule = checked_schedule(steps, seconds, keep, keep_per_minutes)
         elif steps or seconds or keep is not None or keep_per_minutes:

@@ -179,6 +179,18 @@ def test_a_config_and_numbers_beside_it_are_refused(tmp_path: Path, config: Any,
         tft.every(config, **numbers)
 
 
+@pytest.mark.parametrize("again", [{"steps": 20, "keep": 2}, {"config": CONFIG}], ids=["numbers", "a config"])
+@pytest.mark.usefixtures("off")
+def test_a_second_call_is_refused_and_does_not_replace_the_first(tmp_path: Path, again: dict[str, Any]) -> None:
+    with made(tmp_path) as tft:
+        with pytest.raises(ConfigError):
+            tft.every()  # a call that is refused is none
+        tft.every(steps=10, keep=3)
+        with golden.raises(ConfigError):
+            tft.every(**again)
+        assert tft._started("every").schedule == Schedule(10, 0.0, 3, 0)
+
+
 @pytest.mark.usefixtures("off")
 def test_every_outside_of_its_block_or_in_the_loop_is_refused(tmp_path: Path) -> None:
     tft = made(tmp_path)
