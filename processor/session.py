@@ -116,8 +116,9 @@ class Session:
     """Keeps one rank connected with its controller until `close`. Methods may be called by any thread.
 
     address: as `transport.host_port` gives it. A refusal ends the session if it is the first word that comes from
-    there (`on_refused`); later it is somebody else's, and the controller counts as lost. `jitter` spreads the
-    reconnects of thousands of ranks.
+    there (`on_refused`); later it is somebody else's, and the controller counts as lost. wanted: whether this rank
+    still needs a controller; one that is not there is no news otherwise. `jitter` spreads the reconnects of thousands
+    of ranks.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Session:
         on_down: Callable[[str], None],
         on_refused: Callable[[str], None],
         hello: Callable[[], Hello],
+        wanted: Callable[[], bool] = lambda: True,
         keepalive: Keepalive = CLIENT_KEEPALIVE,
         silence: Silence | None = None,
         jitter: random.Random | None = None,
@@ -144,6 +146,7 @@ class Session:
         self._on_down = on_down
         self._on_refused = on_refused
         self._hello = hello
+        self._wanted = wanted
         self._options = channel_options(keepalive)
         self._silence = silence if silence is not None else Silence(ProcessorOptions())
         self._jitter = jitter if jitter is not None else random.Random()
@@ -287,7 +290,8 @@ class Session:
         if code in _FATAL:
             return self._on_refusal(details)
         if not was_up and self._failures in (0, 5):
-            _log.info("rank %d cannot reach the controller at %s yet: %s", self.rank, self.address, details)
+            level = logging.INFO if self._wanted() else logging.DEBUG
+            _log.log(level, "rank %d cannot reach the controller at %s yet: %s", self.rank, self.address, details)
         return True
 
     def _on_refusal(self, details: str) -> bool:

@@ -112,6 +112,8 @@ class ControllerWatch:
             return
         if kept.memory.outcome is None or kept.owner.is_running or self._stopped.is_set():
             return
+        if not self._path.exists():
+            return  # it has ended by itself since its file was read
         _log.info("%s sees to it that a controller clears up", self._name)
         self._wanted = lambda: True
         followed = threading.Event()

@@ -138,6 +138,7 @@ class Protection:
             on_down=agent.on_session_down,
             on_refused=agent.on_session_refused,
             hello=agent.hello,
+            wanted=lambda: agent.needs_controller,
             silence=Silence(config.processor),
         )
         session.start()

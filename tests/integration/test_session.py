@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import random
 import socket
@@ -120,7 +121,15 @@ class Controller:
 class Rank:
     """A session with call-backs that note what happened."""
 
-    def __init__(self, port: int, rank: int = 1, token: str = TOKEN, on_order: Callable[[Order], None] | None = None):
+    def __init__(
+        self,
+        port: int,
+        rank: int = 1,
+        token: str = TOKEN,
+        on_order: Callable[[Order], None] | None = None,
+        *,
+        wanted: bool = True,
+    ):
         self.rank, self.port = rank, port
         self.hellos: queue.Queue[None] = queue.Queue()
         self.orders: queue.Queue[Order] = queue.Queue()
@@ -138,6 +147,7 @@ class Rank:
             on_down=self.downs.put,
             on_refused=self.refusals.put,
             hello=self.hello,
+            wanted=lambda: wanted,
             jitter=random.Random(7),
         )
         self.session.start()
@@ -262,6 +272,18 @@ def test_a_session_waits_for_a_controller_that_starts_later() -> None:
             assert controller.hear(Hello).rank == 1
             assert controller.hear(PeerDied).dead_rank == 2
         assert rank.downs.get(timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_controller_that_is_not_there_is_news_to_who_needs_one(
+    caplog: pytest.LogCaptureFixture, wanted: bool
+) -> None:
+    caplog.set_level(logging.DEBUG, "lastwords")
+    with contextlib.closing(Rank(free_port(), wanted=wanted)) as rank:
+        for _ in range(2):  # the second attempt begins once the first one's end is told
+            rank.hellos.get(timeout=WAIT_S)
+    levels = {record.levelno for record in caplog.records if record.name == "lastwords.processor.session"}
+    assert levels == {logging.INFO if wanted else logging.DEBUG}
 
 
 def test_a_controller_that_is_replaced_on_the_same_port_is_found_again() -> None:

@@ -1,0 +1,72 @@
+"""Whether a controller is started again for those who leave: only if it was killed. A process stands in for it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lastwords.controller import state_file
+from lastwords.controller.events import Outcome, OutcomeKind, Remember
+from lastwords.controller.memory import Memory
+from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.state_file import KeptState, Owner, StateFile
+from lastwords.liveness import paths, process_id
+from lastwords.optim_wrapper.launch import successor
+from lastwords.optim_wrapper.launch.successor import ControllerWatch
+from lastwords.processor.events import ProcessorOptions
+from lastwords.processor.silence import Silence
+
+SAVED = Outcome(OutcomeKind.SAVED, 8, "/c/step_8", "rank 1 died", (1,))
+
+
+@pytest.fixture
+def controller() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended by itself"])
+def test_a_controller_that_ends_while_a_rank_leaves_is_not_taken_for_a_killed_one(
+    tmp_path: Path,
+    controller: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    killed: bool,
+) -> None:
+    """It takes its file away, and ends, between two looks of the rank: at the file, and at the process."""
+    caplog.set_level(logging.INFO, "lastwords")
+    path = paths.state_path("leaving", 1, "5f3a", root=tmp_path)
+    path.parent.mkdir(mode=0o700)
+    spec = ControllerSpec("127.0.0.1", 30051, "leaving", 1, 2, tmp_path, nonce="5f3a")
+    owner = Owner(controller.pid, process_id.start_ticks(controller.pid))
+    StateFile(path, owner, spec, "t0ken").write(Remember((), Memory(outcome=SAVED)))
+
+    def read(path: Path, read: Callable[[Path], KeptState] = state_file.read) -> KeptState:
+        kept = read(path)
+        if not killed:
+            path.unlink()
+        controller.kill()
+        controller.wait()
+        return kept
+
+    monkeypatch.setattr(state_file, "read", read)
+    monkeypatch.setattr(successor, "LEAVE_S", 0.0)
+    watch = ControllerWatch(
+        "rank 1",
+        path,
+        lambda process, when_ended: None,
+        lambda: 1000,  # so many ranks come first that this one starts none itself
+        lambda: True,
+        Silence(ProcessorOptions()),
+        lambda: False,
+    )
+    watch.leave()
+    watch.stop()
+    assert bool(caplog.messages) is killed
