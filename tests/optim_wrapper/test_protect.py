@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import socket
 import sys
 import threading
@@ -235,6 +236,24 @@ def test_a_run_that_is_over_leaves_no_hook_behind(tmp_path: Path, monkeypatch: p
     tft.stop()
     tft.stop()
     assert hooks_of(model, plain) == before
+
+
+@pytest.mark.process
+def test_of_its_controller_a_normal_end_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", ON)
+    caplog.set_level(logging.DEBUG, "lastwords")
+    model = nn.Linear(2, 2)
+    tft: Any = lastwords.protect(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with tft:
+        session = tft._run.protection._session
+        assert session._wanted()
+        for _ in tft.steps([1, 2], epochs=1):
+            tft.optimizer.step()
+    assert not session._wanted()
+    of_it = [one for one in caplog.records if one.name.startswith("lastwords.processor")]
+    assert [one.getMessage() for one in of_it if one.levelno > logging.DEBUG] == []
 
 
 @pytest.mark.process
