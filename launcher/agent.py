@@ -56,6 +56,8 @@ class HealingAgent(LocalElasticAgent):
         self._spares_wanted = spares
         self._round: _Round | None = None
         self._rounds = 0
+        self.failure = ""
+        """Why processes are no longer replaced."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         short = len(tempfile.gettempdir()) < SOCKET_PATH_MAX
@@ -88,6 +90,9 @@ class HealingAgent(LocalElasticAgent):
                 state=WorkerState.SUCCEEDED, return_values={one.global_rank: None for one in worker_group.workers}
             )
         _log.error("lastwords run: processes are no longer replaced: %s", result.failure)
+        self.failure = result.failure
+        if result.lasting:
+            self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED, failures=self._round.failures(worker_group))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -137,19 +142,19 @@ class _Round:
             self._thread.join(STOP_S)  # it may hang in a file system; the ranks have to hear of the end all the same
 
     def failures(self, group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Of the ranks whose last process ended badly; of all, if none did."""
-        host = self.host
-        bad = {rank for rank, code in host.codes.items() if code} or set(host.processes)
-        return {
-            worker.global_rank: ProcessFailure(
-                local_rank=worker.local_rank,
-                pid=host.processes[worker.global_rank].pid,
-                exitcode=host.codes.get(worker.global_rank, 1),
-                error_file=self._context.error_files[worker.local_rank],
-            )
-            for worker in group.workers
-            if worker.global_rank in bad
-        }
+        """Of the ranks of this host whose processes have ended badly by themselves since all entered `main`.
+
+        In this order, so torch takes the first one for the root cause.
+        """
+        local = {worker.global_rank: worker.local_rank for worker in group.workers}
+        found = {}
+        for rank, one in self.host.failures.items():
+            error_file = self._context.error_files[local[rank]]
+            found[rank] = failure = ProcessFailure(local[rank], one.pid, one.code, error_file)
+            if failure.error_file != error_file:  # the script has written none
+                failure.timestamp = one.wall_ns // 10**9
+                failure.message = one.error or failure.message
+        return found
 
     # ------------------------------------------------------------------ the thread
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
+import traceback
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,9 +51,20 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@record
 def run(argv: Sequence[str]) -> None:
-    """Runs this host's ranks of a job. ChildFailedError as from torchrun; ConfigError for impossible flags."""
+    """Runs this host's ranks of a job. ConfigError for impossible flags, SystemExit(1) where the job has failed.
+
+    The last line then says why; torch's report is before it.
+    """
+    try:
+        _run(argv)
+    except ChildFailedError as error:
+        sys.stderr.writelines(traceback.format_exception_only(error))  # and not where in the launcher it was raised
+        raise SystemExit(1) from None
+
+
+@record
+def _run(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     if arguments.spares < 0:
         raise ConfigError(f"--spares is {arguments.spares}; it is a number of processes, from 0")
@@ -154,4 +166,10 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
         raise
     handler.shutdown()
     if result.is_failed():
-        raise ChildFailedError(name=command, failures=result.failures)
+        last_line = f"lastwords run: {agent.failure}"
+        if not result.failures:  # on this host
+            sys.stderr.write(f"{last_line}\n")
+            raise SystemExit(1)
+        failed = ChildFailedError(name=command, failures=result.failures)
+        failed.add_note(last_line)
+        raise failed

@@ -8,7 +8,8 @@ launcher may follow this one, g+1 is kept first (`Keep`), and as long as that fa
 
 A rank whose process misses its deadline is killed and replaced as well. Where `main` fails each time that it is entered
 again, or would go on with a model that nobody can put back, all processes are replaced. What goes wrong all the same
-ends in `Stop`, and so does a failure after a training loop has come to its end: to begin again would be to train again.
+ends in `Stop`, and so does a failure after a training loop has come to its end, since to begin again would be to train
+again, and one that would last, such as a refusal by lastwords: each new process would meet it as well.
 """
 
 from __future__ import annotations
@@ -149,8 +150,8 @@ class LauncherCore:
                 return self._stop(why)
             case Kept():
                 return self._kept(event, now_s)
-            case Ended(rank, code):
-                return [*map(Ask, self._versions.ended(rank)), *self._ended(rank, code, now_s)]
+            case Ended(rank):
+                return [*map(Ask, self._versions.ended(rank)), *self._ended(event, now_s)]
             case Tick():
                 return self._tick(now_s)
 
@@ -274,8 +275,12 @@ class LauncherCore:
         why = "it has trained, and nothing is saved that could be loaded"
         return [self._kill(rank, why, now_s) for rank, one in self._ranks.at(Place.WAITING) if one.trained]
 
-    def _ended(self, rank: int, code: int, now_s: float) -> list[Effect]:
+    def _ended(self, event: Ended, now_s: float) -> list[Effect]:
+        rank, code = event.rank, event.code
         one = self._ranks[rank]
+        if event.lasting and code and one.place is not Place.KILLED:
+            self.stopped = True
+            return [Stop(f"rank {rank}: {event.raised}", lasting=True)]
         if code == 0 and not (self._healing and one.known):
             self._ranks.put(rank, Place.DONE)
             return self._stop(None) if self._ranks.are_all(Place.DONE) else []

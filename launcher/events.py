@@ -78,11 +78,22 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of `rank` has ended. code: as of `Popen.returncode`. how: the same, for people."""
+    """The process of `rank` has ended. code: as of `Popen.returncode`. how: the same, for people.
+
+    raised: the exception that has left `lastwords.run` there, in one line; "" where none is known. lasting: `main`
+    would raise it again, however often it is entered.
+    """
 
     rank: int
     code: int
     how: str = ""
+    raised: str = ""
+    lasting: bool = False
+
+    @property
+    def words(self) -> str:
+        """Why it has ended, as far as that is known."""
+        return self.raised or self.how or f"exit code {self.code}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +175,10 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nothing is healed any more. failure: why; None where all ranks have ended well."""
+    """Nothing is healed any more. failure: why; None where all ranks have ended well. lasting: as of `Ended`."""
 
     failure: str | None
+    lasting: bool = False
 
 
 Effect = Start | Keep | Enter | Ask | Abandon | Kill | Awaited | Look | Stop

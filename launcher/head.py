@@ -167,7 +167,7 @@ class Head:
                 self._tell_all(effect)
             case Start(rank):
                 ended = self._ended.pop(rank, Ended(rank, 0))
-                self._recovery.died(rank, ended.code, mono_s(), ended.how)
+                self._recovery.died(rank, ended.code, mono_s(), ended.how, ended.raised)
                 self._host_of[rank](effect)
             case _ if effect.rank in self._host_of:
                 self._host_of[effect.rank](effect)

@@ -12,11 +12,12 @@ import socket
 import struct
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint.codec import from_json
-from lastwords.clock import mono_s
+from lastwords.clock import mono_s, wall_ns
 from lastwords.errors import FormatError, is_shortage
 from lastwords.launcher.events import (
     NOT_LEFT,
@@ -47,6 +48,7 @@ from lastwords.launcher.protocol import (
     Entry,
     Hello,
     Order,
+    Raised,
     Ready,
     Report,
     difference,
@@ -63,6 +65,17 @@ from lastwords.liveness.oom_counts import OomCounts
 from lastwords.optim_wrapper.launch.config import SPARE
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a process has ended badly. error: what has left its `main`; "" where nothing is known to."""
+
+    pid: int
+    code: int
+    wall_ns: int
+    error: str
+
 
 NO_RANK = "not known before lastwords.run(main)"
 """In place of a spare's rank: a script that reads it earlier fails at once, and does not go on as another rank."""
@@ -98,7 +111,12 @@ class Host:
         report: Callable[[Event], None],
     ) -> None:
         self.result: Stop | None = None
-        self.codes: dict[int, int] = {}
+        self.failures: dict[int, Failure] = {}
+        """Of the ranks whose processes have ended badly by themselves since all entered `main`, the first of each."""
+        self._raised: dict[int, Raised] = {}
+        """What they have said before their end."""
+        self._killed: set[int] = set()
+        """Processes that were ended from here."""
         self._context = context
         self._local = {int(env["RANK"]): local for local, env in context.envs.items()}
         self.processes: dict[int, subprocess.Popen[bytes]] = {
@@ -162,12 +180,14 @@ class Host:
             case Start(rank):
                 self._try(f"no process can be started for rank {rank}", lambda: self._start(rank))
             case Enter(generation, port, step):
+                self.failures.clear()
                 for rank in self.processes:
                     self._tell(rank, Entry(generation, port, step))
             case Ask(rank) | Abandon(rank):
                 self._tell(rank, effect)
             case Kill(rank, why):
                 _log.warning("rank %d is killed and replaced: %s", rank, why)
+                self._killed.add(self.processes[rank].pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.processes[rank].pid, signal.SIGKILL)  # Popen.kill would collect it
             case Awaited(rank, what, seconds):
@@ -209,17 +229,20 @@ class Host:
                 # Not collected yet, so the number of its process group is still its own. A loader's worker of a rank
                 # that died while it started it would wait for ever: torch asks for its parent a moment too late.
                 kill_group(process.pid)
-            code = self.codes[rank] = process.wait()
+            code = process.wait()
             self._standby.ended(rank)
             link = self._links.pop(rank, None)
             if link is not None:
                 while link.read():  # that its loop was over, say: its end may be seen first
                     pass
                 link.close()
-            how = ending_text(code, before, counts.read())
+            said = self._raised.pop(rank, Raised("", lasting=False))
+            event = Ended(rank, code, ending_text(code, before, counts.read()), said.error, said.lasting)
             if code:
-                _log.warning("rank %d (pid %d) ended with %d (%s)", rank, process.pid, code, how)
-            self._report(Ended(rank, code, how))
+                _log.warning("rank %d (pid %d) ended with %d (%s)", rank, process.pid, code, event.words)
+            if code and process.pid not in self._killed:
+                self.failures.setdefault(rank, Failure(process.pid, code, wall_ns(), said.error))
+            self._report(event)
 
         self._at_the_end_of(process, ended)
 
@@ -273,6 +296,8 @@ class Host:
                 pass  # how a process ends is told by its pidfd
             case _ if who.known_rank == OWN:
                 pass
+            case Raised():
+                self._raised[who.known_rank] = report
             case Controlled(path):
                 self._standby.controlled(who.known_rank, Path(path))
             case ControllerWanted(work, asked):
@@ -349,7 +374,6 @@ class Host:
             )  # fmt: skip
         context.subprocess_handlers[local] = process
         self.processes[rank] = process.proc
-        self.codes.pop(rank, None)
         self._watch(rank)
         _log.warning("rank %d goes on in process %d%s", rank, process.proc.pid, " (a spare)" if spare else "")
         if spare is not None:

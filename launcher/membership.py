@@ -150,6 +150,12 @@ class Membership:
                 f"again, or remove {directory_of(self._cluster.path)}\n"
             )
 
+    def farewell(self) -> None:
+        """Returns once the scheduler has been sent all that this worker has said: it says nothing more, and ends."""
+        with contextlib.suppress(OSError):
+            self.launcher.shutdown(socket.SHUT_WR)
+        self._thread.join(AGAIN_S)
+
     # ------------------------------------------------------------------ to become a member
 
     def _join(self) -> None:

@@ -4,7 +4,7 @@
 launcher, or the scheduler of its cluster, there is no "rank": whoever holds the connection knows it.
 
     worker to launcher     Hello first; Ready where it is a spare; then what happens to it: Waiting, Sources, Begun,
-                           Updated, Over, Controlled, ControllerWanted
+                           Updated, Over, Controlled, ControllerWanted; Raised at the end, where there is a reason
     launcher to worker     Ask, Entry, Abandon, ControllerAnswer; Become to a spare; Dismissed when nobody is replaced
                            any more; Refused instead of all that
     scheduler to worker    Challenge first, Refused or Admission next; then as a launcher; besides Kill, and Done
@@ -48,6 +48,14 @@ class Hello:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
     """A spare has imported the script."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception leaves `lastwords.run`, and with it the process ends. error, lasting: as of `events.Ended`."""
+
+    error: str
+    lasting: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +188,7 @@ _EFFECTS = (
 )  # fmt: skip
 _REPORTS = (
     events.Waiting, versions.Sources, events.Inside, events.Begun, events.Updated, events.Over,
-    Ready, Controlled, ControllerWanted, Done, Hello,
+    Ready, Controlled, ControllerWanted, Raised, Done, Hello,
 )  # fmt: skip
 _ORDERS = (
     versions.Ask, events.Abandon, events.Kill,
@@ -192,7 +200,7 @@ KINDS = tuple(
 
 Report = (
     events.Waiting | versions.Sources | events.Inside | events.Begun | events.Updated | events.Over
-    | Ready | Controlled | ControllerWanted | Done | Hello
+    | Ready | Controlled | ControllerWanted | Raised | Done | Hello
 )  # fmt: skip
 Order = (
     versions.Ask | events.Abandon | events.Kill

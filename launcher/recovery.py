@@ -3,10 +3,12 @@
 A recovery lasts from the first death until every rank has updated its weights again. Its line in incidents.jsonl:
 
     {"outcome": "RECOVERED", "generation", "step", "began_mono_s", "died_mono_s",
-     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "inexact"?}, ...]}
+     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?,
+     "inexact"?}, ...]}
 
 generation: of the ranks that go on. began_mono_s: when the generation before it entered `main`. died_mono_s: the first
-sign that it is over. Events: died (the process has ended; the controller often knows before), left (a survivor is out
+sign that it is over. Events: died (the process has ended; the controller often knows before; raised: the exception
+that has left its `main`), left (a survivor is out
 of `main`), ready (the process that replaces a dead one waits), entered, begun (the loop of a rank; inexact: why it may
 differ from one that was never interrupted), updated. Instants are CLOCK_MONOTONIC, as the controller's are.
 """
@@ -49,10 +51,10 @@ class Recovery:
     _late: set[int] = field(default_factory=set)
     """Those that have not updated since all entered `main`."""
 
-    def died(self, rank: int, code: int, now_s: float, how: str = "") -> None:
-        """A process has ended, and another one takes its place. code, how: as of `events.Ended`."""
+    def died(self, rank: int, code: int, now_s: float, how: str = "", raised: str = "") -> None:
+        """A process has ended, and another one takes its place. code, how, raised: as of `events.Ended`."""
         self._dead.add(rank)
-        more = {"how": how} if how else {}
+        more = {name: words for name, words in (("how", how), ("raised", raised)) if words}
         self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code, **more})
 
     def waiting(self, rank: int, step: int, now_s: float) -> None:
@@ -127,7 +129,8 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
     dead: dict[int, str] = {}
     for one in record["events"]:
         if one["what"] == "died":  # a replacement may have died, too, and matters less
-            dead.setdefault(one["rank"], seen.get(one["rank"]) or one.get("how") or _end(one["code"]))
+            how = one.get("raised") or seen.get(one["rank"]) or one.get("how") or _end(one["code"])
+            dead.setdefault(one["rank"], how)
     who = ", ".join(f"rank {rank} died ({how})" for rank, how in dead.items())
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
     inexact = _inexact(record["events"])

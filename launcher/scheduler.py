@@ -68,6 +68,7 @@ from lastwords.launcher.protocol import (
     Entry,
     Hello,
     Order,
+    Raised,
     Ready,
     Report,
     Seat,
@@ -153,6 +154,8 @@ class Scheduler:
             one.linked, one.silent_since_s, one.over = False, now_s, False
         self._token = state.token()
         self._links: dict[int, _Link] = {}
+        self._raised: dict[int, Raised] = {}
+        """What ranks have said before their end."""
         self._strangers: list[_Link] = []
         self.complaints = Complaints()
         self._unkept = ""
@@ -239,7 +242,7 @@ class Scheduler:
         if not isinstance(verdict, Admitted):
             return link.tell(verdict)
         if verdict.anew and self._head.core.place(verdict.rank) is not Place.STARTING:
-            self._report(Ended(verdict.rank, UNKNOWN_CODE))
+            self._report_end(verdict.rank)
         self._admit(link, verdict)
 
     def _admit(self, link: _Link, verdict: Admitted) -> None:
@@ -271,7 +274,7 @@ class Scheduler:
         self._looked_s = now_s
         for rank in self._registry.ended(now_s, self._runs):
             if self._head.core.place(rank) is not Place.STARTING:
-                self._report(Ended(rank, UNKNOWN_CODE))
+                self._report_end(rank)
         if now_s - self._told_s >= NOTICE_S:
             self._told_s = now_s
             missing = [r for r in range(self._cluster.workers) if self._head.core.place(r) is Place.STARTING]
@@ -297,10 +300,17 @@ class Scheduler:
                 if self._keep() is None:
                     self._tell(rank, Done())
                 self._report(Ended(rank, 0))
+            case Raised():
+                self._raised[rank] = report
             case Hello() | Ready() | Controlled() | ControllerWanted():
                 pass  # for a launcher on its host
             case _:
                 self._report(report)
+
+    def _report_end(self, rank: int) -> None:
+        """Its process has ended; how it has, only whoever has started it knows, and what it has said."""
+        said = self._raised.pop(rank, Raised("", lasting=False))
+        self._report(Ended(rank, UNKNOWN_CODE, "", said.error, said.lasting))
 
     def _report(self, event: Event) -> None:
         if isinstance(event, Ended) and event.code and not self._cluster.recovery:

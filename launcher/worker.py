@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lastwords import threads
 from lastwords.controller import launch as controller_launch
-from lastwords.errors import BusyError, ConfigError
+from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError
 from lastwords.launcher.callables import refusal_line, refuse_main, refuse_needed, shown
 from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of
 from lastwords.launcher.events import Abandon, Waiting
@@ -35,6 +35,7 @@ from lastwords.launcher.protocol import (
     Entry,
     Hello,
     Order,
+    Raised,
     Ready,
     Report,
     SchedulerGone,
@@ -51,7 +52,8 @@ from lastwords.launcher.warm_up import warm_up
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.launch.config import LAUNCHER, SPARE
 from lastwords.optim_wrapper.trainer import reentry
-from lastwords.optim_wrapper.trainer.hold import is_collective_error
+from lastwords.optim_wrapper.trainer.hold import is_collective_error, one_line
+from lastwords.optim_wrapper.trainer.register import TFTRegister
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,9 @@ CONTROLLER_S = 60.0
 
 EXIT_REFUSED, EXIT_BUSY = 2, 5
 """Those of the command `lastwords` for the same errors."""
+
+ERROR_CHARS_MAX = 1000
+"""Of an exception that a launcher hears of."""
 
 ECHO_S = 5.0
 """After a collective has failed before the loop: how long the news may take that its generation is over."""
@@ -83,28 +88,42 @@ def run(main: Callable[[], object]) -> None:
         _run(main)
     except (ConfigError, BusyError) as error:
         _log.debug("refused", exc_info=True)
+        _tell_launcher(refusal_line(error, ""), lasting=True)
         sys.stderr.write(f"lastwords: {refusal_line(error, os.environ.get('RANK', ''))}\n")
         raise SystemExit(EXIT_BUSY if isinstance(error, BusyError) else EXIT_REFUSED) from error
+    except BaseException as error:  # handed to the caller
+        _tell_launcher(one_line(error, ERROR_CHARS_MAX), lasting=_out_of_resume(error))
+        raise
+
+
+def _tell_launcher(error: str, *, lasting: bool) -> None:
+    for one in _workers:
+        one.raised(error, lasting=lasting)
+
+
+def _out_of_resume(error: BaseException) -> bool:
+    """Whether `resume()` has found no checkpoint, or one of another model. A MismatchError of later steps may pass."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, MismatchError | IncompleteError) and TFTRegister.resume.__code__ in frames
 
 
 def _run(main: Callable[[], object]) -> None:
-    refuse_main(main)
     if _workers:
         raise ConfigError("lastwords.run(main) was called in this process before: call it once, for all the training")
     path = os.environ.pop(LAUNCHER, None)  # not for what this process starts
-    cluster = cluster_of(os.environ) if path is None else None
-    if cluster is not None:
+    if path is not None:
+        one = Worker(_connected(path))
+        one.introduce()  # before anything can be refused, so that the launcher hears of it
+        _workers.append(one)
+        refuse_main(main)
+        _refuse_group()
+        return one.run(main)
+    refuse_main(main)
+    if (cluster := cluster_of(os.environ)) is not None:
         return _run_in(cluster, main)
-    if path is None:
-        if os.environ.get("RANK", "0") == "0":
-            _log.warning(
-                "not started by `lastwords run`, so a failure ends all processes, as without lastwords.run(main)"
-            )
-        main()
-        return
-    _refuse_group()
-    _workers.append(Worker(_connected(path)))
-    _workers[0].run(main)
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning("not started by `lastwords run`, so a failure ends all processes, as without lastwords.run(main)")
+    main()
 
 
 def _run_in(cluster: Cluster, main: Callable[[], object]) -> None:
@@ -115,7 +134,8 @@ def _run_in(cluster: Cluster, main: Callable[[], object]) -> None:
             raise SystemExit(code)
         return
     membership = Membership(cluster)
-    _workers.append(Worker(membership.launcher, ends_if_asked=True))
+    _workers.append(Worker(membership.launcher, membership.farewell, ends_if_asked=True))
+    _workers[0].introduce()
     _workers[0].run(main)
     membership.done()
 
@@ -160,13 +180,18 @@ def keep(name: str, make: Callable[[], _T]) -> _T:
 
 
 class Worker:
-    """This process, as the launcher's agent knows it. link: to it. ends_if_asked: on SIGTERM and the like it ends after
-    the incident; else it goes on, since its launcher ends it where that is meant.
+    """This process, as the launcher's agent knows it. link: to it. farewell: waits until all that was said is sent.
+    ends_if_asked: on SIGTERM and the like it ends after the incident; else it goes on, since its launcher ends it where
+    that is meant.
     """
 
-    def __init__(self, link: socket.socket, *, ends_if_asked: bool = False) -> None:
+    def __init__(
+        self, link: socket.socket, farewell: Callable[[], None] = lambda: None, *, ends_if_asked: bool = False
+    ) -> None:
         self._socket = link
+        self._farewell = farewell
         self._ends_if_asked = ends_if_asked
+        self._spare = False
         self._condition = threading.Condition()
         self._become: Become | None = None
         self._entered: Entry | None = None
@@ -190,24 +215,34 @@ class Worker:
         self._sources: dict[str, str] = {}
         self._version = ""
 
+    def introduce(self) -> None:
+        """The first message: who this process is."""
+        self._spare = os.environ.pop(SPARE, "") == "1"
+        self._say(Hello(None if self._spare else int(os.environ["RANK"]), os.getpid(), PROTOCOL))
+
     def run(self, main: Callable[[], object]) -> None:
         """Until `main` has returned by itself, or raised what is its own."""
-        spare = os.environ.pop(SPARE, "") == "1"
-        self._introduce(Hello(None if spare else int(os.environ["RANK"]), os.getpid(), PROTOCOL))
         threads.start_patiently(self._listen, name="lastwords-launcher")
         threads.reserve(THREADS)
         self._sources = source_digests()
         self._version = hashlib.sha256(json.dumps(self._sources, sort_keys=True).encode()).hexdigest()[:16]
         self._streams = Streams()
         warm_up()
-        if spare:
-            self._introduce(Ready())
+        if self._spare:
+            self._say(Ready())
             self._take_place()
         controller_launch.use_waiting(self._become_controller)
         while not self._enter(main):
             pass
 
-    def _introduce(self, report: Report) -> None:
+    def raised(self, error: str, *, lasting: bool) -> None:
+        """An exception leaves `run`: the launcher hears why this process ends."""
+        self._inside = False
+        with contextlib.suppress(OSError):  # the launcher has ended
+            send(self._socket, to_launcher(Raised(error, lasting)))
+        self._farewell()
+
+    def _say(self, report: Report) -> None:
         try:
             send(self._socket, to_launcher(report))
         except OSError:

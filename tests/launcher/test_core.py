@@ -391,5 +391,24 @@ def test_a_failure_after_the_loop_stops_the_job_and_a_new_loop_is_looked_after()
     assert stop.failure is not None
 
 
+@pytest.mark.parametrize("core", [training(), LauncherCore((0, 1))], ids=["in main", "before it"])
+@pytest.mark.parametrize("lasting", [True, False])
+def test_what_each_new_process_would_meet_again_ends_the_job_at_once_with_its_line(
+    core: LauncherCore, lasting: bool
+) -> None:
+    core = copy.deepcopy(core)
+    effects = core.handle(Ended(1, 2, raised="train.py:7: no such setting", lasting=lasting), 1.0)
+    assert (effects == [Stop("rank 1: train.py:7: no such setting", lasting=True)]) == lasting
+
+
+def test_what_a_process_says_that_is_to_be_killed_does_not_end_the_job() -> None:
+    core = training()
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 1)
+    core.handle(Tick(), END_S)
+    assert core.place(0) is Place.KILLED
+    assert core.handle(Ended(0, 2, raised="too late", lasting=True), END_S) == [Start(0)]
+
+
 def test_a_launcher_of_another_host_that_is_lost_stops_the_job() -> None:
     assert training().handle(Lost("the other host has ended"), 0.0) == [Stop("the other host has ended")]

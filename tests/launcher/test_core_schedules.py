@@ -52,6 +52,8 @@ class Process:
     """To be killed; what it does before arrives as well."""
     unseen: int | None = None
     """Its exit code, of which the launcher has not heard."""
+    refused: bool = False
+    """By lastwords, as each process in its place would be."""
 
 
 @dataclass
@@ -179,9 +181,12 @@ class World:
             other.told |= trained and other.state == "main"
 
     def see(self, rank: int) -> None:
-        code, self.processes[rank].unseen = self.processes[rank].unseen, None
+        one = self.processes[rank]
+        code, one.unseen = one.unseen, None
         assert code is not None
-        self.handle(Ended(rank, code))
+        effects = self.handle(Ended(rank, code, raised="refused" if one.refused else "", lasting=one.refused))
+        if one.refused and not one.condemned and effects != [Stop(f"rank {rank}: refused", lasting=True)]:
+            self.wrong.append(f"rank {rank} was refused, and the job goes on")
 
     def arrive(self, rank: int) -> None:
         one = self.processes[rank]
@@ -193,7 +198,8 @@ class World:
         """Its loop, after this step; a loop that does not go on where it has to raises (`stay.Stay.begun`)."""
         one = self.processes[rank]
         if step < one.goes_on_at:
-            return self.die(rank, 1)
+            one.refused = True
+            return self.die(rank, 2)
         one.begun = one.trained = True
         one.holds = step
         self.handle(Begun(rank, step))
@@ -302,8 +308,8 @@ class Hasty(LauncherCore):
 class Forgetful(LauncherCore):
     """Starts nobody in the place of the dead."""
 
-    def _ended(self, rank: int, code: int, now_s: float) -> list[Effect]:
-        return [effect for effect in super()._ended(rank, code, now_s) if not isinstance(effect, Start)]
+    def _ended(self, event: Ended, now_s: float) -> list[Effect]:
+        return [effect for effect in super()._ended(event, now_s) if not isinstance(effect, Start)]
 
 
 class Deaf(LauncherCore):
@@ -391,6 +397,17 @@ def test_a_rank_that_holds_another_step_is_found_where_nothing_says_which() -> N
 
 def test_a_stopped_process_that_wakes_up_in_a_later_generation_is_found() -> None:
     assert violates_i8(explore(2, 1, Impatient, late=1)[1])
+
+
+class Stubborn(LauncherCore):
+    """Tries once more what can never succeed."""
+
+    def _ended(self, event: Ended, now_s: float) -> list[Effect]:
+        return super()._ended(replace(event, lasting=False), now_s)
+
+
+def test_a_job_that_goes_on_after_a_refusal_is_found() -> None:
+    assert any("was refused" in one for one in explore(2, 1, Stubborn, careless=True)[1])
 
 
 def violates_i8(wrong: list[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import selectors
 import signal
@@ -15,13 +16,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lastwords.launcher import host as module
-from lastwords.launcher.events import Awaited, Begun, Event, Look, Lost, Over, Start, Stopped, Updated
-from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Host
+from lastwords.launcher.agent import _Round
+from lastwords.launcher.events import (
+    Awaited,
+    Begun,
+    Ended,
+    Enter,
+    Event,
+    Kill,
+    Look,
+    Lost,
+    Over,
+    Start,
+    Stopped,
+    Updated,
+)
+from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Failure, Host
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.processes import Controllers, ended_badly
-from lastwords.launcher.protocol import OWN, PROTOCOL, Hello, Report, order_of, to_launcher
+from lastwords.launcher.protocol import OWN, PROTOCOL, Hello, Raised, Report, order_of, to_launcher
 from lastwords.launcher.registry import Refused
 from tests import golden
 
@@ -102,6 +118,60 @@ def test_a_signal_for_all_does_not_collect_a_rank_whose_end_has_not_been_seen(ho
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_is_the_failure_of_its_rank(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr(host, "_report", events.append)
+    monkeypatch.setattr(host, "_at_the_end_of", lambda process, ended: ends.append(ended))
+    who = module._Who()
+    who.rank = 0
+
+    def end(*said: Raised, kill: bool = False) -> int:
+        host.processes[0] = process = subprocess.Popen(["sleep", "60"] if kill else ["false"], start_new_session=True)
+        host._watch(0)
+        for one in said:
+            host._hear(who, SimpleNamespace(), one)  # type: ignore[arg-type]
+        if kill:
+            host.obey(Kill(0, "it is late"))
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        ends.pop()()
+        return process.pid
+
+    end(kill=True)
+    assert host.failures == {}, "it was ended from here"
+    first = end(Raised("ValueError: bad batch", lasting=False))
+    end(Raised("no such setting", lasting=True))
+    assert [(one.pid, one.code, one.error) for one in host.failures.values()] == [(first, 1, "ValueError: bad batch")]
+    host.obey(Enter(1))
+    assert host.failures == {}, "of the generation before"
+    end()
+    assert [one.error for one in host.failures.values()] == [""]
+    assert [(one.code, one.raised, one.lasting) for one in events if isinstance(one, Ended)] == [
+        (-signal.SIGKILL, "", False),
+        (1, "ValueError: bad batch", False),
+        (1, "no such setting", True),
+        (1, "", False),
+    ]
+
+
+def test_torchs_report_has_the_ranks_that_have_failed_and_the_first_one_is_its_root_cause(tmp_path: Path) -> None:
+    written = tmp_path / "error.json"
+    written.write_text(json.dumps({"message": {"message": "by the script", "extraInfo": {"timestamp": 5}}}))
+    failures = {2: Failure(12, 1, 7 * 10**9, "ValueError: bad batch"), 1: Failure(11, -9, 7 * 10**9, "")}
+    files = {0: "", 1: "", 2: ""}
+    group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank, local_rank=rank) for rank in range(3)])
+    part = SimpleNamespace(host=SimpleNamespace(failures=failures), _context=SimpleNamespace(error_files=files))
+    found = _Round.failures(part, group)  # type: ignore[arg-type]
+    rank, root = ChildFailedError("train.py", found).get_first_failure()
+    assert (rank, root.pid, root.exitcode, root.message) == (2, 12, 1, "ValueError: bad batch")
+    assert {*found} == {1, 2}, "and nobody who has not failed"
+    assert "SIGKILL" in found[1].message
+    files[2] = str(written)
+    assert "by the script" in str(_Round.failures(part, group)[2].message)  # type: ignore[arg-type]
 
 
 def test_who_is_waited_for_and_how_to_let_it_go_on_is_said(host: Host, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ from lastwords.launcher.protocol import (
     Entry,
     Hello,
     Order,
+    Raised,
     Ready,
     Report,
     SchedulerGone,
@@ -43,7 +44,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (1, "a4ceb0c65aafca12")
+FORM = (1, "14fc99bc16a01a1a")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -63,7 +64,7 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
     [
         Hello(None, 7, PROTOCOL), Hello(0, 7, PROTOCOL), Ready(), Waiting(RANK, 7, "/logs/incidents.jsonl", "b", 1),
         Sources(RANK, {"/a": "b"}), Inside(RANK, 1, True, 2), Begun(RANK, 1, "late"), Updated(RANK), Over(RANK),
-        Controlled("/state"), ControllerWanted({"spec": "{}"}, 5), Done(),
+        Controlled("/state"), ControllerWanted({"spec": "{}"}, 5), Raised("ValueError: x", lasting=False), Done(),
     ],
     ids=repr,
 )  # fmt: skip

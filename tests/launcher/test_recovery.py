@@ -225,3 +225,20 @@ def test_a_process_that_ended_by_itself_and_is_replaced_is_in_the_sentence(monke
     for rank in (0, 1):
         one.hear(Updated(rank))
     assert sentence(lines.get(timeout=60), None).startswith("rank 1 died (exit code 0): replaced after ")
+
+
+def test_what_has_left_main_is_in_the_record_and_in_the_sentence_in_place_of_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(head, "_tell_of", lambda line, record: lines.put(line))
+    one = head.Head(1, 0, "127.0.0.1")
+    one.has_host(range(1), lambda effect: None)
+    died = Ended(0, 1, "exit code 1", "ValueError: bad batch")
+    for event in (Waiting(0), Begun(0), died, Waiting(0, 7), Begun(0, 7), Updated(0)):
+        one.hear(event)
+    line = lines.get(timeout=60)
+    known = {"what": "ended", "mono_s": 0.0, "rank": 0, "how": "exit code 1"}
+    incident = {"known_mono_s": 0.0, "step": 7, "events": [known]}
+    assert sentence(line, incident).startswith("rank 0 died (ValueError: bad batch): replaced after ")
+    assert [one["raised"] for one in json.loads(line)["events"] if one["what"] == "died"] == ["ValueError: bad batch"]

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lastwords import clock
 from lastwords.controller import launch as controller_launch
-from lastwords.errors import BusyError, ConfigError
+from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError, StorageError
 from lastwords.launcher import worker
 from lastwords.launcher.events import Abandon, Begun
 from lastwords.launcher.link import Lines
@@ -36,6 +37,7 @@ from lastwords.launcher.worker import keep
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.launch.config import LAUNCHER
 from lastwords.optim_wrapper.trainer import reentry
+from lastwords.optim_wrapper.trainer.register import TFTRegister
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from tests import golden
 from tests.launcher.test_unblock import pair
@@ -67,8 +69,8 @@ def play(server: socket.socket, answers: list[bytes]) -> tuple[threading.Thread,
         link, _ = server.accept()
         lines, left = Lines(), [*answers]
         with link:
-            while True:
-                for message in lines.feed(link.recv(1 << 20)):
+            while data := link.recv(1 << 20):
+                for message in lines.feed(data):
                     heard.append(message)
                     if message["kind"] == "Waiting":
                         if not left:
@@ -258,13 +260,23 @@ def test_what_cannot_be_kept_is_refused_with_what_to_do(arguments: tuple[Any, An
         keep(*arguments)
 
 
-def refused(main: Any, capfd: pytest.CaptureFixture[str], code: int = worker.EXIT_REFUSED) -> None:
-    """In one line, which is the golden one but for the number of the line of this file."""
+def refused(
+    main: Any,
+    capfd: pytest.CaptureFixture[str],
+    code: int = worker.EXIT_REFUSED,
+    heard: tuple[threading.Thread, list[dict[str, Any]]] | None = None,
+) -> None:
+    """In one line, which is the golden one but for the number of the line of this file.
+
+    heard: the launcher hears the same line, and that it would come again.
+    """
     with pytest.raises(SystemExit) as ended:
         worker.run(main)
     assert ended.value.code == code
     (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("lastwords: ")]
     golden.says(re.sub(r"(?<=\.py:)\d+", "_", line))
+    if heard is not None:
+        assert said_at_the_end(*heard) == [(line.removeprefix("lastwords: rank 0: "), True)]
 
 
 def misuse(error: Exception) -> Callable[[], None]:
@@ -285,25 +297,75 @@ def test_what_lastwords_refuses_in_main_is_one_line_with_the_users_own_place(
 ) -> None:
     if started == "torchrun":
         monkeypatch.delenv(LAUNCHER)
-    else:
-        play(launcher, [ENTER])
-    refused(misuse(error), capfd, 5 if isinstance(error, BusyError) else 2)
+    heard = None if started == "torchrun" else play(launcher, [ENTER])
+    refused(misuse(error), capfd, 5 if isinstance(error, BusyError) else 2, heard)
 
 
-def test_an_error_of_the_users_own_keeps_its_traceback(launcher: socket.socket) -> None:
+def said_at_the_end(thread: threading.Thread, heard: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """What has left `lastwords.run`, as the launcher hears it."""
+    worker._workers[0]._socket.shutdown(socket.SHUT_RDWR)  # as the end of the process would
+    thread.join(10)
+    return [(message["error"], message["lasting"]) for message in heard if message["kind"] == "Raised"]
+
+
+def out_of_resume(error: Exception) -> None:
+    """`tft.resume()`, which raises this."""
+
+    def started(name: str) -> None:
+        raise error
+
+    TFTRegister.resume(SimpleNamespace(_started=started))  # type: ignore[arg-type]
+
+
+def elsewhere(error: Exception) -> None:
+    """A step that raises this."""
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "place", "lasting"),
+    [
+        (ValueError("too small"), elsewhere, False),
+        (MismatchError("another model"), out_of_resume, True),
+        (IncompleteError("no checkpoint"), out_of_resume, True),
+        (StorageError("a file system that hangs"), out_of_resume, False),
+        (MismatchError("replicas have diverged"), elsewhere, False),
+    ],
+    ids=["own", "another model", "no checkpoint", "storage", "diverged"],
+)
+def test_an_error_keeps_its_traceback_and_the_launcher_hears_it_and_whether_it_would_come_again(
+    launcher: socket.socket, error: Exception, place: Callable[[Exception], None], lasting: bool
+) -> None:
+    thread, heard = play(launcher, [ENTER])
+    with pytest.raises(type(error)) as raised:
+        worker.run(lambda: place(error))
+    assert raised.value is error
+    assert said_at_the_end(thread, heard) == [(f"{type(error).__name__}: {error}", lasting)]
+
+
+def test_only_what_leaves_main_by_itself_is_told(launcher: socket.socket) -> None:
+    thread, heard = play(launcher, [ENTER + ABANDON, ENTER])
+    worker.run(stuck_once())
+    assert said_at_the_end(thread, heard) == []
+
+
+def stuck_once() -> Callable[[], None]:
+    """A `main` whose first entry ends with the news of another rank's end."""
+    leave, entries = stuck([]), []
+
     def main() -> None:
-        raise own
+        entries.append(1)
+        if len(entries) == 1:
+            leave()
 
-    own = ValueError("too small")
-    play(launcher, [ENTER])
-    with pytest.raises(ValueError) as raised:
-        worker.run(main)
-    assert raised.value is own
+    return main
 
 
 @pytest.mark.parametrize("main", [None, 5, lambda arguments: None], ids=["called", "number", "arguments"])
-def test_what_is_no_main_is_refused_with_what_to_do(main: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    refused(main, capfd)
+def test_what_is_no_main_is_refused_with_what_to_do(
+    launcher: socket.socket, main: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused(main, capfd, heard=play(launcher, []))
 
 
 def test_the_users_own_files_are_compared_and_installed_ones_are_not() -> None:
@@ -316,7 +378,7 @@ def test_a_process_group_from_before_run_is_refused(
     launcher: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker.dist, "is_initialized", lambda: True)
-    refused(lambda: None, capfd)
+    refused(lambda: None, capfd, heard=play(launcher, []))
 
 
 def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this_one(launcher: socket.socket) -> None:
@@ -370,10 +432,11 @@ def test_a_launcher_that_was_killed_is_missed_and_one_that_ends_is_not(
 
 
 def test_a_second_training_in_one_process_is_refused(
-    launcher: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    launcher: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worker, "_workers", [object()])
-    refused(lambda: None, capfd)
+    heard = play(launcher, [ENTER])
+    worker.run(lambda: None)
+    refused(lambda: None, capfd, heard=heard)
 
 
 def test_what_is_done_beforehand_uses_no_device_no_hook_and_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
