@@ -152,7 +152,6 @@ class _Round:
             error_file = self._context.error_files[local[rank]]
             found[rank] = failure = ProcessFailure(local[rank], one.pid, one.code, error_file)
             if failure.error_file != error_file:  # the script has written none
-                failure.timestamp = one.wall_ns // 10**9
                 failure.message = one.error or failure.message
         return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint.codec import from_json
-from lastwords.clock import mono_s, wall_ns
+from lastwords.clock import mono_s
 from lastwords.errors import FormatError, is_shortage
 from lastwords.launcher.events import (
     NOT_LEFT,
@@ -73,7 +73,6 @@ class Failure:
 
     pid: int
     code: int
-    wall_ns: int
     error: str
 
 
@@ -241,7 +240,7 @@ class Host:
             if code:
                 _log.warning("rank %d (pid %d) ended with %d (%s)", rank, process.pid, code, event.words)
             if code and process.pid not in self._killed:
-                self.failures.setdefault(rank, Failure(process.pid, code, wall_ns(), said.error))
+                self.failures.setdefault(rank, Failure(process.pid, code, said.error))
             self._report(event)
 
         self._at_the_end_of(process, ended)

@@ -186,7 +186,7 @@ class World:
         assert code is not None
         effects = self.handle(Ended(rank, code, raised="refused" if one.refused else "", lasting=one.refused))
         if one.refused and not one.condemned and effects != [Stop(f"rank {rank}: refused", lasting=True)]:
-            self.wrong.append(f"rank {rank} was refused, and the job goes on")
+            self.wrong.append(f"refused: rank {rank}, and the job goes on")
 
     def arrive(self, rank: int) -> None:
         one = self.processes[rank]
@@ -407,7 +407,7 @@ class Stubborn(LauncherCore):
 
 
 def test_a_job_that_goes_on_after_a_refusal_is_found() -> None:
-    assert any("was refused" in one for one in explore(2, 1, Stubborn, careless=True)[1])
+    assert any(one.startswith("refused: ") for one in explore(2, 1, Stubborn, careless=True)[1])
 
 
 def violates_i8(wrong: list[str]) -> bool:
