@@ -7,13 +7,14 @@ So no rank of g runs any more when g+1 begins, and whoever resumes finds the che
 launcher may follow this one, g+1 is kept first (`Keep`), and as long as that fails all ranks wait.
 
 A rank whose process misses its deadline is killed and replaced as well. Where `main` fails each time that it is entered
-again, or would go on with a model that nobody can put back, all processes are replaced. What goes wrong all the same
+again, or would go on with a model that nobody can put back, all survivors are replaced. What goes wrong all the same
 ends in `Stop`, and so does a failure after a training loop has come to its end, since to begin again would be to train
 again, and one that would last, such as a refusal by lastwords: each new process would meet it as well.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,12 +59,24 @@ from lastwords.launcher.roster import (
 from lastwords.launcher.versions import Ask, Sources, Versions
 
 FAILURES_MAX = 2
-"""Generations in a row that may fail before their loop has begun. The last one is tried in new processes only."""
+"""Generations in a row that may fail before their first step, by a process that had entered `main` again. Then one is
+tried in new processes only."""
 
-AGAIN_AND_AGAIN = "main() has failed each time that it was entered again, so all processes are replaced"
+AGAIN_AND_AGAIN = "main() has failed before its first step each time that it was entered again"
+
+UNSAVED = "it has trained, and nothing is saved that could be loaded"
 
 DEATHS_MAX = 3
 """Generations in a row that may fail without a step that was saved in between."""
+
+REPEATS_MAX = 3
+"""Generations in a row that may fail by the same exception of the same rank, with REPEAT_STEPS saved in between."""
+
+REPEAT_STEPS = 10
+"""An error in each step, or each time that something is logged, say; a network that fails once a day is no loop."""
+
+NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+"""Steps, samples and addresses differ each time that an exception comes again."""
 
 
 @dataclass(slots=True)
@@ -85,6 +98,10 @@ class LauncherCore:
     _deaths: int = 0
     _ended_since: set[int] = field(default_factory=set)
     """Ranks whose processes have ended by themselves since a step was saved."""
+    _unbegun: bool = False
+    """The generation that is over has failed before its first step, which has not been counted."""
+    _last: str = ""
+    """The rank whose process was the first to end by itself since then, and why."""
     _versions: Versions = field(default_factory=Versions)
     _held: dict[int, Waiting] = field(default_factory=dict)
     """Of ranks whose version of the user's code is not known."""
@@ -161,20 +178,17 @@ class LauncherCore:
         if one.place is Place.KILLED:
             return []  # it has said so before it ends
         effects = [] if self._healing else self._over(rank, now_s)
-        if self.stopped:
-            return effects
         self.generation = max(self.generation, event.entered + 1)
         if event.entered < 0:
             one.trained = False  # though the launcher before this one had kept that all enter `main`
+        one.entered |= event.entered >= 0
         has_left = one.place is Place.IN_MAIN
         self._ranks.note(rank, begun=False)
         self._ranks.put(rank, Place.WAITING)
         one.failed_starts = 0
         self._ranks.know(rank)
-        if has_left and self._renews():
-            effects.append(self._kill(rank, AGAIN_AND_AGAIN, now_s))
-        elif self._ranks.are_all(Place.WAITING):
-            effects += self._replace_trained(now_s) or self._enter()
+        if self._ranks.are_all(Place.WAITING):
+            effects += self._stop_if(self._crash_loop()) or self._replace_survivors(now_s) or self._enter()
         elif has_left and not self._leaving:
             self._leaving = True
             self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
@@ -200,6 +214,7 @@ class LauncherCore:
         self._ranks.note(rank, begun=begun)
         one = self._ranks[rank]
         one.trained, one.loops = loops > 0, loops
+        one.entered = one.again = True
         self._ranks.know(rank)
 
     def _inside(self, event: Inside, now_s: float) -> list[Effect]:
@@ -264,16 +279,23 @@ class LauncherCore:
         self._failed_loop = 0
         for rank in self.world:
             self._ranks.put(rank, Place.IN_MAIN)
-            self._ranks[rank].loops = 0
+            one = self._ranks[rank]
+            one.loops, one.again, one.entered = 0, one.entered, True
         self._ranks.look()
         return [Enter(self.generation, step=self._step)]
 
-    def _replace_trained(self, now_s: float) -> list[Effect]:
-        """Without a checkpoint only a new process has the weights of the beginning, wherever the script makes them."""
-        if self._step:
-            return []
-        why = "it has trained, and nothing is saved that could be loaded"
-        return [self._kill(rank, why, now_s) for rank, one in self._ranks.at(Place.WAITING) if one.trained]
+    def _replace_survivors(self, now_s: float) -> list[Effect]:
+        """Where they are of no use; all ranks wait.
+
+        Without a checkpoint only a new process has the weights of the beginning, wherever the script makes them.
+        """
+        effects = []
+        for rank, one in self._ranks.at(Place.WAITING):
+            if one.trained and not self._step:
+                effects.append(self._kill(rank, UNSAVED, now_s))
+            elif one.entered and self._renews():
+                effects.append(self._kill(rank, AGAIN_AND_AGAIN, now_s))
+        return effects
 
     def _ended(self, event: Ended, now_s: float) -> list[Effect]:
         rank, code = event.rank, event.code
@@ -293,8 +315,9 @@ class LauncherCore:
             self._ended_since.add(rank)
             self._failed_loop = max(self._failed_loop, one.loops)
             effects += [] if self._healing else self._over(rank, now_s)
-        if self.stopped:
-            return effects
+            self._blame(event)
+            if (why := self._crash_loop(one)) is not None:
+                return self._stop(why)
         one.failed_starts += one.place is Place.STARTING
         if one.failed_starts >= len(START_PAUSES_S):
             return self._stop(f"the process that replaces rank {rank} ended with {code} before it entered main()")
@@ -316,7 +339,7 @@ class LauncherCore:
     def _start(self, rank: int, now_s: float) -> list[Effect]:
         self._ranks.put(rank, Place.STARTING)
         one = self._ranks[rank]
-        one.trained, one.loops = False, 0
+        one.trained, one.loops, one.entered = False, 0, False
         if pause_s := START_PAUSES_S[one.failed_starts]:
             one.start_s = now_s + pause_s
             self._ranks.awake_at(one.start_s)
@@ -337,33 +360,56 @@ class LauncherCore:
         return Kill(rank, why)
 
     def _renews(self) -> bool:
-        """Whether this healing begins all processes anew, since those that have entered `main` again fail in it."""
+        """Whether only new processes enter `main`, since those that have entered it again fail in it."""
         return self._failures == FAILURES_MAX
+
+    def _blame(self, event: Ended) -> None:
+        """A process has ended by itself."""
+        one = self._ranks[event.rank]
+        self._last = self._last or f"rank {event.rank}: {event.words}"
+        if one.place is not Place.IN_MAIN:
+            return
+        if self._unbegun and (one.again or self._renews()):
+            self._unbegun = False
+            self._failures += 1
+        raised, little = NUMBERS.sub("#", event.raised), self._step <= one.raised_at + REPEAT_STEPS
+        same = raised == one.raised and one.raised_in == self.generation - 1 and little
+        one.repeats = (one.repeats + 1 if same else 1) if raised else 0
+        one.raised, one.raised_in, one.raised_at = raised, self.generation, self._step
+
+    def _crash_loop(self, one: Rank | None = None) -> str | None:
+        """Why it is of no use to go on, once it is known whose process has ended (`one`), or that none has."""
+        last = f", the last with {self._last}" if self._last else ""
+        if one is not None and one.repeats > REPEATS_MAX:
+            return (
+                f"{one.repeats} failures in a row by the same exception of the same rank, with at most {REPEAT_STEPS} "
+                f"steps saved in between{last}"
+            )
+        if self._failures > FAILURES_MAX:
+            return (
+                f"{self._failures} generations in a row have failed before their first step, the last one with new "
+                f"processes only{last}"
+            )
+        if self._deaths > DEATHS_MAX:
+            ranks = ", ".join(map(str, sorted(self._ended_since))) or "unknown"
+            return (
+                f"{self._deaths} failures in a row, and no step after {self._step} was saved; processes ended of ranks "
+                f"{ranks}{last}"
+            )
+        return None
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
         """This generation is over, and `rank` was the first to show it."""
         begun = self._ranks.all_begun()
-        self._failures += not begun
+        self._unbegun, self._last = not begun, ""
         self._deaths += 1
-        if self._failures > FAILURES_MAX:
-            return self._stop(
-                f"{self._failures} generations in a row have failed before their training loop began, the last one "
-                "with new processes only"
-            )
-        if self._deaths > DEATHS_MAX:
-            return self._stop(
-                f"{self._deaths} failures in a row, and no step after {self._step} was saved; processes ended of ranks "
-                f"{', '.join(map(str, sorted(self._ended_since))) or 'unknown'}"
-            )
         self._healing = True
         self.generation += 1
         effects = [effect for other, _ in self._ranks.at(Place.DONE) for effect in self._start(other, now_s)]
         for other, one in self._ranks.at(Place.IN_MAIN):
             if other == rank:
                 continue
-            if self._renews():
-                effects.append(self._kill(other, AGAIN_AND_AGAIN, now_s))
-            elif begun:
+            if begun:
                 self._ranks.due(one, now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
             else:
                 effects.append(self._abandon(other, now_s))
@@ -427,6 +473,9 @@ class LauncherCore:
                 self._ranks.due(one, deadline_s, told_s)
             elif one.runs_due_s is not None:
                 one.runs_due_s = min(one.runs_due_s, deadline_s)
+
+    def _stop_if(self, failure: str | None) -> list[Effect]:
+        return [] if failure is None else self._stop(failure)
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lastwords.launcher.core import DEATHS_MAX, LauncherCore
+from lastwords.launcher.core import DEATHS_MAX, REPEAT_STEPS, REPEATS_MAX, LauncherCore
 from lastwords.launcher.events import (
     Abandon,
     Awaited,
@@ -39,6 +39,7 @@ from lastwords.launcher.roster import (
     Rank,
     Roster,
 )
+from tests import golden
 
 KILLED = -9
 
@@ -185,8 +186,7 @@ def test_a_crash_loop_stops() -> None:
             core.handle(Begun(rank), 0.0)
     (stop,) = core.handle(Ended(1, KILLED), 0.0)
     assert isinstance(stop, Stop)
-    assert stop.failure is not None
-    assert stop.failure.endswith("ranks 1")
+    golden.says(stop.failure)
 
 
 def test_deaths_between_which_steps_are_saved_go_on_for_ever() -> None:
@@ -231,21 +231,24 @@ def test_processes_that_did_not_start_count_for_their_own_rank_only_and_until_on
     assert not core.stopped
 
 
-def fails_again(core: LauncherCore, rank: int) -> list[Effect]:
-    """All enter, and `rank` ends before its loop begins; the others leave."""
-    effects = core.handle(Ended(rank, 1), 0.0)
-    wait(core, *[other for other in core.world if core.place(other) is not Place.KILLED])
-    return effects
+def fails_again(core: LauncherCore, rank: int, raised: str = "") -> tuple[list[Effect], list[Effect]]:
+    """`rank` ends before its loop begins; the others leave. What the core does at its end, and when all wait."""
+    effects = core.handle(Ended(rank, 1, raised=raised), 0.0)
+    return effects, [] if core.stopped else wait(core, *core.world, step=7)
+
+
+def condemned(effects: list[Effect]) -> list[int]:
+    return [one.rank for one in effects if isinstance(one, Kill)]
 
 
 def test_where_main_fails_whenever_it_is_entered_again_all_processes_are_replaced_once() -> None:
     core = training()
     core.handle(Ended(1, KILLED), 0.0)
     wait(core, 0, 1, 2, step=7)
-    assert fails_again(core, 0) == [Abandon(1), Abandon(2), Start(0)]
-    effects = fails_again(core, 1)
-    assert [one.rank for one in effects if isinstance(one, Kill)] == [0, 2]
-    assert effects[-1] == Start(1)
+    assert fails_again(core, 0) == ([Abandon(1), Abandon(2), Start(0)], [Enter(2, step=7)])
+    effects, when_all_wait = fails_again(core, 1)
+    assert effects == [Abandon(0), Abandon(2), Start(1)]
+    assert condemned(when_all_wait) == [0, 2]
     assert wait(core, 0, 2) == [], "what the condemned have said before their end does not count"
     assert [core.handle(Ended(rank, KILLED), 0.0) for rank in (0, 2)] == [[Start(0)], [Start(2)]]
     assert wait(core, 0, 2) == [Enter(3, step=7)]
@@ -256,13 +259,81 @@ def test_where_main_fails_whenever_it_is_entered_again_all_processes_are_replace
     assert begun.handle(Ended(2, 1), 0.0) == [Start(2)]
 
 
+def test_survivors_stay_where_new_processes_fail_as_well() -> None:
+    """Their loop may begin and raise before its first step, as a loop of the script's own does."""
+    core = training()
+    for failures in range(1, 2 + DEATHS_MAX):  # the first one comes with a newly saved step
+        effects, when_all_wait = fails_again(core, 1, raised=f"sample {failures} of another kind" + failures * "!")
+        assert effects[-1] == Start(1)
+        assert condemned(when_all_wait) == []
+    (stop,) = fails_again(core, 1, raised="ValueError: bad batch")[0]
+    assert isinstance(stop, Stop)
+    golden.says(stop.failure)
+
+
+def fails(core: LauncherCore, step: int, *ranks: int, raised: str = "", begun: bool = True) -> list[Effect]:
+    """After so many steps that are saved; the other ranks go on with a new process."""
+    effects = [effect for rank in ranks for effect in core.handle(Ended(rank, 1, raised=raised), 0.0)]
+    if not core.stopped:
+        wait(core, *core.world, step=step)
+        begins(core, *(core.world if begun else ()), step=step)
+    return effects
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)], ids=str)
+def test_the_same_exception_again_and_again_is_a_crash_loop_though_each_time_a_step_is_saved(
+    begun: bool, ranks: tuple[int, int]
+) -> None:
+    core = training(2)
+    for step in range(1, 1 + REPEATS_MAX):
+        order = ranks if step % 2 else ranks[::-1]
+        assert fails(core, step, *order, raised=f"ValueError: bad batch {step} at 0x7f{step}c", begun=begun)
+        assert not core.stopped
+    core.handle(Ended(1, 1, raised="ValueError: bad batch 17 at 0xa"), 0.0)
+    assert core.stopped
+
+
+@pytest.mark.parametrize("what", ["another rank", "another exception", "no exception", "progress", "a good generation"])
+def test_failures_that_differ_are_no_crash_loop(what: str) -> None:
+    core = training(2)
+    for turn in range(1, 3 * REPEATS_MAX):
+        step = turn * (REPEAT_STEPS + 1 if what == "progress" else 1)
+        raised = "" if what == "no exception" else "ValueError: bad batch" + "!" * (turn if "exception" in what else 0)
+        fails(core, step, turn % 2 if what == "another rank" else 1, raised=raised)
+        if what == "a good generation" and turn % REPEATS_MAX == 0:
+            fails(core, step, 0)
+        assert not core.stopped
+
+
 def test_the_survivor_that_shows_the_last_failure_is_replaced_as_well() -> None:
     core = training()
     core.handle(Ended(1, KILLED), 0.0)
     wait(core, 0, 1, 2, step=7)
     fails_again(core, 0)
-    killed = [effect for effect in wait(core, 2) if isinstance(effect, Kill)]
-    assert [one.rank for one in killed] == [0, 1, 2]
+    assert wait(core, 2) == [Abandon(0), Abandon(1)]
+    core.handle(Ended(1, 1), 0.0)
+    assert condemned(wait(core, 0, 1)) == [0, 2]
+
+
+def test_who_has_raised_is_known_before_the_job_is_given_up_though_survivors_leave_first() -> None:
+    core = training(2)
+    fails(core, 5, 1)
+    for _ in range(DEATHS_MAX):
+        fails(core, 5, 1)
+    assert wait(core, 0, step=5) == []
+    (stop,) = core.handle(Ended(1, 1, "exit code 1", "ValueError: bad batch"), 0.0)
+    assert isinstance(stop, Stop)
+    golden.says(stop.failure)
+
+
+def test_where_no_process_ends_a_crash_loop_is_one_all_the_same() -> None:
+    core = training(2)
+    for _ in range(DEATHS_MAX):
+        assert wait(core, 0, 1) != []
+        begins(core, 0, 1)
+    (stop,) = [one for one in wait(core, 0, 1) if isinstance(one, Stop)]
+    golden.says(stop.failure)
 
 
 def test_without_a_checkpoint_nobody_that_has_trained_enters_again() -> None:

@@ -87,7 +87,16 @@ class World:
     def key(self) -> str:
         core = self.core
         counts = core.generation, core._failures, core._deaths, core._step, core._failed_loop, self.deaths_left
-        flags = core._healing, core.stopped, core._leaving, self.released, self.said, self.step, self.late
+        flags = (
+            core._healing,
+            core.stopped,
+            core._leaving,
+            core._unbegun,
+            self.released,
+            self.said,
+            self.step,
+            self.late,
+        )
         return repr((core._ranks.ranks, counts, flags, self.processes, self.asleep, self.newest))
 
     def handle(self, event: Event) -> list[Effect]:
@@ -184,7 +193,9 @@ class World:
         one = self.processes[rank]
         code, one.unseen = one.unseen, None
         assert code is not None
-        effects = self.handle(Ended(rank, code, raised="refused" if one.refused else "", lasting=one.refused))
+        effects = self.handle(
+            Ended(rank, code, raised="refused" if one.refused else "once only" * (code == 1), lasting=one.refused)
+        )
         if one.refused and not one.condemned and effects != [Stop(f"rank {rank}: refused", lasting=True)]:
             self.wrong.append(f"refused: rank {rank}, and the job goes on")
 
@@ -326,7 +337,7 @@ class Deaf(LauncherCore):
 class Trusting(LauncherCore):
     """Lets those that have trained go on without a checkpoint."""
 
-    def _replace_trained(self, now_s: float) -> list[Effect]:
+    def _replace_survivors(self, now_s: float) -> list[Effect]:
         return []
 
 
