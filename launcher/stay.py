@@ -100,6 +100,8 @@ class Stay:
 
     def end(self) -> None:
         """Training thread: out of all groups; nothing of this stay runs after that."""
+        if self.trains and not self.saved_step:  # an incident that saves nothing does not tell of periodic checkpoints
+            self.saved_step = max((run.newest_step() for run in self._runs), default=0)
         while self._runs:
             self._runs.pop().close()
         if dist.is_available() and dist.is_initialized():

@@ -18,9 +18,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lastwords import descriptors, threads
+from lastwords.checkpoint import load
+from lastwords.checkpoint.manifest import Claimed
 from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
 from lastwords.controller.timeline import recorded_exit
-from lastwords.errors import ConfigError, StorageError, UnavailableError, is_shortage
+from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.process_id import this_process
 from lastwords.liveness.robust_mutex import LifeLine
@@ -284,6 +286,15 @@ class Protection:
     @property
     def _record(self) -> Path:
         return self._config.ckpt_save_path / LOG_DIRECTORY / INCIDENTS_FILE
+
+    def newest_step(self) -> int:
+        """Of the newest checkpoint of this job, as far as its files can be read; 0 if there is none. May block."""
+        try:
+            path = load.newest(self._config.sources, (self.agreement.job,))
+            return 0 if path is None else Claimed.read(path).global_step
+        except LastWordsError as error:
+            _log.info("cannot determine the newest checkpoint: %s", error)
+            return 0
 
     @property
     def alone(self) -> bool:

@@ -12,6 +12,9 @@ class Running(Protocol):
     def hold(self, error: BaseException) -> None:
         """An exception leaves `main`: returns once its incident is over, or raises SystemExit. Nothing if closed."""
 
+    def newest_step(self) -> int:
+        """Of the newest checkpoint of this job, periodic ones included; 0 if there is none that can be read."""
+
     def close(self) -> None:
         """End its threads and give back what it has; nothing if closed."""
 

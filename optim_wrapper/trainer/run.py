@@ -286,6 +286,10 @@ class ProtectedRun(Run):
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
             protection.depart(own, error)
 
+    def newest_step(self) -> int:
+        """Of the newest checkpoint of this job, periodic ones included; 0 if there is none that can be read."""
+        return self.protection.newest_step()
+
     def leave_to_parent(self) -> None:
         """In a forked child, which answers for nobody (see `forks`): from here on it is a run that is not protected."""
         self._detach()

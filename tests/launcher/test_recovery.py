@@ -119,6 +119,10 @@ class Told(reentry.Leaver):
     """In place of the stay in `main`: what a run says of itself."""
 
     begins: tuple[int, str] | None = None
+    run: reentry.Running | None = None
+
+    def started(self, run: reentry.Running) -> None:
+        self.run = run
 
     def begun(self, step: int, inexact: str) -> None:
         self.begins = step, inexact
@@ -126,7 +130,7 @@ class Told(reentry.Leaver):
 
 @pytest.mark.process
 def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, told = torch.get_num_threads(), list[tuple[int, str] | None]()
+    threads, told, newest = torch.get_num_threads(), list[tuple[int, str] | None](), list[int]()
     try:
         for more in (0, 1):
             torch.set_num_threads(threads + more)
@@ -141,8 +145,11 @@ def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, m
                     tft.optimizer.step()
                 tft.save()
             told.append(leaver.begins)
+            assert leaver.run is not None
+            newest.append(leaver.run.newest_step())
     finally:
         torch.set_num_threads(threads)
+    assert newest == [1, 2]
     assert told[0] == (0, "")
     assert told[1] is not None
     assert told[1][0] == 1

@@ -171,6 +171,9 @@ class Unenclosed:
         leaver.leave(7, (), None)
         raise SystemExit(EXIT_SAVED)
 
+    def newest_step(self) -> int:
+        return 5
+
     def close(self) -> None:
         self.closed += 1
 
@@ -189,6 +192,25 @@ def test_a_run_that_no_with_encloses_is_held_and_ended_when_its_main_is_left(lau
     thread.join(10)
     assert saved_steps(heard) == [0, 7]
     assert (one.held, one.closed) == (["Connection closed by peer"], 1)
+
+
+@pytest.mark.parametrize(("trained", "saved", "known"), [(True, 0, 5), (True, 7, 7), (False, 0, 0)], ids=str)
+def test_where_an_incident_saves_nothing_what_periodic_checkpoints_have_saved_is_known(
+    launcher: socket.socket, trained: bool, saved: int, known: int
+) -> None:
+    def main() -> None:
+        leaver = reentry.leaver()
+        assert leaver is not None
+        leaver.started(Unenclosed())
+        if trained:
+            leaver.begun(0, "")
+        leaver.leave(saved, (), None)
+        raise SystemExit(EXIT_NOT_SAVED)
+
+    thread, heard = play(launcher, [ENTER])
+    run(main)
+    thread.join(10)
+    assert saved_steps(heard) == [0, known]
 
 
 def test_what_is_kept_is_made_once_however_often_main_is_entered_and_what_main_returns_is_dropped(
