@@ -14,10 +14,10 @@ again, and one that would last, such as a refusal by lastwords: each new process
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lastwords.launcher.crash_loop import CrashLoop
 from lastwords.launcher.events import (
     NOT_LEFT,
     Abandon,
@@ -58,25 +58,9 @@ from lastwords.launcher.roster import (
 )
 from lastwords.launcher.versions import Ask, Sources, Versions
 
-FAILURES_MAX = 2
-"""Generations in a row that may fail before their first step, by a process that had entered `main` again. Then one is
-tried in new processes only."""
-
 AGAIN_AND_AGAIN = "main() has failed before its first step each time that it was entered again"
 
 UNSAVED = "it has trained, and nothing is saved that could be loaded"
-
-DEATHS_MAX = 3
-"""Generations in a row that may fail without a step that was saved in between."""
-
-REPEATS_MAX = 3
-"""Generations in a row that may fail by the same exception of the same rank, with REPEAT_STEPS saved in between."""
-
-REPEAT_STEPS = 10
-"""An error in each step, or each time that something is logged, say; a network that fails once a day is no loop."""
-
-NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
-"""Steps, samples and addresses differ each time that an exception comes again."""
 
 
 @dataclass(slots=True)
@@ -94,14 +78,7 @@ class LauncherCore:
     _healing: bool = True
     """Between the first sign that a generation is over and the `Enter` of the next one; also at the start."""
     _step: int = 0
-    _failures: int = 0
-    _deaths: int = 0
-    _ended_since: set[int] = field(default_factory=set)
-    """Ranks whose processes have ended by themselves since a step was saved."""
-    _unbegun: bool = False
-    """The generation that is over has failed before its first step, which has not been counted."""
-    _last: str = ""
-    """The rank whose process was the first to end by itself since then, and why."""
+    _crashes: CrashLoop = field(default_factory=CrashLoop)
     _versions: Versions = field(default_factory=Versions)
     _held: dict[int, Waiting] = field(default_factory=dict)
     """Of ranks whose version of the user's code is not known."""
@@ -157,7 +134,7 @@ class LauncherCore:
                 self._ranks[rank].trained = True
                 self._progress(step)
                 if self._ranks.all_begun():
-                    self._failures = 0
+                    self._crashes.begun()
                 return []
             case Updated():
                 return []
@@ -188,7 +165,9 @@ class LauncherCore:
         one.failed_starts = 0
         self._ranks.know(rank)
         if self._ranks.are_all(Place.WAITING):
-            effects += self._stop_if(self._crash_loop()) or self._replace_survivors(now_s) or self._enter()
+            if (why := self._crashes.verdict(self._step)) is not None:
+                return self._stop(why)
+            effects += self._replace_survivors(now_s) or self._enter()
         elif has_left and not self._leaving:
             self._leaving = True
             self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
@@ -252,8 +231,8 @@ class LauncherCore:
     def _progress(self, step: int) -> None:
         """A checkpoint of this step exists, of whatever kind: no crash loop."""
         if step > self._step:
-            self._step, self._deaths = step, 0
-            self._ended_since.clear()
+            self._step = step
+            self._crashes.progressed()
 
     def _enter(self) -> list[Effect]:
         """All ranks wait."""
@@ -293,7 +272,7 @@ class LauncherCore:
         for rank, one in self._ranks.at(Place.WAITING):
             if one.trained and not self._step:
                 effects.append(self._kill(rank, UNSAVED, now_s))
-            elif one.entered and self._renews():
+            elif one.entered and self._crashes.renews:
                 effects.append(self._kill(rank, AGAIN_AND_AGAIN, now_s))
         return effects
 
@@ -312,11 +291,11 @@ class LauncherCore:
             return self._stop(f"rank {rank} ended with {code} after its training loop was over")
         effects: list[Effect] = []
         if one.place is not Place.KILLED:
-            self._ended_since.add(rank)
             self._failed_loop = max(self._failed_loop, one.loops)
             effects += [] if self._healing else self._over(rank, now_s)
-            self._blame(event)
-            if (why := self._crash_loop(one)) is not None:
+            in_main = one.place is Place.IN_MAIN
+            self._crashes.ended(event, self.generation, self._step, was_in_main=in_main, again=one.again)
+            if (why := self._crashes.verdict(self._step, rank)) is not None:
                 return self._stop(why)
         one.failed_starts += one.place is Place.STARTING
         if one.failed_starts >= len(START_PAUSES_S):
@@ -359,50 +338,10 @@ class LauncherCore:
         self._ranks.due(self._ranks[rank], now_s + LEAVE_S)
         return Kill(rank, why)
 
-    def _renews(self) -> bool:
-        """Whether only new processes enter `main`, since those that have entered it again fail in it."""
-        return self._failures == FAILURES_MAX
-
-    def _blame(self, event: Ended) -> None:
-        """A process has ended by itself."""
-        one = self._ranks[event.rank]
-        self._last = self._last or f"rank {event.rank}: {event.words}"
-        if one.place is not Place.IN_MAIN:
-            return
-        if self._unbegun and (one.again or self._renews()):
-            self._unbegun = False
-            self._failures += 1
-        raised, little = NUMBERS.sub("#", event.raised), self._step <= one.raised_at + REPEAT_STEPS
-        same = raised == one.raised and one.raised_in == self.generation - 1 and little
-        one.repeats = (one.repeats + 1 if same else 1) if raised else 0
-        one.raised, one.raised_in, one.raised_at = raised, self.generation, self._step
-
-    def _crash_loop(self, one: Rank | None = None) -> str | None:
-        """Why it is of no use to go on, once it is known whose process has ended (`one`), or that none has."""
-        last = f", the last with {self._last}" if self._last else ""
-        if one is not None and one.repeats > REPEATS_MAX:
-            return (
-                f"{one.repeats} failures in a row by the same exception of the same rank, with at most {REPEAT_STEPS} "
-                f"steps saved in between{last}"
-            )
-        if self._failures > FAILURES_MAX:
-            return (
-                f"{self._failures} generations in a row have failed before their first step, the last one with new "
-                f"processes only{last}"
-            )
-        if self._deaths > DEATHS_MAX:
-            ranks = ", ".join(map(str, sorted(self._ended_since))) or "unknown"
-            return (
-                f"{self._deaths} failures in a row, and no step after {self._step} was saved; processes ended of ranks "
-                f"{ranks}{last}"
-            )
-        return None
-
     def _over(self, rank: int, now_s: float) -> list[Effect]:
         """This generation is over, and `rank` was the first to show it."""
         begun = self._ranks.all_begun()
-        self._unbegun, self._last = not begun, ""
-        self._deaths += 1
+        self._crashes.over(begun=begun)
         self._healing = True
         self.generation += 1
         effects = [effect for other, _ in self._ranks.at(Place.DONE) for effect in self._start(other, now_s)]
@@ -473,9 +412,6 @@ class LauncherCore:
                 self._ranks.due(one, deadline_s, told_s)
             elif one.runs_due_s is not None:
                 one.runs_due_s = min(one.runs_due_s, deadline_s)
-
-    def _stop_if(self, failure: str | None) -> list[Effect]:
-        return [] if failure is None else self._stop(failure)
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

@@ -73,14 +73,6 @@ class Rank:
     """This process has been in `main`."""
     again: bool = False
     """And had been there before it entered this generation."""
-    raised: str = ""
-    """The newest exception with which a process of this rank has left `main`, without its numbers."""
-    raised_in: int = -1
-    """Number of the failed generation, from 1."""
-    raised_at: int = 0
-    """The newest step that was saved then."""
-    repeats: int = 0
-    """Generations in a row in which it was the same exception, with little progress."""
     failed_starts: int = 0
     """Processes in a row that have ended before they waited."""
     start_s: float | None = None

@@ -146,9 +146,7 @@ class Agent:
 
     def want_save(self) -> None:
         """A checkpoint of the next step's end is wanted; any thread."""
-        with self._lock:
-            self._core.want_save()
-            self._settle_calls()
+        self._move(self._core.want_save)
 
     def ready(self) -> None:
         """The gradients of the step under way are final."""
@@ -168,9 +166,7 @@ class Agent:
 
     def skip_update(self) -> None:
         """There is no update in the step under way; its gate comes next."""
-        with self._condition:
-            self._core.mark_skipped()
-            self._settle_calls()
+        self._move(self._core.mark_skipped)
 
     def pass_gate(self, gate: GateLike) -> None:
         """After `ready` or `skip_update`: wait until the gate, which this rank has entered, is passed.
@@ -203,15 +199,11 @@ class Agent:
 
     def tear_update(self) -> None:
         """The update raised; this rank's weights are of no step."""
-        with self._condition:
-            self._core.mark_torn()
-            self._settle_calls()
+        self._move(self._core.mark_torn)
 
     def corrupt(self) -> None:
         """The other holders' bytes say that this rank's weights are wrong."""
-        with self._condition:
-            self._core.mark_corrupt()
-            self._settle_calls()
+        self._move(self._core.mark_corrupt)
 
     def end_step(self, commit: Callable[[int], None]) -> int:
         """The step is over; `commit(step)` captures what may move on before it counts as ended. Returns its number.
@@ -288,15 +280,11 @@ class Agent:
 
     def on_signal(self, number: int) -> None:
         """Signal thread: this process was asked to stop."""
-        with self._condition:
-            self._core.mark_signalled(number)
-            self._settle_calls()
+        self._move(self._core.mark_signalled, number)
 
     def on_peer_died(self, report: PeerDied) -> None:
         """A watcher's thread: a process of this host has died."""
-        with self._condition:
-            self._core.mark_peer_died(report)
-            self._settle_calls()
+        self._move(self._core.mark_peer_died, report)
 
     def report(self, report: Report) -> None:
         """Hand a report to the session, if there is one; any thread."""
@@ -323,6 +311,11 @@ class Agent:
                 self._on_incident(self._core.frozen)
             self._settle_calls()
             self._condition.notify_all()
+
+    def _move(self, move: Callable[..., object], *arguments: object) -> None:
+        with self._condition:
+            move(*arguments)
+            self._settle_calls()
 
     def _settle_calls(self) -> None:
         """With the lock: write the stand where it survives, and carry out what the core wants."""

@@ -29,7 +29,7 @@ LONGER_THAN_ALLOWED: dict[str, str] = {}
 CORE_ROOTS = ("controller/core.py", "processor/core.py", "launcher/core.py", "launcher/registry.py")
 """Whatever these import of their own package is core as well, and has to be as pure."""
 CORE_IMPORTS = frozenset(
-    {"__future__", "collections", "collections.abc", "dataclasses", "enum", "itertools", "math", "typing"}
+    {"__future__", "collections", "collections.abc", "dataclasses", "enum", "itertools", "math", "re", "typing"}
     | {"lastwords.vocabulary", "lastwords.errors"}
 )
 MAY_PRINT = ("cli/",)

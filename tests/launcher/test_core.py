@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lastwords.launcher.core import DEATHS_MAX, REPEAT_STEPS, REPEATS_MAX, LauncherCore
+from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.crash_loop import DEATHS_MAX, REPEAT_STEPS, REPEATS_MAX
 from lastwords.launcher.events import (
     Abandon,
     Awaited,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.crash_loop import CrashLoop
 from lastwords.launcher.events import (
     Abandon,
     Begun,
@@ -86,12 +87,12 @@ class World:
 
     def key(self) -> str:
         core = self.core
-        counts = core.generation, core._failures, core._deaths, core._step, core._failed_loop, self.deaths_left
+        counts = core.generation, core._step, core._failed_loop, self.deaths_left
         flags = (
             core._healing,
             core.stopped,
             core._leaving,
-            core._unbegun,
+            core._crashes,
             self.released,
             self.said,
             self.step,
@@ -279,7 +280,9 @@ def explore(
 def copied(world: World) -> World:
     """`copy.deepcopy` takes ten times as long."""
     core = copy.copy(world.core)
-    core._ended_since = set(core._ended_since)
+    crashes = core._crashes
+    repeated = {rank: copy.copy(one) for rank, one in crashes.repeated.items()}
+    core._crashes = replace(crashes, repeated=repeated, ended_since=set(crashes.ended_since))
     core._ranks = copy.copy(core._ranks)
     core._ranks.ranks = {rank: copy.copy(one) for rank, one in core._ranks.ranks.items()}
     core._ranks._places = copy.copy(core._ranks._places)
@@ -362,11 +365,18 @@ class Untiring(LauncherCore):
         return []
 
 
+class Unshaken(CrashLoop):
+    @property
+    def renews(self) -> bool:
+        return False
+
+
 class Conservative(LauncherCore):
     """Keeps the processes whose `main` fails whenever they enter it again."""
 
-    def _renews(self) -> bool:
-        return False
+    def __post_init__(self) -> None:
+        LauncherCore.__post_init__(self)
+        self._crashes = Unshaken()
 
 
 def test_in_every_schedule_ranks_that_train_hold_the_same_step_also_where_main_may_begin_anew() -> None:

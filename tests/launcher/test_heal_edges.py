@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lastwords.checkpoint import load
-from lastwords.launcher import core
+from lastwords.launcher import crash_loop
 from tests import golden
 from tests.integration.zygote import command_line, processes
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run, trace
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_numb
     assert [max(trace(tmp_path, rank)) for rank in range(RANKS)] == [4, 4]
     assert load.latest(tmp_path / "ckpt") is not None
     started = (tmp_path / "resources-1").read_text().splitlines()
-    assert len(started) == 1 + core.DEATHS_MAX + 1, "the first death comes with a newly saved step"
+    assert len(started) == 1 + crash_loop.DEATHS_MAX + 1, "the first death comes with a newly saved step"
     assert len((tmp_path / "resources-0").read_text().splitlines()) == len(started)
 
 

@@ -73,8 +73,7 @@ class World:
         known = core and (
             core._ranks,
             core.generation,
-            core._failures,
-            core._deaths,
+            core._crashes,
             core._healing,
             core._leaving,
             core._failed_loop,

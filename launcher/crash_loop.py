@@ -1,0 +1,113 @@
+"""Whether a job fails again and again, so that it is of no use to go on. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from lastwords.launcher.events import Ended
+
+FAILURES_MAX = 2
+"""Generations in a row that may fail before their first step, by a process that had entered `main` again. Then one is
+tried in new processes only."""
+
+DEATHS_MAX = 3
+"""Generations in a row that may fail without a step that was saved in between."""
+
+REPEATS_MAX = 3
+"""Generations in a row that may fail by the same exception of the same rank, with REPEAT_STEPS saved in between."""
+
+REPEAT_STEPS = 10
+"""An error in each step, or each time that something is logged, say; a network that fails once a day is no loop."""
+
+NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+"""Steps, samples and addresses differ each time that an exception comes again."""
+
+
+@dataclass(slots=True)
+class Repeated:
+    """Of one rank: the newest exception with which a process has left `main`, without its numbers.
+
+    entry: of the generation that has failed. step: the newest that was saved then. count: generations in a row.
+    """
+
+    text: str
+    entry: int
+    step: int
+    count: int
+
+
+@dataclass(slots=True)
+class CrashLoop:
+    """What has failed since a step was saved, or since a loop has begun on all ranks."""
+
+    failures: int = 0
+    """Generations that have failed before their first step."""
+    deaths: int = 0
+    repeated: dict[int, Repeated] = field(default_factory=dict)
+    unbegun: bool = False
+    """The generation that is over has failed before its first step, which has not been counted."""
+    ended_since: set[int] = field(default_factory=set, repr=False)
+    """Ranks whose processes have ended by themselves since a step was saved."""
+    last: str = field(default="", repr=False)
+    """The rank whose process was the first to end by itself since the generation is over, and why."""
+
+    @property
+    def renews(self) -> bool:
+        """Whether only new processes enter `main`, since those that have entered it again fail in it."""
+        return self.failures == FAILURES_MAX
+
+    def progressed(self) -> None:
+        """One more step is saved."""
+        self.deaths = 0
+        self.ended_since.clear()
+
+    def begun(self) -> None:
+        """All ranks are in their loop."""
+        self.failures = 0
+
+    def over(self, *, begun: bool) -> None:
+        """A generation has failed. begun: after its first step."""
+        self.unbegun, self.last = not begun, ""
+        self.deaths += 1
+
+    def ended(self, event: Ended, entry: int, step: int, *, was_in_main: bool, again: bool) -> None:
+        """A process has ended by itself in the generation before `entry`; again: it had entered `main` before that."""
+        self.ended_since.add(event.rank)
+        self.last = self.last or f"rank {event.rank}: {event.words}"
+        if not was_in_main:
+            return
+        if self.unbegun and (again or self.renews):
+            self.unbegun = False
+            self.failures += 1
+        text, before = NUMBERS.sub("#", event.raised), self.repeated.pop(event.rank, None)
+        if not text:
+            return
+        same = before and (before.text, before.entry) == (text, entry - 1) and step <= before.step + REPEAT_STEPS
+        count = before.count + 1 if before and same else 1
+        self.repeated[event.rank] = Repeated(text, entry, step, count)
+
+    def verdict(self, step: int, rank: int | None = None) -> str | None:
+        """Why it is of no use to go on from `step`; None as long as it may be.
+
+        rank: whose process has ended just now. None where all wait, so that nobody else will have ended.
+        """
+        last = f", the last with {self.last}" if self.last else ""
+        repeated = None if rank is None else self.repeated.get(rank)
+        if repeated is not None and repeated.count > REPEATS_MAX:
+            return (
+                f"{repeated.count} failures in a row by the same exception of the same rank, with at most "
+                f"{REPEAT_STEPS} steps saved in between{last}"
+            )
+        if self.failures > FAILURES_MAX:
+            return (
+                f"{self.failures} generations in a row have failed before their first step, the last one with new "
+                f"processes only{last}"
+            )
+        if self.deaths > DEATHS_MAX:
+            ranks = ", ".join(map(str, sorted(self.ended_since))) or "unknown"
+            return (
+                f"{self.deaths} failures in a row, and no step after {step} was saved; processes ended of ranks "
+                f"{ranks}{last}"
+            )
+        return None
