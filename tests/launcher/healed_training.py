@@ -139,6 +139,8 @@ def main() -> None:
     if "FORKS" in os.environ and os.fork() == 0:
         signal.sigtimedwait((), 20)
         os._exit(0)
+    if "REFUSED" in os.environ:
+        lastwords.keep("data", None)  # type: ignore[arg-type]
     die(generation(), "main")
     if "OUTSIDE" in os.environ and not outside:
         outside.append(network())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -88,6 +89,16 @@ def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_numb
     started = (tmp_path / "resources-1").read_text().splitlines()
     assert len(started) == 1 + crash_loop.DEATHS_MAX + 1, "the first death comes with a newly saved step"
     assert len((tmp_path / "resources-0").read_text().splitlines()) == len(started)
+
+
+def test_what_lastwords_refuses_is_tried_once_and_is_the_last_line(tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path), **{**CAPTURED, "env": {**environment(), "REFUSED": "1"}})
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    root = next(line for line in done.stderr.splitlines() if line.strip().startswith("rank      : "))
+    assert re.findall(r"\d", root)[:1] == re.findall(r"\d", last)[:1], "torch's root cause is the same rank"
+    golden.says(re.sub(r"(?<=rank )\d|(?<=\.py:)\d+", "_", last))
+    assert {len((tmp_path / f"resources-{rank}").read_text().splitlines()) for rank in range(RANKS)} == {1}
 
 
 @pytest.mark.thorough
