@@ -290,7 +290,7 @@ class Protection:
     def newest_step(self) -> int:
         """Of the newest checkpoint of this job, as far as its files can be read; 0 if there is none. May block."""
         try:
-            path = load.newest(self._config.sources, (self.agreement.job,))
+            path = load.newest(self._config.sources, (self.agreement.job,), every_file=True)  # as resume() looks
             return 0 if path is None else Claimed.read(path).global_step
         except LastWordsError as error:
             _log.info("cannot determine the newest checkpoint: %s", error)
