@@ -150,4 +150,4 @@ def test_a_rank_that_finds_its_checkpoint_gone_asks_for_another_one(tmp_path: Pa
     word = resume_choice.look_for([tmp_path], None)
     shutil.rmtree(path)
     with golden.raises(ReplacedError):
-        resume_choice._open(resume_choice.Chosen(path, word["identity"]))
+        resume_choice._open(resume_choice.Chosen(path, word["identity"], path))
