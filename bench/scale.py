@@ -445,7 +445,7 @@ def recover(ranks: int) -> None:
     deaths = [Ended(0, -9), Waiting(0, sources="one")]
     hear("one is replaced, the others leave, all enter", [*(Waiting(rank, 7) for rank in rest), *deaths])
     hear("all train again", (each for rank in every for each in (Begun(rank), Updated(rank))))
-    assert head.core.generation == 1
+    assert head.core.entry == 1
     print(f"{told[0] / 1e6:.1f} MB of orders")
 
 

@@ -1,11 +1,11 @@
 """What the scheduler of a cluster keeps for the one that follows it, in a directory of its own below MS_RECOVERY_PATH.
 
     cluster/token       what every process of the cluster knows, and nobody else
-    cluster/state.json  version, address, workers, generation, step, and the members by name
+    cluster/state.json  version, address, workers, generation (of the newest entry), step, and the members by name
     cluster/state.lock  held by the scheduler that runs
 
-The directory has mode 0700. The state is durable before whatever rests on it is done: a name is given away, a
-generation enters `main`. It is removed once all workers have come to their end.
+The directory has mode 0700. The state is durable before whatever rests on it is done: a name is given away, all
+ranks enter `main`. It is removed once all workers have come to their end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class KeptCluster:
-    """The file's content. generation: the newest that has entered `main`, -1 before the first. step: saved by then."""
+    """The file's content. generation: number of the newest entry, -1 before the first. step: saved by then."""
 
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)]
     address: str

@@ -1,10 +1,12 @@
 """The launcher's decisions, pure: what workers say and how they end comes in, what to do about it goes out.
 
-How it works. All workers of generation g are in `main`, or have left it and wait. Once one of them has died, generation
-g is over: the dead one is started anew, each survivor leaves `main` (told by the controller after the checkpoint, or by
-`Abandon` where no controller protects it yet) and waits. Only when *every* rank waits does g+1 begin, by one `Enter`.
-So no rank of g runs any more when g+1 begins, and whoever resumes finds the checkpoint of g complete. Where another
-launcher may follow this one, g+1 is kept first (`Keep`), and as long as that fails all ranks wait.
+How it works. All ranks enter `main` together, and these entries are counted. All workers of entry n are in `main`, or
+have left it and wait. Once one of them has died, entry n is over: the dead one is started anew, each survivor leaves
+`main` (told by the controller after the checkpoint, or by `Abandon` where no controller protects it yet) and waits.
+Only when *every* rank waits does n+1 begin, by one `Enter`. So no rank of n runs any more when n+1 begins, and whoever
+resumes finds the checkpoint of n complete. Where another launcher may follow this one, n+1 is kept first (`Keep`), and
+as long as that fails all ranks wait. (A generation is something else: a start of a job in its checkpoint directory,
+which the ranks agree on with the controller, once in each entry.)
 
 A rank whose process misses its deadline is killed and replaced as well. Where `main` fails each time that it is entered
 again, or would go on with a model that nobody can put back, all survivors are replaced. What goes wrong all the same
@@ -68,7 +70,8 @@ class LauncherCore:
     """The ranks of a job, on all hosts. `handle` takes events in any order; a stopped core does nothing."""
 
     world: tuple[int, ...]
-    generation: int = 0
+    entry: int = 0
+    """The newest one; or the next one, once that is over."""
     start_s: float | None = START_S
     """How long a process that replaces another one may take; None where people start it."""
     keeps: bool = False
@@ -76,16 +79,16 @@ class LauncherCore:
     stopped: bool = False
     _ranks: Roster = field(init=False)
     _healing: bool = True
-    """Between the first sign that a generation is over and the `Enter` of the next one; also at the start."""
+    """Between the first sign that an entry is over and the `Enter` of the next one; also at the start."""
     _step: int = 0
     _crashes: CrashLoop = field(default_factory=CrashLoop)
     _versions: Versions = field(default_factory=Versions)
     _held: dict[int, Waiting] = field(default_factory=dict)
     """Of ranks whose version of the user's code is not known."""
     _failed_loop: int = 0
-    """Of the loops that `main` has in turn, the one in which processes have ended since the generation is over."""
+    """Of the loops that `main` has in turn, the one in which processes have ended since the entry is over."""
     _leaving: bool = False
-    """A rank has left `main` since the generation was over."""
+    """A rank has left `main` since the entry was over."""
     _keep_due_s: float | None = None
     """When it is tried again."""
 
@@ -98,13 +101,13 @@ class LauncherCore:
         dues_s = [due_s for due_s in (self._ranks.earliest_s, self._keep_due_s) if due_s is not None]
         return min(dues_s, default=None)
 
-    def take_over(self, generation: int, step: int) -> None:
-        """Follow a launcher that has let all ranks enter `main` in this generation. step: the newest saved then.
+    def take_over(self, entry: int, step: int) -> None:
+        """Follow a launcher that has let all ranks enter `main`, by this entry. step: the newest saved then.
 
         Their loops count as begun until they say otherwise: a rank that is told to leave `main` though a controller
         looks after it would leave without saving.
         """
-        self.generation, self._step, self._healing = generation, step, False
+        self.entry, self._step, self._healing = entry, step, False
         for rank in self.world:
             self._is_inside(rank, begun=True, loops=1)
 
@@ -155,7 +158,7 @@ class LauncherCore:
         if one.place is Place.KILLED:
             return []  # it has said so before it ends
         effects = [] if self._healing else self._over(rank, now_s)
-        self.generation = max(self.generation, event.entered + 1)
+        self.entry = max(self.entry, event.entered + 1)
         if event.entered < 0:
             one.trained = False  # though the launcher before this one had kept that all enter `main`
         one.entered |= event.entered >= 0
@@ -173,7 +176,7 @@ class LauncherCore:
             self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
         elif not has_left and self._ranks.are_any(Place.IN_MAIN):
             effects += self._recall(now_s)
-        elif self.generation == 0 and self._ranks.known == 1:  # the first one, for all others
+        elif self.entry == 0 and self._ranks.known == 1:  # the first one, for all others
             for _, other in self._ranks.at(Place.STARTING):
                 if other.due_s is None and other.told_s is None:
                     self._ranks.due(other, None, told_s=now_s + FIRST_NOTICE_S)
@@ -204,9 +207,9 @@ class LauncherCore:
             # Also where this launcher thought otherwise, since what the one before it had kept was lost.
             self._healing = False
         if not self._healing:
-            self.generation = max(self.generation, event.generation)
+            self.entry = max(self.entry, event.generation)
             return []
-        self.generation = max(self.generation, event.generation + 1)
+        self.entry = max(self.entry, event.generation + 1)
         return self._recall(now_s)
 
     def _recall(self, now_s: float) -> list[Effect]:
@@ -237,10 +240,10 @@ class LauncherCore:
     def _enter(self) -> list[Effect]:
         """All ranks wait."""
         self._keep_due_s = None
-        return [Keep(self.generation, self._step)] if self.keeps else self._let_in()
+        return [Keep(self.entry, self._step)] if self.keeps else self._let_in()
 
     def _kept(self, event: Kept, now_s: float) -> list[Effect]:
-        if event.generation != self.generation or not self._ranks.are_all(Place.WAITING):
+        if event.entry != self.entry or not self._ranks.are_all(Place.WAITING):
             return []  # a rank has ended meanwhile: it is kept once more when all wait again
         if event.failure:
             self._keep_due_s = now_s + KEEP_AGAIN_S
@@ -261,7 +264,7 @@ class LauncherCore:
             one = self._ranks[rank]
             one.loops, one.again, one.entered = 0, one.entered, True
         self._ranks.look()
-        return [Enter(self.generation, step=self._step)]
+        return [Enter(self.entry, step=self._step)]
 
     def _replace_survivors(self, now_s: float) -> list[Effect]:
         """Where they are of no use; all ranks wait.
@@ -294,7 +297,7 @@ class LauncherCore:
             self._failed_loop = max(self._failed_loop, one.loops)
             effects += [] if self._healing else self._over(rank, now_s)
             in_main = one.place is Place.IN_MAIN
-            self._crashes.ended(event, self.generation, self._step, was_in_main=in_main, again=one.again)
+            self._crashes.ended(event, self.entry, self._step, was_in_main=in_main, again=one.again)
             if (why := self._crashes.verdict(self._step, rank)) is not None:
                 return self._stop(why)
         one.failed_starts += one.place is Place.STARTING
@@ -339,11 +342,11 @@ class LauncherCore:
         return Kill(rank, why)
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
-        """This generation is over, and `rank` was the first to show it."""
+        """This entry is over, and `rank` was the first to show it."""
         begun = self._ranks.all_begun()
         self._crashes.over(begun=begun)
         self._healing = True
-        self.generation += 1
+        self.entry += 1
         effects = [effect for other, _ in self._ranks.at(Place.DONE) for effect in self._start(other, now_s)]
         for other, one in self._ranks.at(Place.IN_MAIN):
             if other == rank:

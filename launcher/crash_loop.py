@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from lastwords.launcher.events import Ended
 
 FAILURES_MAX = 2
-"""Generations in a row that may fail before their first step, by a process that had entered `main` again. Then one is
-tried in new processes only."""
+"""Entries in a row that may fail before their first step, by a process that had entered `main` again. Then one is tried
+in new processes only."""
 
 DEATHS_MAX = 3
-"""Generations in a row that may fail without a step that was saved in between."""
+"""Entries in a row that may fail without a step that was saved in between."""
 
 REPEATS_MAX = 3
-"""Generations in a row that may fail by the same exception of the same rank, with REPEAT_STEPS saved in between."""
+"""Entries in a row that may fail by the same exception of the same rank, with REPEAT_STEPS saved in between."""
 
 REPEAT_STEPS = 10
 """An error in each step, or each time that something is logged, say; a network that fails once a day is no loop."""
@@ -28,7 +28,7 @@ NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 class Repeated:
     """Of one rank: the newest exception with which a process has left `main`, without its numbers.
 
-    entry: of the generation that has failed. step: the newest that was saved then. count: generations in a row.
+    entry: the one that follows the failed one. step: the newest that was saved then. count: entries in a row.
     """
 
     text: str
@@ -42,15 +42,15 @@ class CrashLoop:
     """What has failed since a step was saved, or since a loop has begun on all ranks."""
 
     failures: int = 0
-    """Generations that have failed before their first step."""
+    """Entries that have failed before their first step."""
     deaths: int = 0
     repeated: dict[int, Repeated] = field(default_factory=dict)
     unbegun: bool = False
-    """The generation that is over has failed before its first step, which has not been counted."""
+    """The entry that is over has failed before its first step, which has not been counted."""
     ended_since: set[int] = field(default_factory=set, repr=False)
     """Ranks whose processes have ended by themselves since a step was saved."""
     last: str = field(default="", repr=False)
-    """The rank whose process was the first to end by itself since the generation is over, and why."""
+    """The rank whose process was the first to end by itself since the entry is over, and why."""
 
     @property
     def renews(self) -> bool:
@@ -67,12 +67,12 @@ class CrashLoop:
         self.failures = 0
 
     def over(self, *, begun: bool) -> None:
-        """A generation has failed. begun: after its first step."""
+        """An entry has failed. begun: after its first step."""
         self.unbegun, self.last = not begun, ""
         self.deaths += 1
 
     def ended(self, event: Ended, entry: int, step: int, *, was_in_main: bool, again: bool) -> None:
-        """A process has ended by itself in the generation before `entry`; again: it had entered `main` before that."""
+        """A process has ended by itself in the entry before `entry`; again: it had entered `main` before that."""
         self.ended_since.add(event.rank)
         self.last = self.last or f"rank {event.rank}: {event.words}"
         if not was_in_main:
@@ -101,7 +101,7 @@ class CrashLoop:
             )
         if self.failures > FAILURES_MAX:
             return (
-                f"{self.failures} generations in a row have failed before their first step, the last one with new "
+                f"main() has failed {self.failures} times in a row before its first step, the last time in new "
                 f"processes only{last}"
             )
         if self.deaths > DEATHS_MAX:

@@ -12,7 +12,7 @@ class Waiting:
     """`rank` is not in `main`, holds no group, and waits.
 
     step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl, where it
-    knows that. sources: a digest of the user's code that it has imported. entered: the newest generation in which this
+    knows that. sources: a digest of the user's code that it has imported. entered: the newest entry by which this
     process was in `main`; -1: none.
     """
 
@@ -25,9 +25,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """`rank` has been in `main` in this generation since before this launcher was there; it repeats what it has said.
+    """`rank` has been in `main` since before this launcher was there; it repeats what it has said.
 
-    begun: so has its loop. loops: how many have, this one included.
+    generation: the number of its entry; the name is that on the wire. begun: so has its loop. loops: how many have,
+    this one included.
     """
 
     rank: int
@@ -50,7 +51,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """`rank` has ended its first step in this generation; nothing follows from that."""
+    """`rank` has ended its first step since it entered `main`; nothing follows from that."""
 
     rank: int
 
@@ -100,7 +101,7 @@ class Ended:
 class Kept:
     """The answer to `Keep`. failure: why nothing is kept; "" if it is, durably."""
 
-    generation: int
+    entry: int
     failure: str = ""
 
 
@@ -121,17 +122,18 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """All ranks wait for this generation: keep that they enter `main` in it, for whoever follows this launcher."""
+    """All ranks wait: keep that they enter `main` by this entry, for whoever follows this launcher."""
 
-    generation: int
+    entry: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """All ranks wait: they enter `main` in this generation. port: of its store, which the shell makes.
+    """All ranks wait: they enter `main`. port: of this entry's store, which the shell makes.
 
-    step: the newest one that is known to be saved: where the loop has to go on.
+    generation: the number of the entry; the name is that on the wire. step: the newest one that is known to be saved:
+    where the loop has to go on.
     """
 
     generation: int

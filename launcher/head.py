@@ -62,13 +62,13 @@ from lastwords.launcher.protocol import (
     introduction_of,
     to_message,
 )
-from lastwords.launcher.recovery import Recovery, incident_of, sentence
+from lastwords.launcher.recovery import Recovery, incident_of, joined, sentence
 from lastwords.launcher.roster import START_S
 
 _log = logging.getLogger(__name__)
 
-GENERATIONS_PER_ROUND = 1000
-"""torch counts its own restarts; the generations of round n are called n * 1000, n * 1000 + 1, ..."""
+ENTRIES_PER_ROUND = 1000
+"""torch counts its own restarts; the entries of round n are called n * 1000, n * 1000 + 1, ..."""
 
 STRANGERS_MAX = 512
 """Connections that have not shown the token."""
@@ -81,7 +81,7 @@ HOSTS_S = 2 * CONNECT_S
 """From the end of the rendezvous until the launchers of all its hosts have come: one may be lost in between."""
 
 STORE_S = 60.0
-"""How long a store for the next generation is tried for, where ports, descriptors or memory are short."""
+"""How long a store for the next entry is tried for, where ports, descriptors or memory are short."""
 
 
 class Head:
@@ -97,7 +97,7 @@ class Head:
         self._recovery = Recovery(tuple(range(size)))
         self._record: Path | None = None
         self._ended: dict[int, Ended] = {}
-        self._first = number * GENERATIONS_PER_ROUND
+        self._first = number * ENTRIES_PER_ROUND
         self._address = address
         self._store: TCPStore | None = None
         self._hosts: list[Callable[[Effect], None]] = []
@@ -108,10 +108,10 @@ class Head:
         self._own_time = OwnTime()  # a launcher may have come while this one was stopped, and has not been heard yet
         self._hosts_due_s = None if start_s is None else self._own_time.at(mono_s()) + HOSTS_S
 
-    def take_over(self, generation: int, step: int) -> None:
-        """Follow a head that was killed after it had let all ranks enter `main` in this generation."""
-        self.core.take_over(generation, step)
-        self._recovery.entered(generation, mono_s())
+    def take_over(self, entry: int, step: int) -> None:
+        """Follow a head that was killed after it had let all ranks enter `main`, by this entry."""
+        self.core.take_over(entry, step)
+        self._recovery.entered(entry, mono_s())
 
     def has_host(self, ranks: range, obey: Callable[[Effect], None]) -> None:
         """A host of these ranks takes part."""
@@ -157,10 +157,10 @@ class Head:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Enter(generation, step=step):
-                number = self._first + generation
+            case Enter(entry, step=step):
+                number = self._first + entry
                 self._recovery.entered(number, mono_s())
-                # Each generation has a store of its own: in the one before it, ranks would find addresses of the dead.
+                # Each entry has a store of its own: in the one before it, ranks would find addresses of the dead.
                 self._store = _new_store(self._address)
                 self._tell_all(Enter(number, self._store.port, step))
             case Stop() | Keep():
@@ -324,7 +324,7 @@ def _tell_of(line: str, record: Path | None) -> None:
     with contextlib.suppress(OSError, StorageError):
         if record is not None:
             incident = incident_of(records(record), line)
-            append_record(record, line)
+            append_record(record, joined(line, incident))
     with contextlib.suppress(OSError, *UNREADABLE):
         sys.stderr.write(f"lastwords run: {sentence(line, incident)}\n")
 

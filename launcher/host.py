@@ -178,10 +178,10 @@ class Host:
         match effect:
             case Start(rank):
                 self._try(f"no process can be started for rank {rank}", lambda: self._start(rank))
-            case Enter(generation, port, step):
+            case Enter(entry, port, step):
                 self.failures.clear()
                 for rank in self.processes:
-                    self._tell(rank, Entry(generation, port, step))
+                    self._tell(rank, Entry(entry, port, step))
             case Ask(rank) | Abandon(rank):
                 self._tell(rank, effect)
             case Kill(rank, why):

@@ -84,7 +84,7 @@ _REPEATED = tuple(one.__name__ for one in (Waiting, Begun, Over, Done))
 
 @dataclass(slots=True)
 class _Stand:
-    """What a scheduler has to hear from this process if it knows nothing. inside: generation whose `main` runs."""
+    """What a scheduler has to hear from this process if it knows nothing. inside: the entry whose `main` runs."""
 
     inside: int | None = None
     outside_since_s: float = field(default_factory=mono_s)
@@ -94,8 +94,8 @@ class _Stand:
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The newest message of each kind since then."""
 
-    def entered(self, generation: int) -> None:
-        self.inside, self.loops = generation, 0
+    def entered(self, entry: int) -> None:
+        self.inside, self.loops = entry, 0
         self.said.clear()
 
     def note(self, message: dict[str, Any]) -> None:
@@ -292,8 +292,8 @@ class Membership:
                 os._exit(EXIT_NOT_SAVED)
             case Done():
                 return self._told.set()
-            case Entry(generation, seat=seat) if seat is not None:
-                self._stand.entered(generation)
+            case Entry(entry, seat=seat) if seat is not None:
+                self._stand.entered(entry)
                 os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(seat.local_rank), str(seat.local_size)
                 protect.use_address(seat.rank_0)
             case _:

@@ -38,7 +38,7 @@ class Controllers:
         self._wanted = False
 
     def prepare(self) -> None:
-        """For the next generation, where there was one: the host whose rank has asked is that of the next, too."""
+        """For the next entry, where one was used in this: the host whose rank has asked is that of the next, too."""
         self._out = [one for one in self._out if one.poll() is None]
         if not self._wanted or (self._ready is not None and self._ready.poll() is None):
             return

@@ -107,7 +107,7 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """As of `events.Enter`."""
+    """Enter `main`; the fields as of `events.Enter`."""
 
     generation: int
     port: int

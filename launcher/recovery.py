@@ -2,15 +2,16 @@
 
 A recovery lasts from the first death until every rank has updated its weights again. Its line in incidents.jsonl:
 
-    {"outcome": "RECOVERED", "generation", "step", "began_mono_s", "died_mono_s",
-     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?,
-     "inexact"?}, ...]}
+    {"outcome": "RECOVERED", "entry", "step", "began_mono_s", "died_mono_s",
+     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?, "inexact"?}, ...],
+     "generation"?, "incident"?}
 
-generation: of the ranks that go on. began_mono_s: when the generation before it entered `main`. died_mono_s: the first
-sign that it is over. Events: died (the process has ended; the controller often knows before; raised: the exception
-that has left its `main`), left (a survivor is out
-of `main`), ready (the process that replaces a dead one waits), entered, begun (the loop of a rank; inexact: why it may
-differ from one that was never interrupted), updated. Instants are CLOCK_MONOTONIC, as the controller's are.
+entry: number of the entry by which the ranks go on. generation, incident: those of the newest of the controllers' lines
+about this failure, where there is one: ranks may die in a recovery, too. began_mono_s: when the ranks entered `main`
+the time before. died_mono_s: the first sign that they have to leave it. Events: died (the process has ended; the
+controller often knows before; raised: the exception that has left its `main`), left (a survivor is out of `main`),
+ready (the process that replaces a dead one waits), entered, begun (the loop of a rank; inexact: why it may differ from
+one that was never interrupted), updated. Instants are CLOCK_MONOTONIC, as the controller's are.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Recovery:
 
     ranks: tuple[int, ...]
     _events: list[dict[str, Any]] = field(default_factory=list)
-    _generation: int = 0
+    _entry: int = 0
     _step: int = 0
     _began_s: float = 0.0
     _entered_s: float = 0.0
@@ -63,9 +64,9 @@ class Recovery:
             self._step = max(self._step, step)
             self._note("ready" if rank in self._dead else "left", rank, now_s)
 
-    def entered(self, generation: int, now_s: float) -> None:
+    def entered(self, entry: int, now_s: float) -> None:
         """All ranks enter `main`."""
-        self._generation, self._entered_s, self._late = generation, now_s, {*self.ranks}
+        self._entry, self._entered_s, self._late = entry, now_s, {*self.ranks}
         if self._events:
             self._events.append({"what": "entered", "mono_s": round(now_s, 6)})
         else:
@@ -78,7 +79,7 @@ class Recovery:
             self._note("begun", rank, now_s, {"inexact": inexact} if inexact else {})
 
     def updated(self, rank: int, now_s: float) -> str | None:
-        """`rank` has ended its first step of this generation. The line of JSON, if it is the last one to do so."""
+        """`rank` has ended its first step since it entered `main`. The line of JSON, if it is the last one to do so."""
         if not self._events:
             return None
         self._note("updated", rank, now_s)
@@ -88,7 +89,7 @@ class Recovery:
         line = json.dumps(
             {
                 "outcome": OUTCOME,
-                "generation": self._generation,
+                "entry": self._entry,
                 "step": self._step,
                 "began_mono_s": round(self._began_s, 6),
                 "died_mono_s": min(one["mono_s"] for one in self._events),
@@ -107,7 +108,7 @@ def sentence(line: str, incident: Mapping[str, Any] | None) -> str:
     """One line for people. incident: the controller's record of the same failure, where there was one.
 
     >>> died = [{"what": "died", "mono_s": 5.0, "rank": 2, "code": -9}, {"what": "ready", "mono_s": 5.4, "rank": 2}]
-    >>> record = {"outcome": OUTCOME, "generation": 1, "step": 31, "died_mono_s": 5.0,
+    >>> record = {"outcome": OUTCOME, "entry": 1, "step": 31, "died_mono_s": 5.0,
     ...     "events": [*died, {"what": "updated", "mono_s": 5.7, "rank": 0}]}
     >>> saved = [{"what": "decided", "mono_s": 5.008}, {"what": "published", "mono_s": 5.07}]
     >>> sentence(json.dumps(record), {"known_mono_s": 5.0, "step": 31, "events": saved})
@@ -169,6 +170,19 @@ def incident_of(lines: Sequence[str | bytes], line: str) -> dict[str, Any] | Non
         except UNREADABLE:
             continue
     return None
+
+
+def joined(line: str, incident: Mapping[str, Any] | None) -> str:
+    """The line of a recovery with what leads to the controller's line about the same failure, if there is one.
+
+    >>> joined('{"outcome": "RECOVERED", "entry": 3}', {"job": "digits", "generation": 7, "incident": 1})
+    '{"outcome": "RECOVERED", "entry": 3, "generation": 7, "incident": 1}'
+    """
+    if incident is None:
+        return line
+    return json.dumps(
+        {**json.loads(line), **{key: incident[key] for key in ("generation", "incident") if key in incident}}
+    )
 
 
 def _last(record: Mapping[str, Any], what: str) -> list[float]:

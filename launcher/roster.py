@@ -62,17 +62,17 @@ class Rank:
     known: bool = False
     """It has called `lastwords.run`."""
     begun: bool = False
-    """Its loop has begun in this generation."""
+    """Its loop has begun since it entered `main`."""
     over: bool = False
     """And has come to its end."""
     loops: int = 0
-    """How many have begun in this generation: `main` may have several in turn."""
+    """How many have begun since then: `main` may have several in turn."""
     trained: bool = False
     """A loop has begun in this process."""
     entered: bool = False
     """This process has been in `main`."""
     again: bool = False
-    """And had been there before it entered this generation."""
+    """And had been there before it entered it this time."""
     failed_starts: int = 0
     """Processes in a row that have ended before they waited."""
     start_s: float | None = None

@@ -1,8 +1,8 @@
 """The scheduler of a dynamic cluster: the head of a job whose workers are started, and started again, by somebody else.
 
-It decides as the launcher does (core.py), keeps what the next scheduler needs, and carries the stores in which each
-generation meets. A worker's process comes over TCP and shows that it knows the cluster's token: its application has
-with it an HMAC, with the token, of the application and of a nonce that was drawn for this connection (protocol.py).
+It decides as the launcher does (core.py), keeps what the next scheduler needs, and carries the stores in which the
+ranks of each entry meet. A worker's process comes over TCP and shows that it knows the cluster's token: its application
+has with it an HMAC, with the token, of the application and of a nonce that was drawn for this connection (protocol.py).
 """
 
 from __future__ import annotations
@@ -325,14 +325,14 @@ class Scheduler:
                     "rank %d has ended; all wait for it: start it again with its environment, MS_NODE_ID=%s", rank, name
                 )
                 self._told_s = self._now_s
-            case Keep(generation, step):
+            case Keep(entry, step):
                 before = self._kept
-                self._kept = dataclasses.replace(before, generation=generation, step=step)
+                self._kept = dataclasses.replace(before, generation=entry, step=step)
                 if (failure := self._keep()) is not None:
                     self._kept = before
-                self._report(Kept(generation, failure or ""))
-            case Enter(generation, port, step):
-                self._tell_to_enter(generation, port, step)
+                self._report(Kept(entry, failure or ""))
+            case Enter(entry, port, step):
+                self._tell_to_enter(entry, port, step)
             case Ask(rank) | Abandon(rank):
                 self._tell(rank, effect)
             case Kill(rank, why):
@@ -351,7 +351,7 @@ class Scheduler:
             case Stop():
                 self._result = effect
 
-    def _tell_to_enter(self, generation: int, port: int, step: int) -> None:
+    def _tell_to_enter(self, entry: int, port: int, step: int) -> None:
         by_host: dict[str, list[int]] = {}
         for one in sorted(self._registry.members.values(), key=lambda one: one.rank):
             by_host.setdefault(one.process.host, []).append(one.rank)
@@ -359,7 +359,7 @@ class Scheduler:
         rank_0 = self._cluster.host if near else self._links[0].address
         for ranks in by_host.values():
             for local, rank in enumerate(ranks):
-                self._tell(rank, Entry(generation, port, step, Seat(local, len(ranks), rank_0)))
+                self._tell(rank, Entry(entry, port, step, Seat(local, len(ranks), rank_0)))
 
     def _tell(self, rank: int, order: Order) -> None:
         if rank in self._links:

@@ -69,7 +69,7 @@ ERROR_CHARS_MAX = 1000
 """Of an exception that a launcher hears of."""
 
 ECHO_S = 5.0
-"""After a collective has failed before the loop: how long the news may take that its generation is over."""
+"""After a collective has failed before the loop: how long the news may take that all have to leave `main`."""
 
 _kept: dict[str, Any] = {}
 _workers: list[Worker] = []
@@ -195,8 +195,8 @@ class Worker:
         self._condition = threading.Condition()
         self._become: Become | None = None
         self._entered: Entry | None = None
-        self._generation = -1
-        """The newest one that it has entered `main` in."""
+        self._entry = -1
+        """The newest entry into `main`; -1 before the first."""
         self._streams: Streams | None = None
         self._gone = False
         self._scheduler_lost = False
@@ -251,19 +251,19 @@ class Worker:
     def _enter(self, main: Callable[[], object]) -> bool:
         """Once: True if `main` has come to its end."""
         with contextlib.suppress(OSError):  # the launcher has ended, which the listening thread sees
-            waiting = Waiting(OWN, self._saved_step, self._record, self._version, self._generation)
+            waiting = Waiting(OWN, self._saved_step, self._record, self._version, self._entry)
             send(self._socket, to_launcher(waiting))
         with self._condition:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
             self._raise_if_refused()
             if self._entered is None:  # the launcher has ended: as after any incident
                 raise _without_launcher(self._saved_step, told=self._dismissed)
-            self._generation = generation = self._entered.generation
+            self._entry = self._entered.generation
             port, step = self._entered.port, self._entered.step
-            os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = str(generation), str(port)
+            os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = str(self._entry), str(port)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             self._entered = None
-            self._stay, self._inside = (stay := Stay(self._socket, step if generation else 0)), True
+            self._stay, self._inside = (stay := Stay(self._socket, step if self._entry else 0)), True
             if self._abandoned:
                 stay.leave(0, (), None)
         world.begin_again()
@@ -290,7 +290,7 @@ class Worker:
         return False
 
     def _is_echo(self, error: BaseException, stay: Stay) -> bool:
-        """A collective has failed before the loop, where no controller tells why: because the generation is over?"""
+        """A collective has failed before the loop, where no controller tells why: because all have to leave `main`?"""
         if stay.trains or not is_collective_error(error):
             return False
         with self._condition:

@@ -51,6 +51,8 @@ def test_whoever_dies_while_a_run_is_healed_is_replaced_too(rig: Rig, faults: li
     launch, difference = rig.healed(Layout(), faults)
     assert difference is None, launch.fail(str(difference))
     (recovery,) = [one for one in launch.incidents() if one["outcome"] == "RECOVERED"][-1:]
+    told = [(one["generation"], one["incident"]) for one in launch.incidents() if one["outcome"] != "RECOVERED"]
+    assert (recovery["generation"], recovery["incident"]) == told[-1], "it leads to the controller's newest line"
     survivors = {*range(Layout().world_size)} - {fault.rank for fault in faults}
     assert survivors <= {one["rank"] for one in recovery["events"] if one["what"] == "left"}
 

@@ -1,4 +1,4 @@
-"""`lastwords run` with the store of the first generation in every later one; takes its arguments."""
+"""`lastwords run` with the store of the first entry in every later one; takes its arguments."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_nobody_enters_before_all_are_there() -> None:
     assert core.handle(Waiting(1), 0.0) == [Enter(0)]
 
 
-def test_only_the_dead_rank_is_started_and_all_enter_the_next_generation() -> None:
+def test_only_the_dead_rank_is_started_and_all_enter_main_together() -> None:
     core = training()
     assert core.handle(Ended(1, KILLED), 1.0) == [Start(1)]
     assert wait(core, 0, 2, step=7) == []
@@ -96,12 +96,12 @@ def test_survivors_may_leave_before_the_death_is_seen() -> None:
 
 def test_what_was_resumed_from_counts_as_progress() -> None:
     core = training(2)
-    for generation, step in enumerate(range(10, 100, 10), 1):
+    for entry, step in enumerate(range(10, 100, 10), 1):
         assert core.handle(Ended(1, KILLED), 0.0) == [Start(1)]
         assert [type(effect) for effect in wait(core, 0, 1, step=1)] == [Enter]
         for rank in (0, 1):
             assert core.handle(Begun(rank, step), 0.0) == []
-        assert core.generation == generation
+        assert core.entry == entry
 
 
 def test_before_the_loop_has_begun_nobody_else_tells_the_survivors() -> None:
@@ -295,14 +295,14 @@ def test_the_same_exception_again_and_again_is_a_crash_loop_though_each_time_a_s
     assert core.stopped
 
 
-@pytest.mark.parametrize("what", ["another rank", "another exception", "no exception", "progress", "a good generation"])
+@pytest.mark.parametrize("what", ["another rank", "another exception", "no exception", "progress", "a good entry"])
 def test_failures_that_differ_are_no_crash_loop(what: str) -> None:
     core = training(2)
     for turn in range(1, 3 * REPEATS_MAX):
         step = turn * (REPEAT_STEPS + 1 if what == "progress" else 1)
         raised = "" if what == "no exception" else "ValueError: bad batch" + "!" * (turn if "exception" in what else 0)
         fails(core, step, turn % 2 if what == "another rank" else 1, raised=raised)
-        if what == "a good generation" and turn % REPEATS_MAX == 0:
+        if what == "a good entry" and turn % REPEATS_MAX == 0:
             fails(core, step, 0)
         assert not core.stopped
 

@@ -87,7 +87,7 @@ class World:
 
     def key(self) -> str:
         core = self.core
-        counts = core.generation, core._step, core._failed_loop, self.deaths_left
+        counts = core.entry, core._step, core._failed_loop, self.deaths_left
         flags = (
             core._healing,
             core.stopped,

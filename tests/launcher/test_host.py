@@ -147,7 +147,7 @@ def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_
     end(Raised("no such setting", lasting=True))
     assert [(one.pid, one.code, one.error) for one in host.failures.values()] == [(first, 1, "ValueError: bad batch")]
     host.obey(Enter(1))
-    assert host.failures == {}, "of the generation before"
+    assert host.failures == {}, "of the entry before"
     end()
     assert [one.error for one in host.failures.values()] == [""]
     assert [(one.code, one.raised, one.lasting) for one in events if isinstance(one, Ended)] == [

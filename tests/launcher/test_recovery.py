@@ -59,7 +59,7 @@ def test_the_record_has_survivors_and_the_replaced() -> None:
     recovery.waiting(2, 31, 20.2)
     recovery.waiting(1, 0, 20.3)
     record = again(recovery)
-    assert (record["outcome"], record["generation"], record["step"]) == (OUTCOME, 1, 31)
+    assert (record["outcome"], record["entry"], record["step"]) == (OUTCOME, 1, 31)
     assert (record["began_mono_s"], record["died_mono_s"]) == (10.0, 20.0)
     assert times(record, "left") == {0: 20.1, 2: 20.2}
     assert times(record, "ready") == {1: 20.3}
@@ -215,10 +215,19 @@ def test_what_a_controller_writes_meanwhile_stays(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[-2:] == [line, "{}"]
 
 
+def test_the_line_of_a_recovery_leads_to_the_controllers_line(tmp_path: Path) -> None:
+    """The launcher counts entries, the controller generations: without it nobody can tell which belong together."""
+    path = tmp_path / "incidents.jsonl"
+    about = {"generation": 7, "incident": 2}
+    path.write_text(json.dumps({"outcome": "SAVED", **about, "step": 3, "known_mono_s": 5.0, "events": []}) + "\n")
+    head._tell_of(recovered_line(), path)
+    assert json.loads(path.read_text().splitlines()[-1]) == {**json.loads(recovered_line()), **about}
+
+
 def recovered_line() -> str:
     died = {"what": "died", "mono_s": 5.0, "rank": 0, "code": -9}
     updated = {"what": "updated", "mono_s": 6.0, "rank": 0}
-    record = {"outcome": "RECOVERED", "generation": 1, "step": 3, "began_mono_s": 1.0, "died_mono_s": 5.0}
+    record = {"outcome": "RECOVERED", "entry": 1, "step": 3, "began_mono_s": 1.0, "died_mono_s": 5.0}
     return json.dumps({**record, "events": [died, updated]})
 
 

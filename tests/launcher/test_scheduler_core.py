@@ -72,7 +72,7 @@ class World:
         core = self.core
         known = core and (
             core._ranks,
-            core.generation,
+            core.entry,
             core._crashes,
             core._healing,
             core._leaving,
@@ -100,19 +100,19 @@ class World:
                 if not self.somebody_died:
                     self.wrong.append(f"rank {rank} is killed, though nobody had died")
                 self.die(rank)
-            case Keep(generation):
-                self.to_keep = generation
+            case Keep(entry):
+                self.to_keep = entry
                 if self.disk_full_left is None:
                     self.keep()
-            case Enter(generation):
-                if self.kept != generation:
-                    self.wrong.append(f"{generation} begins, and {self.kept} is kept")
+            case Enter(entry):
+                if self.kept != entry:
+                    self.wrong.append(f"{entry} begins, and {self.kept} is kept")
                 for rank, process in enumerate(self.process):
                     if process == "main":
-                        self.wrong.append(f"rank {rank} is in {self.entered[rank]} when {generation} begins")
-                    if self.entered[rank] >= generation:
-                        self.wrong.append(f"rank {rank} was in {self.entered[rank]}, and {generation} begins")
-                    self.process[rank], self.entered[rank] = "main", generation
+                        self.wrong.append(f"rank {rank} is in {self.entered[rank]} when {entry} begins")
+                    if self.entered[rank] >= entry:
+                        self.wrong.append(f"rank {rank} was in {self.entered[rank]}, and {entry} begins")
+                    self.process[rank], self.entered[rank] = "main", entry
                     self.begun[rank] = self.told[rank] = False
             case _:
                 pass
@@ -172,8 +172,8 @@ class World:
     def fail_to_keep(self) -> None:
         assert self.to_keep is not None
         assert self.disk_full_left is not None
-        generation, self.to_keep, self.disk_full_left = self.to_keep, None, self.disk_full_left - 1
-        self.handle(Kept(generation, "no space left"))
+        entry, self.to_keep, self.disk_full_left = self.to_keep, None, self.disk_full_left - 1
+        self.handle(Kept(entry, "no space left"))
 
     def keep_and_kill_scheduler(self) -> None:
         assert self.to_keep is not None
@@ -303,7 +303,7 @@ class Credulous(LauncherCore):
     """Takes what could not be kept for kept."""
 
     def _kept(self, event: Kept, now_s: float) -> list[Effect]:
-        return super()._kept(Kept(event.generation), now_s)
+        return super()._kept(Kept(event.entry), now_s)
 
 
 class Resigned(LauncherCore):
@@ -323,19 +323,19 @@ class Impatient(LauncherCore):
 
 
 class Repeating(LauncherCore):
-    """Lets ranks enter a generation that they were in."""
+    """Lets ranks enter by an entry that they were in."""
 
     def _inside(self, event: Inside, now_s: float) -> list[Effect]:
         effects = super()._inside(event, now_s)
-        self.generation = event.generation
+        self.entry = event.generation
         return effects
 
 
 class Careless(LauncherCore):
     """Takes the loops of all ranks for not begun."""
 
-    def take_over(self, generation: int, step: int) -> None:
-        super().take_over(generation, step)
+    def take_over(self, entry: int, step: int) -> None:
+        super().take_over(entry, step)
         for rank in self.world:
             self._ranks.note(rank, begun=False)
 

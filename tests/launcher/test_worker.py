@@ -421,7 +421,7 @@ def test_the_answer_to_an_earlier_request_for_a_controller_is_not_taken_for_this
 
 
 def test_two_threads_that_ask_for_a_controller_get_each_its_own(launcher: socket.socket) -> None:
-    """A rank may still wait for one that was to follow when the next generation asks for its first one."""
+    """A rank may still wait for one that was to follow when the next entry asks for its first one."""
     one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
     link, _ = launcher.accept()
     found: dict[str, Any] = {}
