@@ -154,10 +154,11 @@ class LauncherCore:
 
     def _waiting(self, event: Waiting, now_s: float) -> list[Effect]:
         rank, one = event.rank, self._ranks[event.rank]
-        self._progress(event.step)
-        if one.place is Place.KILLED:
+        killed = one.place is Place.KILLED
+        effects = [] if self._healing or killed else self._over(rank, now_s)
+        self._progress(event.step)  # after that: the failure with which a step was saved is none of a crash loop
+        if killed:
             return []  # it has said so before it ends
-        effects = [] if self._healing else self._over(rank, now_s)
         self.entry = max(self.entry, event.entered + 1)
         if event.entered < 0:
             one.trained = False  # though the launcher before this one had kept that all enter `main`

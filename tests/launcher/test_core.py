@@ -328,6 +328,21 @@ def test_who_has_raised_is_known_before_the_job_is_given_up_though_survivors_lea
     golden.says(stop.failure)
 
 
+@pytest.mark.parametrize("seen_first", [True, False], ids=["its end", "a survivor"])
+def test_the_failure_with_which_a_step_is_saved_does_not_count_whatever_is_seen_first(seen_first: bool) -> None:
+    core = training(2)
+    for _ in range(1 + DEATHS_MAX):
+        events = [Ended(1, KILLED), Waiting(0, 5)]
+        for event in events if seen_first else events[::-1]:
+            core.handle(event, 0.0)
+        wait(core, 1)
+        begins(core, 0, 1)
+    assert not core.stopped
+    core.handle(Waiting(0, 5), 0.0)
+    core.handle(Ended(1, KILLED), 0.0)
+    assert core.stopped
+
+
 def test_where_no_process_ends_a_crash_loop_is_one_all_the_same() -> None:
     core = training(2)
     for _ in range(DEATHS_MAX):
