@@ -261,15 +261,8 @@ class Agent:
         self._status_sent = None
         self._handle(events.SessionUp())
 
-    @property
-    def needs_controller(self) -> bool:
-        """False once this rank knows how its job ends, or has ended itself: a session that is over is no news then."""
-        return not (self._closed or self._core.released or self._core.leaving)
-
     def on_session_down(self, reason: str) -> None:
-        """Session thread: the stream broke; it reconnects by itself."""
-        level = logging.INFO if self.needs_controller else logging.DEBUG
-        _log.log(level, "the session with the controller is down: %s", reason)
+        """Session thread: the stream broke, which the session has told; it reconnects by itself."""
         self._handle(events.SessionDown())
 
     def on_session_refused(self, reason: str) -> None:

@@ -18,7 +18,7 @@ API::
     any thread:      mark_signalled, mark_peer_died, want_save
     shell:           handle(event, now_s), take_effects(), has_effects, deadline_s
     queries:         stand, phase, copy_due, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed, asks,
-                     released, leaving
+                     needs_controller, released, leaving
 
 The calls of the training thread cost well under 2 µs and take no time argument: where one of them starts a timer,
 `deadline_s` is at once due, and the next `handle` (a Tick will do) starts it. `begin_loop` sets the step from which

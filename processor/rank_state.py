@@ -132,6 +132,11 @@ class RankState:
         return self._said.asks
 
     @property
+    def needs_controller(self) -> bool:
+        """True until this rank knows how its job ends."""
+        return not (self._released or self._leaving)
+
+    @property
     def released(self) -> bool:
         """True once every rank has left the loop; this process may go on after it."""
         return self._released

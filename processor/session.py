@@ -286,13 +286,17 @@ class Session:
                     self._call = self._channel = None
                 code, details = _status_of(call)
                 if was_up:
+                    _log.log(self._level, "the session with the controller is down: %s: %s", code.name, details)
                     self._on_down(f"{code.name}: {details}")
         if code in _FATAL:
             return self._on_refusal(details)
         if not was_up and self._failures in (0, 5):
-            level = logging.INFO if self._wanted() else logging.DEBUG
-            _log.log(level, "rank %d cannot reach the controller at %s yet: %s", self.rank, self.address, details)
+            _log.log(self._level, "rank %d cannot reach the controller at %s yet: %s", self.rank, self.address, details)
         return True
+
+    @property
+    def _level(self) -> int:
+        return logging.INFO if self._wanted() else logging.DEBUG
 
     def _on_refusal(self, details: str) -> bool:
         """True if it says nothing about this process: its own controller is gone, and somebody else has the port."""

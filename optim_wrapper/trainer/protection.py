@@ -140,7 +140,7 @@ class Protection:
             on_down=agent.on_session_down,
             on_refused=agent.on_session_refused,
             hello=agent.hello,
-            wanted=lambda: agent.needs_controller,
+            wanted=lambda: core.needs_controller and not self.closed,
             silence=Silence(config.processor),
         )
         session.start()

@@ -275,6 +275,21 @@ def test_a_session_waits_for_a_controller_that_starts_later() -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
+def test_a_session_that_is_over_is_news_to_who_needs_one(
+    controller: Controller, caplog: pytest.LogCaptureFixture, wanted: bool
+) -> None:
+    """At the end of a job, words such as "connect again" look like trouble to whoever logs INFO."""
+    caplog.set_level(logging.DEBUG, "lastwords")
+    with contextlib.closing(Rank(controller.port, wanted=wanted)) as rank:
+        rank.ups.get(timeout=WAIT_S)
+        controller.hear(Hello)
+        controller.cut()
+        reason = rank.downs.get(timeout=WAIT_S)
+        levels = [record.levelno for record in caplog.records if reason in record.getMessage()]
+    assert levels == [logging.INFO if wanted else logging.DEBUG]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
 def test_a_controller_that_is_not_there_is_news_to_who_needs_one(
     caplog: pytest.LogCaptureFixture, wanted: bool
 ) -> None:

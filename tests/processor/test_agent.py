@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
@@ -13,8 +12,6 @@ from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.saver import SaverSpec
 from lastwords.vocabulary import (
-    Exit,
-    ExitKind,
     Freeze,
     Left,
     LoopBegin,
@@ -58,11 +55,11 @@ class Heard:
         pass
 
 
-def in_a_loop(session: Heard | None = None, departure: Departure | None = None) -> Agent:
+def in_a_loop(session: Heard | None = None) -> Agent:
     unused: Any = None
     session = session or Heard()
     saver = SaverSpec(0, "job", (), unused)
-    session.agent = agent = Agent(ProcessorCore(0, 1, 0), unused, saver, departure or Departure(0))
+    session.agent = agent = Agent(ProcessorCore(0, 1, 0), unused, saver, Departure(0))
     agent.start(session)
     agent.on_session_up()
     agent.on_order(Welcome(1, 0, 1))
@@ -87,32 +84,6 @@ def test_a_freeze_while_a_step_s_copies_are_replaced_finds_the_step_that_they_ar
         agent.end_update()
     agent.end_step(commit)
     assert agent.stand == Stand(Phase.COMPUTING, 2)
-    agent.close()
-
-
-REASON = "ABORTED: the controller has closed this session; connect again"
-
-
-@pytest.mark.parametrize("end", ["released", "told to leave", "closed"])
-def test_a_session_that_is_over_at_the_end_is_no_news(caplog: pytest.LogCaptureFixture, end: str) -> None:
-    """Words such as "connect again" look like trouble to whoever logs INFO."""
-    caplog.set_level(logging.DEBUG, "lastwords")
-    session = Heard()
-    agent = in_a_loop(session, Departure(0, leave_main=lambda: None))
-    agent.on_session_down(REASON)
-    agent.on_session_up()
-    match end:
-        case "released":
-            session.answers |= {Left: Release(1)}
-            agent.left()
-        case "told to leave":
-            agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
-            agent.on_order(Exit(1, 1, ExitKind.SAVED, 7, "/c", "rank 1 died", (1,)))
-        case _:
-            agent.close()
-    agent.on_session_down(REASON)
-    downs = [record.levelno for record in caplog.records if REASON in record.getMessage()]
-    assert downs == [logging.INFO, logging.DEBUG]
     agent.close()
 
 

@@ -423,3 +423,13 @@ def test_a_rank_whose_gate_failed_does_not_update_by_itself_even_if_nobody_freez
     rank.freeze()
     rank.proceed(8)
     assert not rank.core.may_proceed
+
+
+def test_a_rank_needs_its_controller_until_it_knows_how_its_job_ends() -> None:
+    released, told = RankDriver(), RankDriver()
+    released.core.mark_left()
+    told.freeze()
+    assert (released.core.needs_controller, told.core.needs_controller) == (True, True)
+    released.order(Release(GENERATION))
+    told.exit()
+    assert (released.core.needs_controller, told.core.needs_controller) == (False, False)
