@@ -98,7 +98,7 @@ class HangWatch:
     @property
     def _watches(self) -> bool:
         members = self._context.members
-        known = bool(self._paces) and self._newest >= members.base_step + FIRST_STEPS
+        known = self._newest >= members.base_step + FIRST_STEPS
         return known and self._context.state is State.WATCHING and not members.anyone_left
 
     @property
@@ -107,7 +107,8 @@ class HangWatch:
 
     @property
     def _pace_s(self) -> float:
-        return sorted(self._paces)[len(self._paces) // 2]
+        """0 where the first word of this loop was of a later step: they have been short so far."""
+        return sorted(self._paces)[len(self._paces) // 2] if self._paces else 0.0
 
     @property
     def _is_over(self) -> bool:

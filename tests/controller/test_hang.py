@@ -56,6 +56,16 @@ def test_the_rank_that_is_behind_is_asked_for_its_stack_and_then_named() -> None
     assert job.core.state is State.WATCHING
 
 
+def test_steps_that_are_over_before_the_first_word_of_them_count() -> None:
+    """Ranks say where they are ten times a second: the first word may be of the last step that ever ends."""
+    job = JobDriver(4)
+    job.begin_loop(0, 0)
+    job.at(NEWEST)
+    stuck(job)
+    job.wait(NOTICE_S + ANSWER_S)
+    assert [rank for rank, _, stack in said(job) if stack] == [2]
+
+
 def test_a_rank_that_does_not_answer_is_said_not_to() -> None:
     job = training()
     stuck(job)
