@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import pytest
 from tests.integration.faults import controller_state, hanging
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout
-from tests.integration.rig import EXIT_NOT_SAVED, KILLED, Launch, Rig
+from tests.integration.rig import EXIT_NOT_SAVED, KILLED, RUN_TIMEOUT_S, Launch, Rig
 from tests.selection import more
 
 pytestmark = pytest.mark.process
@@ -61,9 +62,16 @@ def test_without_a_successor_that_death_costs_everything(rig: Rig) -> None:
 
 @pytest.mark.parametrize("after_s", [more(after_s) for after_s in (0.0, 0.005, 0.01, 0.02, 0.04, 0.1)])
 def test_one_that_is_stopped_in_an_incident_is_followed(rig: Rig, after_s: float) -> None:
-    """Freezing, settling, saving, verifying, publishing, telling: whatever it was doing then."""
+    """Freezing, settling, saving, verifying, publishing, telling: whatever it was doing then.
+
+    One that has told all ranks to leave is needed by nobody, so it ends when it goes on.
+    """
     fault = Fault(1, 6, "forward", ("await_death:2", f"sleep:{after_s}", "stop_controller", "hang"))
-    survive(rig, rig.launch(LAYOUT, faults=faults(fault), env=SOON))
+    launch = rig.launch(LAYOUT, faults=faults(fault), env=SOON)
+    launch.job.wait(RUN_TIMEOUT_S)
+    with contextlib.suppress(AssertionError, ProcessLookupError):  # it has ended, its files with it
+        os.kill(controller_state(launch.plan.ctrl_port)[0], signal.SIGCONT)
+    survive(rig, launch)
 
 
 @pytest.mark.thorough
