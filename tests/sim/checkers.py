@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lastwords.vocabulary import Share, whole_units
 from tests.sim.job import Job
-from tests.sim.ledger import Ledger, Life
+from tests.sim.ledger import Ledger, Life, Publication
 
 FROZEN_S_MAX = 400.0
 """No rank may stay frozen longer. The largest named deadline is 30 s; a schedule has at most four faults, and each
@@ -154,8 +154,13 @@ def i6_nothing_older_changes_anything_newer(job: Job, ledger: Ledger) -> Iterato
             same = (older.target, older.step) == (publication.target, publication.step)
             if same and older.incident > publication.incident:
                 yield f"a periodic checkpoint has taken the place of the last words of step {older.step}"
-            elif older.incident == publication.incident == 0 and older.step >= publication.step:
+            elif older.incident == publication.incident == 0 and _place(older) >= _place(publication):
                 yield f"the periodic checkpoint of step {older.step} was followed by that of step {publication.step}"
+
+
+def _place(periodic: Publication) -> tuple[int, int]:
+    """Each is of a later step than those before it, or of the same one where the controller had died unheard."""
+    return periodic.step, periodic.controller
 
 
 def i7_nobody_waits_for_ever(job: Job, ledger: Ledger) -> Iterator[str]:

@@ -43,6 +43,7 @@ class Publication(NamedTuple):
     files: tuple[Written, ...]
     lost_local_ranks: tuple[int, ...]  # whose rank-local state the manifest says is lost
     verified: bool  # a verification of exactly these files had succeeded before
+    controller: int = 0  # so many had been followed before the one that ordered it
 
 
 class Directory(NamedTuple):

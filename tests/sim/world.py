@@ -157,6 +157,9 @@ WAIT: tuple[str, ...] = ()
 class World:
     """Everything that exists in one simulation. Methods are indivisible; the drivers interleave them."""
 
+    follows = 0
+    """Controllers that have followed another one."""
+
     def __init__(
         self,
         job: Job,
@@ -719,7 +722,7 @@ class World:
     def rename(self, effect: to_controller.StartPublish) -> None:
         """The one system call that makes a checkpoint visible."""
         publication, renaming = self.disk.publish(effect)
-        self.ledger.publications.append(publication)
+        self.ledger.publications.append(publication._replace(controller=self.follows))
         self.ledger.renamings.append(renaming)
 
     def kill_controller(self) -> None:
