@@ -22,6 +22,7 @@ from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor import departure
 from lastwords.processor.departure import EXIT_SAVED, wait_out
+from lastwords.torch_private import forget_groups
 
 THREADS = 2 + departure.THREADS
 """That a worker keeps in reserve, to leave `main` after a failure or to end."""
@@ -106,6 +107,7 @@ class Stay:
             self._runs.pop().close()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+        forget_groups()  # also of those that could not be made
         gc.collect()
         with self._lock:
             self._over = True

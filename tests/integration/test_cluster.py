@@ -178,11 +178,10 @@ def test_a_scheduler_that_is_killed_before_all_ranks_have_met_takes_nobody_with_
     """The store in which they meet ends with it; whoever comes there later looks for it until its process ends."""
     plan = ("1:5:bwd",)
     for rank in range(RANKS):
-        cluster.start(rank, *plan, LATE_RANK="2")
+        cluster.start(rank, *plan, LATE_RANK="2", LATE_BEHIND="")
     cluster.wait(1, codes=(-signal.SIGKILL,))
     cluster.start(1, *plan)
-    entered = cluster.directory / "resources-2"
-    cluster.wait_until(lambda: len(entered.read_text().splitlines()) == 2)  # and 2 waits for some seconds now
+    cluster.wait_until((cluster.directory / "late").exists)  # and 2 waits for some seconds now
     cluster.kill(cluster.scheduler)
     cluster.start_scheduler()
     cluster.wait(2, codes=(EXIT_SAVED,))

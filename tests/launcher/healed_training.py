@@ -122,6 +122,14 @@ def count() -> None:
         file.write(json.dumps(counts) + "\n")
 
 
+def await_others() -> None:
+    """Until all others of this entry have told where they are, and wait for this rank; says so by the file `late`."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    while sum("//cpu//" in key for key in store.list_keys()) < int(os.environ["WORLD_SIZE"]) - 1:
+        signal.sigtimedwait((), 0.05)
+    (DIRECTORY / "late").touch()
+
+
 def main() -> None:
     """The script as it would be without healing."""
     count()
@@ -130,7 +138,10 @@ def main() -> None:
         raise RuntimeError("something that can be done once in a process")
     show_checkpoints()
     if (DIRECTORY / "died-1-5-bwd").exists() and os.environ["RANK"] == os.environ.get("LATE_RANK"):
+        if "LATE_BEHIND" in os.environ:
+            await_others()
         signal.sigtimedwait((), 3)
+    die(generation(), "alone")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     print(f"rank={rank} pid={os.getpid()}", file=sys.stderr, flush=True)

@@ -61,8 +61,8 @@ def test_where_nothing_is_saved_nobody_goes_on_with_weights_from_outside_of_main
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "second",
-    ["1:1:import", "1:1:main", "1:1:resume", "0:1:resume"],
-    ids=["the replacement in its import", "in main", "in resume", "another survivor in resume"],
+    ["1:1:import", "1:1:alone", "1:1:main", "1:1:resume", "0:1:resume"],
+    ids=["the replacement in its import", "before the others meet it", "in main", "in resume", "a survivor in resume"],
 )
 def test_whoever_dies_while_a_death_is_healed_is_replaced_as_well(
     tmp_path: Path, undisturbed: Path, second: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lastwords import clock
@@ -521,6 +523,24 @@ def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
         assert json.loads(far.recv(100)) == to_launcher(Begun(OWN, 7))
         one.begun(8, "late")
         assert json.loads(far.recv(100)) == to_launcher(Begun(OWN, 8, "late"))
+
+
+def test_after_a_group_that_could_not_be_made_the_next_one_has_the_name_that_a_new_process_gives_it() -> None:
+    """Ranks that have different names for it look for each other in vain."""
+    near, far = pair()
+    with near, far:
+        one = Stay(near)
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=datetime.timedelta(seconds=0.2)
+            )
+        one.end()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.group_name == "0"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("inside", [False, True])
