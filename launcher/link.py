@@ -29,6 +29,9 @@ STRANGER_LINE_BYTES_MAX = 1 << 12
 PEERS_MAX = 1024
 """So many are known to have been told of."""
 
+UNSENT_BYTES_MAX = 8 * LINE_BYTES_MAX
+"""A peer that does not take what is said until it is more than that counts as gone."""
+
 RECV_BYTES = 1 << 16
 
 SILENCE_S = 20
@@ -123,7 +126,8 @@ class Inbox:
 class Connection:
     """Feeds what comes over `link` to `hear`, a message at a time, and None at its end. Thread of the selector.
 
-    A peer that has not been let in yet is a stranger, whose lines are short.
+    A peer that has not been let in yet is a stranger, whose lines are short. Nobody is waited for: a peer that is
+    stopped, say, takes what it is told once it goes on.
     """
 
     def __init__(
@@ -136,7 +140,10 @@ class Connection:
         self.inbox = inbox
         self.open = True
         self._link, self._selector, self._hear = link, selector, hear
-        selector.register(link, selectors.EVENT_READ, self.read)
+        self._unsent = bytearray()
+        self._events = selectors.EVENT_READ
+        link.setblocking(False)
+        selector.register(link, selectors.EVENT_READ, self._go_on)
 
     def let_in(self, peer: str) -> None:
         """It has shown who it is."""
@@ -144,7 +151,8 @@ class Connection:
         self.inbox.lines.line_bytes_max = LINE_BYTES_MAX
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Nothing comes any more; what the peer does not take at once is lost."""
+        self._send()
         self.open = False
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._link)
@@ -152,14 +160,46 @@ class Connection:
 
     def tell(self, message: dict[str, Any]) -> None:
         """To the peer; if it has gone, that is seen where it is read."""
-        with contextlib.suppress(OSError):
-            send(self._link, message)
+        if self.open:
+            self._unsent += _line(message)
+            self._send()
+
+    def _send(self) -> None:
+        """What the peer takes now."""
+        if not self.open:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._link.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._break()
+        if len(self._unsent) > UNSENT_BYTES_MAX:
+            self._break()
+        self._watch()
+
+    def _break(self) -> None:
+        """Its end is read after all that has come."""
+        self._unsent.clear()
+        with contextlib.suppress(OSError):  # it is broken already
+            self._link.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        if events != self._events:
+            self._events = events
+            self._selector.modify(self._link, events, self._go_on)
+
+    def _go_on(self) -> None:
+        self._send()
+        self.read()
 
     @property
     def has_gone(self) -> bool:
         """Whether the peer has closed the connection, or it has broken, with nothing left to read."""
         try:
-            return not self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self._link.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
@@ -170,7 +210,7 @@ class Connection:
         if not self.open:
             return False
         try:
-            data = self._link.recv(RECV_BYTES, socket.MSG_DONTWAIT)
+            data = self._link.recv(RECV_BYTES)
         except BlockingIOError:
             return False
         except OSError:
@@ -187,7 +227,11 @@ class Connection:
 
 def send(to: socket.socket, message: dict[str, Any]) -> None:
     """OSError if the other end is gone."""
-    to.sendall(json.dumps(message).encode() + b"\n")
+    to.sendall(_line(message))
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def listening(port: int, backlog: int, at: tuple[int, tuple[Any, ...]] | None = None) -> socket.socket:

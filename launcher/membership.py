@@ -28,10 +28,10 @@ from lastwords.launcher.cluster_state import directory_of, read_token
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import Begun, Inside, Kill, Over, Waiting
 from lastwords.launcher.link import (
-    LINE_BYTES_MAX,
     RECV_BYTES,
     STRANGER_LINE_BYTES_MAX,
     Complaints,
+    Connection,
     Inbox,
     Lines,
     keep_alive,
@@ -129,10 +129,11 @@ class Membership:
         self._rank: int | None = None
         self._job = ""
         self._complaints = Complaints()
-        self._inbox: Inbox | None = None
-        self._link: socket.socket | None = None
-        self.launcher, self._near = socket.socketpair()
-        self._done = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._scheduler: Connection | None = None
+        self.launcher, near = socket.socketpair()
+        inbox = Inbox("this worker", lambda message: message, self._complaints)
+        self._worker = Connection(near, self._selector, inbox, self._from_worker)
         self._told = threading.Event()
         self._lost_s: float | None = None
         self._said, self._notice_s = False, NOTICE_S
@@ -168,7 +169,7 @@ class Membership:
             else:
                 if isinstance(answer, Admission):
                     self._take_place(answer)
-                    return self._obey_what_came(b"")
+                    return
                 why = f"the scheduler refuses this worker: {answer.why}"
                 if answer.done:
                     sys.stderr.write(f"lastwords: {answer.why}\n")
@@ -195,7 +196,7 @@ class Membership:
         )
 
     def _apply(self) -> Admission | Refused:
-        """The scheduler's answer; the connection is `_link` if it is good. _NO_ANSWER, ConfigError."""
+        """The scheduler's answer; if it is good, the connection is open. _NO_ANSWER, ConfigError."""
         token = read_token(self._cluster.path)
         link = socket.create_connection((self._cluster.host, self._cluster.port), ANSWER_S)
         try:
@@ -214,16 +215,21 @@ class Membership:
             send(link, to_message(Application(application, proof_of(token, challenge.nonce, application))))
             answer = answer_of(_next(link, lines))
             if isinstance(answer, Admission):
-                for message in self._stand.repeated():
-                    send(link, message)
-                link.settimeout(None)
-                lines.line_bytes_max = LINE_BYTES_MAX
-                self._inbox = Inbox(f"the scheduler at {self._cluster.address}", order_of, self._complaints, lines)
-                self._link, link = link, None  # type: ignore[assignment]
+                self._connected(link, lines)
+                link = None  # type: ignore[assignment]
             return answer
         finally:
             if link is not None:
                 link.close()
+
+    def _connected(self, link: socket.socket, lines: Lines) -> None:
+        """lines: of what has come over `link` so far."""
+        peer = f"the scheduler at {self._cluster.address}"
+        inbox = Inbox(peer, order_of, self._complaints, lines)
+        self._scheduler = Connection(link, self._selector, inbox, self._from_scheduler)
+        self._scheduler.let_in(peer)
+        for message in self._stand.repeated():
+            self._scheduler.tell(message)
 
     # ------------------------------------------------------------------ the thread
 
@@ -231,58 +237,38 @@ class Membership:
         try:
             self._pass_on()
         finally:  # also after a mistake of its own: the worker must not wait for a launcher that never speaks
-            self._near.close()
+            self._worker.close()
+            if self._scheduler is not None:
+                self._scheduler.close()
+            self._selector.close()
 
     def _pass_on(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._near, selectors.EVENT_READ)
-            watched: socket.socket | None = None
-            from_worker = Lines()
-            while not self._done.is_set():
-                if watched is not self._link and self._link is not None:
-                    selector.register(self._link, selectors.EVENT_READ)
-                    watched = self._link
-                ready = {key.fileobj for key, _ in selector.select(None if self._link is not None else AGAIN_S)}
-                if self._near in ready and not self._from_worker(from_worker):
-                    return
-                if watched is not None and watched in ready and not self._from_scheduler():
-                    selector.unregister(watched)
-                    watched.close()
-                    watched = self._link = None
-                    self._lost_s = mono_s()
-                    with contextlib.suppress(OSError):
-                        send(self._near, to_worker(SchedulerGone()))
-                if self._link is None and not self._done.is_set():
-                    self._ask_again()
+        self._obey_what_came()
+        while self._worker.open:
+            for key, _ in self._selector.select(AGAIN_S if self._scheduler is None else None):
+                key.data()
+            if self._scheduler is None and self._worker.open:
+                self._ask_again()
 
-    def _from_worker(self, lines: Lines) -> bool:
-        try:
-            data = self._near.recv(65536)
-        except OSError:
-            data = b""
-        for message in lines.feed(data):
-            if message["kind"] == ControllerWanted.__name__:  # there is none that waits: the rank starts it itself
-                send(self._near, to_worker(ControllerAnswer(message["asked"])))
-                continue
-            self._stand.note(message)
-            if self._link is not None:
-                with contextlib.suppress(OSError):
-                    send(self._link, message)
-        return bool(data)
+    def _from_worker(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            return
+        if message["kind"] == ControllerWanted.__name__:  # there is none that waits: the rank starts it itself
+            return self._worker.tell(to_worker(ControllerAnswer(message["asked"])))
+        self._stand.note(message)
+        if self._scheduler is not None:
+            self._scheduler.tell(message)
 
-    def _from_scheduler(self) -> bool:
-        assert self._link is not None
-        assert self._inbox is not None
-        try:
-            data = self._link.recv(RECV_BYTES)
-        except OSError:
-            return False
-        self._obey_what_came(data)
-        return bool(data) and not self._inbox.broken
+    def _from_scheduler(self, order: Order | None) -> None:
+        if order is not None:
+            return self._obey(order)
+        self._scheduler, self._lost_s = None, mono_s()
+        self._worker.tell(to_worker(SchedulerGone()))
 
-    def _obey_what_came(self, data: bytes) -> None:
-        assert self._inbox is not None
-        for order in self._inbox.feed(data):
+    def _obey_what_came(self) -> None:
+        """With the answer to the application, in the same bytes."""
+        assert self._scheduler is not None
+        for order in self._scheduler.inbox.feed(b""):
             self._obey(order)
 
     def _obey(self, order: Order) -> None:
@@ -298,28 +284,25 @@ class Membership:
                 protect.use_address(seat.rank_0)
             case _:
                 pass
-        with contextlib.suppress(OSError):
-            send(self._near, to_worker(order))
+        self._worker.tell(to_worker(order))
         if isinstance(order, Dismissed):
-            self._done.set()
             self._told.set()
-            self._near.close()
+            self._worker.close()
 
     def _ask_again(self) -> None:
         assert self._lost_s is not None
         try:
             answer = self._apply()
         except ConfigError as error:  # it will not get better: this worker ends as if it was told to
-            with contextlib.suppress(OSError):
-                send(self._near, to_worker(Refused(str(error))))
-            return self._done.set()
+            self._worker.tell(to_worker(Refused(str(error))))
+            return self._worker.close()
         except _NO_ANSWER as error:
             answer = Refused(f"there is none: {error}", later=True)
         if isinstance(answer, Admission):
             if self._said:
                 _log.warning("the scheduler at %s is there again", self._cluster.address)
             self._said, self._notice_s = False, NOTICE_S
-            return self._obey_what_came(b"")
+            return self._obey_what_came()
         if not answer.later:
             sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer.why}\n")
             os._exit(EXIT_NOT_SAVED)
@@ -338,8 +321,7 @@ class Membership:
         address = self._cluster.address
         if waited_s > JOIN_S:
             sys.stderr.write(f"lastwords: there was no scheduler at {address} for {JOIN_S:g} s\n")
-            self._done.set()
-            self._near.close()
+            self._worker.close()
         elif waited_s > self._notice_s:
             self._notice_s *= 3
             _log.warning(

@@ -6,11 +6,13 @@ import contextlib
 import json
 import selectors
 import socket
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from lastwords.errors import FormatError
-from lastwords.launcher import head
+from lastwords.launcher import head, link
 from lastwords.launcher.events import (
     Abandon,
     Awaited,
@@ -28,7 +30,7 @@ from lastwords.launcher.events import (
     Waiting,
 )
 from lastwords.launcher.head import Head, Listener, Uplink
-from lastwords.launcher.link import Lines, send
+from lastwords.launcher.link import Complaints, Connection, Inbox, Lines, send
 from lastwords.launcher.protocol import PROTOCOL, Introduction, effect_of, event_of, to_message
 from lastwords.launcher.versions import Sources
 from tests import golden
@@ -268,3 +270,94 @@ def test_a_mistake_of_the_heads_own_is_not_taken_for_a_launchers(
     assert caplog.messages == []
     other.end()
     job.listener.end()
+
+
+class Peer:
+    """A process at the other end of a connection, and what is heard of it here. It reads if it is asked to."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        near, self.far = socket.socketpair()
+        self.heard: list[object] = []
+        inbox = Inbox("a peer", lambda message: message, Complaints())
+        self.connection = Connection(near, selector, inbox, self.heard.append)
+        self.lines = Lines()
+
+    def reads(self) -> list[dict[str, Any]]:
+        """What has come by now."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := self.far.recv(1 << 16, socket.MSG_DONTWAIT):
+                found += self.lines.feed(data)
+        return found
+
+
+@pytest.fixture
+def selector() -> Iterator[selectors.BaseSelector]:
+    with selectors.DefaultSelector() as one:
+        yield one
+
+
+def turn(selector: selectors.BaseSelector) -> bool:
+    """Whether there was something to do."""
+    ready = selector.select(0)
+    for key, _ in ready:
+        key.data()
+    return bool(ready)
+
+
+LONG = {"kind": "Long", "text": "x" * (1 << 20)}
+"""No socket's buffer takes that."""
+
+
+@pytest.mark.timeout(60)
+def test_nobody_waits_for_a_peer_that_reads_nothing_and_it_has_all_once_it_reads(
+    selector: selectors.BaseSelector,
+) -> None:
+    stopped, other = Peer(selector), Peer(selector)
+    told = [{**LONG, "number": number} for number in range(4)]
+    for message in told:
+        stopped.connection.tell(message)
+        other.connection.tell({"kind": "Short"})
+        assert other.reads() == [{"kind": "Short"}]
+        assert not turn(selector), "nothing can be done until it reads"
+    found = []
+    while len(found) < len(told):
+        found += stopped.reads()
+        turn(selector)
+    assert found == told
+    assert not turn(selector), "there is nothing left to send"
+    send(stopped.far, {"kind": "Here"})
+    assert turn(selector)
+    assert stopped.heard == [{"kind": "Here"}]
+    for one in (stopped, other):
+        one.connection.close()
+        one.far.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_peer_that_does_not_take_what_it_is_told_is_gone_after_all_that_it_has_said(
+    selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "UNSENT_BYTES_MAX", len(LONG["text"]))
+    stopped = Peer(selector)
+    send(stopped.far, {"kind": "Over"})
+    for _ in range(3):
+        stopped.connection.tell(LONG)
+    assert stopped.heard == [], "in its turn, and not in that of whoever speaks to it"
+    while stopped.connection.open:
+        assert turn(selector)
+    assert stopped.heard == [{"kind": "Over"}, None]
+    stopped.connection.tell(LONG)
+    stopped.far.close()
+
+
+def test_a_connection_that_is_closed_has_passed_on_what_the_peer_takes(selector: selectors.BaseSelector) -> None:
+    one = Peer(selector)
+    one.connection.tell(LONG)
+    begun = one.far.recv(1 << 19)
+    one.connection.tell({"kind": "Last"})
+    one.connection.close()
+    assert one.heard == []
+    rest = b"".join(iter(lambda: one.far.recv(1 << 16), b""))
+    assert len(begun + rest) > len(begun)
+    one.far.close()

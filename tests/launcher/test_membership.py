@@ -15,8 +15,21 @@ from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
-from lastwords.launcher.protocol import PROTOCOL, Admission, Challenge, Order, SchedulerGone, order_of, to_message
+from lastwords.launcher.protocol import (
+    OWN,
+    PROTOCOL,
+    Admission,
+    Challenge,
+    ControllerAnswer,
+    ControllerWanted,
+    Order,
+    SchedulerGone,
+    order_of,
+    to_launcher,
+    to_message,
+)
 from lastwords.launcher.registry import Refused
+from lastwords.launcher.versions import Sources
 from tests import golden
 
 
@@ -74,19 +87,25 @@ def test_a_worker_that_waits_outside_of_main_says_so_now_and_then_and_not_for_ev
             worker._wait_outside(float(seconds))
     ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("lastwords:")]
     golden.says([*caplog.messages, *ours])
-    assert worker._near.fileno() == -1
+    assert not worker._worker.open
     worker.launcher.close()
 
 
 class Scheduler:
-    """Takes one connection after the other, each with a version of its own, and admits whoever comes."""
+    """Takes one connection after the other, each with a version of its own, and admits whoever comes.
 
-    def __init__(self, path: Path, *versions: int) -> None:
+    stops: when it has admitted the first one, until it is closed.
+    """
+
+    def __init__(self, path: Path, *versions: int, stops: bool = False) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.cluster = Cluster(WORKER, 2, *self._server.getsockname(), path, True)
         with ClusterState(self.cluster).held():
             ClusterState(self.cluster).token()
         self.asked = 0
+        self._goes_on = threading.Event()
+        if not stops:
+            self._goes_on.set()
         self._thread = threading.Thread(target=self._play, args=versions, daemon=True)
         self._thread.start()
 
@@ -98,10 +117,35 @@ class Scheduler:
                 send(link, to_message(Challenge("nonce", version)))
                 if link.recv(1 << 16) and version == PROTOCOL:
                     send(link, to_message(Admission(0, "0", "job")))
+                    self._goes_on.wait()
 
     def close(self) -> None:
+        self._goes_on.set()
         self._thread.join(10)
         self._server.close()
+
+
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker writes there ends with the test."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "")
+
+
+def test_a_worker_does_not_wait_for_a_scheduler_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_environment(monkeypatch)
+    scheduler = Scheduler(tmp_path, PROTOCOL, stops=True)
+    one = Membership(scheduler.cluster)
+    one.launcher.settimeout(10)
+    for _ in range(16):
+        send(one.launcher, to_launcher(Sources(OWN, {"x" * (1 << 20): "digest"})))
+    send(one.launcher, to_launcher(ControllerWanted({}, 7)))
+    (answer,) = Lines().feed(one.launcher.recv(1 << 16))
+    assert order_of(answer) == ControllerAnswer(7)
+    one.farewell()
+    assert not one._thread.is_alive()
+    scheduler.close()
 
 
 def test_a_worker_of_another_version_than_the_scheduler_ends_at_once(tmp_path: Path) -> None:
@@ -115,8 +159,7 @@ def test_a_worker_that_trains_hears_once_that_the_next_scheduler_has_another_ver
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "AGAIN_S", 0.01)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "")
+    own_environment(monkeypatch)
     scheduler = Scheduler(tmp_path, PROTOCOL, PROTOCOL + 1)
     one = Membership(scheduler.cluster)
     one.launcher.settimeout(10)

@@ -22,7 +22,7 @@ from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
 from lastwords.launcher.events import Waiting
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
-from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Done, to_launcher, to_message
+from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Dismissed, Done, to_launcher, to_message
 from lastwords.launcher.registry import SILENCE_S, Member, Process
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
 from lastwords.launcher.scheduler import Scheduler, proof_of, schedule
@@ -152,6 +152,16 @@ def test_a_message_that_makes_no_sense_ends_the_connection_and_not_the_scheduler
     send(link, {"kind": "Begun", "step": "often", "inexact": ""})
     assert rig.answers(link, lines) == [{"closed": True}]
     assert rig.apply("0")[0]["rank"] == 0
+
+
+@pytest.mark.timeout(SILENCE_S / 2)  # the kernel gives up after more than that
+def test_a_worker_that_is_stopped_keeps_nobody_waiting(rig: Rig) -> None:
+    link, lines, nonce = rig.connect()
+    rig.send(link, nonce, rig.application("0", pid=1))
+    rig.answers(link, lines)
+    for _ in range(16):
+        rig.scheduler._tell(0, Dismissed("x" * (1 << 20)))
+    assert rig.apply("1")[0]["rank"] == 1
 
 
 def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
