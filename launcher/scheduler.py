@@ -157,6 +157,10 @@ class Scheduler:
         self._raised: dict[int, Raised] = {}
         """What ranks have said before their end."""
         self._strangers: list[_Link] = []
+        self._applied: list[tuple[_Link, Applicant]] = []
+        """In this turn."""
+        self._done: list[int] = []
+        """Ranks that have come to the end of `main` in this turn."""
         self.complaints = Complaints()
         self._unkept = ""
         """Why the state could not be written the last time."""
@@ -202,6 +206,29 @@ class Scheduler:
         self._now_s = self._own_time.at(mono_s())
         for key, _ in ready:
             key.data()
+        self._settle()
+
+    def _settle(self) -> None:
+        """What this turn has brought that the next scheduler has to know: written once, and answered then."""
+        applied = [(link, who) for link, who in self._applied if link.connection.open]
+        done, self._applied, self._done = self._done, [], []
+        before = {**self._registry.members}
+        verdicts = [(link, self._verdict(who)) for link, who in applied]
+        new = {one.name for _, one in verdicts if isinstance(one, Admitted) and one.anew}
+        failure = self._keep() if new or done else None
+        if failure is not None:
+            self._registry.members = before
+        for rank in done:
+            if failure is None:
+                self._tell(rank, Done())
+            self._report(Ended(rank, 0))
+        for link, verdict in verdicts:
+            if isinstance(verdict, Refused):
+                link.tell(verdict)
+            elif failure is not None and verdict.name in new:
+                link.tell(Refused(failure, later=True))
+            else:
+                self._admit(link, verdict)
 
     # ------------------------------------------------------------------ who is there
 
@@ -231,21 +258,17 @@ class Scheduler:
             name, pid = (application.apply.get(key) for key in ("name", "pid"))
             self.complaints.tell(f"worker {name!r:.80} (pid {pid!s:.20} at {link.address})", wrong)
             return link.tell(Refused(f"it {wrong}"))
+        self._applied.append((link, who))
+
+    def _verdict(self, who: Applicant) -> Admitted | Refused:
         if who.job and self._kept.generation < 0 and not self._registry.members:
             self._kept = dataclasses.replace(self._kept, job=who.job)  # what the scheduler before has kept is lost
         process = Process(who.host, who.pid, who.start_ticks)
-        before = {**self._registry.members}
-        verdict = self._registry.apply(who.name, process, who.workers, self._now_s, self._runs, who.rank)
-        if isinstance(verdict, Admitted) and verdict.anew and (failure := self._keep()) is not None:
-            self._registry.members = before
-            verdict = Refused(failure, later=True)
-        if not isinstance(verdict, Admitted):
-            return link.tell(verdict)
-        if verdict.anew and self._head.core.place(verdict.rank) is not Place.STARTING:
-            self._report_end(verdict.rank)
-        self._admit(link, verdict)
+        return self._registry.apply(who.name, process, who.workers, self._now_s, self._runs, who.rank)
 
     def _admit(self, link: _Link, verdict: Admitted) -> None:
+        if verdict.anew and self._head.core.place(verdict.rank) is not Place.STARTING:
+            self._report_end(verdict.rank)
         older = self._links.pop(verdict.rank, None)
         if older is not None:
             older.rank = OWN
@@ -297,9 +320,7 @@ class Scheduler:
         match report:
             case Done():
                 self._member(rank).done = True
-                if self._keep() is None:
-                    self._tell(rank, Done())
-                self._report(Ended(rank, 0))
+                self._done.append(rank)
             case Raised():
                 self._raised[rank] = report
             case Hello() | Ready() | Controlled() | ControllerWanted():

@@ -154,7 +154,7 @@ def test_a_message_that_makes_no_sense_ends_the_connection_and_not_the_scheduler
     assert rig.apply("0")[0]["rank"] == 0
 
 
-@pytest.mark.timeout(SILENCE_S / 2)  # the kernel gives up after more than that
+@pytest.mark.timeout(15)  # the kernel gives up after 20 s
 def test_a_worker_that_is_stopped_keeps_nobody_waiting(rig: Rig) -> None:
     link, lines, nonce = rig.connect()
     rig.send(link, nonce, rig.application("0", pid=1))
@@ -195,6 +195,46 @@ def test_nobody_is_admitted_whose_name_cannot_be_kept(rig: Rig, monkeypatch: pyt
     assert rig.apply("1")[0]["rank"] == 1
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_what_the_workers_of_a_large_cluster_bring_at_once_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    workers, written = 100, list[int]()
+    one = Return(tmp_path, workers, monkeypatch, members=0)
+
+    def write(kept: KeptCluster) -> None:
+        written.append(len(kept.members))
+        if full:
+            no_room(kept)
+
+    monkeypatch.setattr(one.state, "write", write)
+    one.come(*range(workers))
+    one.turn()
+    one.answer()
+    one.turn()
+    assert written == [workers]
+    assert one.there == ([] if full else [*range(workers)])
+    one.answer()
+    for link in one.links.values():
+        send(link, to_launcher(Done()))
+    one.turn()
+    assert written[1:] == ([] if full else [workers])
+    one.close()
+
+
+def test_a_worker_that_comes_back_is_admitted_though_others_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Return(tmp_path, 2, monkeypatch, members=1)
+    monkeypatch.setattr(one.state, "write", no_room)
+    one.come(0, 1)
+    one.turn()
+    one.answer()
+    one.turn()
+    assert one.there == [0]
+    one.close()
+
+
 def no_room(_: object) -> None:
     raise StorageError("no space left", errno=28)
 
@@ -232,20 +272,24 @@ def test_a_port_that_is_taken(rig: Rig, tmp_path: Path) -> None:
 
 
 class Return:
-    """A scheduler that has been started again, at a clock of the test's; its workers are on other hosts, and train."""
+    """A scheduler that has been started again, at a clock of the test's; its workers are on other hosts, and train.
+
+    members: so many of the workers were there before.
+    """
 
     GENERATION = 5
 
-    def __init__(self, path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path: Path, workers: int, monkeypatch: pytest.MonkeyPatch, members: int | None = None) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(module, "mono_s", lambda: self.now_s)
         self._port = Port()
         self.cluster = Cluster(SCHEDULER, workers, "127.0.0.1", self._port.number, path, recovery=True)
         self.state = ClusterState(self.cluster)
         self._selector = selectors.DefaultSelector()
-        members = {str(rank): Member(rank, Process(f"host-{rank}", 1000 + rank, 1)) for rank in range(workers)}
+        ranks = range(workers if members is None else members)
+        before = {str(rank): Member(rank, Process(f"host-{rank}", 1000 + rank, 1)) for rank in ranks}
         with self.state.held():
-            kept = KeptCluster(VERSION, self.cluster.address, workers, "job", self.GENERATION, 7, members)
+            kept = KeptCluster(VERSION, self.cluster.address, workers, "job", self.GENERATION, 7, before)
             self.scheduler = Scheduler(self.cluster, self.state, kept, self._selector)
         self.links: dict[int, socket.socket] = {}
 
