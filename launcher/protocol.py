@@ -150,9 +150,12 @@ class Applicant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Application:
-    """The answer to a Challenge. apply: an Applicant and its version; proof: of that and the nonce, with the token."""
+    """The answer to a Challenge. apply: an Applicant and its version; proof: of that and the nonce, with the token.
 
-    apply: dict[str, Any]
+    In no version there is more within it than these: what is nested deep cannot be encoded again.
+    """
+
+    apply: dict[str, str | int | None]
     proof: str
 
     @property

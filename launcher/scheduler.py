@@ -250,7 +250,7 @@ class Scheduler:
     def apply(self, link: _Link, application: Application, who: Applicant | None) -> None:
         """A process introduces itself. who: None from one of another version."""
         wanted = proof_of(self._token, link.nonce, application.apply)
-        if not hmac.compare_digest(wanted, application.proof):
+        if not hmac.compare_digest(wanted.encode(), application.proof.encode()):
             self.complaints.tell(link.connection.inbox.peer, "does not know the token of this cluster; it is not heard")
             return link.connection.close()
         if who is None:

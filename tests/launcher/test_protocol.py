@@ -44,7 +44,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (1, "14fc99bc16a01a1a")
+FORM = (1, "b7be398b73415409")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 

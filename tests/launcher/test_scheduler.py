@@ -115,6 +115,28 @@ def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
     assert rig.answers(link, lines) == [{"closed": True}]
 
 
+@pytest.mark.parametrize(
+    "proof", ["ü", "\ud800", "\udc00\udc00", "\0", "x" * 3000, 7, None], ids=lambda one: ascii(one)[:20]
+)
+@pytest.mark.parametrize(
+    "version", [PROTOCOL, PROTOCOL + 1, 10**3000, 0.5, "\ud800", "ü", [1], None, True], ids=lambda one: ascii(one)[:20]
+)
+def test_whatever_a_stranger_says_ends_his_connection_only(rig: Rig, proof: object, version: object) -> None:
+    link, lines, _ = rig.connect()
+    send(link, {"kind": "Application", "apply": {**rig.application("1"), "version": version}, "proof": proof})
+    assert rig.answers(link, lines) == [{"closed": True}]
+
+
+def test_what_a_stranger_has_nested_as_deep_as_can_be_read_ends_his_connection_only(rig: Rig) -> None:
+    for deep in range(850, 1000):
+        with socket.create_connection(("127.0.0.1", rig.cluster.port), 10) as link:
+            nested = "[" * deep + "]" * deep
+            link.sendall(f'{{"kind": "Application", "apply": {{"name": {nested}}}, "proof": ""}}\n'.encode())
+            rig.scheduler._turn(0.05)
+            rig.scheduler._turn(0.05)
+    assert rig.apply("1")[0]["rank"] == 1
+
+
 def test_nobody_comes_in_at_another_address_than_the_clusters(rig: Rig) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", rig.cluster.port), 10)
