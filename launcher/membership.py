@@ -109,6 +109,11 @@ class _Stand:
         if kind in _REPEATED:
             self.said[kind] = message
 
+    @property
+    def is_done(self) -> bool:
+        """`main` has come to its end."""
+        return Done.__name__ in self.said
+
     def repeated(self) -> list[dict[str, Any]]:
         begun = Begun.__name__ in self.said
         inside = [] if self.inside is None else [to_launcher(Inside(OWN, self.inside, begun, self.loops))]
@@ -296,6 +301,8 @@ class Membership:
         except ConfigError as error:  # it will not get better: this worker ends as if it was told to
             self._worker.tell(to_worker(Refused(str(error))))
             return self._worker.close()
+        except UnavailableError as error:  # its files are removed once all have come to their end, this one as well
+            answer = Refused(f"there is none: {error}", later=True, done=self._stand.is_done)
         except _NO_ANSWER as error:
             answer = Refused(f"there is none: {error}", later=True)
         if isinstance(answer, Admission):
@@ -303,6 +310,8 @@ class Membership:
                 _log.warning("the scheduler at %s is there again", self._cluster.address)
             self._said, self._notice_s = False, NOTICE_S
             return self._obey_what_came()
+        if answer.done:
+            return self._end(answer.why)
         if not answer.later:
             sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer.why}\n")
             os._exit(EXIT_NOT_SAVED)
@@ -315,6 +324,13 @@ class Membership:
             )  # fmt: skip
         if self._stand.inside is None:
             self._wait_outside(mono_s() - max(self._lost_s, self._stand.outside_since_s))
+
+    def _end(self, why: str) -> None:
+        """Nothing is left to do for this worker, by whatever process it has come to its end."""
+        if self._stand.is_done:
+            return self._obey(Dismissed())
+        sys.stderr.write(f"lastwords: {why}\n")
+        os._exit(0)  # so that nobody starts it once more
 
     def _wait_outside(self, waited_s: float) -> None:
         """No `main` runs here, and none can be entered without a scheduler."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,7 @@ def test_a_worker_that_waits_outside_of_main_says_so_now_and_then_and_not_for_ev
 class Scheduler:
     """Takes one connection after the other, each with a version of its own, and admits whoever comes.
 
-    stops: when it has admitted the first one, until it is closed.
+    stops: when it has admitted the first one, until it goes on.
     """
 
     def __init__(self, path: Path, *versions: int, stops: bool = False) -> None:
@@ -103,6 +105,7 @@ class Scheduler:
         with ClusterState(self.cluster).held():
             ClusterState(self.cluster).token()
         self.asked = 0
+        self.answer: Admission | Refused = Admission(0, "0", "job")
         self._goes_on = threading.Event()
         if not stops:
             self._goes_on.set()
@@ -116,11 +119,14 @@ class Scheduler:
                 self.asked += 1
                 send(link, to_message(Challenge("nonce", version)))
                 if link.recv(1 << 16) and version == PROTOCOL:
-                    send(link, to_message(Admission(0, "0", "job")))
+                    send(link, to_message(self.answer))
                     self._goes_on.wait()
 
-    def close(self) -> None:
+    def go_on(self) -> None:
         self._goes_on.set()
+
+    def close(self) -> None:
+        self.go_on()
         self._thread.join(10)
         self._server.close()
 
@@ -145,6 +151,44 @@ def test_a_worker_does_not_wait_for_a_scheduler_that_is_stopped(
     assert order_of(answer) == ControllerAnswer(7)
     one.farewell()
     assert not one._thread.is_alive()
+    scheduler.close()
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["it refuses", "its files are removed"])
+def test_a_worker_whose_end_is_kept_and_not_answered_ends_as_soon_as_it_learns_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], removed: bool
+) -> None:
+    own_environment(monkeypatch)
+    scheduler = Scheduler(tmp_path, PROTOCOL, *(() if removed else [PROTOCOL]), stops=True)
+    one = Membership(scheduler.cluster)
+    ends = threading.Thread(target=one.done)
+    ends.start()
+    while not one._stand.is_done:
+        time.sleep(0.01)
+    scheduler.answer = Refused("it has come to the end of main() before", done=True)
+    if removed:
+        ClusterState(scheduler.cluster).remove()
+    scheduler.go_on()
+    ends.join(10)
+    assert not ends.is_alive()
+    scheduler.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_comes_back_after_another_has_ended_as_its_worker_ends_with_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own_environment(monkeypatch)
+    monkeypatch.setattr(Membership, "_run", lambda self: None)
+    monkeypatch.setattr(membership.os, "_exit", sys.exit)
+    scheduler = Scheduler(tmp_path, PROTOCOL, PROTOCOL)
+    one = Membership(scheduler.cluster)
+    scheduler.answer = Refused("it has come to the end of main() before", done=True)
+    one._lost_s = 0.0
+    with pytest.raises(SystemExit) as ended:
+        one._ask_again()
+    assert ended.value.code == 0
+    assert capfd.readouterr().err.endswith(f"lastwords: {scheduler.answer.why}\n")
     scheduler.close()
 
 
