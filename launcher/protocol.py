@@ -197,9 +197,10 @@ _ORDERS = (
     versions.Ask, events.Abandon, events.Kill,
     Entry, Become, ControllerAnswer, Dismissed, SchedulerGone, Refused, Done,
 )  # fmt: skip
-KINDS = tuple(
-    dict.fromkeys((*_EVENTS, *_EFFECTS, *_REPORTS, *_ORDERS, Challenge, Application, Admission, Introduction))
-)
+_GREETINGS = (Challenge, Application, Admission, Introduction)
+_WITHIN = (Applicant, Seat)
+KINDS = tuple(dict.fromkeys((*_EVENTS, *_EFFECTS, *_REPORTS, *_ORDERS, *_GREETINGS, *_WITHIN)))
+"""All types that go over a connection, those within others as well."""
 
 Report = (
     events.Waiting | versions.Sources | events.Inside | events.Begun | events.Updated | events.Over

@@ -159,6 +159,7 @@ def test_a_worker_whose_end_is_kept_and_not_answered_ends_as_soon_as_it_learns_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], removed: bool
 ) -> None:
     own_environment(monkeypatch)
+    monkeypatch.setattr(membership.os, "_exit", sys.exit)
     scheduler = Scheduler(tmp_path, PROTOCOL, *(() if removed else [PROTOCOL]), stops=True)
     one = Membership(scheduler.cluster)
     ends = threading.Thread(target=one.done)

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import json
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -18,6 +18,7 @@ from lastwords.launcher.protocol import (
     KINDS,
     OWN,
     PROTOCOL,
+    Applicant,
     Become,
     Controlled,
     ControllerAnswer,
@@ -44,7 +45,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (1, "b7be398b73415409")
+FORM = (1, "1ed7fa957317906d")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -52,6 +53,22 @@ def test_a_message_that_changes_has_another_version() -> None:
     """Red: raise PROTOCOL, unless nobody can have the one before, and put the new digest here."""
     form = sorted((kind.__name__, [(one.name, str(one.type)) for one in dataclasses.fields(kind)]) for kind in KINDS)
     assert (PROTOCOL, hashlib.sha256(json.dumps(form).encode()).hexdigest()[:16]) == FORM
+
+
+def parts(kind: type[Any]) -> Iterator[type[Any]]:
+    """All types that a message of this kind may hold."""
+    hints = [*get_type_hints(kind).values()]
+    while hints:
+        hint = hints.pop()
+        yield hint
+        hints += get_args(hint)
+
+
+def test_what_is_within_a_message_counts_as_well() -> None:
+    within = {part for kind in KINDS for part in parts(kind) if dataclasses.is_dataclass(part)}
+    assert within
+    assert within <= {*KINDS}
+    assert Applicant in KINDS, "though an application has it as a mapping"
 
 
 def wire(message: dict[str, Any]) -> dict[str, Any]:
