@@ -49,6 +49,7 @@ from lastwords.launcher.protocol import (
     Done,
     Entry,
     Order,
+    Raised,
     SchedulerGone,
     answer_of,
     challenge_of,
@@ -79,7 +80,7 @@ FAREWELL_S = 30.0
 _NO_ANSWER = (OSError, FormatError, StorageError, UnavailableError)
 """What asking a scheduler raises where there is none, or where it makes no sense."""
 
-_REPEATED = tuple(one.__name__ for one in (Waiting, Begun, Over, Done))
+_REPEATED = tuple(one.__name__ for one in (Waiting, Begun, Over, Raised, Done))
 
 
 @dataclass(slots=True)

@@ -267,8 +267,10 @@ class Scheduler:
         return self._registry.apply(who.name, process, who.workers, self._now_s, self._runs, who.rank)
 
     def _admit(self, link: _Link, verdict: Admitted) -> None:
-        if verdict.anew and self._head.core.place(verdict.rank) is not Place.STARTING:
-            self._report_end(verdict.rank)
+        if verdict.anew:
+            if self._head.core.place(verdict.rank) is not Place.STARTING:
+                self._report_end(verdict.rank)
+            self._raised.pop(verdict.rank, None)
         older = self._links.pop(verdict.rank, None)
         if older is not None:
             older.rank = OWN

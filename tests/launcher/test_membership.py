@@ -25,6 +25,7 @@ from lastwords.launcher.protocol import (
     ControllerAnswer,
     ControllerWanted,
     Order,
+    Raised,
     SchedulerGone,
     order_of,
     to_launcher,
@@ -191,6 +192,12 @@ def test_a_process_that_comes_back_after_another_has_ended_as_its_worker_ends_wi
     assert ended.value.code == 0
     assert capfd.readouterr().err.endswith(f"lastwords: {scheduler.answer.why}\n")
     scheduler.close()
+
+
+def test_the_next_scheduler_hears_why_a_worker_ends() -> None:
+    stand = membership._Stand()
+    stand.note(raised := to_launcher(Raised("ValueError: x", lasting=False)))
+    assert stand.repeated() == [raised]
 
 
 def test_a_worker_of_another_version_than_the_scheduler_ends_at_once(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from lastwords.launcher import head
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
-from lastwords.launcher.events import Waiting
+from lastwords.launcher.events import Ended, Event, Waiting
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
-from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Dismissed, Done, to_launcher, to_message
+from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Dismissed, Done, Raised, to_launcher, to_message
+from lastwords.launcher.recovery import UNKNOWN_CODE
 from lastwords.launcher.registry import SILENCE_S, Member, Process
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
 from lastwords.launcher.scheduler import Scheduler, proof_of, schedule
@@ -423,6 +424,23 @@ def test_a_name_that_changes_hands_between_two_looks(rig: Rig) -> None:
     assert rig.scheduler._head.core.place(1) is Place.IN_MAIN
     assert rig.apply("1")[0]["rank"] == 1
     assert rig.scheduler._head.core.place(1) is Place.STARTING, "the end of the process before it is heard of"
+
+
+def test_what_a_process_has_raised_that_never_waited_is_not_the_reason_of_the_next_ones_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, lines, nonce = rig.connect()
+    rig.send(link, nonce, rig.application("1", pid=1))
+    rig.answers(link, lines)
+    send(link, to_launcher(Raised("ImportError: x", lasting=True)))
+    rig.answers(link, lines)
+    assert rig.apply("1")[0]["rank"] == 1
+    rig.scheduler._head.take_over(3, 7)
+    heard = list[Event]()
+    monkeypatch.setattr(rig.scheduler._head, "hear", heard.append)
+    monkeypatch.setattr(rig.scheduler, "_runs", lambda _: False)
+    rig.scheduler._look()
+    assert heard == [Ended(1, UNKNOWN_CODE)]
 
 
 def test_a_worker_of_another_version_is_told_what_to_do_and_the_log_says_it_once(
