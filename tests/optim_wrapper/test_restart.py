@@ -203,13 +203,18 @@ class OnItsHost(OneOf):
         return {**word, "path": word["path"].replace(str(self.roots[0]), str(self.roots[self.rank]))}
 
 
-def each_opens(tmp_path: Path, steps_of: Sequence[Sequence[int]]) -> list[object]:
-    """The step that each rank resumes from, or its error; whatever was there is there afterwards."""
+def each_opens(tmp_path: Path, steps_of: Sequence[Sequence[int]], lost_by: int | None = None) -> list[object]:
+    """The step that each rank resumes from, or its error; whatever was there is there afterwards.
+
+    lost_by: the rank whose host has lost a file of its newest checkpoint.
+    """
     roots = [tmp_path / "host-0", tmp_path / "host-1"]
     for root, steps in zip(roots, steps_of, strict=True):
         root.mkdir()
         for step in steps:
             Job().save(root, step)
+    if lost_by is not None:
+        max(roots[lost_by].rglob("rank_1/*")).unlink()
     before = [sorted(root.rglob("*")) for root in roots]
     store = dist.HashStore()
 
@@ -243,6 +248,14 @@ def test_directories_that_differ_are_an_error_on_all_ranks_and_nobody_begins_ane
     errors = each_opens(tmp_path, steps_of)
     assert all(isinstance(error, CheckpointError | ConfigError) for error in errors), errors
     golden.says(errors)
+
+
+def test_a_copy_that_is_not_whole_is_passed_over_where_rank_0_finds_that(tmp_path: Path) -> None:
+    assert each_opens(tmp_path, ((10, 20), (10, 20)), lost_by=0) == [10, 10]
+
+
+def test_a_copy_that_is_not_whole_on_another_host_ends_all_ranks_and_is_named(tmp_path: Path) -> None:
+    golden.says(each_opens(tmp_path, ((10, 20), (10, 20)), lost_by=1))
 
 
 def test_a_checkpoint_that_is_published_when_rank_0_has_found_none_is_taken(tmp_path: Path) -> None:
