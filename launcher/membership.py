@@ -55,12 +55,12 @@ from lastwords.launcher.protocol import (
     challenge_of,
     difference,
     order_of,
+    proof_of,
     to_launcher,
     to_message,
     to_worker,
 )
 from lastwords.launcher.registry import Refused
-from lastwords.launcher.scheduler import proof_of
 from lastwords.liveness import process_id
 from lastwords.optim_wrapper.trainer import protect
 from lastwords.processor.departure import EXIT_NOT_SAVED

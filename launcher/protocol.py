@@ -20,6 +20,9 @@ Stop keep their form in all versions.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -291,6 +294,12 @@ def difference(version: object, own: int = PROTOCOL) -> str | None:
     return (
         f"speaks version {version!s:.20} of this protocol, not {own}: install the same version of lastwords everywhere"
     )
+
+
+def proof_of(token: str, nonce: str, application: dict[str, Any]) -> str:
+    """That whoever sends `application` in answer to `nonce` knows the token. An older one proves nothing."""
+    said = json.dumps([nonce, application], sort_keys=True).encode()
+    return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
 
 
 def _without_rank(message: dict[str, Any]) -> dict[str, Any]:

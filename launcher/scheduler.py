@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import hmac
-import json
 import logging
 import math
 import os
@@ -74,6 +72,7 @@ from lastwords.launcher.protocol import (
     Seat,
     application_of,
     difference,
+    proof_of,
     report_of,
     to_message,
     to_worker,
@@ -104,12 +103,6 @@ NAMED_MAX = 8
 FILES_RESERVED = 512
 """Descriptors beside those of the workers: for workers that come again before the old connection is seen to be gone,
 for strangers, for the state."""
-
-
-def proof_of(token: str, nonce: str, application: dict[str, Any]) -> str:
-    """That whoever sends `application` in answer to `nonce` knows the token. An older one proves nothing."""
-    said = json.dumps([nonce, application], sort_keys=True).encode()
-    return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
 
 
 def schedule(cluster: Cluster) -> int:

@@ -22,11 +22,21 @@ from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
 from lastwords.launcher.events import Ended, Event, Waiting
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
-from lastwords.launcher.protocol import OWN, PROTOCOL, Application, Dismissed, Done, Raised, to_launcher, to_message
+from lastwords.launcher.protocol import (
+    OWN,
+    PROTOCOL,
+    Application,
+    Dismissed,
+    Done,
+    Raised,
+    proof_of,
+    to_launcher,
+    to_message,
+)
 from lastwords.launcher.recovery import UNKNOWN_CODE
 from lastwords.launcher.registry import SILENCE_S, Member, Process
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
-from lastwords.launcher.scheduler import Scheduler, proof_of, schedule
+from lastwords.launcher.scheduler import Scheduler, schedule
 from lastwords.launcher.versions import Sources
 from lastwords.liveness import process_id
 from tests import golden
