@@ -49,7 +49,7 @@ from lastwords.launcher.link import (
     Connection,
     Inbox,
     Lines,
-    accepted,
+    Reception,
     keep_alive,
     listening,
 )
@@ -202,6 +202,7 @@ class Listener:
         self._token = secrets.token_hex(16)
         self._complaints = Complaints()
         self._server = listening(0, HOSTS_AT_ONCE)
+        self._reception = Reception(self._server)
         self._links: list[_Launcher] = []
         self._strangers: list[_Launcher] = []
         selector.register(self._server, selectors.EVENT_READ, self._accept)
@@ -217,7 +218,7 @@ class Listener:
         self._server.close()
 
     def _accept(self) -> None:
-        if (taken := accepted(self._server)) is None:
+        if (taken := self._reception.take()) is None:
             return
         self._strangers = [one for one in self._strangers if one.connection.open and not one.known]
         if len(self._strangers) >= STRANGERS_MAX:

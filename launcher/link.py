@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import selectors
 import socket
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lastwords.checkpoint.codec import from_json
+from lastwords.clock import mono_s
 from lastwords.errors import FormatError
 
 _log = logging.getLogger(__name__)
@@ -235,7 +237,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def listening(port: int, backlog: int, at: tuple[int, tuple[Any, ...]] | None = None) -> socket.socket:
-    """A server at all addresses of this host; `accepted` takes from it. OSError.
+    """A server at all addresses of this host; a `Reception` takes from it. OSError.
 
     at: family and address, with the port, of the only one where it listens.
     """
@@ -246,21 +248,35 @@ def listening(port: int, backlog: int, at: tuple[int, tuple[Any, ...]] | None = 
     return server
 
 
-def accepted(server: socket.socket) -> tuple[socket.socket, str] | None:
-    """A connection that somebody has made, and from which address: one that was reset does not say it any more.
+class Reception:
+    """Takes the connections that are made to `server`."""
 
-    None where nobody has, and where it fails, after a pause: there may be no descriptor left.
-    """
-    try:
-        link, address = server.accept()
-        keep_alive(link)
-        return link, str(address[0]).removeprefix("::ffff:")
-    except BlockingIOError:
-        return None
-    except OSError as error:
-        _log.warning("a connection could not be taken: %s", error)
-        time.sleep(AGAIN_S)
-        return None
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._failed_s = -math.inf
+
+    def take(self) -> tuple[socket.socket, str] | None:
+        """A connection that somebody has made, and from which address: one that was reset does not say it any more.
+
+        None where nobody has, and where it fails, after a pause: there may be no descriptor left.
+        """
+        try:
+            link, address = self._server.accept()
+            keep_alive(link)
+            return link, str(address[0]).removeprefix("::ffff:")
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._has_failed(error)
+            time.sleep(AGAIN_S)
+            return None
+
+    def _has_failed(self, error: OSError) -> None:
+        """Said once until it has been well for SILENCE_S: a shortage comes and goes with each connection."""
+        now_s = mono_s()
+        if now_s - self._failed_s > SILENCE_S:
+            _log.warning("a connection could not be taken: %s; it is tried again", error)
+        self._failed_s = now_s
 
 
 def keep_alive(link: socket.socket) -> None:

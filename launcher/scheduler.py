@@ -50,7 +50,7 @@ from lastwords.launcher.link import (
     Connection,
     Inbox,
     Lines,
-    accepted,
+    Reception,
 )
 from lastwords.launcher.protocol import (
     OWN,
@@ -164,7 +164,7 @@ class Scheduler:
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._servers = _listen(cluster)
         for server in self._servers:
-            selector.register(server, selectors.EVENT_READ, functools.partial(self._accept, server))
+            selector.register(server, selectors.EVENT_READ, functools.partial(self._accept, Reception(server)))
         alone = "" if cluster.recovery else "; MS_ENABLE_RECOVERY is not 1, so the first death ends the job"
         _log.warning("scheduler of %d workers at %s%s", cluster.workers, cluster.address, alone)
         if kept.generation >= 0:
@@ -225,11 +225,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ who is there
 
-    def _accept(self, server: socket.socket) -> None:
+    def _accept(self, reception: Reception) -> None:
         """All that are pending: one at a time, the last ones have given up before it is their turn, and come again."""
         self._strangers = [one for one in self._strangers if one.connection.open and one.rank == OWN]
         for _ in range(max(1, self._strangers_max - len(self._strangers))):
-            if (taken := accepted(server)) is None:
+            if (taken := reception.take()) is None:
                 return
             one = _Link(*taken, self._selector, self)
             if one.connection.has_gone:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import selectors
 import socket
@@ -110,6 +111,41 @@ def test_a_connection_that_is_reset_before_it_is_taken_does_not_end_the_head() -
     assert job.here == job.there, "both ranks enter `main`"
     other.end()
     job.listener.end()
+
+
+def test_a_shortage_of_descriptors_is_told_once_and_again_only_if_it_had_passed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, short = 0.0, [True]
+
+    class Server:
+        def accept(self) -> object:
+            if short[0]:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return server.accept()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(link, "mono_s", lambda: now_s)
+    monkeypatch.setattr(link.time, "sleep", sleep)
+    reception = link.Reception(Server())  # type: ignore[arg-type]
+    with link.listening(0, 8) as server:
+        for _ in range(100):
+            short[0] = True
+            assert reception.take() is None
+            short[0] = False
+            with socket.create_connection(("127.0.0.1", server.getsockname()[1])):
+                taken = reception.take()
+                assert taken is not None
+                taken[0].close()
+        assert reception.take() is None
+    golden.says("\n".join(caplog.messages))
+    now_s += link.SILENCE_S + 1
+    short[0] = True
+    assert reception.take() is None
+    assert len(caplog.messages) == 2
 
 
 def test_a_launcher_that_goes_stops_the_job() -> None:
