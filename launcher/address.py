@@ -52,11 +52,10 @@ def servers(host: str, port: int, backlog: int) -> list[socket.socket]:
 def _resolved(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # of the resolver; of what cannot be a name
-        why = error.strerror if isinstance(error, OSError) else "this is no name"
+    except OSError as error:
         raise ConfigError(
-            f"MS_SCHED_HOST is {host!r}, which this host cannot resolve: {why}; set it to an address or a name of the "
-            "scheduler's host, in all processes of the cluster"
+            f"MS_SCHED_HOST is {host!r}, which this host cannot resolve: {error.strerror}; set it to an address or a "
+            "name of the scheduler's host, in all processes of the cluster"
         ) from error
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 

@@ -125,18 +125,43 @@ def _cluster_of(environ: Mapping[str, str], role: str) -> Cluster | None:
     recovery = environ.get(RECOVERY, "0")
     if recovery not in ("0", "1"):
         raise ConfigError(f"{RECOVERY} is {recovery!r}; it is 0 or 1")
-    node = environ.get(NODE, "") if role == WORKER else ""
-    if len(node) > NODE_CHARS_MAX or not node.isprintable():
-        raise ConfigError(f"{NODE} has {len(node)} characters; it is a printable name of {NODE_CHARS_MAX} at most")
     return Cluster(
         role,
         _number(environ, WORKERS, 1, None),
-        environ[HOST],
+        _host(environ),
         _number(environ, PORT, 1, PORT_MAX),
         Path(environ[PATH]).absolute(),
         recovery == "1",
-        node,
+        _node(environ) if role == WORKER else "",
     )
+
+
+def _host(environ: Mapping[str, str]) -> str:
+    """Whether it is known is another question; what can be no name raises UnicodeError wherever it is asked."""
+    host = environ[HOST]
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{HOST} is {host!r:.80}, which can be no name: set it to an address or a name of the scheduler's host, in "
+            "all processes of the cluster"
+        ) from error
+    return host
+
+
+def _node(environ: Mapping[str, str]) -> str:
+    """The worker's name; "" where it has none."""
+    node = environ.get(NODE)
+    if node is None:
+        return ""
+    if not node or node != node.strip() or not node.isprintable():
+        raise ConfigError(
+            f"{NODE} is {node!r:.80}, which is no name: give the worker one, such as 3 or worker-3, or unset it, and "
+            "the scheduler chooses"
+        )
+    if len(node) > NODE_CHARS_MAX:
+        raise ConfigError(f"{NODE} has {len(node)} characters, {NODE_CHARS_MAX} are the most")
+    return node
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:

@@ -96,11 +96,6 @@ def test_a_name_that_nobody_knows_is_refused(port: int, means: Callable[..., Non
         address.servers("nohost.invalid", port, 8)
 
 
-def test_what_cannot_be_a_name_is_refused(port: int) -> None:
-    with golden.raises(ConfigError):
-        address.servers("node..1", port, 8)
-
-
 def test_an_address_that_is_taken_gives_the_others_back(port: int, means: Callable[..., None]) -> None:
     means("localhost", "127.0.0.1", "127.0.0.2")
     with socket.create_server(("127.0.0.2", port)), pytest.raises(OSError) as refused:

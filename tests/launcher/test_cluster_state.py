@@ -19,7 +19,7 @@ from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import cluster_state
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
-from lastwords.launcher.environment import SCHEDULER, Cluster, cluster_of, misspelt
+from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster, cluster_of, misspelt
 from lastwords.launcher.registry import Member, Process
 from tests import golden
 from tests.checkpoint.simulated_disk import SimulatedOs
@@ -246,7 +246,6 @@ def test_a_variable_of_somebody_elses_and_one_beside_the_right_one_are_not_taken
         {"MS_WORKER_NUM": "0"},
         {"MS_SCHED_PORT": "70000"},
         {"MS_ENABLE_RECOVERY": "yes"},
-        {"MS_NODE_ID": "a\nb"},
         {"TORCHELASTIC_RUN_ID": "x"},
     ],
     ids=lambda wrong: next(iter(wrong)),
@@ -254,6 +253,23 @@ def test_a_variable_of_somebody_elses_and_one_beside_the_right_one_are_not_taken
 def test_an_environment_that_makes_no_sense(wrong: dict[str, str]) -> None:
     with golden.raises(ConfigError):
         cluster_of({**ENVIRONMENT, **wrong})
+
+
+@pytest.mark.parametrize(
+    "node", ["a\nb", "", "3 ", "\udcff", "x" * 201], ids=["2 lines", "empty", "3 ", "bytes", "long"]
+)
+def test_what_can_be_no_name_of_a_worker(node: str) -> None:
+    with golden.raises(ConfigError):
+        cluster_of({**ENVIRONMENT, "MS_NODE_ID": node})
+    scheduler = cluster_of({**ENVIRONMENT, "MS_ROLE": SCHEDULER, "MS_NODE_ID": node})
+    assert scheduler is not None, "it has no use for one"
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+@pytest.mark.parametrize("host", ["node..1", "\udcff", "x" * 64], ids=["dots", "bytes", "long"])
+def test_what_can_be_no_name_of_a_host(role: str, host: str) -> None:
+    with golden.raises(ConfigError):
+        cluster_of({**ENVIRONMENT, "MS_ROLE": role, "MS_SCHED_HOST": host})
 
 
 def test_a_scheduler_with_the_environment_of_a_worker() -> None:
