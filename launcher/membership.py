@@ -8,41 +8,30 @@ again, and repeats what the next one has to know.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
 import logging
 import os
 import selectors
 import socket
-import struct
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from lastwords import threads
 from lastwords.clock import mono_s
-from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
-from lastwords.launcher.cluster_state import directory_of, read_token
+from lastwords.errors import ConfigError, UnavailableError
+from lastwords.launcher.cluster_state import directory_of
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import Begun, Inside, Kill, Over, Waiting
+from lastwords.launcher.joining import AGAIN_S, JOIN_S, NO_ANSWER, NOTICE_S, Candidate, Joined
 from lastwords.launcher.link import (
-    RECV_BYTES,
-    STRANGER_LINE_BYTES_MAX,
     Complaints,
     Connection,
     Inbox,
-    Lines,
-    keep_alive,
     send,
 )
 from lastwords.launcher.protocol import (
     OWN,
-    PROTOCOL,
-    Admission,
-    Applicant,
-    Application,
     ControllerAnswer,
     ControllerWanted,
     Dismissed,
@@ -51,34 +40,18 @@ from lastwords.launcher.protocol import (
     Order,
     Raised,
     SchedulerGone,
-    answer_of,
-    challenge_of,
-    difference,
     order_of,
-    proof_of,
     to_launcher,
-    to_message,
     to_worker,
 )
 from lastwords.launcher.registry import Refused
-from lastwords.liveness import process_id
 from lastwords.optim_wrapper.trainer import protect
 from lastwords.processor.departure import EXIT_NOT_SAVED
 
 _log = logging.getLogger(__name__)
 
-JOIN_S = 600.0
-"""How long a worker waits for a scheduler, and for its name to become free, before its first step or out of `main`."""
-
-ANSWER_S = 10.0
-AGAIN_S = 0.5
-NOTICE_S = 10.0
 FAREWELL_S = 30.0
 """How long a worker that has come to its end waits for a scheduler to tell it."""
-
-
-_NO_ANSWER = (OSError, FormatError, StorageError, UnavailableError)
-"""What asking a scheduler raises where there is none, or where it makes no sense."""
 
 _REPEATED = tuple(one.__name__ for one in (Waiting, Begun, Over, Raised, Done))
 
@@ -122,18 +95,12 @@ class _Stand:
 
 
 class Membership:
-    """This process in `cluster`; it is a rank of it on return, and the environment says so.
-
-    Raises ConfigError where the scheduler refuses it or is of another version, UnavailableError where there is none.
-    """
+    """This process in `cluster`, whose rank it is on return. Errors as of `Candidate.join`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._name = cluster.node
-        self._process = process_id.this_process("")
+        self._candidate = Candidate(cluster)
         self._stand = _Stand()
-        self._rank: int | None = None
-        self._job = ""
         self._complaints = Complaints()
         self._selector = selectors.DefaultSelector()
         self._scheduler: Connection | None = None
@@ -143,7 +110,7 @@ class Membership:
         self._told = threading.Event()
         self._lost_s: float | None = None
         self._said, self._notice_s = False, NOTICE_S
-        self._join()
+        self._connect(self._candidate.join())
         self._thread = threads.start_patiently(self._run, name="lastwords-scheduler")
 
     def done(self) -> None:
@@ -158,81 +125,15 @@ class Membership:
             )
 
     def farewell(self) -> None:
-        """Returns once the scheduler has been sent all that this worker has said: it says nothing more, and ends."""
+        """This worker says nothing more, and ends. Waits AGAIN_S at most until the scheduler has been sent all."""
         with contextlib.suppress(OSError):
             self.launcher.shutdown(socket.SHUT_WR)
         self._thread.join(AGAIN_S)
 
-    # ------------------------------------------------------------------ to become a member
-
-    def _join(self) -> None:
-        begun_s = told_s = mono_s()
-        while True:
-            try:
-                answer = self._apply()
-            except _NO_ANSWER as error:
-                why = f"there is no scheduler: {error}"
-            else:
-                if isinstance(answer, Admission):
-                    self._take_place(answer)
-                    return
-                why = f"the scheduler refuses this worker: {answer.why}"
-                if answer.done:
-                    sys.stderr.write(f"lastwords: {answer.why}\n")
-                    raise SystemExit(0)  # so that nobody starts it once more
-                if not answer.later:
-                    raise ConfigError(why)
-            now_s = mono_s()
-            if now_s - begun_s > JOIN_S:
-                raise UnavailableError(
-                    f"no place in the cluster at {self._cluster.address} after {JOIN_S:g} s: {why}"
-                ) from None
-            if now_s - told_s > NOTICE_S:
-                told_s = now_s
-                _log.warning("waiting for the scheduler at %s: %s", self._cluster.address, why)
-            time.sleep(AGAIN_S)
-
-    def _take_place(self, answer: Admission) -> None:
-        cluster, self._name, self._rank, self._job = self._cluster, answer.name, answer.rank, answer.job
-        os.environ.update(
-            RANK=str(self._rank),
-            WORLD_SIZE=str(cluster.workers),
-            MASTER_ADDR=cluster.host,
-            TORCHELASTIC_RUN_ID=self._job,
-        )
-
-    def _apply(self) -> Admission | Refused:
-        """The scheduler's answer; if it is good, the connection is open. _NO_ANSWER, ConfigError."""
-        token = read_token(self._cluster.path)
-        link = socket.create_connection((self._cluster.host, self._cluster.port), ANSWER_S)
-        try:
-            _refuse_itself(link)
-            keep_alive(link)
-            lines = Lines(STRANGER_LINE_BYTES_MAX)
-            challenge = challenge_of(_next(link, lines))
-            if (wrong := difference(challenge.version)) is not None:
-                raise ConfigError(f"the scheduler at {self._cluster.address} {wrong}")
-            process = self._process
-            who = Applicant(
-                self._name, process.host_id, process.pid, process.start_ticks, self._cluster.workers, self._rank,
-                self._job,
-            )  # fmt: skip
-            application = {**dataclasses.asdict(who), "version": PROTOCOL}
-            send(link, to_message(Application(application, proof_of(token, challenge.nonce, application))))
-            answer = answer_of(_next(link, lines))
-            if isinstance(answer, Admission):
-                self._connected(link, lines)
-                link = None  # type: ignore[assignment]
-            return answer
-        finally:
-            if link is not None:
-                link.close()
-
-    def _connected(self, link: socket.socket, lines: Lines) -> None:
-        """lines: of what has come over `link` so far."""
+    def _connect(self, joined: Joined) -> None:
         peer = f"the scheduler at {self._cluster.address}"
-        inbox = Inbox(peer, order_of, self._complaints, lines)
-        self._scheduler = Connection(link, self._selector, inbox, self._from_scheduler)
+        inbox = Inbox(peer, order_of, self._complaints, joined.lines)
+        self._scheduler = Connection(joined.link, self._selector, inbox, self._from_scheduler)
         self._scheduler.let_in(peer)
         for message in self._stand.repeated():
             self._scheduler.tell(message)
@@ -298,15 +199,16 @@ class Membership:
     def _ask_again(self) -> None:
         assert self._lost_s is not None
         try:
-            answer = self._apply()
+            answer = self._candidate.ask()
         except ConfigError as error:  # it will not get better: this worker ends as if it was told to
             self._worker.tell(to_worker(Refused(str(error))))
             return self._worker.close()
         except UnavailableError as error:  # its files are removed once all have come to their end, this one as well
             answer = Refused(f"there is none: {error}", later=True, done=self._stand.is_done)
-        except _NO_ANSWER as error:
+        except NO_ANSWER as error:
             answer = Refused(f"there is none: {error}", later=True)
-        if isinstance(answer, Admission):
+        if isinstance(answer, Joined):
+            self._connect(answer)
             if self._said:
                 _log.warning("the scheduler at %s is there again", self._cluster.address)
             self._said, self._notice_s = False, NOTICE_S
@@ -346,23 +248,3 @@ class Membership:
                 "none is started",
                 os.environ["RANK"], address, JOIN_S - waited_s,
             )  # fmt: skip
-
-
-def _refuse_itself(link: socket.socket) -> None:
-    """OSError for a connection whose two ends are one: it keeps the scheduler from its port.
-
-    TCP makes one where nobody listens and the port, being in the range of `ip_local_port_range`, is chosen for the
-    end here as well; whoever asks a thousand times meets that some day. It is reset: TIME_WAIT would keep the port.
-    """
-    if link.getsockname() == link.getpeername():
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-
-
-def _next(link: socket.socket, lines: Lines) -> dict[str, Any]:
-    """The next message of a connection. OSError, FormatError."""
-    data = b""
-    while (message := next(lines.feed(data), None)) is None:
-        if not (data := link.recv(RECV_BYTES)):
-            raise FormatError("the connection was closed")
-    return message

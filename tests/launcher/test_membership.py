@@ -6,13 +6,13 @@ import logging
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lastwords.errors import ConfigError, UnavailableError
-from lastwords.launcher import membership
+from lastwords.launcher import joining, membership
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
 from lastwords.launcher.link import Lines, send
@@ -46,8 +46,8 @@ def test_a_worker_that_has_met_itself_at_the_schedulers_port_leaves_it_at_once(
     cluster = Cluster(WORKER, 2, *address, tmp_path, True)
     with ClusterState(cluster).held():
         ClusterState(cluster).token()
-    monkeypatch.setattr(membership.socket, "create_connection", lambda *_: link)  # no limit to how long it waits
-    monkeypatch.setattr(membership, "JOIN_S", -1.0)
+    monkeypatch.setattr(joining.socket, "create_connection", lambda *_: link)  # no limit to how long it waits
+    monkeypatch.setattr(joining, "JOIN_S", -1.0)
     with pytest.raises(UnavailableError):
         Membership(cluster)
     socket.create_server(address).close()
@@ -69,12 +69,12 @@ def test_a_scheduler_that_cannot_be_reached_is_waited_for_with_a_limit_and_named
         nonlocal now_s
         now_s += seconds
 
-    monkeypatch.setattr(membership, "mono_s", lambda: now_s)
-    monkeypatch.setattr(membership.time, "sleep", sleep)
+    monkeypatch.setattr(joining, "mono_s", lambda: now_s)
+    monkeypatch.setattr(joining.time, "sleep", sleep)
     with caplog.at_level(logging.WARNING), pytest.raises(UnavailableError) as refused:
         Membership(cluster)
-    assert now_s == pytest.approx(membership.JOIN_S, abs=1)
-    assert len(caplog.messages) == pytest.approx(membership.JOIN_S / membership.NOTICE_S, abs=4)
+    assert now_s == pytest.approx(joining.JOIN_S, abs=1)
+    assert len(caplog.messages) == pytest.approx(joining.JOIN_S / joining.NOTICE_S, abs=4)
     golden.says([caplog.messages[0], str(refused.value)])
 
 
@@ -82,11 +82,12 @@ def test_a_worker_that_waits_outside_of_main_says_so_now_and_then_and_not_for_ev
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(Membership, "_join", lambda self: None)
+    monkeypatch.setattr(joining.Candidate, "join", lambda self: None)
+    monkeypatch.setattr(Membership, "_connect", lambda self, admitted: None)
     monkeypatch.setattr(Membership, "_run", lambda self: None)
     worker = Membership(Cluster(WORKER, 2, "127.0.0.1", 8118, tmp_path, True))
     with caplog.at_level(logging.WARNING):
-        for seconds in range(1, int(membership.JOIN_S) + 2):
+        for seconds in range(1, int(joining.JOIN_S) + 2):
             worker._wait_outside(float(seconds))
     ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith("lastwords:")]
     golden.says([*caplog.messages, *ours])
@@ -161,12 +162,18 @@ def test_a_worker_whose_end_is_kept_and_not_answered_ends_as_soon_as_it_learns_t
 ) -> None:
     own_environment(monkeypatch)
     monkeypatch.setattr(membership.os, "_exit", sys.exit)
+    noted, note = threading.Event(), membership._Stand.note
+
+    def note_and_tell(stand: membership._Stand, message: dict[str, Any]) -> None:
+        note(stand, message)
+        noted.set()
+
+    monkeypatch.setattr(membership._Stand, "note", note_and_tell)
     scheduler = Scheduler(tmp_path, PROTOCOL, *(() if removed else [PROTOCOL]), stops=True)
     one = Membership(scheduler.cluster)
     ends = threading.Thread(target=one.done)
     ends.start()
-    while not one._stand.is_done:
-        time.sleep(0.01)
+    assert noted.wait(10)
     scheduler.answer = Refused("it has come to the end of main() before", done=True)
     if removed:
         ClusterState(scheduler.cluster).remove()
