@@ -275,6 +275,8 @@ class Scheduler:
         link.connection.tell(to_message(Admission(verdict.rank, verdict.name, self._kept.job)))
         if verdict.anew:
             _log.warning("worker %r has come, as rank %d", verdict.name, verdict.rank)
+        if self._result is not None:
+            link.tell(Dismissed(self._result.failure or ""))
 
     def lost(self, link: _Link) -> None:
         """The connection to a worker is gone; that alone says nothing about its process."""

@@ -20,7 +20,7 @@ from lastwords.launcher import head
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
-from lastwords.launcher.events import Ended, Event, Waiting
+from lastwords.launcher.events import Ended, Event, Stop, Waiting
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
 from lastwords.launcher.protocol import (
     OWN,
@@ -217,6 +217,14 @@ def test_a_scheduler_that_knows_nothing_takes_the_name_of_the_job_that_runs(rig:
     (answer,) = rig.answers(link, lines)
     assert answer["job"] == "cluster-of-before"
     assert rig.apply("0")[0]["job"] == "cluster-of-before"
+
+
+def test_a_worker_that_comes_when_the_cluster_has_just_ended_is_told_so(rig: Rig) -> None:
+    """Its connection was lost a moment before, say."""
+    rig.scheduler._obey(Stop("a crash loop"))
+    answers = rig.apply("1")
+    assert [one["kind"] for one in answers] == ["Admission", "Dismissed"]
+    assert answers[1]["failure"] == "a crash loop"
 
 
 def test_nobody_is_admitted_whose_name_cannot_be_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
