@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 
 from lastwords.launcher.crash_loop import CrashLoop
 from lastwords.launcher.events import (
+    NOT_ANSWERED,
+    NOT_COME,
     NOT_LEFT,
     Abandon,
     Awaited,
@@ -29,6 +31,7 @@ from lastwords.launcher.events import (
     Ended,
     Enter,
     Event,
+    Imported,
     Inside,
     Keep,
     Kept,
@@ -51,6 +54,7 @@ from lastwords.launcher.roster import (
     LEAVE_S,
     LOOK_ANSWER_S,
     NAMED_RANKS_MAX,
+    SPARE_S,
     START_NOTICE_S,
     START_PAUSES_S,
     START_S,
@@ -143,6 +147,8 @@ class LauncherCore:
                 return []
             case Stopped(rank):
                 return self._stopped(rank, now_s)
+            case Imported(rank):
+                return self._imported(rank, now_s)
             case Lost(why):
                 return self._stop(why)
             case Kept():
@@ -225,8 +231,12 @@ class LauncherCore:
             return [self._abandon(rank, now_s) for rank, _ in inside]
         for _, one in inside:
             if one.due_s is None:
-                self._ranks.due(one, now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
+                self._saves(one, now_s)
         return []
+
+    def _saves(self, one: Rank, now_s: float) -> None:
+        """It is told to leave `main` once there is a checkpoint."""
+        self._ranks.due(one, now_s + END_S, told_s=now_s + END_S - LEAVE_S, look_s=now_s + LEAVE_NOTICE_S)
 
     def _abandon(self, rank: int, now_s: float) -> Effect:
         self._ranks.due(self._ranks[rank], now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
@@ -322,7 +332,7 @@ class LauncherCore:
     def _start(self, rank: int, now_s: float) -> list[Effect]:
         self._ranks.put(rank, Place.STARTING)
         one = self._ranks[rank]
-        one.trained, one.loops, one.entered = False, 0, False
+        one.trained, one.loops, one.entered, one.spare = False, 0, False, False
         if pause_s := START_PAUSES_S[one.failed_starts]:
             one.start_s = now_s + pause_s
             self._ranks.awake_at(one.start_s)
@@ -330,11 +340,20 @@ class LauncherCore:
         return [self._start_now(rank, now_s)]
 
     def _start_now(self, rank: int, now_s: float) -> Effect:
-        self._ranks[rank].start_s = None
-        self._ranks.due(
-            self._ranks[rank], None if self.start_s is None else now_s + self.start_s, now_s + START_NOTICE_S
-        )
+        one, told_s = self._ranks[rank], now_s + START_NOTICE_S
+        one.start_s = None
+        if self.start_s is None:
+            self._ranks.due(one, None, told_s)
+        else:
+            self._ranks.due(one, now_s + self.start_s, told_s, look_s=told_s - LOOK_ANSWER_S)
         return Start(rank)
+
+    def _imported(self, rank: int, now_s: float) -> list[Effect]:
+        one = self._ranks[rank]
+        if one.place is Place.STARTING:
+            one.spare = True
+            self._ranks.due(one, now_s + SPARE_S, told_s=now_s + LEAVE_NOTICE_S)
+        return []
 
     def _kill(self, rank: int, why: str, now_s: float) -> Effect:
         self._ranks[rank].failed_starts += self._ranks[rank].place is Place.STARTING
@@ -353,7 +372,7 @@ class LauncherCore:
             if other == rank:
                 continue
             if begun:
-                self._ranks.due(one, now_s + END_S, told_s=now_s + LEAVE_NOTICE_S)
+                self._saves(one, now_s)
             else:
                 effects.append(self._abandon(other, now_s))
         return effects
@@ -364,40 +383,39 @@ class LauncherCore:
         effects = self._keep_again(now_s)
         named = 0
         for rank, one in self._ranks.ranks.items():
-            what = NOT_LEFT if one.place is Place.IN_MAIN else "has not reached lastwords.run(main)"
             if one.start_s is not None and now_s >= one.start_s:
                 effects.append(self._start_now(rank, now_s))
             elif one.due_s is not None and now_s >= one.due_s:
                 if one.runs_due_s is not None:
                     effects += self._look_again(rank, now_s)
                 elif one.place is not Place.KILLED:
-                    effects.append(self._kill(rank, f"it {what} in time", now_s))
+                    effects.append(self._kill(rank, f"it {_missing(one)} in time", now_s))
                 elif self.start_s is not None:
                     return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
                 else:  # it may be stopped, on a host of its own
                     self._ranks.due(one, None)
                     effects.append(Awaited(rank, "was told to end, and has not", None))
-            elif one.told_s is not None and now_s >= one.told_s:
-                seconds = None if one.due_s is None else one.due_s - now_s
-                if one.place is Place.IN_MAIN and seconds is not None and seconds > LEAVE_S:
-                    one.told_s = now_s + START_NOTICE_S
-                    effects.append(Look(rank))
-                    continue
+                continue
+            if one.look_s is not None and now_s >= one.look_s:
+                one.look_s = now_s + START_NOTICE_S
+                effects.append(Look(rank))
+            if one.told_s is not None and now_s >= one.told_s:
                 one.told_s = None
                 named += 1
                 if named <= NAMED_RANKS_MAX:
-                    effects.append(Awaited(rank, what, seconds))
+                    effects.append(Awaited(rank, _missing(one), None if one.due_s is None else one.due_s - now_s))
         self._ranks.look()
         return effects
 
     def _stopped(self, rank: int, now_s: float) -> list[Effect]:
         one = self._ranks[rank]
         if one.asked:
-            return [self._kill(rank, f"it {NOT_LEFT} in time", now_s)]
-        if one.place is Place.IN_MAIN and one.due_s is not None and one.due_s > now_s + LEAVE_S:
+            return [self._kill(rank, f"it {_missing(one)} in time", now_s)]
+        if one.due_s is not None and one.due_s > now_s + LEAVE_S:
             runs_due_s = one.due_s
             # As much as those have for whom others wait: it was looked at when they would have been named.
-            self._ranks.due(one, now_s + LEAVE_S - LEAVE_NOTICE_S, told_s=now_s)
+            whole_s, looked_s = (LEAVE_S, LEAVE_NOTICE_S) if one.place is Place.IN_MAIN else (SPARE_S, START_NOTICE_S)
+            self._ranks.due(one, now_s + whole_s - looked_s, told_s=now_s)
             one.runs_due_s = runs_due_s
         return []
 
@@ -405,7 +423,7 @@ class LauncherCore:
         """Whoever was stopped may have gone on, and write a checkpoint: then it has its full time."""
         one = self._ranks[rank]
         if one.asked:
-            self._ranks.due(one, one.runs_due_s, told_s=now_s + START_NOTICE_S)
+            self._ranks.due(one, one.runs_due_s, look_s=now_s + START_NOTICE_S)
             return []
         one.asked, one.due_s = True, now_s + LOOK_ANSWER_S
         return [Look(rank)]
@@ -420,3 +438,10 @@ class LauncherCore:
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True
         return [Stop(failure)]
+
+
+def _missing(one: Rank) -> str:
+    """What it has not done, though others wait for it."""
+    if one.place is Place.IN_MAIN:
+        return NOT_LEFT
+    return NOT_ANSWERED if one.spare else NOT_COME

@@ -71,6 +71,13 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Imported:
+    """The process that was started for `rank` is a spare: its imports are done."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The launcher of another host cannot be reached any more."""
 
@@ -110,7 +117,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Waiting | Sources | Inside | Begun | Updated | Over | Ended | Stopped | Lost | Kept | Tick
+Event = Waiting | Sources | Inside | Begun | Updated | Over | Ended | Stopped | Imported | Lost | Kept | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,8 @@ class Kill:
     why: str
 
 
+NOT_COME = "has not reached lastwords.run(main)"
+NOT_ANSWERED = "is a spare and has not answered"
 NOT_LEFT = "has not left main()"
 
 
@@ -170,7 +179,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Whether the process of `rank` is stopped, which `Stopped` answers; else it may write a checkpoint."""
+    """Whether the process of `rank` is stopped, which `Stopped` answers; else it may be at work."""
 
     rank: int
 

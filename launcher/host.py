@@ -27,6 +27,7 @@ from lastwords.launcher.events import (
     Ended,
     Enter,
     Event,
+    Imported,
     Kill,
     Look,
     Lost,
@@ -377,6 +378,7 @@ class Host:
         _log.warning("rank %d goes on in process %d%s", rank, process.proc.pid, " (a spare)" if spare else "")
         if spare is not None:
             self._restock_in(RESTOCK_S)
+            self._report(Imported(rank))
 
     def _take_spare(self, local: int) -> Spare | None:
         """One that was started with the arguments of this rank: torchrun's macros may differ by rank."""

@@ -187,7 +187,7 @@ class Introduction:
 
 _EVENTS = (
     events.Waiting, versions.Sources, events.Inside, events.Begun, events.Updated, events.Over, events.Ended,
-    events.Stopped, events.Lost,
+    events.Stopped, events.Imported, events.Lost,
 )  # fmt: skip
 _EFFECTS = (
     events.Start, events.Enter, versions.Ask, events.Abandon, events.Kill, events.Awaited, events.Look, events.Stop,

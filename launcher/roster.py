@@ -23,6 +23,10 @@ END_S = 3600.0
 START_S = 900.0
 """How long a process that replaces another one may take for its imports."""
 
+SPARE_S = 60.0
+"""The same of a spare, which has its imports behind it and only has to answer; and of a process that is stopped in its
+imports, which says nothing of how long they take."""
+
 LEAVE_NOTICE_S = 5.0
 START_NOTICE_S = 30.0
 """From the same instants as LEAVE_S and START_S until people are told for whom everybody waits."""
@@ -81,6 +85,10 @@ class Rank:
     """When it has to have arrived."""
     told_s: float | None = None
     """When people are told that it is waited for."""
+    look_s: float | None = None
+    """When it is looked whether it is stopped."""
+    spare: bool = False
+    """The process was one until it was started for this rank."""
     runs_due_s: float | None = None
     """The process was found stopped, so `due_s` was brought forward: the deadline to restore if the process is no
     longer stopped at the second check."""
@@ -126,7 +134,7 @@ class Roster:
         one = self.ranks[rank]
         self._places[one.place] -= 1
         self._places[place] += 1
-        one.place, one.due_s, one.told_s, one.start_s = place, None, None, None
+        one.place, one.due_s, one.told_s, one.look_s, one.start_s = place, None, None, None, None
         one.runs_due_s, one.asked = None, False
 
     def know(self, rank: int) -> None:
@@ -149,11 +157,11 @@ class Roster:
         """A controller looks after every rank."""
         return self.begun == len(self.ranks)
 
-    def due(self, one: Rank, at_s: float | None, told_s: float | None = None) -> None:
-        """When it has to have arrived (None: whenever it does), and when people are told."""
-        one.due_s, one.told_s = at_s, told_s
+    def due(self, one: Rank, at_s: float | None, told_s: float | None = None, look_s: float | None = None) -> None:
+        """When it has to have arrived (None: whenever it does), people are told, and it is looked at."""
+        one.due_s, one.told_s, one.look_s = at_s, told_s, look_s
         one.runs_due_s, one.asked = None, False
-        self.awake_at(at_s, told_s)
+        self.awake_at(at_s, told_s, look_s)
 
     def awake_at(self, *instants_s: float | None) -> None:
         """Something is due then, where it is not None."""
@@ -163,4 +171,4 @@ class Roster:
         """What is due has been done; when is the next?"""
         self.earliest_s = None
         for one in self.ranks.values():
-            self.awake_at(one.start_s, one.due_s, one.told_s)
+            self.awake_at(one.start_s, one.due_s, one.told_s, one.look_s)

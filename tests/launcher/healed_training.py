@@ -2,21 +2,23 @@
 
 Arguments: a directory, steps, and deaths as rank:step:phase. Phases of a step: parent (which is killed), fwd, bwd, win,
 always (each time that it comes there), unsaved, and two that are no deaths: skip, which leaves out a collective, and
-forget, which deletes what the directory remembers of starts. Of main and resume, in place of a step, the generation; of
-import, how many processes of the rank have died before. Each rank appends a line per step to {directory}/trace-{rank}:
-step, loss, pid and time, and writes a digest of all state at the end.
+forget, which deletes what the directory remembers of starts. Of step 0: release, and stop, of a spare. Of main and
+resume, in place of a step, the generation; of import, how many processes of the rank have died before. Each rank
+appends a line per step to {directory}/trace-{rank}: step, loss, pid and time, and writes a digest of all state at the
+end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -206,9 +208,19 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def take_place_and_stop(self: worker.Worker, take_place: Callable[[worker.Worker], None]) -> None:
+    """A spare that becomes a rank, once: before it can say so."""
+    take_place(self)
+    if due(0, "stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 if __name__ == "__main__":
     if os.environ.get("RANK", "").isdecimal():  # no spare, and no worker of a dynamic cluster
         die(len([*DIRECTORY.glob(f"died-{os.environ['RANK']}-*")]), "import")
     if "HELD" in os.environ:  # the frames of a `main` that was left keep what is in them
         worker._let_go = lambda error: None
+    worker.Worker._take_place = functools.partialmethod(  # type: ignore[assignment, method-assign]
+        take_place_and_stop, take_place=worker.Worker._take_place
+    )
     lastwords.run(main)

@@ -16,6 +16,7 @@ from lastwords.launcher.events import (
     Effect,
     Ended,
     Enter,
+    Imported,
     Kill,
     Look,
     Lost,
@@ -33,6 +34,7 @@ from lastwords.launcher.roster import (
     LEAVE_S,
     LOOK_ANSWER_S,
     NAMED_RANKS_MAX,
+    SPARE_S,
     START_NOTICE_S,
     START_PAUSES_S,
     START_S,
@@ -132,9 +134,10 @@ def test_for_whom_everybody_waits_is_said_once_and_soon() -> None:
     assert core.deadline_s == LEAVE_NOTICE_S
     assert core.handle(Tick(), 0.9 + LEAVE_NOTICE_S) == []
     assert awaited(core.handle(Tick(), 1.0 + LEAVE_NOTICE_S)) == [(2, LEAVE_S - LEAVE_NOTICE_S)]
-    assert core.deadline_s == START_NOTICE_S
+    assert core.deadline_s == START_NOTICE_S - LOOK_ANSWER_S
+    assert core.handle(Tick(), START_NOTICE_S - LOOK_ANSWER_S) == [Look(1)]
     assert awaited(core.handle(Tick(), START_NOTICE_S)) == [(1, START_S - START_NOTICE_S)]
-    assert core.handle(Tick(), LEAVE_S) == []
+    assert core.handle(Tick(), LEAVE_S) == [Look(1)]
 
 
 def test_nobody_is_named_while_a_checkpoint_is_written_and_none_that_is_there_in_time() -> None:
@@ -465,6 +468,60 @@ def test_a_replacement_that_never_arrives_is_killed_and_one_that_does_not_end_st
     assert kill.rank == 1
     (stop,) = core.handle(Tick(), START_S + LEAVE_S)
     assert isinstance(stop, Stop)
+
+
+def killed_at(core: LauncherCore, *stopped: int, until_s: float) -> list[tuple[float, int]]:
+    """Who is killed when, up to then; whoever is asked says that these ranks are stopped."""
+    kills: list[tuple[float, int]] = []
+    while core.deadline_s is not None and core.deadline_s <= until_s:
+        now_s = core.deadline_s
+        effects = core.handle(Tick(), now_s)
+        looked = [one.rank for one in effects if isinstance(one, Look) and one.rank in stopped]
+        effects += [effect for rank in looked for effect in core.handle(Stopped(rank), now_s)]
+        kills += [(now_s, one.rank) for one in effects if isinstance(one, Kill)]
+    return kills
+
+
+def test_a_spare_that_does_not_answer_is_waited_for_no_longer_than_a_minute() -> None:
+    core = training(2)
+    core.handle(Ended(1, KILLED), 0.0)
+    assert core.handle(Imported(1), 0.0) == []
+    wait(core, 0, step=7)
+    (awaited_,) = core.handle(Tick(), LEAVE_NOTICE_S)
+    (kill,) = core.handle(Tick(), SPARE_S)
+    assert isinstance(awaited_, Awaited)
+    assert isinstance(kill, Kill)
+    golden.says(f"{awaited_.what}\n{kill.why}")
+    assert core.handle(Ended(1, KILLED), SPARE_S) == []
+    assert core.handle(Tick(), SPARE_S + START_PAUSES_S[1]) == [Start(1)]
+    assert killed_at(core, until_s=START_S) == [], "it is a new process, which has to import everything"
+
+
+def test_that_a_process_was_a_spare_is_too_late_once_it_waits_or_is_killed() -> None:
+    core = training(2)
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 1)
+    core.handle(Imported(1), 0.0)
+    assert core.place(1) is Place.WAITING
+    assert [rank for _, rank in killed_at(core, until_s=END_S)] == [0]
+
+
+def test_a_new_process_that_is_stopped_in_its_imports_is_replaced_after_a_minute() -> None:
+    core = training(2)
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 0, step=7)
+    ((killed_s, rank),) = killed_at(core, 1, until_s=SPARE_S + LOOK_ANSWER_S)
+    assert rank == 1
+    assert killed_s > START_NOTICE_S
+
+
+def test_a_new_process_that_goes_on_after_a_stop_has_the_time_that_imports_take() -> None:
+    core = training(2)
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, 0, step=7)
+    assert core.handle(Tick(), START_NOTICE_S) != []
+    core.handle(Stopped(1), START_NOTICE_S)
+    assert killed_at(core, until_s=START_S) == [(START_S, 1)]
 
 
 def test_a_failure_after_the_loop_stops_the_job_and_a_new_loop_is_looked_after() -> None:

@@ -17,14 +17,17 @@ from lastwords.launcher.events import (
     Ended,
     Enter,
     Event,
+    Imported,
     Kill,
+    Look,
     Over,
     Start,
     Stop,
+    Stopped,
     Tick,
     Waiting,
 )
-from lastwords.launcher.roster import Place, Rank
+from lastwords.launcher.roster import LOOK_ANSWER_S, SPARE_S, Place, Rank
 
 KILLED = -9
 ALIVE = ("starting", "waiting", "main")
@@ -55,6 +58,9 @@ class Process:
     """Its exit code, of which the launcher has not heard."""
     refused: bool = False
     """By lastwords, as each process in its place would be."""
+    started_s: float = 0.0
+    stopped: bool = False
+    """By a signal, and for ever, before it waits."""
 
 
 @dataclass
@@ -62,6 +68,7 @@ class World:
     """A core and the processes that it directs.
 
     faulty: `main` raises wherever a process enters it once more. careless: it may begin anew although a step is saved.
+    spares: how many replacements are spares, the first ones. stops: how many replacements may be stopped.
     """
 
     core: LauncherCore
@@ -69,6 +76,8 @@ class World:
     faulty: bool
     processes: list[Process]
     careless: bool = False
+    spares: int = 0
+    stops: int = 0
     asleep: tuple[int, ...] = ()
     """Generations of processes that others have replaced though they had not ended: stopped, they may wake up."""
     newest: int = -1
@@ -97,21 +106,31 @@ class World:
             self.said,
             self.step,
             self.late,
+            self.spares,
+            self.stops,
         )
         return repr((core._ranks.ranks, counts, flags, self.processes, self.asleep, self.newest))
 
     def handle(self, event: Event) -> list[Effect]:
         effects = self.core.handle(event, self.now_s)
-        for effect in effects:
+        for effect in [*effects]:
             match effect:
                 case Start(rank):
                     if (before := self.processes[rank]).state in ALIVE:
                         self.asleep = (*self.asleep, before.generation)
-                    self.processes[rank] = Process(known=before.known)
+                    self.processes[rank] = Process(known=before.known, started_s=self.now_s)
+                    if self.spares:
+                        self.spares -= 1
+                        effects += self.handle(Imported(rank))
+                case Look(rank) if self.processes[rank].stopped:
+                    effects += self.handle(Stopped(rank))
                 case Abandon(rank):
                     self.processes[rank].told = True
                 case Kill(rank):
-                    self.processes[rank].condemned = True
+                    one = self.processes[rank]
+                    one.condemned = True
+                    if one.stopped and self.now_s - one.started_s > SPARE_S + LOOK_ANSWER_S:
+                        self.wrong.append(f"rank {rank} is stopped, and was waited for as if it imported something")
                 case Enter(generation, step=step):
                     self.enter(generation, step)
                 case Stop(failure) if failure is not None and not self.may_stop:
@@ -150,8 +169,10 @@ class World:
                 yield lambda world, rank=rank: world.die(rank, KILLED)
             if one.unseen is not None:
                 yield lambda world, rank=rank: world.see(rank)
-            elif one.state == "starting":
+            elif one.state == "starting" and not one.stopped:
                 yield lambda world, rank=rank: world.arrive(rank)
+                if self.stops and one.known:
+                    yield lambda world, rank=rank: world.stop(rank)
             elif one.state == "main":
                 yield from self.moves_in_main(rank, one, all_in)
         if trains and not self.released:
@@ -221,6 +242,10 @@ class World:
     def wake_up(self) -> None:
         self.wrong.append(f"I8: a process of generation {self.asleep[0]} goes on when {self.newest} trains")
 
+    def stop(self, rank: int) -> None:
+        self.stops -= 1
+        self.processes[rank].stopped = True
+
     def release(self) -> None:
         self.released = True
 
@@ -251,11 +276,15 @@ def explore(
     faulty: bool = False,
     late: int = 0,
     careless: bool = False,
+    spares: int = 0,
+    stops: int = 0,
 ) -> tuple[int, list[str]]:
     """Distinct states, and what was wrong in them. With two disturbances a job may be given up."""
     processes = [Process() for _ in range(ranks)]
     may_stop = careless or deaths + faulty + late > 2
-    first = World(make(tuple(range(ranks))), deaths, faulty, processes, careless, may_stop=may_stop, late=late)
+    first = World(
+        make(tuple(range(ranks))), deaths, faulty, processes, careless, spares, stops, may_stop=may_stop, late=late
+    )
     seen, queue, wrong = {first.key()}, [first], []
     while queue and len(wrong) < 20:
         world = queue.pop()
@@ -306,6 +335,13 @@ def test_in_every_schedule_all_ranks_enter_together_or_the_job_stops(
 ) -> None:
     states, wrong = explore(ranks, deaths, LauncherCore, faulty, late)
     print(f"{ranks} ranks, {deaths} deaths: {states} states")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_in_every_schedule_a_replacement_that_is_stopped_is_replaced_soon(spares: int) -> None:
+    states, wrong = explore(2, 2, LauncherCore, spares=spares, stops=1)
+    print(f"2 ranks, 2 deaths, {spares} spares, 1 stop: {states} states")
     assert wrong == []
 
 
@@ -405,6 +441,21 @@ class Impatient(LauncherCore):
     def _tick(self, now_s: float) -> list[Effect]:
         effects = super()._tick(now_s)
         return effects + [more for one in effects if isinstance(one, Kill) for more in self._start(one.rank, now_s)]
+
+
+class Blind(LauncherCore):
+    """Looks at nobody, and takes a spare for any process."""
+
+    def _stopped(self, rank: int, now_s: float) -> list[Effect]:
+        return []
+
+    def _imported(self, rank: int, now_s: float) -> list[Effect]:
+        return []
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_replacement_that_is_stopped_and_waited_for_is_found(spares: int) -> None:
+    assert explore(2, 1, Blind, spares=spares, stops=1)[1]
 
 
 @pytest.mark.parametrize("broken", [Hasty, Repeating])

@@ -72,6 +72,14 @@ def test_whoever_dies_while_a_death_is_healed_is_replaced_as_well(
     check_equal(tmp_path, undisturbed, {1: 1} | ({0: 1} if second.startswith("0") else {}), ranks=RANKS)
 
 
+def test_a_spare_that_is_stopped_as_it_takes_a_place_is_replaced_soon(tmp_path: Path, undisturbed: Path) -> None:
+    said = run(tmp_path, "1:5:bwd", "1:0:stop", ranks=RANKS, launcher=("tests.launcher.impatient",), spares=1)
+    assert (tmp_path / "died-1-0-stop").exists()
+    check_equal(tmp_path, undisturbed, {1: 1}, ranks=RANKS)
+    (killed,) = [line for line in said.splitlines() if "killed and replaced:" in line]
+    golden.says(killed[killed.index("rank ") :])
+
+
 @pytest.mark.thorough
 def test_a_job_whose_starts_are_deleted_while_it_runs_knows_its_last_words(tmp_path: Path, undisturbed: Path) -> None:
     run(tmp_path, "0:3:forget", "1:5:bwd", ranks=RANKS)

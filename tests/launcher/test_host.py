@@ -26,6 +26,7 @@ from lastwords.launcher.events import (
     Ended,
     Enter,
     Event,
+    Imported,
     Kill,
     Look,
     Lost,
@@ -338,6 +339,23 @@ def test_a_spare_that_is_stopped_is_used_only_once_it_goes_on(
         process.kill()
         process.wait()
     golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
+
+
+def test_that_a_spare_has_taken_a_place_is_reported_and_of_a_new_process_nothing(
+    host: Host, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Event] = []
+    monkeypatch.setattr(host, "_report", reports.append)
+    host._context.stdouts = host._context.stderrs = {0: ""}
+    host._context.error_files = {0: os.devnull}
+    host._restock()
+    (spare,) = host._spares
+    host.obey(Start(0))
+    assert reports == [], "it is not ready"
+    spare.ready, spare.link = True, SimpleNamespace(tell=lambda message: None)  # type: ignore[assignment]
+    spare.process.proc.poll = lambda: None
+    host.obey(Start(0))
+    assert reports == [Imported(0)]
 
 
 def test_spares_that_die_in_a_row_are_counted_until_one_is_used(host: Host, clock: Clock, started: list[str]) -> None:

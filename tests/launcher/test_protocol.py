@@ -45,7 +45,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (1, "1ed7fa957317906d")
+FORM = (1, "af275a825ae857da")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
