@@ -174,9 +174,9 @@ class LauncherCore:
         self._ranks.put(rank, Place.WAITING)
         one.failed_starts = 0
         self._ranks.know(rank)
+        if (why := self._crash_loop()) is not None:
+            return self._stop(why)
         if self._ranks.are_all(Place.WAITING):
-            if (why := self._crashes.verdict(self._step)) is not None:
-                return self._stop(why)
             effects += self._replace_survivors(now_s) or self._enter()
         elif has_left and not self._leaving:
             self._leaving = True
@@ -307,15 +307,20 @@ class LauncherCore:
         if one.place is not Place.KILLED:
             self._failed_loop = max(self._failed_loop, one.loops)
             effects += [] if self._healing else self._over(rank, now_s)
-            in_main = one.place is Place.IN_MAIN
-            self._crashes.ended(event, self.entry, self._step, was_in_main=in_main, again=one.again)
-            if (why := self._crashes.verdict(self._step, rank)) is not None:
-                return self._stop(why)
+            self._crashes.ended(event, was_in_main=one.place is Place.IN_MAIN, again=one.again)
         one.failed_starts += one.place is Place.STARTING
         if one.failed_starts >= len(START_PAUSES_S):
             return self._stop(f"the process that replaces rank {rank} ended with {code} before it entered main()")
         self._ranks.note(rank, begun=False)
-        return [*effects, *self._start(rank, now_s)]
+        effects += self._start(rank, now_s)
+        why = self._crash_loop()
+        return effects if why is None else self._stop(why)
+
+    def _crash_loop(self) -> str | None:
+        """Why it is of no use to go on. Nobody knows as long as a rank may come out of `main` with one more step."""
+        if self._ranks.are_any(Place.IN_MAIN) or self._ranks.are_any(Place.KILLED):
+            return None
+        return self._crashes.judge(self.entry, self._step)
 
     def _is_over(self, one: Rank) -> bool:
         """Its loop has come to its end, or that of another rank, which happens when all have."""

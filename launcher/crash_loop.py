@@ -49,6 +49,8 @@ class CrashLoop:
     """The entry that is over has failed before its first step, which has not been counted."""
     ended_since: set[int] = field(default_factory=set, repr=False)
     """Ranks whose processes have ended by themselves since a step was saved."""
+    raised: dict[int, str] = field(default_factory=dict)
+    """What has left `main` in the entry that is over, without its numbers; by rank. Not counted yet."""
     last: str = field(default="", repr=False)
     """The rank whose process was the first to end by itself since the entry is over, and why."""
 
@@ -71,8 +73,8 @@ class CrashLoop:
         self.unbegun, self.last = not begun, ""
         self.deaths += 1
 
-    def ended(self, event: Ended, entry: int, step: int, *, was_in_main: bool, again: bool) -> None:
-        """A process has ended by itself in the entry before `entry`; again: it had entered `main` before that."""
+    def ended(self, event: Ended, *, was_in_main: bool, again: bool) -> None:
+        """A process has ended by itself since the entry is over; again: it had entered `main` before that."""
         self.ended_since.add(event.rank)
         self.last = self.last or f"rank {event.rank}: {event.words}"
         if not was_in_main:
@@ -80,23 +82,21 @@ class CrashLoop:
         if self.unbegun and (again or self.renews):
             self.unbegun = False
             self.failures += 1
-        text, before = NUMBERS.sub("#", event.raised), self.repeated.pop(event.rank, None)
-        if not text:
-            return
-        same = before and (before.text, before.entry) == (text, entry - 1) and step <= before.step + REPEAT_STEPS
-        count = before.count + 1 if before and same else 1
-        self.repeated[event.rank] = Repeated(text, entry, step, count)
+        self.raised[event.rank] = NUMBERS.sub("#", event.raised)
 
-    def verdict(self, step: int, rank: int | None = None) -> str | None:
-        """Why it is of no use to go on from `step`; None as long as it may be.
+    def judge(self, entry: int, step: int) -> str | None:
+        """Why it is of no use to go on with `entry` from `step`; None as long as it may be.
 
-        rank: whose process has ended just now. None where all wait, so that nobody else will have ended.
+        All ranks have left `main` by then, or they might still save a step, or fail themselves.
         """
+        self._count(entry, step)
+        if not self.deaths:
+            self.ended_since.clear()
         last = f", the last with {self.last}" if self.last else ""
-        repeated = None if rank is None else self.repeated.get(rank)
-        if repeated is not None and repeated.count > REPEATS_MAX:
+        count = max((one.count for one in self.repeated.values() if one.entry == entry), default=0)
+        if count > REPEATS_MAX:
             return (
-                f"{repeated.count} failures in a row by the same exception of the same rank, with at most "
+                f"{count} failures in a row by the same exception of the same rank, with at most "
                 f"{REPEAT_STEPS} steps saved in between{last}"
             )
         if self.failures > FAILURES_MAX:
@@ -111,3 +111,11 @@ class CrashLoop:
                 f"{ranks}{last}"
             )
         return None
+
+    def _count(self, entry: int, step: int) -> None:
+        for rank, text in self.raised.items():
+            before = self.repeated.pop(rank, None)
+            same = before and (before.text, before.entry) == (text, entry - 1) and step <= before.step + REPEAT_STEPS
+            if text:
+                self.repeated[rank] = Repeated(text, entry, step, before.count + 1 if before and same else 1)
+        self.raised.clear()

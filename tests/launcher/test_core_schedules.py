@@ -311,7 +311,8 @@ def copied(world: World) -> World:
     core = copy.copy(world.core)
     crashes = core._crashes
     repeated = {rank: copy.copy(one) for rank, one in crashes.repeated.items()}
-    core._crashes = replace(crashes, repeated=repeated, ended_since=set(crashes.ended_since))
+    raised, ended_since = dict(crashes.raised), set(crashes.ended_since)
+    core._crashes = replace(crashes, repeated=repeated, raised=raised, ended_since=ended_since)
     core._ranks = copy.copy(core._ranks)
     core._ranks.ranks = {rank: copy.copy(one) for rank, one in core._ranks.ranks.items()}
     core._ranks._places = copy.copy(core._ranks._places)
