@@ -176,6 +176,8 @@ class LauncherCore:
         self._ranks.know(rank)
         if (why := self._crash_loop()) is not None:
             return self._stop(why)
+        if stop := self._without():
+            return stop
         if self._ranks.are_all(Place.WAITING):
             effects += self._replace_survivors(now_s) or self._enter()
         elif has_left and not self._leaving:
@@ -298,7 +300,7 @@ class LauncherCore:
             return [Stop(f"rank {rank}: {event.raised}", lasting=True)]
         if code == 0 and not (self._healing and one.known):
             self._ranks.put(rank, Place.DONE)
-            return self._stop(None) if self._ranks.are_all(Place.DONE) else []
+            return self._stop(None) if self._ranks.are_all(Place.DONE) else self._without()
         if not one.known:
             return self._stop(f"rank {rank} ended with {code} before it called lastwords.run(main)")
         if self._is_over(one):
@@ -315,6 +317,13 @@ class LauncherCore:
         effects += self._start(rank, now_s)
         why = self._crash_loop()
         return effects if why is None else self._stop(why)
+
+    def _without(self) -> list[Effect]:
+        """A rank that has ended well without `lastwords.run` is none that the others could enter `main` with."""
+        if not (self._ranks.known and self._ranks.are_any(Place.DONE)):
+            return []
+        gone = next((rank for rank, one in self._ranks.at(Place.DONE) if not one.known), None)
+        return [] if gone is None else self._stop(f"rank {gone} ended with 0 before it called lastwords.run(main)")
 
     def _crash_loop(self) -> str | None:
         """Why it is of no use to go on. Nobody knows as long as a rank may come out of `main` with one more step."""
@@ -372,7 +381,10 @@ class LauncherCore:
         self._crashes.over(begun=begun)
         self._healing = True
         self.entry += 1
-        effects = [effect for other, _ in self._ranks.at(Place.DONE) for effect in self._start(other, now_s)]
+        effects: list[Effect] = []
+        for other, one in self._ranks.at(Place.DONE):
+            self._crashes.ended(Ended(other, 0), was_in_main=True, again=one.again)
+            effects += self._start(other, now_s)
         for other, one in self._ranks.at(Place.IN_MAIN):
             if other == rank:
                 continue

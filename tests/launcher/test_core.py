@@ -182,6 +182,20 @@ def test_a_script_that_never_calls_run_is_not_healed() -> None:
     assert stop.failure is not None
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_rank_that_ends_well_without_run_where_others_wait_for_it_is_named(order: int) -> None:
+    core = LauncherCore((0, 1, 2))
+    (stop,) = [effect for event in [Waiting(0), Ended(1, 0)][::order] for effect in core.handle(event, 0.0)]
+    assert isinstance(stop, Stop)
+    golden.says(stop.failure)
+
+
+def test_where_no_rank_calls_run_all_may_end_well() -> None:
+    core = LauncherCore((0, 1))
+    assert core.handle(Ended(1, 0), 0.0) == []
+    assert core.handle(Ended(0, 0), 0.0) == [Stop(None)]
+
+
 def test_a_crash_loop_stops() -> None:
     core = training(2)
     for _ in range(1 + DEATHS_MAX):  # after the first one a step was saved, so it does not count
@@ -195,19 +209,22 @@ def test_a_crash_loop_stops() -> None:
     golden.says(stop.failure)
 
 
+@pytest.mark.parametrize("code", [KILLED, 0])
 @pytest.mark.parametrize("saves", [True, False])
-def test_whether_it_is_of_no_use_to_go_on_does_not_depend_on_who_leaves_main_first(saves: bool) -> None:
+def test_whether_it_is_of_no_use_to_go_on_does_not_depend_on_who_leaves_main_first(saves: bool, code: int) -> None:
     """Survivors may come out with one more step that is saved, which makes it no crash loop."""
     core = training()
     for _ in range(1 + DEATHS_MAX):
         fails(core, 5, 1)
     said = set()
-    for events in itertools.permutations([Ended(1, KILLED), *(Waiting(rank, 5 + saves) for rank in (0, 2))]):
+    for events in itertools.permutations([Ended(1, code), *(Waiting(rank, 5 + saves) for rank in (0, 2))]):
         one = copy.deepcopy(core)
         effects = [effect for event in events for effect in one.handle(event, 0.0)]
         assert one.stopped is not saves
         said |= {effect.failure for effect in effects if isinstance(effect, Stop)}
     assert len(said) == 1 - saves
+    for failure in said:
+        golden.says(str(failure))
 
 
 @pytest.mark.parametrize("saved", [1, REPEAT_STEPS, REPEAT_STEPS + 1])

@@ -68,7 +68,8 @@ class World:
     """A core and the processes that it directs.
 
     faulty: `main` raises wherever a process enters it once more. careless: it may begin anew although a step is saved.
-    spares: how many replacements are spares, the first ones. stops: how many replacements may be stopped.
+    spares: how many replacements are spares, the first ones. stops: how many replacements may be stopped. quits: a
+    death may be an end with 0; others that wait for it in `main` get an error in the end.
     """
 
     core: LauncherCore
@@ -78,6 +79,7 @@ class World:
     careless: bool = False
     spares: int = 0
     stops: int = 0
+    quits: bool = False
     asleep: tuple[int, ...] = ()
     """Generations of processes that others have replaced though they had not ended: stopped, they may wake up."""
     newest: int = -1
@@ -163,6 +165,8 @@ class World:
         for rank, one in enumerate(self.processes):
             if self.deaths_left and one.state in ALIVE:
                 yield lambda world, rank=rank: world.kill(rank)
+                if self.quits:
+                    yield lambda world, rank=rank: world.kill(rank, code=0)
                 if trains and not self.released and not self.step:
                     yield lambda world, rank=rank: world.kill(rank, saves=True)
             if one.condemned and one.state in ALIVE:
@@ -190,19 +194,20 @@ class World:
             yield lambda world: world.end_loop(rank)
         if self.released and one.over:
             yield lambda world: world.finish(rank)
-        if fails and not one.told:
+        left_alone = any(other.state == "gone" and other.unseen is None for other in self.processes)
+        if (fails or (self.quits and left_alone)) and not one.told:
             yield lambda world: world.die(rank, 1)
         if all_in and not one.begun and not fails:
             yield lambda world: world.begin(rank, world.step)
             if self.careless and self.step:
                 yield lambda world: world.begin(rank, 0)
 
-    def kill(self, rank: int, saves: bool = False) -> None:
+    def kill(self, rank: int, saves: bool = False, code: int = KILLED) -> None:
         one = self.processes[rank]
         self.deaths_left -= 1
         self.may_stop |= self.released or not one.known
         self.step += saves
-        self.die(rank, KILLED)
+        self.die(rank, code)
 
     def die(self, rank: int, code: int) -> None:
         one = self.processes[rank]
@@ -278,13 +283,13 @@ def explore(
     careless: bool = False,
     spares: int = 0,
     stops: int = 0,
+    quits: bool = False,
 ) -> tuple[int, list[str]]:
     """Distinct states, and what was wrong in them. With two disturbances a job may be given up."""
     processes = [Process() for _ in range(ranks)]
     may_stop = careless or deaths + faulty + late > 2
-    first = World(
-        make(tuple(range(ranks))), deaths, faulty, processes, careless, spares, stops, may_stop=may_stop, late=late
-    )
+    core = make(tuple(range(ranks)))
+    first = World(core, deaths, faulty, processes, careless, spares, stops, quits, may_stop=may_stop, late=late)
     seen, queue, wrong = {first.key()}, [first], []
     while queue and len(wrong) < 20:
         world = queue.pop()
@@ -336,6 +341,12 @@ def test_in_every_schedule_all_ranks_enter_together_or_the_job_stops(
 ) -> None:
     states, wrong = explore(ranks, deaths, LauncherCore, faulty, late)
     print(f"{ranks} ranks, {deaths} deaths: {states} states")
+    assert wrong == []
+
+
+def test_in_every_schedule_a_process_that_ends_with_0_is_replaced_or_the_job_stops() -> None:
+    states, wrong = explore(2, 2, LauncherCore, quits=True)
+    print(f"2 ranks, 2 deaths, perhaps with 0: {states} states")
     assert wrong == []
 
 
