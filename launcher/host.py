@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -229,6 +230,7 @@ class Host:
                 # Not collected yet, so the number of its process group is still its own. A loader's worker of a rank
                 # that died while it started it would wait for ever: torch asks for its parent a moment too late.
                 kill_group(process.pid)
+            self._take_pending()
             code = process.wait()
             self._standby.ended(rank)
             link = self._links.pop(rank, None)
@@ -285,6 +287,14 @@ class Host:
         pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         inbox = Inbox(f"process {pid}", lambda message: report_of(who.known_rank, message), self._complaints)
         connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
+        connection.read()
+
+    def _take_pending(self) -> None:
+        """A process that ends as soon as it has come may not have been met, and can only be as long as it is there."""
+        pending = select.poll()
+        pending.register(self._server, select.POLLIN)
+        while self._server in self._selector.get_map() and pending.poll(0):
+            self._accept()
 
     def _hear(self, who: _Who, link: Connection, report: Report | None) -> None:
         match report:

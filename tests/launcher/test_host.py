@@ -159,6 +159,29 @@ def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_
     ]
 
 
+def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_not_taken(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is refused ends as soon as it has come."""
+    events: list[Event] = []
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr(host, "_report", events.append)
+    monkeypatch.setattr(host, "_at_the_end_of", lambda process, ended: ends.append(ended))
+    host._server.listen()
+    host._selector.register(host._server, selectors.EVENT_READ, host._accept)
+    host.processes[0] = process = subprocess.Popen(["false"], start_new_session=True)
+    host._watch(0)
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(host._server.getsockname())
+        for report in (Hello(0, process.pid, PROTOCOL), Raised("no such setting", lasting=True)):
+            send(link, to_launcher(report))
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    ends.pop()()
+    assert [(one.code, one.raised, one.lasting) for one in events if isinstance(one, Ended)] == [
+        (1, "no such setting", True)
+    ]
+
+
 def test_torchs_report_has_the_ranks_that_have_failed_and_the_first_one_is_its_root_cause(tmp_path: Path) -> None:
     written = tmp_path / "error.json"
     written.write_text(json.dumps({"message": {"message": "written", "extraInfo": {"timestamp": 5}}}))
