@@ -302,9 +302,9 @@ class LauncherCore:
             self._ranks.put(rank, Place.DONE)
             return self._stop(None) if self._ranks.are_all(Place.DONE) else self._without()
         if not one.known:
-            return self._stop(f"rank {rank} ended with {code} before it called lastwords.run(main)")
+            return self._stop(f"rank {rank} ended before it called lastwords.run(main): {event.words}")
         if self._is_over(one):
-            return self._stop(f"rank {rank} ended with {code} after its training loop was over")
+            return self._stop(f"a process has ended after its training loop was over: rank {rank}: {event.words}")
         effects: list[Effect] = []
         if one.place is not Place.KILLED:
             self._failed_loop = max(self._failed_loop, one.loops)
@@ -312,7 +312,7 @@ class LauncherCore:
             self._crashes.ended(event, was_in_main=one.place is Place.IN_MAIN, again=one.again)
         one.failed_starts += one.place is Place.STARTING
         if one.failed_starts >= len(START_PAUSES_S):
-            return self._stop(f"the process that replaces rank {rank} ended with {code} before it entered main()")
+            return self._stop(f"the process that replaces rank {rank} ended before it entered main(): {event.words}")
         self._ranks.note(rank, begun=False)
         effects += self._start(rank, now_s)
         why = self._crash_loop()
@@ -323,7 +323,9 @@ class LauncherCore:
         if not (self._ranks.known and self._ranks.are_any(Place.DONE)):
             return []
         gone = next((rank for rank, one in self._ranks.at(Place.DONE) if not one.known), None)
-        return [] if gone is None else self._stop(f"rank {gone} ended with 0 before it called lastwords.run(main)")
+        return (
+            [] if gone is None else self._stop(f"rank {gone} ended before it called lastwords.run(main): exit code 0")
+        )
 
     def _crash_loop(self) -> str | None:
         """Why it is of no use to go on. Nobody knows as long as a rank may come out of `main` with one more step."""
@@ -340,7 +342,7 @@ class LauncherCore:
         self._ranks.note(rank, begun=False, over=True)
         one = self._ranks[rank]
         if self._healing and one.place is Place.IN_MAIN and one.loops >= self._failed_loop > 0:
-            return self._stop("a process has ended after its training loop was over")
+            return self._stop(f"a process has ended after its training loop was over: {self._crashes.last}")
         return []
 
     def _start(self, rank: int, now_s: float) -> list[Effect]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from lastwords.launcher.versions import Ask, Sources
 
+UNKNOWN_CODE = 256
+"""No process ends with it: how this one has ended only whoever has started it knows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -101,7 +104,9 @@ class Ended:
     @property
     def words(self) -> str:
         """Why it has ended, as far as that is known."""
-        return self.raised or self.how or f"exit code {self.code}"
+        return (
+            self.raised or self.how or ("killed or crashed" if self.code == UNKNOWN_CODE else f"exit code {self.code}")
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,12 @@ from typing import Any
 
 from lastwords.controller.timeline import UNREADABLE
 from lastwords.controller.words import ranks_text
+from lastwords.launcher.events import UNKNOWN_CODE
 from lastwords.liveness.endings import ending_text
 from lastwords.vocabulary import ExitKind, Phase, Stand
 
 OUTCOME = "RECOVERED"
 SAVED = ExitKind.SAVED.name
-
-UNKNOWN_CODE = 256
-"""No process ends with it: how this one has ended only whoever has started it knows."""
 
 _STAND = re.compile(r"([A-Z_]+)\((\d+)\)")
 _NONE: dict[str, Any] = {"events": []}

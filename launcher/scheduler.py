@@ -28,6 +28,7 @@ from lastwords.launcher.address import servers
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
+    UNKNOWN_CODE,
     Abandon,
     Awaited,
     Effect,
@@ -77,7 +78,6 @@ from lastwords.launcher.protocol import (
     to_message,
     to_worker,
 )
-from lastwords.launcher.recovery import UNKNOWN_CODE
 from lastwords.launcher.registry import Admitted, Member, Process, Refused, Registry
 from lastwords.launcher.roster import Place
 from lastwords.launcher.versions import Ask

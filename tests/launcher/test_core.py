@@ -11,6 +11,7 @@ import pytest
 from lastwords.launcher.core import LauncherCore
 from lastwords.launcher.crash_loop import DEATHS_MAX, REPEAT_STEPS, REPEATS_MAX
 from lastwords.launcher.events import (
+    UNKNOWN_CODE,
     Abandon,
     Awaited,
     Begun,
@@ -179,7 +180,7 @@ def test_the_job_ends_when_all_have_ended_well() -> None:
 def test_a_script_that_never_calls_run_is_not_healed() -> None:
     (stop,) = LauncherCore((0, 1)).handle(Ended(1, 2), 1.0)
     assert isinstance(stop, Stop)
-    assert stop.failure is not None
+    golden.says(stop.failure)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -264,8 +265,9 @@ def test_a_replacement_that_never_gets_into_main_is_tried_again_later_and_then_s
         assert Start(1) not in core.handle(Tick(), now_s + pause_s - 0.1)
         now_s += pause_s
         assert Start(1) in core.handle(Tick(), now_s)
-    (stop,) = core.handle(Ended(1, code), now_s)
+    (stop,) = core.handle(Ended(1, code, raised="ImportError: no module" * (code == 1)), now_s)
     assert isinstance(stop, Stop)
+    golden.says(stop.failure)
 
 
 def test_processes_that_did_not_start_count_for_their_own_rank_only_and_until_one_waits() -> None:
@@ -484,10 +486,10 @@ def test_a_stopped_survivor_is_said_once_with_the_same_seconds_whoever_leaves_wh
 @pytest.mark.parametrize("over_first", [True, False])
 def test_who_dies_between_the_end_of_all_loops_and_saying_so_makes_nobody_train_again(over_first: bool) -> None:
     core = training()
-    events = [Over(0), Ended(1, KILLED)]
+    events = [Over(0), Ended(1, 1, raised="ValueError: bad batch")]
     effects = [effect for event in events[:: 1 if over_first else -1] for effect in core.handle(event, 0.0)]
     assert isinstance(effects[-1], Stop)
-    assert effects[-1].failure is not None
+    golden.says(effects[-1].failure)
 
 
 def test_the_end_of_an_earlier_loop_of_another_rank_does_not_end_the_job() -> None:
@@ -570,6 +572,11 @@ def test_a_new_process_that_goes_on_after_a_stop_has_the_time_that_imports_take(
     assert core.handle(Tick(), START_NOTICE_S) != []
     core.handle(Stopped(1), START_NOTICE_S)
     assert killed_at(core, until_s=START_S) == [(START_S, 1)]
+
+
+@pytest.mark.parametrize("event", [Ended(1, 1, "exit code 1", "ValueError: x"), Ended(1, UNKNOWN_CODE)], ids=["x", ""])
+def test_why_a_process_has_ended_is_said_where_it_is_known(event: Ended) -> None:
+    golden.says(event.words)
 
 
 def test_a_failure_after_the_loop_stops_the_job_and_a_new_loop_is_looked_after() -> None:

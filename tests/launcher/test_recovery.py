@@ -12,8 +12,8 @@ import torch
 
 import lastwords
 from lastwords.launcher import head
-from lastwords.launcher.events import Begun, Ended, Updated, Waiting
-from lastwords.launcher.recovery import OUTCOME, UNKNOWN_CODE, Recovery, incident_of, sentence
+from lastwords.launcher.events import UNKNOWN_CODE, Begun, Ended, Updated, Waiting
+from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, sentence
 from lastwords.liveness.endings import OomKills, ending_text
 from lastwords.optim_wrapper.trainer import reentry
 from tests import golden
