@@ -200,7 +200,8 @@ class LoopWatch:
         else:
             rest = (
                 "every rank has to leave after the same step (sys.exit() on one rank alone stops all others). If no "
-                f"rank moves for {options.leave_timeout_s:g} s, a checkpoint is saved and all ranks end"
+                f"rank moves for {options.leave_timeout_s:g} s, a checkpoint is saved and all ranks leave the "
+                "training loop"
             )
         have = "have" if len(members.not_left) > 1 else "has"
         return f"{left}; {ranks_text(members.not_left)} {have} not ({members.places(members.not_left)}); {rest}"
