@@ -21,7 +21,7 @@ from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor import departure
-from lastwords.processor.departure import EXIT_SAVED, wait_out
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, wait_out
 from lastwords.torch_private import forget_groups
 
 THREADS = 2 + departure.THREADS
@@ -36,6 +36,8 @@ class Stay:
         self.trains = False
         """Its loop has begun."""
         self.saved_step = 0
+        self.saves = False
+        """The incident that ends it has saved a step, which is the newest one that has ended."""
         self.record = ""
         self.signal = 0
         """By which this process was asked to stop since it entered `main`."""
@@ -53,7 +55,8 @@ class Stay:
         with self._lock:
             if self.leaving or self._over:
                 return
-            self.leaving, self.saved_step, self.record = True, step, str(record or "")
+            self.leaving, self.saves = True, step > 0
+            self.saved_step, self.record = step, str(record or "")
             self._unblocker = Unblocker(self._before, ports)
             self._unblocker.begin()
         threads.run(self._end_if_here, name="lastwords-leave")
@@ -124,4 +127,4 @@ class Stay:
                 return
         rank = os.environ.get("RANK", "?")
         sys.stderr.write(f"lastwords: rank {rank} has not left main() for {OWN_LEAVE_S:g} s; its process is replaced\n")
-        os._exit(EXIT_SAVED)
+        os._exit(EXIT_SAVED if self.saves else EXIT_NOT_SAVED)

@@ -210,6 +210,8 @@ class Worker:
         self._inside = False
         """The training thread is in `main`."""
         self._saved_step = 0
+        self._exit_code = EXIT_NOT_SAVED
+        """Of this process if it ends outside of `main`: whether the newest step that has ended here is saved."""
         self._record = ""
         self._abandoned = False
         self._sources: dict[str, str] = {}
@@ -257,7 +259,7 @@ class Worker:
             self._condition.wait_for(lambda: self._entered is not None or self._gone)
             self._raise_if_refused()
             if self._entered is None:  # the launcher has ended: as after any incident
-                raise _without_launcher(self._saved_step, told=self._dismissed)
+                raise _without_launcher(self._saved_step, self._exit_code, told=self._dismissed)
             self._entry = self._entered.generation
             port, step = self._entered.port, self._entered.step
             os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = str(self._entry), str(port)
@@ -284,9 +286,11 @@ class Worker:
         self._inside = False
         sys.excepthook = hook  # torch wraps it once more at each init_process_group()
         self._saved_step = max(self._saved_step, stay.saved_step)
+        if stay.saves or stay.trains:
+            self._exit_code = EXIT_SAVED if stay.saves else EXIT_NOT_SAVED
         self._record = stay.record or self._record
         if stay.signal and self._ends_if_asked:
-            raise _asked_to_stop(stay.signal, self._saved_step)
+            raise _asked_to_stop(stay.signal, self._exit_code)
         return False
 
     def _is_echo(self, error: BaseException, stay: Stay) -> bool:
@@ -409,8 +413,7 @@ def _let_go(error: BaseException | None) -> None:
         error = following
 
 
-def _asked_to_stop(number: int, saved_step: int) -> SystemExit:
-    code = EXIT_SAVED if saved_step else EXIT_NOT_SAVED
+def _asked_to_stop(number: int, code: int) -> SystemExit:
     sys.stderr.write(
         f"lastwords: rank {os.environ['RANK']} was asked to stop ({signal.Signals(number).name}) and ends; the job "
         f"waits for it: start it again with the same environment; exit code {code}\n"
@@ -418,9 +421,8 @@ def _asked_to_stop(number: int, saved_step: int) -> SystemExit:
     return SystemExit(code)
 
 
-def _without_launcher(saved_step: int = 0, *, told: bool = False) -> SystemExit:
+def _without_launcher(saved_step: int = 0, code: int = EXIT_NOT_SAVED, *, told: bool = False) -> SystemExit:
     """The launcher has ended, and this process is not in `main`, which it can never enter. told: and has said so."""
-    code = EXIT_SAVED if saved_step else EXIT_NOT_SAVED
     if not told:
         rank, saved = os.environ.get("RANK", ""), f"step {saved_step} is saved, " if saved_step else ""
         sys.stderr.write(

@@ -215,6 +215,39 @@ def test_where_an_incident_saves_nothing_what_periodic_checkpoints_have_saved_is
     assert saved_steps(heard) == [0, known]
 
 
+@pytest.mark.parametrize(
+    ("incidents", "code"),
+    [
+        ([(True, 7)], EXIT_SAVED),
+        ([(True, 7), (True, 0)], EXIT_NOT_SAVED),
+        ([(True, 7), (False, 0)], EXIT_SAVED),
+        ([(True, 7), (True, 0), (False, 0)], EXIT_NOT_SAVED),
+        ([(True, 0), (True, 7)], EXIT_SAVED),
+        ([(False, 0)], EXIT_NOT_SAVED),
+    ],
+    ids=str,
+)
+def test_the_exit_code_of_a_worker_without_a_launcher_tells_whether_what_it_has_trained_is_saved(
+    launcher: socket.socket, incidents: list[tuple[bool, int]], code: int
+) -> None:
+    """Each one: whether the loop had begun, and the step that was saved. A periodic checkpoint is of step 5."""
+    left = [*incidents]
+
+    def main() -> None:
+        trained, saved = left.pop(0)
+        leaver = reentry.leaver()
+        assert leaver is not None
+        leaver.started(Unenclosed())
+        if trained:
+            leaver.begun(0, "")
+        leaver.leave(saved, (), None)
+        raise SystemExit(EXIT_NOT_SAVED)
+
+    thread, _ = play(launcher, [ENTER] * len(incidents))
+    assert run(main) == code
+    thread.join(10)
+
+
 def test_what_is_kept_is_made_once_however_often_main_is_entered_and_what_main_returns_is_dropped(
     launcher: socket.socket,
 ) -> None:
