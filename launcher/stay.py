@@ -74,13 +74,26 @@ class Stay:
     def begun(self, step: int, inexact: str) -> None:
         """The training loop begins after `step`; a controller looks after this rank."""
         if step < self._goes_on_at:
-            raise ConfigError(
-                f"main() was entered again after a failure, and step {self._goes_on_at} is saved, but its training "
-                f"loop begins after step {step}: call tft.resume(missing_ok=True) before the loop, every time"
-            )
+            raise ConfigError(self._why_not_after(step))
         self.trains = True
         self._goes_on_at = 0  # of a loop that comes after this one nothing is known
         self._tell(Begun(OWN, step, inexact))
+
+    def _why_not_after(self, step: int) -> str:
+        again = f"main() was entered again after a failure, and step {self._goes_on_at} is saved, but "
+        shared = "the checkpoint directory has to be on a file system that all hosts share"
+        if self._newest_step() < self._goes_on_at:
+            return (
+                f"{again}its checkpoint cannot be read on host {socket.gethostname()}, so the training loop would "
+                f"begin after step {step}: {shared}"
+            )
+        return (
+            f"{again}its training loop begins after step {step}: call tft.resume(missing_ok=True) before the loop, "
+            f"every time; if it was called, another host does not see that checkpoint: {shared}"
+        )
+
+    def _newest_step(self) -> int:
+        return max((run.newest_step() for run in self._runs), default=0)
 
     def asked_to_stop(self, number: int) -> None:
         """An incident follows, and with it the end of this stay."""
@@ -105,7 +118,7 @@ class Stay:
     def end(self) -> None:
         """Training thread: out of all groups; nothing of this stay runs after that."""
         if self.trains and not self.saved_step:  # an incident that saves nothing does not tell of periodic checkpoints
-            self.saved_step = max((run.newest_step() for run in self._runs), default=0)
+            self.saved_step = self._newest_step()
         while self._runs:
             self._runs.pop().close()
         if dist.is_available() and dist.is_initialized():

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lastwords import clock
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError, StorageError
-from lastwords.launcher import worker
+from lastwords.launcher import stay, worker
 from lastwords.launcher.events import Abandon, Begun
 from lastwords.launcher.link import Lines
 from lastwords.launcher.protocol import OWN, ControllerAnswer, Dismissed, Entry, Order, to_launcher, to_worker
@@ -162,8 +162,9 @@ def play_in_turn(
 class Unenclosed:
     """A run whose script has no `with`. The incident of what leaves its loop saves step 7."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest: int = 5) -> None:
         self.held: list[str] = []
+        self._newest = newest
         self.closed = 0
 
     def hold(self, error: BaseException) -> None:
@@ -174,7 +175,7 @@ class Unenclosed:
         raise SystemExit(EXIT_SAVED)
 
     def newest_step(self) -> int:
-        return 5
+        return self._newest
 
     def close(self) -> None:
         self.closed += 1
@@ -546,12 +547,15 @@ def test_a_survivor_that_was_stopped_and_goes_on_has_its_time_to_leave(
     assert clock.within_own_time(LateEvent(now_s, looks_s), OWN_LEAVE_S) is comes
 
 
-def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused() -> None:
+@pytest.mark.parametrize("newest", [7, 4], ids=["it is there", "on another host"])
+def test_a_main_that_does_not_go_on_where_it_was_saved_is_refused(newest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = pair()
+    monkeypatch.setattr(stay.socket, "gethostname", lambda: "node-2")
     with near, far:
         one = Stay(near, goes_on_at=7)
+        one.started(Unenclosed(newest=newest))
         with golden.raises(ConfigError):
-            one.begun(0, "")
+            one.begun(4, "")
         one.begun(7, "")
         assert json.loads(far.recv(100)) == to_launcher(Begun(OWN, 7))
         one.begun(8, "late")
