@@ -36,7 +36,6 @@ class Standby:
         if path != self._path:
             self._forget()
             self._path = path
-            self._pids = self._pids or PidWatcher()
             self._watch = ControllerWatch(
                 "the launcher",
                 path,
