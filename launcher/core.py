@@ -21,9 +21,6 @@ from dataclasses import dataclass, field
 
 from lastwords.launcher.crash_loop import CrashLoop
 from lastwords.launcher.events import (
-    NOT_ANSWERED,
-    NOT_COME,
-    NOT_LEFT,
     Abandon,
     Awaited,
     Begun,
@@ -47,14 +44,11 @@ from lastwords.launcher.events import (
     Waiting,
 )
 from lastwords.launcher.roster import (
-    END_S,
     FIRST_NOTICE_S,
     KEEP_AGAIN_S,
-    LEAVE_NOTICE_S,
     LEAVE_S,
     LOOK_ANSWER_S,
     NAMED_RANKS_MAX,
-    SPARE_S,
     START_NOTICE_S,
     START_PAUSES_S,
     START_S,
@@ -182,7 +176,7 @@ class LauncherCore:
             effects += self._replace_survivors(now_s) or self._enter()
         elif has_left and not self._leaving:
             self._leaving = True
-            self._others_leave_by(now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
+            self._ranks.others_leave(now_s)
         elif not has_left and self._ranks.are_any(Place.IN_MAIN):
             effects += self._recall(now_s)
         elif self.entry == 0 and self._ranks.known == 1:  # the first one, for all others
@@ -233,15 +227,11 @@ class LauncherCore:
             return [self._abandon(rank, now_s) for rank, _ in inside]
         for _, one in inside:
             if one.due_s is None:
-                self._saves(one, now_s)
+                self._ranks.saves(one, now_s)
         return []
 
-    def _saves(self, one: Rank, now_s: float) -> None:
-        """It is told to leave `main` once there is a checkpoint."""
-        self._ranks.due(one, now_s + END_S, told_s=now_s + END_S - LEAVE_S, look_s=now_s + LEAVE_NOTICE_S)
-
     def _abandon(self, rank: int, now_s: float) -> Effect:
-        self._ranks.due(self._ranks[rank], now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
+        self._ranks.leaves(self._ranks[rank], now_s)
         return Abandon(rank)
 
     def _progress(self, step: int) -> None:
@@ -356,19 +346,16 @@ class LauncherCore:
         return [self._start_now(rank, now_s)]
 
     def _start_now(self, rank: int, now_s: float) -> Effect:
-        one, told_s = self._ranks[rank], now_s + START_NOTICE_S
+        one = self._ranks[rank]
         one.start_s = None
-        if self.start_s is None:
-            self._ranks.due(one, None, told_s)
-        else:
-            self._ranks.due(one, now_s + self.start_s, told_s, look_s=told_s - LOOK_ANSWER_S)
+        self._ranks.imports(one, now_s, self.start_s)
         return Start(rank)
 
     def _imported(self, rank: int, now_s: float) -> list[Effect]:
         one = self._ranks[rank]
         if one.place is Place.STARTING:
             one.spare = True
-            self._ranks.due(one, now_s + SPARE_S, told_s=now_s + LEAVE_NOTICE_S)
+            self._ranks.answers(one, now_s)
         return []
 
     def _kill(self, rank: int, why: str, now_s: float) -> Effect:
@@ -391,7 +378,7 @@ class LauncherCore:
             if other == rank:
                 continue
             if begun:
-                self._saves(one, now_s)
+                self._ranks.saves(one, now_s)
             else:
                 effects.append(self._abandon(other, now_s))
         return effects
@@ -408,7 +395,7 @@ class LauncherCore:
                 if one.runs_due_s is not None:
                     effects += self._look_again(rank, now_s)
                 elif one.place is not Place.KILLED:
-                    effects.append(self._kill(rank, f"it {_missing(one)} in time", now_s))
+                    effects.append(self._kill(rank, f"it {one.missing} in time", now_s))
                 elif self.start_s is not None:
                     return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
                 else:  # it may be stopped, on a host of its own
@@ -422,20 +409,15 @@ class LauncherCore:
                 one.told_s = None
                 named += 1
                 if named <= NAMED_RANKS_MAX:
-                    effects.append(Awaited(rank, _missing(one), None if one.due_s is None else one.due_s - now_s))
+                    effects.append(Awaited(rank, one.missing, None if one.due_s is None else one.due_s - now_s))
         self._ranks.look()
         return effects
 
     def _stopped(self, rank: int, now_s: float) -> list[Effect]:
         one = self._ranks[rank]
         if one.asked:
-            return [self._kill(rank, f"it {_missing(one)} in time", now_s)]
-        if one.due_s is not None and one.due_s > now_s + LEAVE_S:
-            runs_due_s = one.due_s
-            # As much as those have for whom others wait: it was looked at when they would have been named.
-            whole_s, looked_s = (LEAVE_S, LEAVE_NOTICE_S) if one.place is Place.IN_MAIN else (SPARE_S, START_NOTICE_S)
-            self._ranks.due(one, now_s + whole_s - looked_s, told_s=now_s)
-            one.runs_due_s = runs_due_s
+            return [self._kill(rank, f"it {one.missing} in time", now_s)]
+        self._ranks.is_stopped(one, now_s)
         return []
 
     def _look_again(self, rank: int, now_s: float) -> list[Effect]:
@@ -447,20 +429,6 @@ class LauncherCore:
         one.asked, one.due_s = True, now_s + LOOK_ANSWER_S
         return [Look(rank)]
 
-    def _others_leave_by(self, deadline_s: float, told_s: float) -> None:
-        for _, one in self._ranks.at(Place.IN_MAIN):
-            if one.due_s is None or one.due_s > deadline_s:  # else people have been told, or will be
-                self._ranks.due(one, deadline_s, told_s)
-            elif one.runs_due_s is not None:
-                one.runs_due_s = min(one.runs_due_s, deadline_s)
-
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True
         return [Stop(failure)]
-
-
-def _missing(one: Rank) -> str:
-    """What it has not done, though others wait for it."""
-    if one.place is Place.IN_MAIN:
-        return NOT_LEFT
-    return NOT_ANSWERED if one.spare else NOT_COME

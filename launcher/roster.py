@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lastwords.launcher.events import NOT_ANSWERED, NOT_COME, NOT_LEFT
+
 LEAVE_S = 120.0
 """From the first rank that has left `main` until one that has not is killed: `finally` blocks may write files."""
 
@@ -95,6 +97,13 @@ class Rank:
     asked: bool = False
     """The second check is under way."""
 
+    @property
+    def missing(self) -> str:
+        """What it has not done, where others wait for it."""
+        if self.place is Place.IN_MAIN:
+            return NOT_LEFT
+        return NOT_ANSWERED if self.spare else NOT_COME
+
 
 @dataclass(slots=True)
 class Roster:
@@ -162,6 +171,46 @@ class Roster:
         one.due_s, one.told_s, one.look_s = at_s, told_s, look_s
         one.runs_due_s, one.asked = None, False
         self.awake_at(at_s, told_s, look_s)
+
+    def leaves(self, one: Rank, now_s: float) -> None:
+        """It is told to leave `main`, and others wait for it."""
+        self.due(one, now_s + LEAVE_S, told_s=now_s + LEAVE_NOTICE_S)
+
+    def others_leave(self, now_s: float) -> None:
+        """A rank has left `main`, so that all can."""
+        for _, one in self.at(Place.IN_MAIN):
+            if one.due_s is None or one.due_s > now_s + LEAVE_S:  # else people have been told, or will be
+                self.leaves(one, now_s)
+            elif one.runs_due_s is not None:
+                one.runs_due_s = min(one.runs_due_s, now_s + LEAVE_S)
+
+    def saves(self, one: Rank, now_s: float) -> None:
+        """It is told to leave `main` once there is a checkpoint."""
+        self.due(one, now_s + END_S, told_s=now_s + END_S - LEAVE_S, look_s=now_s + LEAVE_NOTICE_S)
+
+    def imports(self, one: Rank, now_s: float, start_s: float | None) -> None:
+        """Its process is started, and may take so long; None: people start it, who need not be looked at."""
+        told_s = now_s + START_NOTICE_S
+        if start_s is None:
+            self.due(one, None, told_s)
+        else:
+            self.due(one, now_s + start_s, told_s, look_s=told_s - LOOK_ANSWER_S)
+
+    def answers(self, one: Rank, now_s: float) -> None:
+        """Its process was a spare."""
+        self.due(one, now_s + SPARE_S, told_s=now_s + LEAVE_NOTICE_S)
+
+    def is_stopped(self, one: Rank, now_s: float) -> None:
+        """If it has much more time than those that others wait for, it has as much as they from now on.
+
+        It was looked at when people are told of those.
+        """
+        if one.due_s is None or one.due_s <= now_s + LEAVE_S:
+            return
+        runs_due_s = one.due_s
+        whole_s, looked_s = (LEAVE_S, LEAVE_NOTICE_S) if one.place is Place.IN_MAIN else (SPARE_S, START_NOTICE_S)
+        self.due(one, now_s + whole_s - looked_s, told_s=now_s)
+        one.runs_due_s = runs_due_s
 
     def awake_at(self, *instants_s: float | None) -> None:
         """Something is due then, where it is not None."""

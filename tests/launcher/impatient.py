@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lastwords.cli.main import main
-from lastwords.launcher import core
+from lastwords.launcher import core, roster
 
 LEAVE_S = 6.0
 """In place of two minutes."""
@@ -14,5 +14,6 @@ SPARE_S = 10.0
 """In place of one."""
 
 if __name__ == "__main__":
-    core.LEAVE_S, core.SPARE_S = LEAVE_S, SPARE_S  # type: ignore[misc]
+    core.LEAVE_S = roster.LEAVE_S = LEAVE_S  # type: ignore[misc]
+    roster.SPARE_S = SPARE_S  # type: ignore[misc]
     sys.exit(main(["run", *sys.argv[1:]]))
