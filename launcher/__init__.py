@@ -3,7 +3,8 @@
 core.py      what follows from what: deaths, arrivals and time in, starts and entries out (pure); its events and
              effects in events.py, where each rank is in roster.py, whether all run the same code in versions.py
 head.py      the launcher of the first host, which decides for all of them, and the others' way to it
-host.py      the processes of one host (processes.py), and the controller that they have lost (standby.py)
+host.py      the processes of one host (processes.py), those that wait for a rank (spares.py), and the controller that
+             they have lost (standby.py)
 agent.py     torch's elastic agent around the two
 recovery.py  where the time of a recovery went
 link.py      what launchers and workers say to each other, as lines of JSON

@@ -38,7 +38,7 @@ from lastwords.launcher.events import (
     Updated,
 )
 from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.processes import Controllers, Process, Spare, ended_badly, kill_group
+from lastwords.launcher.processes import Controllers, Process, ended_badly, kill_group
 from lastwords.launcher.protocol import (
     OWN,
     Become,
@@ -59,12 +59,12 @@ from lastwords.launcher.protocol import (
 )
 from lastwords.launcher.registry import Refused
 from lastwords.launcher.roster import OWN_LEAVE_S
+from lastwords.launcher.spares import RESTOCK_S, Spare, Spares
 from lastwords.launcher.standby import Standby
 from lastwords.launcher.versions import Ask
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
 from lastwords.liveness.oom_counts import OomCounts
-from lastwords.optim_wrapper.launch.config import SPARE
 
 _log = logging.getLogger(__name__)
 
@@ -78,18 +78,9 @@ class Failure:
     error: str
 
 
-NO_RANK = "not known before lastwords.run(main)"
-"""In place of a spare's rank: a script that reads it earlier fails at once, and does not go on as another rank."""
-
-SPARE_DEATHS_MAX = 3
-"""Spares in a row that may die before one is used; then there is none any more."""
-
 SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
-
-RESTOCK_S = 10.0
-"""From the use of a spare or a controller until another one is prepared, which takes seconds of processor time."""
 
 RESTOCK_AFTER_UPDATE_S = 0.3
 """The same from the first update of a rank on this host: the others are about to make theirs."""
@@ -123,8 +114,7 @@ class Host:
         self.processes: dict[int, subprocess.Popen[bytes]] = {
             rank: context.subprocess_handlers[local].proc for rank, local in self._local.items()
         }
-        self._spares_wanted, self._spares_died = spares, 0
-        self._spares: list[Spare] = []
+        self._spares = Spares(spares, context, self._at_the_end_of, self._say_once, self._restock_in)
         self._links: dict[int, Connection] = {}
         self._complaints = Complaints()
         self._controllers = Controllers()
@@ -141,7 +131,7 @@ class Host:
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         for rank in self.processes:
             self._watch(rank)
-        self._restock()
+        self._spares.restock()
 
     @property
     def due_in_s(self) -> float | None:
@@ -153,7 +143,7 @@ class Host:
         """Time has passed."""
         if self._restock_due_s is not None and mono_s() >= self._restock_due_s:
             self._restock_due_s = None
-            self._restock()
+            self._spares.restock()
             self._controllers.prepare()
         now_s = mono_s()
         due = [act for due_s, act in self._later if due_s <= now_s]
@@ -163,8 +153,7 @@ class Host:
 
     def end(self) -> None:
         """Spares and the controller that waits end; ranks go on."""
-        for spare in self._spares:
-            spare.end()
+        self._spares.end()
         for rank in self.processes:
             self._tell(rank, Dismissed())
         for link in self._links.values():
@@ -326,7 +315,7 @@ class Host:
             leader = os.getsid(hello.pid)
         except OSError:
             return
-        who.spare = next((one for one in self._spares if one.process.proc.pid == leader), None)
+        who.spare = self._spares.of(leader)
         who.rank = next((rank for rank, process in self.processes.items() if process.pid == leader), None)
         if who.spare is None and who.rank is None:
             return
@@ -371,7 +360,7 @@ class Host:
         error_file = Path(context.error_files[local])
         if error_file.is_file():  # and not /dev/null, where there is no directory for logs
             error_file.unlink()
-        spare = self._take_spare(local)
+        spare = self._spares.take(local)
         if spare is not None:
             process, spare.rank = spare.process, rank
             assert spare.link is not None
@@ -390,56 +379,10 @@ class Host:
             self._restock_in(RESTOCK_S)
             self._report(Imported(rank))
 
-    def _take_spare(self, local: int) -> Spare | None:
-        """One that was started with the arguments of this rank: torchrun's macros may differ by rank."""
-        context = self._context
-        for one in self._spares:
-            pid = one.process.proc.pid
-            if not one.ready or one.process.proc.poll() is not None or context.args[local] != context.args[0]:
-                continue
-            if process_id.is_stopped(pid):  # all ranks would wait for it; a new process takes some seconds
-                self._say_once(f"a spare (pid {pid}) is stopped and is not used until `kill -CONT {pid}` lets it go on")
-                continue
-            self._spares.remove(one)
-            self._spares_died = 0
-            return one
-        return None
-
     def _restock_in(self, seconds: float) -> None:
         """What was used is replaced, but not while the ranks need the processors to train again."""
         due_s = mono_s() + seconds
         self._restock_due_s = due_s if self._restock_due_s is None else min(due_s, self._restock_due_s)
-
-    def _restock(self) -> None:
-        while len(self._spares) < self._spares_wanted and self._start_spare():
-            pass
-
-    def _start_spare(self) -> bool:
-        context = self._context
-        unknown = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), NO_RANK)
-        env = {**context.envs[0], **unknown, SPARE: "1"}
-        try:
-            handler = Process(context.entrypoint, context.args[0], env, None, None, 0, context._numa_options)
-        except OSError as error:
-            self._say_once(f"no spare can be started: {error}; it is tried again every {RESTOCK_S:g} s")
-            self._restock_in(RESTOCK_S)
-            return False
-        spare = Spare(handler)
-        self._spares.append(spare)
-        self._at_the_end_of(handler.proc, lambda: self._spare_ended(spare))
-        return True
-
-    def _spare_ended(self, spare: Spare) -> None:
-        if spare not in self._spares:
-            return  # it has become a rank, whose end is seen as such
-        self._spares.remove(spare)
-        self._spares_died += 1
-        more = self._spares_died <= SPARE_DEATHS_MAX
-        self._spares_wanted -= not more
-        what = "another one is started" if more else "no other one is started any more"
-        _log.warning("a spare (pid %d) ended with %s; %s", spare.process.proc.pid, spare.process.proc.wait(), what)
-        if more:
-            self._restock_in(0.0 if self._spares_died == 1 else RESTOCK_S)
 
 
 class _Who:

@@ -1,4 +1,4 @@
-"""Processes that a host's launcher starts beside torch's own: replacements, spares, and controllers in advance."""
+"""Processes that a host's launcher starts beside torch's own: replacements, and controllers in advance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lastwords.controller import launch as controller_launch
-from lastwords.launcher.link import Connection
 from lastwords.liveness import process_id
 
 
@@ -69,20 +68,6 @@ class Controllers:
         if self._ready is not None:
             self._ready.kill()
             self._ready.wait()
-
-
-class Spare:
-    """A process that has imported the script and waits for a rank."""
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-        self.link: Connection | None = None
-        self.ready = False
-        self.rank: int | None = None
-
-    def end(self) -> None:
-        kill_group(self.process.proc.pid)
-        self.process.proc.wait()
 
 
 def ended_badly(pid: int) -> bool:

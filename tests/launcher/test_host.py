@@ -19,6 +19,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lastwords.launcher import host as module
+from lastwords.launcher import spares
 from lastwords.launcher.agent import _Round
 from lastwords.launcher.events import (
     Awaited,
@@ -35,11 +36,12 @@ from lastwords.launcher.events import (
     Stopped,
     Updated,
 )
-from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Failure, Host
+from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, Failure, Host
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.processes import Controllers, ended_badly
 from lastwords.launcher.protocol import OWN, PROTOCOL, Hello, Raised, Report, order_of, to_launcher
 from lastwords.launcher.registry import Refused
+from lastwords.launcher.spares import RESTOCK_S
 from tests import golden
 
 
@@ -67,6 +69,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pass
 
     monkeypatch.setattr(module, "Process", process)
+    monkeypatch.setattr(spares, "Process", process)
     monkeypatch.setattr(Host, "_at_the_end_of", nobody_watches)
     monkeypatch.setattr(module.Controllers, "prepare", lambda self: found.append("controller"))
     return found
@@ -82,10 +85,10 @@ def host(tmp_path: Path, clock: Clock, started: list[str]) -> Iterator[Host]:
 
 
 def test_what_was_used_is_replaced_once_a_rank_has_updated(host: Host, clock: Clock, started: list[str]) -> None:
-    host._restock()
+    host._spares.restock()
     assert started == ["spare"]
     assert host.due_in_s is None
-    host._spares.clear()  # it becomes a rank
+    host._spares._waiting.clear()  # it becomes a rank
     host._restock_in(RESTOCK_S)
     host.tick()
     assert started == ["spare"], "the ranks need the processors to train again"
@@ -344,26 +347,6 @@ class Accepts:
         return getattr(self._one, name)
 
 
-def test_a_spare_that_is_stopped_is_used_only_once_it_goes_on(
-    host: Host, started: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        host._restock()
-        (spare,) = host._spares
-        spare.ready, spare.process.proc = True, process
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert host._take_spare(0) is host._take_spare(0) is None
-        os.kill(process.pid, signal.SIGCONT)
-        os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
-        assert host._take_spare(0) is spare
-    finally:
-        process.kill()
-        process.wait()
-    golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
-
-
 def test_that_a_spare_has_taken_a_place_is_reported_and_of_a_new_process_nothing(
     host: Host, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,36 +354,14 @@ def test_that_a_spare_has_taken_a_place_is_reported_and_of_a_new_process_nothing
     monkeypatch.setattr(host, "_report", reports.append)
     host._context.stdouts = host._context.stderrs = {0: ""}
     host._context.error_files = {0: os.devnull}
-    host._restock()
-    (spare,) = host._spares
+    host._spares.restock()
+    (spare,) = host._spares._waiting
     host.obey(Start(0))
     assert reports == [], "it is not ready"
     spare.ready, spare.link = True, SimpleNamespace(tell=lambda message: None)  # type: ignore[assignment]
     spare.process.proc.poll = lambda: None
     host.obey(Start(0))
     assert reports == [Imported(0)]
-
-
-def test_spares_that_die_in_a_row_are_counted_until_one_is_used(host: Host, clock: Clock, started: list[str]) -> None:
-    def spare_ends() -> None:
-        spare = host._spares[0]
-        spare.process.proc.wait = lambda: 1
-        host._spare_ended(spare)
-        clock.now_s += RESTOCK_S
-        host.tick()
-
-    host._restock()
-    for _ in range(module.SPARE_DEATHS_MAX):
-        spare_ends()
-    used = host._spares[0]
-    used.ready, used.process.proc.poll = True, lambda: None
-    assert host._take_spare(0) is used
-    host._restock()
-    for _ in range(module.SPARE_DEATHS_MAX):
-        spare_ends()
-        assert len(host._spares) == 1
-    spare_ends()
-    assert host._spares == []
 
 
 class Told:
