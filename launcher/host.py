@@ -331,6 +331,7 @@ class Host:
             who.spare.link = link
         elif who.rank is not None:
             self._links[who.rank] = link
+            self._raised.pop(who.rank, None)  # of one before it in the same shell, which tries again
 
     def _hand_out(self, link: Connection, work: dict[str, str], asked: int) -> None:
         process = self._controllers.hand_out(work)

@@ -185,6 +185,24 @@ def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_n
     ]
 
 
+def test_what_a_process_has_said_is_not_taken_for_what_the_next_one_in_the_same_shell_says(
+    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setattr(host, "_report", events.append)
+    monkeypatch.setattr(host, "_at_the_end_of", lambda process, ended: ends.append(ended))
+    host._watch(0)
+    told.say(told.link, Raised("no such setting", lasting=True))
+    told.link.close()
+    told.turn()
+    told.connect().close()
+    host.processes[0].kill()
+    os.waitid(os.P_PID, host.processes[0].pid, os.WEXITED | os.WNOWAIT)
+    ends.pop()()
+    assert [(one.code, one.raised, one.lasting) for one in events if isinstance(one, Ended)] == [(-9, "", False)]
+
+
 def test_torchs_report_has_the_ranks_that_have_failed_and_the_first_one_is_its_root_cause(tmp_path: Path) -> None:
     written = tmp_path / "error.json"
     written.write_text(json.dumps({"message": {"message": "written", "extraInfo": {"timestamp": 5}}}))
