@@ -83,11 +83,11 @@ class Periodic:
         self._rearm()
         self.order_next()
 
-    def want(self) -> None:
-        """A rank asks for one, beside those that are due. One of a later step than that makes way for it.
+    def want(self, ended_step: int) -> None:
+        """One is wanted beside those that are due, of a step after `ended_step`. One of a later step makes way for it.
 
-        One of a step that no rank has ended, and that is no later, is what it asks for: ranks may ask all at once."""
-        if self._orders and self._context.members.reached < self._step <= self._next_step:
+        One that is of such a step, and no later, is what is wanted: ranks may ask all at once, and do so repeatedly."""
+        if self._orders and ended_step < self._step <= self._next_step:
             self._asked_for = True
             return
         self._wanted = True
@@ -179,7 +179,7 @@ class Periodic:
         if name == "checkpoint":
             self._rearm()
             if not self._context.members.anyone_left:
-                self.want()
+                self.want(self._context.members.reached)
         elif self._orders:
             who = ranks_text(self._missing) if self._missing else "the controller"
             self._give_up(f"{who} made no progress")

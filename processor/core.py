@@ -197,17 +197,24 @@ class ProcessorCore(RankState):
     def mark_copied(self, order: Save) -> None:
         """The state that `copy_due` asked for is copied."""
         self._snapshots.copied(order)
+        self._answer_wish(order)
 
     def mark_not_copied(self, order: Save, reason: str) -> None:
         """It could not be copied; training goes on."""
         self._snapshots.not_copied(order, reason)
+        self._answer_wish(order)
 
     def want_save(self) -> None:
-        """A checkpoint of the next step's end is wanted; owed until one is ordered."""
-        wanted = SaveWanted(self.rank, self.generation)
+        """A checkpoint of the next step's end is wanted; owed until this rank has done its part of one."""
+        self._said.wanted = SaveWanted(self.rank, self.generation)
+        self._wanted_after = self._ended_step
         self._outbox.send(Status(self.rank, self.generation, self.stand))  # the next step is counted from there
-        self._outbox.send(wanted)
-        self._said.wanted = None if self._snapshots.awaits_step else wanted
+        self._outbox.send(self._said.wanted)
+
+    def _answer_wish(self, order: Save) -> None:
+        """An order of a later step than that in which one was wanted; an order alone may be of a step far ahead."""
+        if order.step > self._wanted_after or self._phase is Phase.DONE:
+            self._said.wanted = None
 
     def mark_left(self) -> None:
         """The loop is over on this rank; wait for `released` (or for the end of an incident)."""
@@ -331,7 +338,6 @@ class ProcessorCore(RankState):
             case Proceed():
                 wakes = self._part.on_proceed(order, self.settled_stand)
             case Save() if order.incident == PERIODIC:
-                self._said.wanted = None
                 if not self._part.incident:
                     self._snapshots.on_save(order, self._ended_step, may_copy=self._phase in ENDED_PHASES)
                     if self._said.left is not None:

@@ -24,7 +24,7 @@ class Correspondence:
         self.raised: Raised | None = None
         self.signalled: Signalled | None = None
         self.left: Left | None = None
-        self.wanted: SaveWanted | None = None  # until a checkpoint is ordered
+        self.wanted: SaveWanted | None = None  # until the state for one is copied
         self.deaths: dict[int, PeerDied] = {}  # of neighbours, said in each session: another controller may serve
         self.closed = False
         self.session_up = False

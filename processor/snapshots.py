@@ -28,11 +28,6 @@ class Snapshots:
         order = self._waiting
         return order if order is not None and order.step == ended_step else None
 
-    @property
-    def awaits_step(self) -> bool:
-        """A checkpoint is ordered, of a step that is still to end."""
-        return self._waiting is not None
-
     def on_save(self, order: Save, ended_step: int, *, may_copy: bool) -> None:
         """A checkpoint of a step is wanted. may_copy: the state is still that of `ended_step`."""
         if order.attempt < self._attempt:

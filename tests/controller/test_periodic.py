@@ -145,6 +145,18 @@ def test_all_ranks_may_ask_at_once_for_one() -> None:
     assert {order.step for order in job.sent(Save).values()} == {1000}
 
 
+def test_a_rank_that_asks_again_before_it_has_ended_the_step_asks_for_the_same_one() -> None:
+    job = due(Schedule(steps=1000))
+    job.at(5)
+    job.hear(SaveWanted(0, GENERATION))
+    job.hear(Status(1, GENERATION, computing(6)))
+    job.hear(SaveWanted(0, GENERATION))
+    written(job, 6, attempt=2)
+    job.verified(attempt=2, incident=0)
+    job.published(attempt=2, incident=0)
+    assert {order.step for order in job.sent(Save).values()} == {1000}
+
+
 def test_one_that_is_asked_for_after_the_step_of_the_one_under_way_is_another() -> None:
     job = due(Schedule(steps=1000))
     job.at(5)

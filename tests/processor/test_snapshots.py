@@ -242,21 +242,50 @@ def asked_again(rank: RankDriver) -> bool:
     return heard.pop()
 
 
-def test_one_that_is_wanted_is_owed_until_it_is_ordered() -> None:
-    """It may be lost with its session, or with the controller that had heard it."""
+@pytest.mark.parametrize("ordered", ["before", "after"])
+def test_one_that_is_wanted_is_owed_until_its_state_is_copied(ordered: str) -> None:
+    """It may be lost with its session or its controller, and an order may be of a step far ahead."""
     rank = RankDriver(4)
+    if ordered == "before":
+        told(rank, 1000)
     rank.core.want_save()
+    assert SaveWanted(1, GENERATION) in reports(rank.core.take_effects())
     assert asked_again(rank)
+    if ordered == "after":
+        told(rank, 1000)
     assert asked_again(rank)
-    told(rank, 6)
+    told(rank, 5, attempt=2)
+    assert asked_again(rank)
+    step(rank)
+    copied(rank)
     assert not asked_again(rank)
 
 
-def test_one_that_is_ordered_already_is_asked_for_once() -> None:
+def test_one_whose_state_cannot_be_copied_is_not_asked_for_again() -> None:
     rank = RankDriver(4)
-    told(rank, 6)
     rank.core.want_save()
-    assert SaveWanted(1, GENERATION) in reports(rank.core.take_effects())
+    told(rank, 5)
+    step(rank)
+    order = rank.core.copy_due
+    assert order is not None
+    rank.core.mark_not_copied(order, "MemoryError: no memory")
+    assert not asked_again(rank)
+
+
+def test_a_copy_of_the_step_before_is_not_what_is_wanted() -> None:
+    rank = RankDriver(4)
+    told(rank, 4)
+    rank.core.want_save()
+    copied(rank)
+    assert asked_again(rank)
+
+
+def test_after_the_loop_a_copy_of_the_last_step_is_what_is_wanted() -> None:
+    rank = RankDriver(4)
+    rank.core.want_save()
+    rank.core.mark_left()
+    told(rank, 4)
+    copied(rank)
     assert not asked_again(rank)
 
 

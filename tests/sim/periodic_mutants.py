@@ -85,7 +85,7 @@ def _awaits_the_look(self: Any) -> bool:
     return self._looks > 0
 
 
-def _make_way(self: Any) -> None:
+def _make_way(self: Any, ended_step: int) -> None:
     self._wanted = True
     if self._stage is None and not self._bytes:
         self._drop()
