@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords import threads
-from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
+from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError, named
 from lastwords.liveness import paths
 from lastwords.liveness.process_id import start_ticks
 from lastwords.vocabulary import ProcessId
@@ -192,7 +192,16 @@ class LifeLine:
             raise UnavailableError(self._refused)
 
     def _own(self) -> None:
-        """Body of the owner thread."""
+        try:
+            self._hold()
+        except Exception as error:  # the outermost frame of this thread: whoever waits for the lock has to hear of it
+            _log.exception("a life line cannot be held")
+            self._refused = f"{named(error)}; falling back on pidfd"
+        finally:
+            self._held.set()
+
+    def _hold(self) -> None:
+        """Until it is let go."""
         libc = _libc()
         mutex = ctypes.c_void_p(self._mapping.address + _MUTEX_AT)
         code = libc.pthread_mutex_lock(mutex)
@@ -201,7 +210,6 @@ class LifeLine:
         if code != 0 or word.value & _FUTEX_TID_MASK != thread_id:
             # Another C library may keep the futex elsewhere in pthread_mutex_t: say so instead of guessing.
             self._refused = f"pthread_mutex_lock returned {code} and the word {word.value:#x}; falling back on pidfd"
-            self._held.set()
             return
         word.value = thread_id | _FUTEX_WAITERS
         header = _HEADER.pack(_MAGIC, _STATE_HELD, _MUTEX_AT, start_ticks(self._pid) or 0, self._pid, thread_id)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from lastwords import clock, errors, threads
 from lastwords.processor import departure as ways_out
-from lastwords.processor import events, interfaces
+from lastwords.processor import events, interfaces, pulse
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.interfaces import GateLike, PhaseWord, SessionLike
@@ -64,8 +64,8 @@ class Agent:
         self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
         self._session: SessionLike | None = None
-        self._writers = Writers(saver, self._handle)
-        self._closed, self._in_our_hands, self._own_time = False, 0, clock.OwnTime()
+        self._writers, self._own_time = Writers(saver, self._handle), clock.OwnTime()
+        self._closed, self._in_our_hands = False, 0
         self._whereabouts, self.work = Whereabouts(threading.get_ident()), StepWork()
         self._status_sent: Status | None = None
         self._pulse: threading.Thread | None = None
@@ -75,7 +75,7 @@ class Agent:
     def start(self, session: SessionLike) -> None:
         """Begin to stream status; `session` has been created with this agent's callbacks. UnavailableError."""
         self._session = session
-        self._pulse = threads.start_patiently(self._run_pulse, name="lastwords-pulse")
+        self._pulse = threads.start_patiently(pulse.keep_up, self._beat, self._core.rank, name="lastwords-pulse")
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the threads and the session; the incident, if any, is over. Idempotent, any thread."""
@@ -354,18 +354,26 @@ class Agent:
             threads.run(self._end_from_here, name="lastwords-end")
 
     def _end_from_here(self) -> None:
+        try:
+            if self._ends_without_us():
+                return
+            self.close(timeout_s=1.0)
+        except Exception:  # the outermost frame of this thread: the process ends all the same
+            _log.exception("leaving rank %d's loop failed", self._core.rank)
+        self._departure.end_now()
+
+    def _ends_without_us(self) -> bool:
         """The training thread sits in the user's code or in a collective; it gets a moment to come by by itself."""
         with self._condition:
             come_by_s = ways_out.come_by_s(self._departure.verdict, asked_to_stop=self._core.asked_to_stop)
             come_by_s = 0.0 if self._departure.process_stays else come_by_s
             if ways_out.wait_out(lambda s: self._condition.wait_for(lambda: self._in_our_hands > 0, s), come_by_s):
-                return
-        if self._core.steps_done and not self._departure.process_stays:
-            # It may be writing the user's last files, or hang: that is for its user to end.
-            self._hand_back()
-            return self._departure.announce(ends=False)
-        self.close(timeout_s=1.0)
-        self._departure.end_now()
+                return True
+        if not self._core.steps_done or self._departure.process_stays:
+            return False
+        self._hand_back()  # it may be writing the user's last files, or hang: that is for its user to end
+        self._departure.announce(ends=False)
+        return True
 
     def _park(self, go_on: Callable[[], bool]) -> None:
         """Training thread: wait until `go_on()` (called with the lock); leave if this process has to end."""
@@ -396,25 +404,25 @@ class Agent:
             self.close(timeout_s=1.0)
             raise self._departure.unwind()
 
-    def _run_pulse(self) -> None:
-        """Pulse thread: ticks for the core, and the newest status at most ten times a second."""
-        core, look = self._core, self._whereabouts.places
-        while True:
-            with self._condition:
-                if self._closed:
-                    return
-                now_s, due_s = self._own_time.at(clock.mono_s()), core.deadline_s
-                if due_s is not None and due_s <= now_s:
-                    core.handle(events.Tick(), now_s)
-                    self._settle_calls()
-                stand, asks = core.stand, core.asks
-            if self._session is not None:
-                self._session.look(asks, now_s)
-            status = Status(core.rank, core.generation, stand, *look(stand, now_s), self.work.seconds)
-            if status != self._status_sent:
-                self._status_sent = status
-                self.report(status)
-            with self._condition:
-                if not self._closed:
-                    due_s, latest_s = core.deadline_s, now_s + interfaces.STATUS_INTERVAL_S
-                    self._condition.wait(max(min(latest_s, latest_s if due_s is None else due_s) - now_s, 0.001))
+    def _beat(self) -> bool:
+        """Pulse thread: ticks for the core, and the newest status at most ten times a second. False at the end."""
+        core = self._core
+        with self._condition:
+            if self._closed:
+                return False
+            now_s, due_s = self._own_time.at(clock.mono_s()), core.deadline_s
+            if due_s is not None and due_s <= now_s:
+                core.handle(events.Tick(), now_s)
+                self._settle_calls()
+            stand, asks = core.stand, core.asks
+        if self._session is not None:
+            self._session.look(asks, now_s)
+        status = Status(core.rank, core.generation, stand, *self._whereabouts.places(stand, now_s), self.work.seconds)
+        if status != self._status_sent:
+            self._status_sent = status
+            self.report(status)
+        with self._condition:
+            if not self._closed:
+                due_s, latest_s = core.deadline_s, now_s + interfaces.STATUS_INTERVAL_S
+                self._condition.wait(max(min(latest_s, latest_s if due_s is None else due_s) - now_s, 0.001))
+        return True

@@ -174,6 +174,19 @@ class Departure:
         threads.run(lambda: self._decide_alone(reason, then), name="lastwords-end")
 
     def _decide_alone(self, reason: str, then: Callable[[], None]) -> None:
+        try:
+            order = self._look_up()
+        except Exception:  # the outermost frame of this thread: nothing is known then
+            _log.exception("the record of how this job has ended could not be looked for")
+            order = None
+        self.decide(
+            Verdict.controller_lost(self.rank, reason)
+            if order is None
+            else verdict_of(self.rank, order, stays=self.process_stays)
+        )
+        then()
+
+    def _look_up(self) -> Exit | None:
         found: list[Exit | None] = []
         looked = threading.Event()
 
@@ -187,13 +200,7 @@ class Departure:
 
         threads.run(look, name="lastwords-look")
         looked.wait(LOOK_UP_S)
-        order = found[0] if found else None
-        self.decide(
-            Verdict.controller_lost(self.rank, reason)
-            if order is None
-            else verdict_of(self.rank, order, stays=self.process_stays)
-        )
-        then()
+        return found[0] if found else None
 
     def refuse(self, reason: str) -> None:
         """The controller refused this process; the training thread raises ConfigError with `reason`."""
@@ -286,7 +293,10 @@ class Departure:
         """Any thread: announce and end the process at once. Does not return, unless the process stays."""
         if self._leave_main is not None:
             self.announce(ends=False)
-            return self._leave_main()
+            try:
+                return self._leave_main()
+            except Exception:  # outermost for this thread: what cannot leave ends, and is replaced
+                _log.exception("rank %d cannot leave main, and ends its process", self.rank)
         with self._lock:
             if self._exit_code is None:
                 self._exit_code = EXIT_NOT_SAVED if self._verdict is None else self._verdict.code
@@ -353,13 +363,15 @@ def _end_later(
         flushed.set()
 
     def end() -> None:
-        wait_out(hurry.wait, seconds)
-        for child in multiprocessing.active_children():
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                child.kill()
-        go.set()
-        flushed.wait(FLUSH_S)
         try:
+            try:
+                wait_out(hurry.wait, seconds)
+                for child in multiprocessing.active_children():
+                    with contextlib.suppress(OSError, ValueError, AttributeError):
+                        child.kill()
+            finally:
+                go.set()
+                flushed.wait(FLUSH_S)
             last()
         finally:
             os._exit(code)

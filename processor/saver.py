@@ -154,8 +154,11 @@ class SaveJob:
 
     def _report_syncs(self) -> None:
         while not self._over.wait(SYNC_INTERVAL_S) and not self._cancelled.is_set():
-            if self._watch.inside:
-                self._on_progress(self.order, self._written, True)
+            try:
+                if self._watch.inside:
+                    self._on_progress(self.order, self._written, True)
+            except Exception:  # outermost loop of this thread: the controller has to hear of the next one
+                _log.exception("rank %s could not say that it syncs step %s", self._spec.rank, self.order.step)
 
     def _fail(self, reason: str, storage: bool) -> None:
         self._over.set()

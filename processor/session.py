@@ -237,6 +237,10 @@ class Session:
                 _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
                 self._closing.wait(BACKOFF_MAX_S)
                 continue
+            except Exception:  # outermost loop of a thread: whatever it was, the next try may do better
+                _log.exception("session of rank %d with %s cannot begin", self.rank, self.address)
+                self._closing.wait(BACKOFF_MAX_S)
+                continue
             with channel:
                 self._connect_until_closed()
             descriptors.keep()

@@ -61,8 +61,11 @@ class Whereabouts:
         """
 
         def look() -> None:
-            report(Stack(rank, generation, stack := self.stack()))
-            _log.warning("%s\n%s", text, stack)
+            try:
+                report(Stack(rank, generation, stack := self.stack()))
+                _log.warning("%s\n%s", text, stack)
+            except Exception:  # the outermost frame of this thread: it only tells people
+                _log.exception("the stack of rank %d could not be told", rank)
 
         try:
             return threads.start(look, name="lastwords-stack")

@@ -58,6 +58,25 @@ def test_a_held_life_line_has_not_ended(line: LifeLine) -> None:
     assert state_of(line.path, process=process_id.this_process("x")) is None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_before_it_holds_the_lock_keeps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(robust_mutex, "_FUTEX_TID_MASK", None)
+    refused: list[UnavailableError] = []
+
+    def create() -> None:
+        try:
+            LifeLine.create(tmp_path / "rank_0.life")
+        except UnavailableError as error:
+            refused.append(error)
+
+    creating = threading.Thread(target=create, daemon=True)
+    creating.start()
+    creating.join(WAIT_S)
+    assert len(refused) == 1
+
+
 def test_release_tells_every_watcher_that_it_was_no_death(line: LifeLine) -> None:
     ends = Ends()
     watches = [watch(line.path, ends) for _ in range(5)]

@@ -12,6 +12,8 @@ from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.saver import SaverSpec
 from lastwords.vocabulary import (
+    Exit,
+    ExitKind,
     Freeze,
     Left,
     LoopBegin,
@@ -27,6 +29,7 @@ from lastwords.vocabulary import (
     SaveProgress,
     Stack,
     Stand,
+    Status,
     Welcome,
 )
 from tests import golden
@@ -55,11 +58,11 @@ class Heard:
         pass
 
 
-def in_a_loop(session: Heard | None = None) -> Agent:
+def in_a_loop(session: Heard | None = None, departure: Departure | None = None) -> Agent:
     unused: Any = None
     session = session or Heard()
     saver = SaverSpec(0, "job", (), unused)
-    session.agent = agent = Agent(ProcessorCore(0, 1, 0), unused, saver, Departure(0))
+    session.agent = agent = Agent(ProcessorCore(0, 1, 0), unused, saver, departure or Departure(0))
     agent.start(session)
     agent.on_session_up()
     agent.on_order(Welcome(1, 0, 1))
@@ -121,4 +124,44 @@ def test_a_stack_is_told_although_no_thread_can_be_started_that_logs_it() -> Non
     with no_threads():
         agent.on_order(Notice(1, "rank 0 is behind", stack=True))
     assert any(isinstance(report, Stack) for report in session.reports)
+    agent.close()
+
+
+class Stumbling(Heard):
+    """One that raises what nobody expects, so often."""
+
+    def __init__(self, looks: int = 0, closes: int = 0) -> None:
+        super().__init__()
+        self.looks, self.closes = looks, closes
+
+    def look(self, asks: bool, now_s: float) -> None:
+        self.looks -= 1
+        if self.looks >= 0:
+            raise ValueError("unexpected")
+
+    def close(self, timeout_s: float) -> None:
+        self.closes -= 1
+        if self.closes >= 0:
+            raise ValueError("unexpected")
+
+
+def test_a_pulse_that_fails_goes_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Without it no time passes for the core, and a rank that has lost its controller would wait for ever."""
+    session = Stumbling(looks=3)
+    agent = in_a_loop(session)
+    assert agent.wait_until(lambda: session.looks < 0, 30.0)
+    agent.end_step(lambda step: None)
+    assert agent.wait_until(
+        lambda: any(isinstance(said, Status) and said.stand.step == 1 for said in session.reports), 30.0
+    )
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+    agent.close()
+
+
+def test_a_rank_that_is_told_to_leave_does_so_although_its_session_cannot_be_closed() -> None:
+    left = threading.Event()
+    agent = in_a_loop(Stumbling(closes=1), Departure(0, leave_main=left.set))
+    agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+    agent.on_order(Exit(1, 1, ExitKind.SAVED, 7, "/c", "rank 1 died", (1,)))
+    assert left.wait(30.0)
     agent.close()

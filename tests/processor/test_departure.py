@@ -112,6 +112,23 @@ def test_a_process_ends_although_no_thread_can_be_started(way: str) -> None:
     assert "step 37" in errors
 
 
+FAIL = "def fail(*args): raise ValueError('unexpected')\n"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "ways_out.wait_out = fail; departure.decide(saved); departure.end_within(0.1, 75); time.sleep(1000)",
+        "departure = Departure(2, leave_main=fail); departure.decide(saved); departure.end_now(); time.sleep(1000)",
+    ],
+    ids=["the wait fails", "main cannot be left"],
+)
+def test_a_process_ends_whatever_goes_wrong_with_its_end(way: str) -> None:
+    code, errors = run(FAIL + way)
+    assert code == 75, errors
+    assert "step 37" in errors
+
+
 def test_what_was_printed_is_flushed() -> None:
     """Negative control of the bound: where nothing blocks, nothing is lost."""
     read_end, write_end = os.pipe()

@@ -6,10 +6,12 @@ import threading
 
 import pytest
 
+from lastwords import threads
 from lastwords.processor import departure
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, Departure, Verdict
 from lastwords.vocabulary import Exit, ExitKind
 from tests import golden
+from tests.shortage import no_threads
 
 WAIT_S = 10.0
 ENDED = Exit(1, 1, ExitKind.SAVED, 37, "/c/tft_saved_checkpoints-step_37", "rank 2 was lost", (2,))
@@ -58,3 +60,12 @@ def test_a_record_that_cannot_be_read_keeps_nobody() -> None:
         raise OSError("stale file handle")
 
     assert verdict(Departure(2, fail)).code == EXIT_NOT_SAVED
+
+
+def test_a_record_that_no_thread_can_be_had_to_look_for_keeps_nobody() -> None:
+    threads.reserve(1)  # the one that decides
+    try:
+        with no_threads():
+            assert verdict(Departure(2, lambda: ENDED)).code == EXIT_NOT_SAVED
+    finally:
+        threads.release(1)
