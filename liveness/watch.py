@@ -53,6 +53,12 @@ class _Entry:
     died: bool = False
     told: bool = False  # how
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is watched in every way that is meant for it."""
+        has_life = self.life is not None or self.life_path is None
+        return has_life and (self.pid_token is not None or not self.by_pid)
+
 
 class HostWatch:
     """Calls `on_death` at most once for each added process, from a thread of its own; the calls may overlap.
@@ -76,6 +82,7 @@ class HostWatch:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
+        self._lacking: dict[int, ProcessId] = {}  # not every way of watching them works, and that has been said
         self._pids = PidWatcher()
 
     def start(self) -> None:
@@ -115,8 +122,7 @@ class HostWatch:
                 if is_shortage(error):
                     short.append(way)
         text = "; ".join(map(str, problems))
-        if problems:
-            _log.warning("not every way of watching rank %d (process %d) works: %s", rank, process.pid, text)
+        self._tell_lacking(rank, process, text)
         if not sources:
             with self._lock:
                 if self._entries.get(rank) is entry:
@@ -165,10 +171,23 @@ class HostWatch:
                 if is_shortage(error):
                     self._add_later(rank, entry, way)
                 return
+            if entry.is_whole:
+                self._tell_lacking(rank, entry.process, "")
             if not self._has(rank, entry):  # removed meanwhile
                 self._forget(entry)
 
         self._pids.later(AGAIN_S, again)
+
+    def _tell_lacking(self, rank: int, process: ProcessId, text: str) -> None:
+        """Which ways of watching a process do not work: said once, however often it is tried, and once it is over."""
+        with self._lock:
+            said = self._lacking.pop(rank, None) == process
+            if text:
+                self._lacking[rank] = process
+        if text and not said:
+            _log.warning("not every way of watching rank %d (process %d) works: %s", rank, process.pid, text)
+        elif said and not text:
+            _log.warning("every way of watching rank %d (process %d) works now", rank, process.pid)
 
     def _has(self, rank: int, entry: _Entry) -> bool:
         with self._lock:

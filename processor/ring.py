@@ -65,6 +65,7 @@ class HostRing:
         self._watched: set[int] = set()
         self._died: dict[int, PeerDied] = {}
         self._tried: dict[int, int] = {}
+        self._problems: dict[int, str] = {}  # that have been said
         self.is_first = False
         """Whether this is the lowest rank of its host; known after `start`."""
         self._stopped = False
@@ -142,7 +143,9 @@ class HostRing:
                 self._watch.add(rank, path, process, by_pid=process_id.is_alive(process))
             except LastWordsError as error:
                 self._watched.discard(rank)
-                _log.info("rank %d does not watch rank %d: %s", self._rank, rank, error)
+                if self._problems.get(rank) != str(error):  # it is tried again; the same words are said once
+                    _log.info("rank %d does not watch rank %d: %s", self._rank, rank, error)
+                self._problems[rank] = str(error)
                 self._look_again(rank, error)
             except Exception:  # the outermost frame of a watcher's thread; training must not notice
                 self._watched.discard(rank)

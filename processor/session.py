@@ -160,6 +160,7 @@ class Session:
         self._refusals = 0  # since then, by somebody else
         self._closing = threading.Event()
         self._failures = 0
+        self._drops = False  # reports, and that has been said
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -179,8 +180,9 @@ class Session:
 
     def send(self, report: Report) -> None:
         """Send a report as soon as possible. Never waits, never raises; a newer status replaces an older one."""
-        if not self._outbox.put(report):
-            _log.warning("the controller at %s does not receive reports; the oldest one is dropped", self.address)
+        drops, self._drops = self._drops, not self._outbox.put(report)
+        if self._drops and not drops:
+            _log.warning("the controller at %s does not receive reports; the oldest ones are dropped", self.address)
 
     def look(self, asks: bool, now_s: float) -> None:
         """Ask a controller that has been silent for too long; the connection ends if it does not answer within
@@ -229,12 +231,15 @@ class Session:
         # process if there is no descriptor left. It is not kept any longer than the session: it has threads, and a
         # child that is forked afterwards may have a session of its own. What is kept until the next session, which
         # follows in this process under `lastwords run`, is descriptors.
+        said = ""
         while not self._closing.is_set():
             try:
                 with descriptors.room_for_grpc():
                     channel = grpc.insecure_channel(self.address, options=self._options)
             except UnavailableError as error:
-                _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
+                if str(error) != said:
+                    _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
+                said = str(error)
                 self._closing.wait(BACKOFF_MAX_S)
                 continue
             except Exception:  # outermost loop of a thread: whatever it was, the next try may do better

@@ -6,6 +6,7 @@ import os
 import queue
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,22 @@ def test_a_life_line_is_watched_as_soon_as_there_is_a_thread_for_it(line: LifeLi
         assert hosts.add(0, line.path, process_id.this_process("x")) == (DeathSource.PIDFD,)
     line.release()  # which the pidfd says nothing of
     assert released.get(timeout=WAIT_S) == 0
+    hosts.stop()
+
+
+def test_a_shortage_is_said_once_and_once_when_it_is_over(line: LifeLine, caplog: pytest.LogCaptureFixture) -> None:
+    hosts = HostWatch(lambda *death: None)
+    hosts.start()
+    here = process_id.this_process("x")
+    passed: queue.Queue[int] = queue.Queue()
+    with no_threads():
+        for _ in range(3):  # as who owns the watch tries again
+            hosts.add(0, line.path, here)
+        hosts.later(0.05, lambda: passed.put(1))
+        assert passed.get(timeout=WAIT_S) == 1
+    while len(caplog.records) < 2:
+        time.sleep(0.01)
+    golden.says("\n".join(record.getMessage() for record in caplog.records).replace(str(os.getpid()), "PID"))
     hosts.stop()
 
 
