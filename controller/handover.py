@@ -182,9 +182,9 @@ def remove_dead_run_files(*, root: Path = paths.SHM_ROOT, young_s: float = 60.0)
 
 
 def port_is_free(ip: str, port: int) -> bool:
-    """Whether a server could listen there now. Raises ConfigError where it never could."""
+    """Whether a server could listen there now. ConfigError where it never could, UnavailableError in a shortage."""
     family, address = resolve(ip, port)
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with _socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no servers
         try:
             probe.bind(address)
@@ -203,12 +203,21 @@ def port_is_free(ip: str, port: int) -> bool:
 
 
 def free_port(ip: str) -> int:
-    """A port of `ip` on which nothing listens now. ConfigError if `ip` is no address of this host."""
+    """A port of `ip` on which nothing listens now. ConfigError if `ip` is no address of this host; UnavailableError."""
     port_is_free(ip, 0)
     family, address = resolve(ip, 0)
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with _socket(family) as probe:
         probe.bind(address)
         return int(probe.getsockname()[1])
+
+
+def _socket(family: socket.AddressFamily) -> socket.socket:
+    try:
+        return socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot look for a free port: {error.strerror}; raise the limit on open files (ulimit -n), or close some"
+        ) from error
 
 
 def ask_to_end(record: RunRecord) -> None:

@@ -95,7 +95,7 @@ class SignalGuard:
     def install(self) -> None:
         """Take the signals; harmless if done before. Where that is impossible a warning says why, and nothing raises.
 
-        Only the main thread of a process may set handlers. UnavailableError if no thread can be started.
+        Only the main thread of a process may set handlers. UnavailableError if no thread can be started, or no descriptor is left.
         """
         if self._installed:
             return
@@ -103,7 +103,12 @@ class SignalGuard:
             self._degrade("training does not run in the main thread, so no signal handler can be set")
             return
         self._pid = os.getpid()
-        read_end, write_end = socket.socketpair()
+        try:
+            read_end, write_end = socket.socketpair()
+        except OSError as error:
+            raise UnavailableError(
+                f"signals cannot be handled: {error.strerror}; raise the limit on open files (ulimit -n), or close some"
+            ) from error
         try:
             self._thread = threads.start_patiently(self._read_signals, read_end, name="lastwords-signals")
         except UnavailableError:

@@ -15,9 +15,10 @@ import pytest
 
 from lastwords.controller import handover
 from lastwords.controller.handover import RunFile, RunRecord, await_address, read_run_file, run_file_path
-from lastwords.errors import ConfigError, UnavailableError
+from lastwords.errors import ConfigError, UnavailableError, is_shortage
 from lastwords.liveness import process_id
 from tests import golden
+from tests.shortage import no_descriptors
 
 HOST = "127.0.0.1"
 
@@ -266,3 +267,10 @@ def test_a_host_name_that_means_loopback_here_is_warned_about(
     caplog.clear()
     handover.resolve("localhost", 30051)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("look", [lambda: handover.port_is_free(HOST, 1), lambda: handover.free_port(HOST)])
+def test_to_look_for_a_port_without_descriptors_is_a_shortage(look: Callable[[], object]) -> None:
+    with golden.raises(UnavailableError) as caught, no_descriptors():
+        look()
+    assert is_shortage(caught.value)

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from lastwords.errors import UnavailableError, is_shortage
 from lastwords.processor.signals import SignalGuard
 from tests import golden
+from tests.shortage import no_descriptors
 
 WAIT_S = 20.0
 OTHERS = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP)
@@ -480,3 +482,13 @@ def test_a_ctrl_c_that_is_passed_on_interrupts_at_once(guard: SignalGuard, repor
     reports.wait(1)
     with pytest.raises(KeyboardInterrupt):
         guard.pass_on(signal.SIGINT)
+
+
+def test_a_guard_without_descriptors_is_a_shortage_and_takes_nothing(reports: Reports) -> None:
+    guard = SignalGuard(reports)
+    with golden.raises(UnavailableError) as caught, no_descriptors():
+        guard.install()
+    assert is_shortage(caught.value)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    guard.install()
+    guard.uninstall()
