@@ -32,13 +32,18 @@ PACES_MAX = 500
 
 
 class HangWatch:
-    """The time since a step has ended last on any rank. Decides only while the job is WATCHING."""
+    """The time since a step has ended last on any rank. Decides only while the job is WATCHING.
+
+    pace_s: what a controller that was killed has kept, or 0.
+    """
 
     TIMERS = ("hang",)
 
-    def __init__(self, context: JobContext) -> None:
+    def __init__(self, context: JobContext, pace_s: float) -> None:
         self._context = context
-        self._paces: list[float] = []  # seconds that a step took, of the newest steps
+        self._paces = [pace_s] if pace_s else []  # seconds that a step took, of the newest steps
+        self.kept_pace_s = pace_s
+        """Half of the steps take no longer, as far as whoever follows has to know it: within a factor of two."""
         self._newest = -1  # step that some rank has ended last
         self._since_s = 0.0
         self._told_s = 0.0  # without an ended step, when that was said last
@@ -56,6 +61,8 @@ class HangWatch:
         context, quiet_s = self._context, self._quiet_s
         if self._newest > context.members.base_step:
             self._paces = [*self._paces[1 - PACES_MAX :], quiet_s / (ended - self._newest)]
+            if not 0.5 * self.kept_pace_s <= self._pace_s <= 2.0 * self.kept_pace_s:
+                self.kept_pace_s = self._pace_s
         told_s, self._newest = self._told_s, ended
         self.begin_anew()
         if told_s and context.state is State.WATCHING:

@@ -36,7 +36,7 @@ class JobState:
         self._closing = Closing(self._context)
         self._periodic = Periodic(self._context)
         self._loop = LoopWatch(self._context, self._closing, self._periodic)
-        self._hang = HangWatch(self._context)
+        self._hang = HangWatch(self._context, before.memory.pace_s if before is not None else 0.0)
         self._stragglers = Stragglers(self._context)
         self._succession = Succession(self._context, before)
         self._started = False
@@ -82,14 +82,15 @@ class JobState:
 
     def _remembering(self, effects: list[Effect]) -> list[Effect]:
         """The effects, preceded by a Remember if the successor needs new state."""
-        wanted = self._periodic.wanted
-        if self._succession.may_wait(effects, self._incident, wanted=wanted):
+        wanted, pace_s = self._periodic.wanted, self._hang.kept_pace_s
+        if self._succession.may_wait(effects, self._incident, wanted=wanted, pace_s=pace_s):
             return effects
         numbers = Memory(
             incident=self._incident_number,
             resumed=self._incident_resumed,
             periodic=self._periodic.newest,
             wanted=wanted,
+            pace_s=pace_s,
             outcome=self._closing.outcome,
         )
         kept = self._succession.remember(numbers, self._incident)

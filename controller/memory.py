@@ -38,7 +38,8 @@ class Memory:
 
     certain: the incident that is open cannot be a false alarm. attempts: temporary directories that are in use.
     publishing: the newest order to publish in an incident that is open. periodic: the newest of its kind.
-    wanted: one was asked for and is not written yet. outcome: how the job ends, once that is decided.
+    wanted: one was asked for and is not written yet. pace_s: about what a step takes. outcome: how the job ends, once
+    that is decided.
     """
 
     gone: tuple[Gone, ...] = ()
@@ -51,4 +52,5 @@ class Memory:
     publishing: StartPublish | None = None
     periodic: Discard | None = None
     wanted: bool = False
+    pace_s: float = 0.0
     outcome: Outcome | None = None

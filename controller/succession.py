@@ -113,8 +113,8 @@ class Succession:
 
     # ------------------------------------------------------------------ for the next one
 
-    def may_wait(self, effects: Sequence[Effect], incident: Incident | None, *, wanted: bool) -> bool:
-        """Whether these effects do nothing that the next controller would have to know of. wanted: see `Memory`.
+    def may_wait(self, effects: Sequence[Effect], incident: Incident | None, *, wanted: bool, pace_s: float) -> bool:
+        """Whether these effects do nothing that the next controller would have to know of. The rest: see `Memory`.
 
         The successor reopens a certain incident and detects its dead ranks itself, so single deaths need not be
         persisted: a thousand deaths at once are written once, before what is done about them.
@@ -122,7 +122,8 @@ class Succession:
         kept = None if self.remembered is None else self.remembered.memory
         if not effects:
             # Before that, ranks may say where they start; and before the first time nobody knows who serves now.
-            return self._context.members.loop_go_sent and kept is not None and kept.wanted == wanted
+            known = kept is not None and (kept.wanted, kept.pace_s) == (wanted, pace_s)
+            return self._context.members.loop_go_sent and known
         if incident is None or kept is None or not kept.certain or kept.incident != incident.number:
             return False
         return all(isinstance(effect, Log) for effect in effects)

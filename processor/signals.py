@@ -95,7 +95,7 @@ class SignalGuard:
     def install(self) -> None:
         """Take the signals; harmless if done before. Where that is impossible a warning says why, and nothing raises.
 
-        Only the main thread of a process may set handlers. UnavailableError if no thread can be started, or no descriptor is left.
+        Only the main thread of a process may set handlers. UnavailableError without a thread or a descriptor.
         """
         if self._installed:
             return

@@ -37,6 +37,7 @@ MEMORY = Memory(
     publishing=StartPublish(2, 3, 8, 0, PARTS, "rank 1 died", (1,), (1,), ()),
     periodic=Discard(0, 7, 5, 0),
     wanted=True,
+    pace_s=6.5,
     outcome=Outcome(OutcomeKind.SAVED, 8, "/c/step_8", "rank 1 died", (1,)),
 )
 REMEMBERED = Remember(tuple(Registered(ProcessId("host", 100 + r, 7, "n"), ("u", f"u{r}")) for r in range(3)), MEMORY)

@@ -20,6 +20,7 @@ from lastwords.controller.events import (
     Tick,
     Watched,
 )
+from lastwords.controller.hang import QUIET_STEPS
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
@@ -28,6 +29,7 @@ from lastwords.vocabulary import (
     Left,
     LoopBegin,
     LoopGo,
+    Notice,
     Phase,
     Release,
     Resume,
@@ -37,6 +39,7 @@ from lastwords.vocabulary import (
     Stand,
     Welcome,
 )
+from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
 OPTIONS = ControllerOptions(lost_confirm_s=2.0, silence_timeout_s=10.0, exit_timeout_s=5.0)
@@ -413,6 +416,31 @@ def test_the_next_one_knows_what_this_one_has_learnt() -> None:
     line.come_back(0, 1)
     assert line.sent(Freeze)[1].incident == 3
     assert line.sent(Freeze)[1].reason == "rank 2 died (killed or crashed)"
+
+
+def test_the_next_one_knows_how_long_steps_take() -> None:
+    """Else it would call a step that is as long as every other one a hang, and say that others take no time."""
+    line, notice_s = training(), OPTIONS.hang_notice_s
+    for step in range(7, 12):
+        line.wait(2 * notice_s)
+        line.at(step)
+    line.follow()
+    line.come_back(0, 1, 2, stand=computing(11))
+    line.at(11)
+    line.wait(QUIET_STEPS * 2 * notice_s - 1.0)
+    assert not line.sent(Notice)
+    line.wait(2.0)
+    golden.says(line.sent(Notice)[0].text)
+
+
+def test_what_is_kept_is_not_rewritten_in_each_step() -> None:
+    line = training()
+    written = set()
+    for step in range(7, 60):
+        line.wait(0.1 + 0.01 * (step % 3))
+        line.at(step)
+        written.add(line.kept)
+    assert len(written) <= 2
 
 
 def test_another_process_is_no_member() -> None:

@@ -28,6 +28,8 @@ ONLY_FOR_PEOPLE = frozenset(
         ("Succession", "remembered"),
         ("HangWatch", "_newest"),
         ("HangWatch", "_paces"),
+        ("HangWatch", "kept_pace_s"),
+        ("Memory", "pace_s"),
         ("HangWatch", "_since_s"),
     }
 )
