@@ -46,6 +46,8 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
             continue
         path = root / name
         try:
+            if not _is_dead(path, young_s):
+                continue  # without a look at its lock: a controller that starts there takes it at the first try
             with _no_controller_serves(path) as nobody:
                 if nobody and _is_dead(path, young_s):
                     paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.liveness import paths
+from lastwords.liveness import leftovers, paths
 from lastwords.liveness.leftovers import remove_dead_job_dirs
 from lastwords.liveness.robust_mutex import LifeLine
 
@@ -95,3 +95,19 @@ def test_what_cannot_be_judged_stays(root: Path) -> None:
 
 def test_a_place_that_is_not_there_is_no_error(tmp_path: Path) -> None:
     assert remove_dead_job_dirs(root=tmp_path / "nowhere") == []
+
+
+def test_a_controller_that_starts_meanwhile_gets_its_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries once: whoever has its lock serves the job already."""
+    path = paths.make_job_dir("starts", 1, NONCE, root=root)
+    (path / paths.LOCK_NAME).write_text("")
+    looks, taken = leftovers._is_dead, []
+
+    def look(path: Path, young_s: float) -> bool:
+        with LockFile(path / paths.LOCK_NAME).held() as held:
+            taken.append(held)
+        return looks(path, young_s)
+
+    monkeypatch.setattr(leftovers, "_is_dead", look)
+    assert remove_dead_job_dirs(root=root) == []
+    assert taken == [True]
