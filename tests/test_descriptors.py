@@ -34,6 +34,25 @@ def test_the_limit_is_raised_where_it_is_too_low_and_told_where_that_is_not_enou
         golden.says(found.stderr)
 
 
+FORK = """
+import os, signal
+from lastwords import descriptors
+with descriptors._lock:  # as another thread may
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        descriptors.keep()
+        with descriptors.room_for_grpc():
+            pass
+        os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_child_that_is_forked_while_another_thread_counts_them_may_count_its_own() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True)
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 

@@ -86,3 +86,11 @@ def _fill() -> None:
 def _empty() -> None:
     while _kept:
         os.close(_kept.pop())
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that is not here may have held the other one
+
+
+os.register_at_fork(after_in_child=_in_child)
