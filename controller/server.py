@@ -99,6 +99,10 @@ class ControllerShell:
 
         Raises UnavailableError if the address cannot be bound.
         """
+        with threads.starting("lastwords-clean-up"):
+            await self._loop.run_in_executor(None, int)  # its thread, which waits for the end from now on
+        self._neighbours.start()
+        self._storage.start()
         server = grpc.aio.server(
             options=server_options(
                 Keepalive(self._spec.options.keepalive_time_s, self._spec.options.keepalive_timeout_s),
@@ -123,13 +127,9 @@ class ControllerShell:
             self._spec.world_size,
             address,
         )
-        with threads.starting("lastwords-clean-up"):
-            await self._loop.run_in_executor(None, int)  # its thread, which waits for the end from now on
         self._feed((events.Tick(),))
         self._follow()
         self._update_run_file()
-        self._neighbours.start()
-        self._storage.start()
         self._storage.clear_up()
         housekeeping = self._loop.create_task(self._keep_house())
         beating = self._loop.create_task(self._beat())

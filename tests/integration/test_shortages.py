@@ -85,6 +85,29 @@ end_shortage()
 assert os.listdir("/proc/self/fd") == before, "something is left open"
 """
 
+SERVE = """
+import socket, threading
+from lastwords import threads
+from lastwords.controller import __main__ as controller
+threads._PAUSES_S = (0.1,)
+start = threading.Thread.start
+
+def refuse(self):
+    if self.name.startswith(("lastwords-host-watch", "lastwords-lines")[free]):
+        with socket.socket() as other:  # nothing of it is to be seen yet
+            assert other.connect_ex((spec.ip, spec.port)) != 0, "it listens"
+        raise RuntimeError("can't start new thread")
+    start(self)
+
+os.environ["LASTWORDS_TOKEN"] = "t0ken"
+killed.kill()
+path.unlink()
+threading.Thread.start = refuse
+assert controller.main([spec.to_json()]) == 1
+assert not path.exists(), "state is left of a controller that never served"
+os._exit(0)
+"""
+
 
 def run(script: str, tmp_path: Path, free: int) -> None:
     """In a process of its own, whose descriptors may be taken away."""
@@ -107,3 +130,8 @@ def test_a_controller_that_cannot_be_started_for_lack_of_descriptors_leaves_none
     tmp_path: Path, free: int
 ) -> None:
     run(START, tmp_path, free)
+
+
+@pytest.mark.parametrize("lacking", [0, 1], ids=["that watches", "that writes"])
+def test_a_controller_that_lacks_a_thread_never_begins_to_serve(tmp_path: Path, lacking: int) -> None:
+    run(SERVE, tmp_path, lacking)
