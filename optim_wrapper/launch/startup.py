@@ -51,11 +51,15 @@ class Agreement:
 def check_directory(path: Path, what: str) -> tuple[str, ...]:
     """Create `path` if need be and try what a death will need there, now; what its file system cannot do (`probe`).
 
-    Raises StorageError that names the path, the system's reason and what to do.
+    Raises StorageError that names the path, the system's reason and what to do; ConfigError if it is no directory.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         return probe(path)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{what} {str(path)!r} cannot be used: there is a file where a directory is needed; choose another path"
+        ) from error
     except (OSError, StorageError) as error:
         raise StorageError(
             f"{what} {str(path)!r} cannot be written: {error}; no checkpoint could be saved there; choose a "

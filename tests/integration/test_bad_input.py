@@ -91,7 +91,7 @@ def test_ranks_with_different_directories_are_refused_and_named(rig: Rig, tmp_pa
 def test_a_path_that_cannot_be_written_is_found_at_the_start(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     launch = rig.launch(LAYOUT, checkpoints=tmp_path / "file" / "checkpoints")
-    refused(launch, r"StorageError: .*file/checkpoints.*cannot be written")
+    refused(launch, r"ConfigError: .*file/checkpoints.*a file where a directory is needed")
 
 
 def test_extras_that_cannot_be_stored_are_refused_with_their_path(rig: Rig) -> None:

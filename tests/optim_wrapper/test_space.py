@@ -11,6 +11,7 @@ import torch
 
 from lastwords.checkpoint.system import Os
 from lastwords.errors import ConfigError, StorageError
+from lastwords.optim_wrapper.launch import startup
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.space import check_space, checkpoint_bytes
 from tests import golden
@@ -95,3 +96,11 @@ def test_the_setting_is_a_switch() -> None:
     assert config(LASTWORDS_REQUIRE_SPACE="1").require_space
     with golden.raises(ConfigError):
         config(LASTWORDS_REQUIRE_SPACE="yes")
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_a_path_that_is_a_file_or_below_one_is_refused(tmp_path: Path, below: str) -> None:
+    """As any other setting that can never work: `lastwords.run` says it in one line, and does not try again."""
+    (tmp_path / "file").write_text("no directory")
+    with golden.raises(ConfigError):
+        startup.check_directory(tmp_path / "file" / below, "ckpt_save_path")
