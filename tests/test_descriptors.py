@@ -53,6 +53,12 @@ def test_a_child_that_is_forked_while_another_thread_counts_them_may_count_its_o
     subprocess.run([sys.executable, "-c", FORK], check=True)
 
 
+@pytest.fixture(autouse=True)
+def nobody_keeps_any() -> None:
+    """A session that another test of this process has ended leaves some for the next one."""
+    descriptors.give_back()
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
