@@ -261,7 +261,7 @@ class Agent:
         self._status_sent = None
         self._handle(events.SessionUp())
 
-    def on_session_down(self, reason: str) -> None:
+    def on_session_down(self) -> None:
         """Session thread: the stream broke, which the session has told; it reconnects by itself."""
         self._handle(events.SessionDown())
 

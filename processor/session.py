@@ -3,7 +3,7 @@
 Nothing in here raises into a caller or makes it wait: `send` leaves a report in a bounded outbox, and everything
 that the network does is told through call-backs. They come from the session's thread, one at a time:
 
-    on_up() -> on_order(order) ... -> on_down(reason) -> on_up() -> ...     and, once and last, on_refused(reason)
+    on_up() -> on_order(order) ... -> on_down() -> on_up() -> ...     and, once and last, on_refused(reason)
 
 Each connection begins with a fresh `hello()`. What was in the outbox when a connection broke is sent over the next
 one; what was on its way is lost, so `on_up` is the signal to repeat whatever still needs an answer.
@@ -130,7 +130,7 @@ class Session:
         *,
         on_order: Callable[[Order], None],
         on_up: Callable[[], None],
-        on_down: Callable[[str], None],
+        on_down: Callable[[], None],
         on_refused: Callable[[str], None],
         hello: Callable[[], Hello],
         wanted: Callable[[], bool] = lambda: True,
@@ -208,7 +208,7 @@ class Session:
         if answer.code() is grpc.StatusCode.OK:
             self._heard += 1
         elif not call.done():
-            _log.warning("the controller at %s does not answer rank %d; connecting again", self.address, self.rank)
+            _log.warning("the controller at %s does not answer; rank %d connects again", self.address, self.rank)
             call.cancel()
 
     def close(self, timeout_s: float) -> None:
@@ -296,7 +296,7 @@ class Session:
                 code, details = _status_of(call)
                 if was_up:
                     _log.log(self._level, "the session with the controller is down: %s: %s", code.name, details)
-                    self._on_down(f"{code.name}: {details}")
+                    self._on_down()
         if code in _FATAL:
             return self._on_refusal(details)
         if not was_up and self._failures in (0, 5):

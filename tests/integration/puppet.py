@@ -78,7 +78,7 @@ class Puppet:
             rank,
             on_order=self._on_order,
             on_up=lambda: self._feed(processor_events.SessionUp()),
-            on_down=lambda reason: self._feed(processor_events.SessionDown()),
+            on_down=lambda: self._feed(processor_events.SessionDown()),
             on_refused=self.refusals.put,
             hello=self._hello,
             jitter=random.Random(rank),

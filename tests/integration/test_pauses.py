@@ -143,7 +143,7 @@ def wait_for_a_controller(own_time: bool) -> None:
 
     def course() -> None:
         session.asked_to_begin.wait()
-        agent.on_session_down("the connection broke")
+        agent.on_session_down()
         print("down", flush=True)
         sys.stdin.readline()
         core.await_looks(4)  # two in each pass of the thread that looks

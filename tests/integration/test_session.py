@@ -134,7 +134,7 @@ class Rank:
         self.hellos: queue.Queue[None] = queue.Queue()
         self.orders: queue.Queue[Order] = queue.Queue()
         self.ups: queue.Queue[None] = queue.Queue()
-        self.downs: queue.Queue[str] = queue.Queue()
+        self.downs: queue.Queue[bool] = queue.Queue()
         self.refusals: queue.Queue[str] = queue.Queue()
         self.stand = Stand(Phase.COMPUTING, 0)
         self.session = Session(
@@ -144,7 +144,7 @@ class Rank:
             rank,
             on_order=on_order or self.orders.put,
             on_up=lambda: self.ups.put(None),
-            on_down=self.downs.put,
+            on_down=lambda: self.downs.put(True),
             on_refused=self.refusals.put,
             hello=self.hello,
             wanted=lambda: wanted,
@@ -284,8 +284,8 @@ def test_a_session_that_is_over_is_news_to_who_needs_one(
         rank.ups.get(timeout=WAIT_S)
         controller.hear(Hello)
         controller.cut()
-        reason = rank.downs.get(timeout=WAIT_S)
-        levels = [record.levelno for record in caplog.records if reason in record.getMessage()]
+        rank.downs.get(timeout=WAIT_S)
+        levels = [record.levelno for record in caplog.records if "is down" in record.getMessage()]
     assert levels == [logging.INFO if wanted else logging.DEBUG]
 
 

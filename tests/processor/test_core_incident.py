@@ -141,8 +141,10 @@ def test_a_frozen_rank_repeats_its_answer_until_it_is_told_something() -> None:
 
 def test_a_false_alarm_leaves_no_trace() -> None:
     rank = frozen(Phase.READY, 8)
+    rank.proceed(8)
     assert Wake() in rank.resume()
-    assert rank.core.may_train
+    assert (rank.core.may_train, rank.core.frozen, rank.core.may_proceed) == (True, False, False)
+    assert reports(rank.wait(10.0)) == [], "its answer is not owed any more"
     assert rank.core.try_update() is True
 
 
