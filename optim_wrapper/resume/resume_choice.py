@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement, stamp_of_chosen
-from lastwords.checkpoint.remote.address import place
+from lastwords.checkpoint.remote.address import RemotePath, place
 from lastwords.checkpoint.remote.fetch import fetched, local_of
 from lastwords.checkpoint.remote.store import os_for
 from lastwords.checkpoint.system import REAL_OS, Os
@@ -74,6 +74,7 @@ def open_chosen(
     the directory is not the same, and nobody begins anew beside a checkpoint.
     """
     passed_over: dict[Path, str] = {}
+    downloaded = False
     for attempt in itertools.count(1):
         of_this = f"{key}/{attempt}"
         chosen = choose(roots, world, of_this, own, missing_ok or bool(passed_over), passed_over)
@@ -88,6 +89,7 @@ def open_chosen(
             if attempt == 1:
                 continue  # it may have been published just now
             raise ConfigError(f"rank 0 finds no checkpoint in {local_of(roots)[0]}, and {seen}. {_SHARE_THEM}")
+        downloaded |= isinstance(chosen.found, RemotePath)
         opened, problem = None, None
         try:
             opened = _open(chosen)
@@ -101,6 +103,7 @@ def open_chosen(
             _log.warning("%s; choosing a checkpoint again", problem or said)
         elif unseen and not replaced:
             passed_over[chosen.found] = str(said)
+            roots = local_of(roots) if downloaded else roots  # the next one would not be seen there either
             if world.rank == 0:
                 _log.warning("%s is passed over and stays there, since a rank does not see it: %s", chosen.found, said)
         else:

@@ -18,6 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from lastwords.checkpoint import load, starts
+from lastwords.checkpoint.remote.store import Store
+from lastwords.checkpoint.remote.transfer import upload
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.errors import (
     CheckpointError,
@@ -33,6 +35,7 @@ from lastwords.optim_wrapper.resume import resume, resume_choice, resume_elsewhe
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, choose, open_chosen
 from tests import golden
 from tests.checkpoint.states import Job
+from tests.checkpoint.stores import file_store
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "8f3a",
@@ -239,6 +242,25 @@ def test_of_directories_that_differ_the_newest_that_all_have_is_taken(
 ) -> None:
     newest = max({*steps_of[0]} & {*steps_of[1]})
     assert each_opens(tmp_path, steps_of) == [newest, newest]
+
+
+def test_what_is_downloaded_where_others_do_not_see_it_is_downloaded_once(tmp_path: Path) -> None:
+    """Each older one of the store would follow it, in vain."""
+    roots, there = [tmp_path / "host-0", tmp_path / "host-1"], file_store(tmp_path / "store")
+    for root in roots:
+        Job().save(root, 10)
+    for step in (20, 30, 40):
+        upload(Job().save(tmp_path / "elsewhere", step), Store(there))
+    store = dist.HashStore()
+
+    def opened(rank: int) -> int:
+        found = open_chosen([roots[rank], there], OnItsHost(rank, store, roots), "job/start/resume", None, False)
+        assert found is not None
+        return found[0].manifest.global_step
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(opened, range(2))) == [10, 10]
+    assert sorted(path.name.partition("step_")[2][:2] for path in roots[0].iterdir()) == ["10", "40"]
 
 
 @pytest.mark.parametrize("steps_of", [((10, 20), (30,)), ((10,), ()), ((), (10,))], ids=str)
