@@ -158,7 +158,7 @@ MUTANTS: Mapping[str, Mutant] = {
         "it does not wait for the answer about a checkpoint that is complete, and may be on disk",
         {f"{_NEWEST}.is_awaited": _awaits_the_look},
         (_NAMED,),
-        seeds=(3848,),
+        seeds=(11311, 31704),
     ),
     "newest-looked-for-once": Mutant(
         "it waits for that answer, and does not look again",
