@@ -339,6 +339,7 @@ class Scheduler:
         match effect:
             case Start(rank):
                 name = next(name for name, one in self._registry.members.items() if one.rank == rank)
+                self._member(rank).done = False  # it may have been: all enter `main` again
                 _log.warning(
                     "rank %d has ended; all wait for it: start it again with its environment, MS_NODE_ID=%s", rank, name
                 )

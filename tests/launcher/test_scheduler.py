@@ -444,6 +444,21 @@ def test_a_name_that_changes_hands_between_two_looks(rig: Rig) -> None:
     assert rig.scheduler._head.core.place(1) is Place.STARTING, "the end of the process before it is heard of"
 
 
+def test_a_worker_that_was_done_is_admitted_again_where_all_enter_main_once_more(rig: Rig) -> None:
+    """A rank has died after it: where the script has no training loop, nobody knows that it was at the end, too."""
+    link, lines, nonce = rig.connect()
+    rig.send(link, nonce, rig.application("1", pid=1))
+    rig.answers(link, lines)
+    rig.apply("0", pid=1)
+    rig.scheduler._head.take_over(3, 7)
+    send(link, to_launcher(Done()))
+    rig.answers(link, lines)
+    assert rig.apply("1")[0]["done"]
+    rig.scheduler._look()
+    assert rig.scheduler._head.core.place(1) is Place.STARTING, "rank 0 has ended"
+    assert rig.apply("1")[0]["rank"] == 1
+
+
 def test_what_a_process_has_raised_that_never_waited_is_not_the_reason_of_the_next_ones_end(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
