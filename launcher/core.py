@@ -167,10 +167,11 @@ class LauncherCore:
         self._ranks.note(rank, begun=False)
         self._ranks.put(rank, Place.WAITING)
         one.failed_starts = 0
+        is_first = not self._ranks.known
         self._ranks.know(rank)
         if (why := self._crash_loop()) is not None:
             return self._stop(why)
-        if stop := self._without():
+        if is_first and (stop := self._without(*self._ranks.world)):
             return stop
         if self._ranks.are_all(Place.WAITING):
             effects += self._replace_survivors(now_s) or self._enter()
@@ -290,7 +291,7 @@ class LauncherCore:
             return [Stop(f"rank {rank}: {event.raised}", lasting=True)]
         if code == 0 and not (self._healing and one.known):
             self._ranks.put(rank, Place.DONE)
-            return self._stop(None) if self._ranks.are_all(Place.DONE) else self._without()
+            return self._stop(None) if self._ranks.are_all(Place.DONE) else self._without(rank)
         if not one.known:
             return self._stop(f"rank {rank} ended before it called lastwords.run(main): {event.words}")
         if self._is_over(one):
@@ -308,11 +309,10 @@ class LauncherCore:
         why = self._crash_loop()
         return effects if why is None else self._stop(why)
 
-    def _without(self) -> list[Effect]:
-        """A rank that has ended well without `lastwords.run` is none that the others could enter `main` with."""
-        if not (self._ranks.known and self._ranks.are_any(Place.DONE)):
-            return []
-        gone = next((rank for rank, one in self._ranks.at(Place.DONE) if not one.known), None)
+    def _without(self, *ranks: int) -> list[Effect]:
+        """One of these that has ended well without `lastwords.run` is none that the others could enter `main` with."""
+        done = (rank for rank in ranks if self._ranks[rank].place is Place.DONE and not self._ranks[rank].known)
+        gone = next(done, None) if self._ranks.known else None
         return (
             [] if gone is None else self._stop(f"rank {gone} ended before it called lastwords.run(main): exit code 0")
         )

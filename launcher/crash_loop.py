@@ -51,13 +51,19 @@ class CrashLoop:
     """Ranks whose processes have ended by themselves since a step was saved."""
     raised: dict[int, str] = field(default_factory=dict)
     """What has left `main` in the entry that is over, without its numbers; by rank. Not counted yet."""
-    last: str = field(default="", repr=False)
-    """The rank whose process was the first to end by itself since the entry is over, and why."""
+    blamed: Ended | None = field(default=None, repr=False)
+    """The first process that has ended by itself since the entry is over; one that has ended well only for want of
+    another."""
 
     @property
     def renews(self) -> bool:
         """Whether only new processes enter `main`, since those that have entered it again fail in it."""
         return self.failures == FAILURES_MAX
+
+    @property
+    def last(self) -> str:
+        """Which rank's process has ended, and why; "" where none has by itself."""
+        return "" if self.blamed is None else f"rank {self.blamed.rank}: {self.blamed.words}"
 
     def progressed(self) -> None:
         """One more step is saved."""
@@ -70,13 +76,14 @@ class CrashLoop:
 
     def over(self, *, begun: bool) -> None:
         """An entry has failed. begun: after its first step."""
-        self.unbegun, self.last = not begun, ""
+        self.unbegun, self.blamed = not begun, None
         self.deaths += 1
 
     def ended(self, event: Ended, *, was_in_main: bool, again: bool) -> None:
         """A process has ended by itself since the entry is over; again: it had entered `main` before that."""
         self.ended_since.add(event.rank)
-        self.last = self.last or f"rank {event.rank}: {event.words}"
+        if self.blamed is None or (event.code and not self.blamed.code):
+            self.blamed = event
         if not was_in_main:
             return
         if self.unbegun and (again or self.renews):

@@ -219,7 +219,7 @@ class Host:
                 # Not collected yet, so the number of its process group is still its own. A loader's worker of a rank
                 # that died while it started it would wait for ever: torch asks for its parent a moment too late.
                 kill_group(process.pid)
-            self._take_pending()
+            self._accept()
             code = process.wait()
             self._standby.ended(rank)
             link = self._links.pop(rank, None)
@@ -266,24 +266,27 @@ class Host:
             _log.warning("%s", what)
 
     def _accept(self) -> None:
-        self._selector.unregister(self._server)  # or a connection that cannot be taken is seen again and again
-        self._try("a process of this job cannot connect", self._take)
+        """All that have come: one that ends at once may not have been met, and can only be as long as it is there."""
+        pending = select.poll()
+        pending.register(self._server, select.POLLIN)
+        while self._server in self._selector.get_map() and pending.poll(0):
+            self._accept_one()
 
-    def _take(self) -> None:
+    def _accept_one(self) -> None:
+        self._selector.unregister(self._server)  # or a connection that cannot be taken is seen again and again
+        taken: list[Connection] = []
+        self._try("a process of this job cannot connect", lambda: taken.append(self._take()))
+        for connection in taken:
+            connection.read()
+
+    def _take(self) -> Connection:
         link, _ = self._server.accept()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         who = _Who()
         pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         inbox = Inbox(f"process {pid}", lambda message: report_of(who.known_rank, message), self._complaints)
         connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
-        connection.read()
-
-    def _take_pending(self) -> None:
-        """A process that ends as soon as it has come may not have been met, and can only be as long as it is there."""
-        pending = select.poll()
-        pending.register(self._server, select.POLLIN)
-        while self._server in self._selector.get_map() and pending.poll(0):
-            self._accept()
+        return connection
 
     def _hear(self, who: _Who, link: Connection, report: Report | None) -> None:
         match report:

@@ -265,7 +265,7 @@ class Scheduler:
                 self._report_end(verdict.rank)
             self._raised.pop(verdict.rank, None)
         older = self._links.pop(verdict.rank, None)
-        if older is not None:
+        if older is not None and older is not link:  # which has applied twice
             older.rank = OWN
             older.connection.close()
         link.rank, self._links[verdict.rank] = verdict.rank, link
@@ -339,7 +339,7 @@ class Scheduler:
         match effect:
             case Start(rank):
                 name = next(name for name, one in self._registry.members.items() if one.rank == rank)
-                self._member(rank).done = False  # it may have been: all enter `main` again
+                self._want_again(self._member(rank))
                 _log.warning(
                     "rank %d has ended; all wait for it: start it again with its environment, MS_NODE_ID=%s", rank, name
                 )
@@ -369,6 +369,12 @@ class Scheduler:
                     self._report(Stopped(rank))
             case Stop():
                 self._result = effect
+
+    def _want_again(self, member: Member) -> None:
+        """Its process has ended. Where it was done, all enter `main` again, and the next scheduler has to know that."""
+        if member.done:
+            member.done = False
+            self._keep()
 
     def _tell_to_enter(self, entry: int, port: int, step: int) -> None:
         by_host: dict[str, list[int]] = {}

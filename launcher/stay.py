@@ -31,7 +31,7 @@ THREADS = 2 + departure.THREADS
 class Stay:
     """One stay in `main`, and the `reentry.Leaver` of what runs in it: whoever is late finds that it is over."""
 
-    def __init__(self, link: socket.socket, goes_on_at: int = 0) -> None:
+    def __init__(self, link: socket.socket, goes_on_at: int = 0, exit_code: int = EXIT_NOT_SAVED) -> None:
         self.leaving = False
         self.trains = False
         """Its loop has begun."""
@@ -43,6 +43,7 @@ class Stay:
         """By which this process was asked to stop since it entered `main`."""
         self._link = link
         self._goes_on_at = goes_on_at
+        self._exit_code = exit_code
         self._lock = threading.Lock()
         self._over = False
         self._left = threading.Event()
@@ -60,6 +61,13 @@ class Stay:
             self._unblocker = Unblocker(self._before, ports)
             self._unblocker.begin()
         threads.run(self._end_if_here, name="lastwords-leave")
+
+    @property
+    def exit_code(self) -> int:
+        """Of this process if it ends now: whether the newest step that has ended here is saved."""
+        if self.saves:
+            return EXIT_SAVED
+        return EXIT_NOT_SAVED if self.trains else self._exit_code
 
     def started(self, run: reentry.Running) -> None:
         """It ends with this stay, unless it has ended by itself."""
@@ -140,4 +148,4 @@ class Stay:
                 return
         rank = os.environ.get("RANK", "?")
         sys.stderr.write(f"lastwords: rank {rank} has not left main() for {OWN_LEAVE_S:g} s; its process is replaced\n")
-        os._exit(EXIT_SAVED if self.saves else EXIT_NOT_SAVED)
+        os._exit(self.exit_code)

@@ -54,7 +54,7 @@ from lastwords.optim_wrapper.launch.config import LAUNCHER, SPARE
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import is_collective_error, one_line
 from lastwords.optim_wrapper.trainer.register import TFTRegister
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
+from lastwords.processor.departure import EXIT_NOT_SAVED
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -265,7 +265,7 @@ class Worker:
             os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"] = str(self._entry), str(port)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             self._entered = None
-            self._stay, self._inside = (stay := Stay(self._socket, step if self._entry else 0)), True
+            self._stay, self._inside = (stay := Stay(self._socket, step if self._entry else 0, self._exit_code)), True
             if self._abandoned:
                 stay.leave(0, (), None)
         world.begin_again()
@@ -286,8 +286,7 @@ class Worker:
         self._inside = False
         sys.excepthook = hook  # torch wraps it once more at each init_process_group()
         self._saved_step = max(self._saved_step, stay.saved_step)
-        if stay.saves or stay.trains:
-            self._exit_code = EXIT_SAVED if stay.saves else EXIT_NOT_SAVED
+        self._exit_code = stay.exit_code
         self._record = stay.record or self._record
         if stay.signal and self._ends_if_asked:
             raise _asked_to_stop(stay.signal, self._exit_code)

@@ -228,6 +228,17 @@ def test_whether_it_is_of_no_use_to_go_on_does_not_depend_on_who_leaves_main_fir
         golden.says(str(failure))
 
 
+def test_a_rank_that_has_ended_well_is_not_named_for_the_exception_of_another() -> None:
+    """In a script without a training loop, whose ranks do not come to its end together."""
+    core = LauncherCore((0, 1))
+    stops: list[Stop] = []
+    while not stops:
+        wait(core, 0, 1)
+        effects = core.handle(Ended(0, 0), 0.0) + core.handle(Ended(1, 1, raised="ValueError: bad batch"), 0.0)
+        stops = [effect for effect in effects if isinstance(effect, Stop)]
+    golden.says(str(stops[0].failure))
+
+
 @pytest.mark.parametrize("saved", [1, REPEAT_STEPS, REPEAT_STEPS + 1])
 def test_how_many_steps_are_saved_between_exceptions_does_not_depend_on_who_leaves_main_first(saved: int) -> None:
     for orders in itertools.product([True, False], repeat=1 + REPEATS_MAX):

@@ -391,7 +391,6 @@ def test_a_connection_that_is_closed_has_passed_on_what_the_peer_takes(selector:
     one = Peer(selector)
     one.connection.tell(LONG)
     begun = one.far.recv(1 << 19)
-    one.connection.tell({"kind": "Last"})
     one.connection.close()
     assert one.heard == []
     rest = b"".join(iter(lambda: one.far.recv(1 << 16), b""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import resource
 import selectors
@@ -195,6 +196,15 @@ def test_a_worker_that_is_stopped_keeps_nobody_waiting(rig: Rig) -> None:
     for _ in range(16):
         rig.scheduler._tell(0, Dismissed("x" * (1 << 20)))
     assert rig.apply("1")[0]["rank"] == 1
+
+
+def test_a_process_that_applies_twice_at_once_is_one_worker(rig: Rig) -> None:
+    link, lines, nonce = rig.connect()
+    for _ in range(2):
+        rig.send(link, nonce, rig.application("0"))
+    assert [answer["rank"] for answer in rig.answers(link, lines)] == [0, 0]
+    send(link, to_launcher(Done()))
+    assert rig.answers(link, lines) == [to_launcher(Done())]
 
 
 def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,6 +466,8 @@ def test_a_worker_that_was_done_is_admitted_again_where_all_enter_main_once_more
     assert rig.apply("1")[0]["done"]
     rig.scheduler._look()
     assert rig.scheduler._head.core.place(1) is Place.STARTING, "rank 0 has ended"
+    kept = json.loads((rig.cluster.path / "cluster" / "state.json").read_text())
+    assert not kept["members"]["1"]["done"], "the next scheduler has to know it as well"
     assert rig.apply("1")[0]["rank"] == 1
 
 
