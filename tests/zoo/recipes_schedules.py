@@ -378,7 +378,7 @@ class LrOfTheOther(Scheduled):
             group["lr"] *= 0.8
 
 
-@recipe("lr_drop_epoch", "the loop multiplies lr at the end of an epoch", "fwd@5 win@7 bwd@4 end@4",
+@recipe("lr_drop_epoch", "the loop multiplies lr at the end of an epoch", "fwd@5 win@7 bwd@8 end@4",
         {"bwd": ("lr", "group", "hyperparameters", "optimizer.step()")})  # fmt: skip
 class LrDropEpoch(Loop):
     epochs = 3
