@@ -440,7 +440,7 @@ _HANDLERS: Final[dict[type, Callable[..., None]]] = {
     SaveProgress: ControllerCore._on_save_progress,
     Saved: ControllerCore._on_saved,
     SaveFailed: ControllerCore._on_save_failed,
-    SaveWanted: lambda core, member, report: core._periodic.want(member.stand.ended_step),
+    SaveWanted: lambda core, member, report: core._periodic.want(report.after_step),
     Raised: ControllerCore._on_raised,
     Signalled: ControllerCore._on_signalled,
     Left: ControllerCore._on_left,

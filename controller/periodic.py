@@ -61,7 +61,7 @@ class Periodic:
         self._wanted = False  # one is due now
         self._asked_for = False  # the one under way is no multiple of the schedule's steps: it was wanted
         self._ahead_steps = 1
-        self._ended = 0  # newest step that some rank has ended, as far as answers to orders say
+        self._ended = 0  # newest step that some rank has ended, as far as wishes and answers to orders say
         self._troubled = False  # the newest one failed, and that has been said
         self._whole = False  # shares of one unit have not fitted together
         self.attempt = 0
@@ -83,11 +83,15 @@ class Periodic:
         self._rearm()
         self.order_next()
 
-    def want(self, ended_step: int) -> None:
-        """One is wanted beside those that are due, of a step after `ended_step`. One of a later step makes way for it.
+    def want(self, after_step: int) -> None:
+        """One is wanted beside those that are due, of a step after `after_step`. One of a later step makes way for it.
 
-        One that is of such a step, and no later, is what is wanted: ranks may ask all at once, and do so repeatedly."""
-        if self._orders and ended_step < self._step <= self._next_step:
+        One that is of such a step, and no later, is what is wanted, and so is that of the last step once all have left:
+        ranks may ask all at once, and do so repeatedly, also when it is published."""
+        if after_step < self._newest_step:
+            return
+        self._ended = max(self._ended, after_step)
+        if self._orders and (after_step < self._step <= self._next_step or self._step == self._left_at):
             self._asked_for = True
             return
         self._wanted = True
@@ -179,7 +183,7 @@ class Periodic:
         if name == "checkpoint":
             self._rearm()
             if not self._context.members.anyone_left:
-                self.want(self._context.members.reached)
+                self.want(max(self._context.members.reached, self._newest_step))
         elif self._orders:
             who = ranks_text(self._missing) if self._missing else "the controller"
             self._give_up(f"{who} made no progress")

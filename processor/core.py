@@ -75,7 +75,6 @@ from lastwords.vocabulary import (
     SaveWanted,
     Schedule,
     Signalled,
-    Status,
     Welcome,
 )
 
@@ -109,6 +108,8 @@ class ProcessorCore(RankState):
         """The loop is about to start, `start_step` steps being done; wait for `loop_open`."""
         self._move("begin_loop")
         self._ended_step = start_step
+        if self._said.wanted is not None:
+            self._said.wanted = SaveWanted(self.rank, self.generation, start_step)
         self._said.loop = LoopBegin(self.rank, self.generation, steps_per_epoch, epochs, start_step, schedule)
         self._said.loop_open = False
         self._outbox.send(self._said.loop)
@@ -205,15 +206,14 @@ class ProcessorCore(RankState):
         self._answer_wish(order)
 
     def want_save(self) -> None:
-        """A checkpoint of the next step's end is wanted; owed until this rank has done its part of one."""
-        self._said.wanted = SaveWanted(self.rank, self.generation)
-        self._wanted_after = self._ended_step
-        self._outbox.send(Status(self.rank, self.generation, self.stand))  # the next step is counted from there
+        """A checkpoint of the next step's end is wanted; owed until the state for one is copied."""
+        self._said.wanted = SaveWanted(self.rank, self.generation, self._ended_step)
         self._outbox.send(self._said.wanted)
 
     def _answer_wish(self, order: Save) -> None:
         """An order of a later step than that in which one was wanted; an order alone may be of a step far ahead."""
-        if order.step > self._wanted_after or self._phase is Phase.DONE:
+        wanted = self._said.wanted
+        if wanted is not None and (order.step > wanted.after_step or self._phase is Phase.DONE):
             self._said.wanted = None
 
     def mark_left(self) -> None:

@@ -29,7 +29,6 @@ class RankState:
         self._part = Participation(rank, generation, self._outbox)
         self._snapshots = Snapshots(rank, generation, self._outbox)
         self._said = Correspondence(self._part, self._outbox, self.options)
-        self._wanted_after = start_step  # the newest checkpoint that is wanted is of a later step
         self._welcomed = False
         self._released = False
         self._leaving = False

@@ -65,6 +65,7 @@ _INT_BOUNDS: dict[str, tuple[int, int]] = {
     "start_ticks": (0, _I63),
     "step": (0, _I63),
     "start_step": (0, _I63),
+    "after_step": (0, _I63),
     "steps_per_epoch": (0, _I63),
     "epochs": (0, _I63),
     "bytes_written": (0, _I63),

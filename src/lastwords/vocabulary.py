@@ -245,10 +245,11 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class SaveWanted:
-    """A checkpoint of the next step's end is wanted, beside those that are due."""
+    """A checkpoint of a step after `after_step`, the next one if possible, is wanted, beside those that are due."""
 
     rank: int
     generation: int
+    after_step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def test_one_that_is_due_at_a_time_is_of_the_step_that_is_under_way() -> None:
 def test_a_rank_that_is_past_the_step_makes_it_a_later_one() -> None:
     job = due(Schedule())
     job.at(7)
-    job.hear(SaveWanted(1, GENERATION))
+    job.hear(SaveWanted(1, GENERATION, 7))
     steps = []
     for attempt in range(1, 6):
         steps.append(job.sent(Save)[0].step)
@@ -126,7 +126,7 @@ def test_a_schedule_that_no_rank_can_keep_up_with_skips_ahead() -> None:
 def test_one_that_is_wanted_now_goes_before_one_whose_step_is_to_come() -> None:
     job = due(Schedule(steps=1000))
     job.at(5)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 5))
     assert {order.step for order in job.sent(Save).values()} == {6}
     written(job, 6, attempt=2)
     job.verified(attempt=2, incident=0)
@@ -138,7 +138,7 @@ def test_all_ranks_may_ask_at_once_for_one() -> None:
     job = due(Schedule(steps=1000))
     job.at(5)
     for rank in range(3):
-        job.hear(SaveWanted(rank, GENERATION))
+        job.hear(SaveWanted(rank, GENERATION, 5))
     written(job, 6, attempt=2)
     job.verified(attempt=2, incident=0)
     job.published(attempt=2, incident=0)
@@ -148,21 +148,62 @@ def test_all_ranks_may_ask_at_once_for_one() -> None:
 def test_a_rank_that_asks_again_before_it_has_ended_the_step_asks_for_the_same_one() -> None:
     job = due(Schedule(steps=1000))
     job.at(5)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 5))
     job.hear(Status(1, GENERATION, computing(6)))
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 5))
     written(job, 6, attempt=2)
     job.verified(attempt=2, incident=0)
     job.published(attempt=2, incident=0)
     assert {order.step for order in job.sent(Save).values()} == {1000}
 
 
+@pytest.mark.parametrize("published", [False, True])
+def test_a_rank_that_asks_again_while_it_copies_the_state_asks_for_the_same_one(published: bool) -> None:
+    """It has ended the step of the order, and says so before it repeats itself; and what is repeated may come late."""
+    job = due(Schedule(steps=1000))
+    job.at(5)
+    job.hear(SaveWanted(0, GENERATION, 5))
+    job.at(6)
+    if not published:
+        job.hear(SaveWanted(0, GENERATION, 5))
+    written(job, 6, attempt=2)
+    job.verified(attempt=2, incident=0)
+    job.published(attempt=2, incident=0)
+    assert {order.step for order in job.sent(Save).values()} == {1000}
+    job.hear(SaveWanted(0, GENERATION, 5))
+    assert not job.discards()
+    assert not job.sent(Save)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_rank_that_asks_again_while_it_copies_the_last_step_does_not_make_all_wait_for_another(
+    repeated: bool,
+) -> None:
+    job = due(Schedule())
+    job.at(5)
+    job.hear(SaveWanted(0, GENERATION, 5))
+    leave(job, 5)
+    (attempt,) = {order.attempt for order in job.sent(Save).values()}
+    if repeated:
+        job.hear(SaveWanted(0, GENERATION, 5))
+    failed(job, 1, 5, attempt)
+    assert not job.sent(Save)
+    assert len(job.sent(Release)) == 3
+
+
+def test_one_that_is_wanted_is_of_a_step_after_that_in_which_it_was_wanted() -> None:
+    """The controller may not have heard yet how far the ranks have come, and would take a step that is over."""
+    job = due(Schedule())
+    job.hear(SaveWanted(0, GENERATION, 5))
+    assert {order.step for order in job.sent(Save).values()} == {6}
+
+
 def test_one_that_is_asked_for_after_the_step_of_the_one_under_way_is_another() -> None:
     job = due(Schedule(steps=1000))
     job.at(5)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 5))
     job.at(6)
-    job.hear(SaveWanted(1, GENERATION))
+    job.hear(SaveWanted(1, GENERATION, 6))
     written(job, 6, attempt=2)
     job.verified(attempt=2, incident=0)
     job.published(attempt=2, incident=0)
@@ -172,7 +213,7 @@ def test_one_that_is_asked_for_after_the_step_of_the_one_under_way_is_another() 
 def test_a_multiple_that_was_also_asked_for_is_ordered_again_at_once_if_it_is_missed() -> None:
     job = due(Schedule(steps=10))
     job.at(9)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 9))
     failed(job, 1, 10, missed=True)
     assert {order.step for order in job.sent(Save).values()} == {11}
 
@@ -181,7 +222,7 @@ def test_one_that_is_wanted_while_another_is_written_comes_after_it() -> None:
     job = due(Schedule(steps=10))
     job.at(10)
     job.saved(0, 10, incident=0)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 10))
     assert not job.sent(Save)
     job.saved(1, 10, incident=0)
     job.saved(2, 10, incident=0)
@@ -378,11 +419,11 @@ def test_one_that_is_wanted_again_and_again_is_still_written() -> None:
     """A loop that asks at every step: what is being copied or written must not make way."""
     job = due(Schedule())
     job.at(5)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 5))
     assert {order.step for order in job.sent(Save).values()} == {6}
     for step in (6, 7, 8):
         job.at(step)
-        job.hear(SaveWanted(0, GENERATION))
+        job.hear(SaveWanted(0, GENERATION, step))
         assert not job.sent(Save)
         assert not job.discards()
     written(job, 6)
@@ -394,7 +435,7 @@ def test_one_that_is_wanted_again_and_again_is_still_written() -> None:
 def test_one_that_is_wanted_is_not_forgotten_when_another_one_is_missed() -> None:
     job = due(Schedule(steps=10))
     job.at(9)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 9))
     failed(job, 1, 10, missed=True)
     assert {order.step for order in job.sent(Save).values()} == {11}
 
@@ -411,7 +452,7 @@ def test_a_false_alarm_does_not_cost_the_step_that_is_still_to_come() -> None:
 def test_one_that_was_wanted_comes_after_a_false_alarm() -> None:
     job = due(Schedule())
     job.at(5)
-    job.hear(SaveWanted(1, GENERATION))
+    job.hear(SaveWanted(1, GENERATION, 5))
     job.close(2)
     job.hello(2, stand=computing(5))
     assert {order.step for order in job.sent(Save).values()} == {6}
@@ -454,14 +495,14 @@ def test_one_that_is_asked_for_after_the_last_step_is_of_that_step(when: str) ->
     job = due(Schedule())
     job.at(100 if when == "after the last step" else 99)
     if when != "when some have left":
-        job.hear(SaveWanted(0, GENERATION))
+        job.hear(SaveWanted(0, GENERATION, 100 if when == "after the last step" else 99))
         (step,) = {order.step for order in job.sent(Save).values()}
         assert step == 101 if when == "after the last step" else 100
         if when == "in the last step, and too late":
             failed(job, 1, 100, missed=True)
     job.hear(Left(0, GENERATION, computing(100)))
     if when == "when some have left":
-        job.hear(SaveWanted(1, GENERATION))
+        job.hear(SaveWanted(1, GENERATION, 100))
     for rank in (1, 2):
         job.hear(Left(rank, GENERATION, computing(100)))
     orders = job.sent(Save)
@@ -476,7 +517,7 @@ def test_one_that_is_asked_for_after_the_last_step_is_of_that_step(when: str) ->
 def test_nobody_waits_for_a_second_checkpoint_of_the_last_step() -> None:
     job = due(Schedule(steps=100))
     job.at(100)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 100))
     written(job, 100)
     leave(job, 100)
     job.verified(incident=0)
@@ -489,7 +530,7 @@ def test_the_step_that_was_resumed_from_is_not_written_again() -> None:
     job = due(Schedule(), start_step=100)
     job.at(100)
     for rank in range(3):
-        job.hear(SaveWanted(rank, GENERATION))
+        job.hear(SaveWanted(rank, GENERATION, 100))
     leave(job, 100)
     assert not job.sent(Save)
     assert len(job.sent(Release)) == 3
@@ -499,7 +540,7 @@ def test_the_step_that_was_resumed_from_is_not_written_again() -> None:
 def test_a_step_after_the_one_that_was_resumed_from_is_written() -> None:
     job = due(Schedule(), start_step=99)
     job.at(100)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 100))
     leave(job, 100)
     assert {order.step for order in job.sent(Save).values()} == {100}
 
@@ -507,7 +548,7 @@ def test_a_step_after_the_one_that_was_resumed_from_is_written() -> None:
 def test_one_of_the_last_step_that_fails_is_said_and_holds_nobody() -> None:
     job = due(Schedule())
     job.at(100)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 100))
     leave(job, 100)
     failed(job, 1, 100, attempt=2)
     (notice,) = job.sent(Notice).values()
@@ -551,7 +592,7 @@ def leave_in_doubt(job: JobDriver, *, watched: bool) -> None:
     for rank in (1, 2):
         job.hear(Left(rank, GENERATION, computing(100)))
     job.close(1)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 100))
     job.hear(Left(0, GENERATION, computing(100)))
 
 
@@ -619,11 +660,11 @@ def test_last_words_that_wait_behind_it_in_the_queue_have_their_time() -> None:
 def test_a_step_that_is_saved_is_not_ordered_again_although_no_status_has_come() -> None:
     job = due(Schedule())
     job.at(5)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 5))
     written(job, 6)
     job.verified(incident=0)
     job.published(incident=0)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 6))
     assert {order.step for order in job.sent(Save).values()} == {7}
 
 
@@ -631,7 +672,7 @@ def test_a_part_that_was_finished_too_late_is_removed() -> None:
     """Its writer had not heard yet that the checkpoint was given up, and may have made the directory anew."""
     job = due(Schedule())
     job.at(5)
-    job.hear(SaveWanted(0, GENERATION))
+    job.hear(SaveWanted(0, GENERATION, 5))
     failed(job, 1, 6)
     job.saved(0, 6, incident=0)
     assert job.discards() == [(1, 6)]

@@ -343,7 +343,7 @@ def test_a_checkpoint_that_was_asked_for_is_written_under_whoever_follows(anothe
     line = training(schedule=Schedule(steps=7))
     if another:
         line.saved(0, 7, incident=0)
-    line.hear(SaveWanted(0, GENERATION))
+    line.hear(SaveWanted(0, GENERATION, 6))
     line.follow()
     stand = computing(8)
     line.come_back(0, 1, stand=stand)
@@ -368,7 +368,7 @@ def test_one_that_was_asked_for_after_the_last_step_is_of_that_step_under_whoeve
     line = training()
     for rank in range(1, 1 + others_left):
         line.hear(Left(rank, GENERATION, computing(6)))
-    line.hear(SaveWanted(0, GENERATION))
+    line.hear(SaveWanted(0, GENERATION, 6))
     line.follow()
     for rank in range(3):
         line.come_back(rank, stand=computing(6))
@@ -381,7 +381,7 @@ def test_one_that_was_asked_for_after_the_last_step_is_of_that_step_under_whoeve
 def test_one_that_may_lack_its_name_is_still_wanted(heard: bool) -> None:
     """Unless the controller has heard of the name before it is killed."""
     line = training()
-    line.hear(SaveWanted(0, GENERATION))
+    line.hear(SaveWanted(0, GENERATION, 6))
     for rank in range(3):
         line.saved(rank, 7, incident=0)
     line.verified(incident=0)

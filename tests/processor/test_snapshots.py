@@ -26,7 +26,6 @@ from lastwords.vocabulary import (
     SaveProgress,
     SaveWanted,
     Stand,
-    Status,
 )
 from tests.processor.rank_driver import GENERATION, RankDriver, reports
 
@@ -224,20 +223,40 @@ def test_a_rank_that_leaves_its_loop_goes_on_writing() -> None:
 
 
 def test_one_that_is_wanted_is_counted_from_where_the_rank_is() -> None:
-    """The controller may not know yet how far the ranks have come, and would take a step that is over."""
     rank = RankDriver(4)
     step(rank)
     rank.core.want_save()
-    assert reports(rank.core.take_effects()) == [
-        Status(1, GENERATION, Stand(Phase.COMPUTING, 5)),
-        SaveWanted(1, GENERATION),
-    ]
+    assert reports(rank.core.take_effects()) == [SaveWanted(1, GENERATION, 5)]
+
+
+def test_one_that_is_asked_for_again_is_counted_from_where_it_was_wanted() -> None:
+    """A copy may take long: the step of the order has ended, and the rank repeats what it owes."""
+    rank = RankDriver(4)
+    rank.core.want_save()
+    told(rank, 5)
+    step(rank)
+    assert SaveWanted(1, GENERATION, 4) in reports(rank.wait(RESEND_INTERVAL_S))
+    copied(rank)
+    assert not wishes(rank.wait(10 * RESEND_INTERVAL_S))
+
+
+def test_one_that_is_wanted_before_the_loop_is_counted_from_its_first_step() -> None:
+    """What the job resumes from may be later than what the rank knew of when it was asked."""
+    rank = RankDriver(0)
+    rank.core.want_save()
+    rank.core.begin_loop(100, 1, 50)
+    assert wishes(rank.wait(RESEND_INTERVAL_S))[-1] == SaveWanted(1, GENERATION, 50)
+
+
+def wishes(effects: list[Effect]) -> list[Report]:
+    """What was asked for."""
+    return [report for report in reports(effects) if isinstance(report, SaveWanted)]
 
 
 def asked_again(rank: RankDriver) -> bool:
     """Whether the controller hears of it once more, in a new session or after a while in this one."""
     again = [*rank.tell(SessionDown()), *rank.tell(SessionUp())], rank.wait(RESEND_INTERVAL_S)
-    heard = {SaveWanted(1, GENERATION) in reports(effects) for effects in again}
+    heard = {bool(wishes(effects)) for effects in again}
     assert len(heard) == 1
     return heard.pop()
 
@@ -249,7 +268,7 @@ def test_one_that_is_wanted_is_owed_until_its_state_is_copied(ordered: str) -> N
     if ordered == "before":
         told(rank, 1000)
     rank.core.want_save()
-    assert SaveWanted(1, GENERATION) in reports(rank.core.take_effects())
+    assert wishes(rank.core.take_effects())
     assert asked_again(rank)
     if ordered == "after":
         told(rank, 1000)

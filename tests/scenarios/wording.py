@@ -80,7 +80,7 @@ def report_words(report: Report) -> str:
         case PeerDied():
             return f"PeerDied {report.dead_rank} {report.source.name}"
         case SaveWanted():
-            return "SaveWanted"
+            return f"SaveWanted after step {report.after_step}"
         case Goodbye():
             return "Goodbye"
 

@@ -17,7 +17,12 @@ from tests.sim.schedule import Plan
 def what_is_due_is_published(plan: Plan, behind: Behind, ledger: Ledger, record: Record) -> list[str]:
     """Complaints about a schedule without faults."""
     job = plan.job
-    found = [*_multiples(job, record), *_seconds(plan, behind, record), *_wanted(job, record)]
+    found = [
+        *_multiples(job, record),
+        *_seconds(plan, behind, record),
+        *_wanted(job, record),
+        *_nothing_else(job, record),
+    ]
     found += [f"rank {rank} was {one.farewell}" for rank, one in enumerate(ledger.ranks) if one.farewell != "released"]
     found += [f"a part of rank {rank} is left of attempt {attempt}" for attempt, rank in record.left_over]
     return [f"what_is_due_is_published: {text}" for text in found]
@@ -71,8 +76,18 @@ def _any_fell_through(record: Record, at_s: float) -> bool:
 
 
 def _wanted(job: Job, record: Record) -> Iterator[str]:
-    for at_s, ended in record.wanted:
-        newest_has_come = ended == job.steps and job.steps in record.published
-        came = newest_has_come or any(published_s > at_s for published_s in record.published.values())
+    for at_s, after_step in record.wanted:
+        came = any(step > after_step or step == job.steps for step in record.published)
         if not came and not _any_fell_through(record, at_s):
-            yield f"one was wanted at {at_s:.3f} s in step {ended + 1}, and none came"
+            yield f"one was wanted at {at_s:.3f} s in step {after_step + 1}, and none came"
+
+
+def _nothing_else(job: Job, record: Record) -> Iterator[str]:
+    """One that is not due was wanted after the one before it, or in the last step."""
+    if job.schedule.seconds:
+        return
+    every = job.schedule.steps
+    for before, step in itertools.pairwise([job.start_step, *sorted(record.published)]):
+        is_due = every and step % every == 0
+        if not is_due and not any(before <= after_step <= step for _, after_step in record.wanted):
+            yield f"nobody wanted one of step {step}, step {before} having one; wanted: {record.wanted}"

@@ -39,7 +39,7 @@ class Record:
     passed_s: dict[int, float] = field(default_factory=dict)
     """Step -> when the first rank could not be copied at it any more."""
     wanted: list[tuple[float, int]] = field(default_factory=list)
-    """When the controller has heard that a rank asks, and the newest step that any rank had ended."""
+    """When the controller has heard that a rank asks, and the step that this rank had ended when it first asked."""
     left_over: list[tuple[int, int]] = field(default_factory=list)
     """Attempt, rank of parts that are still in a temporary directory at the end."""
     newest: tuple[int, str] | None = None
@@ -104,7 +104,7 @@ class PeriodicWorld(TimedWorld):
     def hear(self, session: int, report: Report) -> None:
         in_time = self.controller.outcome is None and self.bound.get(report.rank) == session
         if isinstance(report, SaveWanted) and in_time:
-            self.record.wanted.append((self.now_s, max(other.record.ended for other in self.trainers)))
+            self.record.wanted.append((self.now_s, report.after_step))
         super().hear(session, report)
 
     def on_writer_started(self, trainer: Trainer) -> None:

@@ -152,12 +152,14 @@ class LoopBegin(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., steps_per_epoch: _Optional[int] = ..., epochs: _Optional[int] = ..., start_step: _Optional[int] = ..., schedule: _Optional[_Union[Schedule, _Mapping]] = ...) -> None: ...
 
 class SaveWanted(_message.Message):
-    __slots__ = ("rank", "generation")
+    __slots__ = ("rank", "generation", "after_step")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    after_step: int
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("rank", "generation", "stand", "waits_at", "stands_at", "work_s")
