@@ -214,7 +214,7 @@ class ProcessorCore(RankState):
         """An order of a later step than that in which one was wanted; an order alone may be of a step far ahead."""
         wanted = self._said.wanted
         if wanted is not None and (order.step > wanted.after_step or self._phase is Phase.DONE):
-            self._said.wanted = None
+            self._said.on_copied()
 
     def mark_left(self) -> None:
         """The loop is over on this rank; wait for `released` (or for the end of an incident)."""
@@ -339,6 +339,8 @@ class ProcessorCore(RankState):
                 wakes = self._part.on_proceed(order, self.settled_stand)
             case Save() if order.incident == PERIODIC:
                 if not self._part.incident:
+                    if self._snapshots.is_new(order):
+                        self._said.copied = None
                     self._snapshots.on_save(order, self._ended_step, may_copy=self._phase in ENDED_PHASES)
                     if self._said.left is not None:
                         self._snapshots.on_left(self._ended_step)

@@ -25,6 +25,7 @@ class Correspondence:
         self.signalled: Signalled | None = None
         self.left: Left | None = None
         self.wanted: SaveWanted | None = None  # until the state for one is copied
+        self.copied: SaveWanted | None = None  # then, until the next one is ordered: whoever follows may not know of it
         self.deaths: dict[int, PeerDied] = {}  # of neighbours, said in each session: another controller may serve
         self.closed = False
         self.session_up = False
@@ -45,8 +46,8 @@ class Correspondence:
             None if self.loop_open else self.loop,
             self.signalled,
             self.raised,
-            self.left,
             self.wanted,
+            self.left,  # nothing is wanted once all have left
             self._part.settled,
             self._part.save_result,
         )
@@ -90,10 +91,16 @@ class Correspondence:
         self.session_up = self._was_up = True
         self._down_since_s = None
         self._unanswered, self._hello_pause = True, Grace(RESEND_INTERVAL_S)
+        if self.copied is not None and not self.closed:
+            self._outbox.send(self.copied)
         self.repeat()
         for death in self.deaths.values():
             self._outbox.send(death)
         return was_unprotected
+
+    def on_copied(self) -> None:
+        """The state for what was wanted is copied, or could not be."""
+        self.wanted, self.copied = None, self.wanted
 
     def on_welcome(self) -> None:
         """The Hello of this session has arrived, and all ranks are registered."""

@@ -28,6 +28,10 @@ class Snapshots:
         order = self._waiting
         return order if order is not None and order.step == ended_step else None
 
+    def is_new(self, order: Save) -> bool:
+        """Whether a checkpoint is ordered that this rank has not heard of."""
+        return order.attempt > self._attempt
+
     def on_save(self, order: Save, ended_step: int, *, may_copy: bool) -> None:
         """A checkpoint of a step is wanted. may_copy: the state is still that of `ended_step`."""
         if order.attempt < self._attempt:

@@ -352,6 +352,16 @@ def test_a_checkpoint_that_was_asked_for_is_written_under_whoever_follows(anothe
     assert {order.step for order in line.sent(Save).values()} == {9}, "not that of the schedule"
 
 
+def test_one_that_was_copied_for_the_schedule_is_written_under_whoever_follows_if_it_was_wanted() -> None:
+    """The wish was lost with the controller, and the rank says it to the next one, having its copy."""
+    line = training(schedule=Schedule(steps=7))
+    line.follow()
+    line.come_back(0, 1, 2, stand=computing(7))
+    assert {order.step for order in line.sent(Save).values()} == {14}
+    line.hear(SaveWanted(0, GENERATION, 6))
+    assert {order.step for order in line.sent(Save).values()} == {8}
+
+
 def test_checkpoints_go_on_after_a_rank_that_was_late_has_come_back() -> None:
     line = training(schedule=Schedule(steps=7))
     line.follow()

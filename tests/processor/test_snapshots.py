@@ -17,6 +17,7 @@ from lastwords.processor.events import (
     Wake,
 )
 from lastwords.vocabulary import (
+    Left,
     Phase,
     Release,
     Report,
@@ -254,11 +255,13 @@ def wishes(effects: list[Effect]) -> list[Report]:
 
 
 def asked_again(rank: RankDriver) -> bool:
-    """Whether the controller hears of it once more, in a new session or after a while in this one."""
-    again = [*rank.tell(SessionDown()), *rank.tell(SessionUp())], rank.wait(RESEND_INTERVAL_S)
-    heard = {bool(wishes(effects)) for effects in again}
-    assert len(heard) == 1
-    return heard.pop()
+    """Whether the controller hears of it once more after a while."""
+    return bool(wishes(rank.wait(RESEND_INTERVAL_S)))
+
+
+def asked_in_a_new_session(rank: RankDriver) -> bool:
+    """Whether the controller, or whoever follows it, hears of it once more when the session is a new one."""
+    return bool(wishes([*rank.tell(SessionDown()), *rank.tell(SessionUp())]))
 
 
 @pytest.mark.parametrize("ordered", ["before", "after"])
@@ -270,6 +273,7 @@ def test_one_that_is_wanted_is_owed_until_its_state_is_copied(ordered: str) -> N
     rank.core.want_save()
     assert wishes(rank.core.take_effects())
     assert asked_again(rank)
+    assert asked_in_a_new_session(rank)
     if ordered == "after":
         told(rank, 1000)
     assert asked_again(rank)
@@ -278,6 +282,41 @@ def test_one_that_is_wanted_is_owed_until_its_state_is_copied(ordered: str) -> N
     step(rank)
     copied(rank)
     assert not asked_again(rank)
+
+
+def test_one_whose_state_is_copied_is_asked_for_in_each_new_session_until_the_next_one_is_ordered() -> None:
+    """It was copied for a multiple of the schedule, say, and whoever follows has not heard that it was wanted."""
+    rank = RankDriver(6)
+    told(rank, 7)
+    rank.core.want_save()
+    step(rank)
+    copied(rank)
+    for _ in range(2):
+        assert asked_in_a_new_session(rank)
+        assert not asked_again(rank)
+    told(rank, 7)  # the same order once more
+    assert asked_in_a_new_session(rank)
+    told(rank, 14, attempt=2)
+    assert not asked_in_a_new_session(rank)
+
+
+def test_in_a_new_session_what_is_wanted_is_said_before_the_rank_has_left() -> None:
+    """All may have left then, and are released."""
+    rank = RankDriver(4)
+    rank.core.want_save()
+    rank.core.mark_left()
+    rank.core.take_effects()
+
+    def said() -> list[type[Report]]:
+        again = reports([*rank.tell(SessionDown()), *rank.tell(SessionUp())])
+        return [type(report) for report in again if isinstance(report, SaveWanted | Left)]
+
+    assert said() == [SaveWanted, Left]
+    told(rank, 4)
+    copied(rank)
+    assert said() == [SaveWanted, Left]
+    rank.order(Release(GENERATION))
+    assert not said()
 
 
 def test_one_whose_state_cannot_be_copied_is_not_asked_for_again() -> None:
