@@ -26,7 +26,7 @@ from typing import Any
 
 from lastwords import clock
 from lastwords.checkpoint.codec import from_json
-from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
+from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import paths, process_id
 
 _log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def remove_dead_run_files(*, root: Path = paths.SHM_ROOT, young_s: float = 60.0)
 def port_is_free(ip: str, port: int) -> bool:
     """Whether a server could listen there now. ConfigError where it never could, UnavailableError in a shortage."""
     family, address = resolve(ip, port)
-    with _socket(family) as probe:
+    with _socket(family, ip) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no servers
         try:
             probe.bind(address)
@@ -206,15 +206,17 @@ def free_port(ip: str) -> int:
     """A port of `ip` on which nothing listens now. ConfigError if `ip` is no address of this host; UnavailableError."""
     port_is_free(ip, 0)
     family, address = resolve(ip, 0)
-    with _socket(family) as probe:
+    with _socket(family, ip) as probe:
         probe.bind(address)
         return int(probe.getsockname()[1])
 
 
-def _socket(family: socket.AddressFamily) -> socket.socket:
+def _socket(family: socket.AddressFamily, ip: str) -> socket.socket:
     try:
         return socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
+        if not is_shortage(error):
+            raise ConfigError(f"{_ADDRESS} {ip!r} cannot be used: {error.strerror}") from error
         raise UnavailableError(
             f"cannot look for a free port: {error.strerror}; raise the limit on open files (ulimit -n), or close some"
         ) from error

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords import threads
-from lastwords.errors import UnavailableError
+from lastwords.errors import UnavailableError, is_shortage
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +106,9 @@ class SignalGuard:
         try:
             read_end, write_end = socket.socketpair()
         except OSError as error:
+            if not is_shortage(error):
+                self._degrade(f"no pair of sockets can be had ({error.strerror})")
+                return
             raise UnavailableError(
                 f"signals cannot be handled: {error.strerror}; raise the limit on open files (ulimit -n), or close some"
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import socket
@@ -267,6 +268,18 @@ def test_a_host_name_that_means_loopback_here_is_warned_about(
     caplog.clear()
     handover.resolve("localhost", 30051)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("look", [lambda: handover.port_is_free("::1", 30051), lambda: handover.free_port("::1")])
+def test_an_address_of_a_kind_that_the_kernel_lacks_is_no_shortage(
+    look: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_ipv6(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    with golden.raises(ConfigError):
+        look()
 
 
 @pytest.mark.parametrize("look", [lambda: handover.port_is_free(HOST, 1), lambda: handover.free_port(HOST)])

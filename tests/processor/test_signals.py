@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import os
 import signal
@@ -482,6 +483,20 @@ def test_a_ctrl_c_that_is_passed_on_interrupts_at_once(guard: SignalGuard, repor
     reports.wait(1)
     with pytest.raises(KeyboardInterrupt):
         guard.pass_on(signal.SIGINT)
+
+
+def test_a_guard_to_whom_sockets_are_denied_takes_nothing_and_says_so(
+    reports: Reports, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied() -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(socket, "socketpair", denied)
+    guard = SignalGuard(reports)
+    guard.install()
+    golden.says(caplog.messages)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    guard.uninstall()
 
 
 def test_a_guard_without_descriptors_is_a_shortage_and_takes_nothing(reports: Reports) -> None:
