@@ -244,7 +244,7 @@ class Departure:
         """Training thread: the exception to raise; arms the bound on how long unwinding may take."""
         assert self._verdict is not None
         self.end_within(UNWIND_S, self._verdict.code)
-        self.announce(ends=not self.process_stays)
+        self.announce(ends=self._exit_code is not None)
         return SystemExit(self._verdict.code if self._exit_code is None else self._exit_code)
 
     def end_within(self, seconds: float, code: int) -> None:
@@ -252,8 +252,8 @@ class Departure:
 
         The first code that this or `end_now` is called with is the one.
         """
-        if self._leave_main is not None:
-            return self._leave_main()
+        if self._leaves_main():
+            return
         with self._lock:
             if self._exit_code is not None:
                 return
@@ -293,10 +293,8 @@ class Departure:
         """Any thread: announce and end the process at once. Does not return, unless the process stays."""
         if self._leave_main is not None:
             self.announce(ends=False)
-            try:
-                return self._leave_main()
-            except Exception:  # outermost for this thread: what cannot leave ends, and is replaced
-                _log.exception("rank %d cannot leave main, and ends its process", self.rank)
+        if self._leaves_main():
+            return
         with self._lock:
             if self._exit_code is None:
                 self._exit_code = EXIT_NOT_SAVED if self._verdict is None else self._verdict.code
@@ -305,6 +303,17 @@ class Departure:
         hurry.set()
         if _end_later(code, hurry, 0.0, self.announce, self._last):
             threading.Event().wait()
+
+    def _leaves_main(self) -> bool:
+        """Whether the process stays; what cannot leave main ends, and is replaced."""
+        if self._leave_main is None:
+            return False
+        try:
+            self._leave_main()
+        except Exception:  # it would come out of the user's code in place of SystemExit, or end this thread
+            _log.exception("rank %d cannot leave main, and ends its process", self.rank)
+            return False
+        return True
 
 
 def wait_out(wait: Callable[[float | None], bool], seconds: float | None) -> bool:

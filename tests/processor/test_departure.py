@@ -120,8 +120,9 @@ FAIL = "def fail(*args): raise ValueError('unexpected')\n"
     [
         "ways_out.wait_out = fail; departure.decide(saved); departure.end_within(0.1, 75); time.sleep(1000)",
         "departure = Departure(2, leave_main=fail); departure.decide(saved); departure.end_now(); time.sleep(1000)",
+        "departure = Departure(2, leave_main=fail); departure.decide(saved); raise departure.unwind()",
     ],
-    ids=["the wait fails", "main cannot be left"],
+    ids=["the wait fails", "main cannot be left", "main cannot be left by unwinding"],
 )
 def test_a_process_ends_whatever_goes_wrong_with_its_end(way: str) -> None:
     code, errors = run(FAIL + way)
