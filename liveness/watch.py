@@ -82,7 +82,7 @@ class HostWatch:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
-        self._lacking: dict[int, ProcessId] = {}  # not every way of watching them works, and that has been said
+        self._lacking: dict[int, tuple[ProcessId, str]] = {}  # what does not work in watching them, and has been said
         self._pids = PidWatcher()
 
     def start(self) -> None:
@@ -170,6 +170,8 @@ class HostWatch:
             except (UnavailableError, ConfigError, FormatError, StorageError) as error:
                 if is_shortage(error):
                     self._add_later(rank, entry, way)
+                else:
+                    self._tell_lacking(rank, entry.process, str(error))
                 return
             if entry.is_whole:
                 self._tell_lacking(rank, entry.process, "")
@@ -179,14 +181,14 @@ class HostWatch:
         self._pids.later(AGAIN_S, again)
 
     def _tell_lacking(self, rank: int, process: ProcessId, text: str) -> None:
-        """Which ways of watching a process do not work: said once, however often it is tried, and once it is over."""
+        """Why not every way of watching a process works: said once, however often it is tried, and once it is over."""
         with self._lock:
-            said = self._lacking.pop(rank, None) == process
+            said = self._lacking.pop(rank, None)
             if text:
-                self._lacking[rank] = process
-        if text and not said:
+                self._lacking[rank] = (process, text)
+        if text and said != (process, text):
             _log.warning("not every way of watching rank %d (process %d) works: %s", rank, process.pid, text)
-        elif said and not text:
+        elif not text and said is not None and said[0] == process:
             _log.warning("every way of watching rank %d (process %d) works now", rank, process.pid)
 
     def _has(self, rank: int, entry: _Entry) -> bool:

@@ -141,6 +141,7 @@ class HostRing:
                 process = _process_of(path)
                 # A process that is not seen here lives in another container: its life line says what there is to say.
                 self._watch.add(rank, path, process, by_pid=process_id.is_alive(process))
+                self._problems.pop(rank, None)
             except LastWordsError as error:
                 self._watched.discard(rank)
                 if self._problems.get(rank) != str(error):  # it is tried again; the same words are said once

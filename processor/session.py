@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lastwords import codec, descriptors, threads
-from lastwords.errors import ProtocolError, UnavailableError
+from lastwords.errors import ProtocolError, UnavailableError, named
 from lastwords.processor.events import ProcessorOptions
 from lastwords.processor.silence import Silence
 from lastwords.transport import CLIENT_KEEPALIVE, Keepalive, call_metadata, channel_options, grpc
@@ -237,13 +237,15 @@ class Session:
                 with descriptors.room_for_grpc():
                     channel = grpc.insecure_channel(self.address, options=self._options)
             except UnavailableError as error:
-                if str(error) != said:
+                if named(error) != said:
                     _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
-                said = str(error)
+                said = named(error)
                 self._closing.wait(BACKOFF_MAX_S)
                 continue
-            except Exception:  # outermost loop of a thread: whatever it was, the next try may do better
-                _log.exception("session of rank %d with %s cannot begin", self.rank, self.address)
+            except Exception as error:  # outermost loop of a thread: whatever it was, the next try may do better
+                if named(error) != said:
+                    _log.exception("session of rank %d with %s cannot begin", self.rank, self.address)
+                said = named(error)
                 self._closing.wait(BACKOFF_MAX_S)
                 continue
             with channel:
@@ -252,12 +254,16 @@ class Session:
             return
 
     def _connect_until_closed(self) -> None:
+        said = ""
         while not self._closing.is_set():
             try:
                 if not self._connect():
                     return
-            except Exception:  # outermost loop of a thread: whatever it was, the next connection may do better
-                _log.exception("session of rank %d with %s failed", self.rank, self.address)
+                said = ""
+            except Exception as error:  # outermost loop of a thread: whatever it was, the next connection may do better
+                if named(error) != said:
+                    _log.exception("session of rank %d with %s failed", self.rank, self.address)
+                said = named(error)
             pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10))
             if self._refusals:
                 pause_s = min(REFUSED_PAUSE_MAX_S, BACKOFF_MAX_S * 2 ** min(self._refusals - 1, 10))

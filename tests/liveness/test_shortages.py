@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.errors import UnavailableError, is_shortage
+from lastwords.errors import FormatError, UnavailableError, is_shortage
 from lastwords.liveness import process_id
 from lastwords.liveness import watch as watch_module
 from lastwords.liveness.pidfd import PidWatcher
@@ -70,6 +70,32 @@ def test_a_shortage_is_said_once_and_once_when_it_is_over(line: LifeLine, caplog
         assert passed.get(timeout=WAIT_S) == 1
     hosts.later(0.2, lambda: passed.put(2))  # after the next try
     assert passed.get(timeout=WAIT_S) == 2
+    golden.says("\n".join(record.getMessage() for record in caplog.records).replace(str(os.getpid()), "PID"))
+    hosts.stop()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_reason_that_lasts_is_said_after_a_shortage(
+    line: LifeLine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    """later: whoever owns the watch does not try again; the watch itself does, and gives that up."""
+    hosts = HostWatch(lambda *death: None)
+    hosts.start()
+    here = process_id.this_process("x")
+    passed: queue.Queue[int] = queue.Queue()
+
+    def is_no_life_line(*_: object, **__: object) -> None:
+        raise FormatError("rank_0.life is no life line")
+
+    with no_threads():
+        hosts.add(0, line.path, here)
+    if not later:
+        hosts.remove(0)
+    monkeypatch.setattr(watch_module, "watch", is_no_life_line)
+    for _ in range(0 if later else 2):
+        hosts.add(0, line.path, here)
+    hosts.later(0.2, lambda: passed.put(1))  # after the next try
+    assert passed.get(timeout=WAIT_S) == 1
     golden.says("\n".join(record.getMessage() for record in caplog.records).replace(str(os.getpid()), "PID"))
     hosts.stop()
 
