@@ -310,7 +310,7 @@ class Departure:
             return False
         try:
             self._leave_main()
-        except Exception:  # it would come out of the user's code in place of SystemExit, or end this thread
+        except Exception:  # outermost for what ends the process: in the user's call it would take SystemExit's place
             _log.exception("rank %d cannot leave main, and ends its process", self.rank)
             return False
         return True
