@@ -281,6 +281,7 @@ class Worker:
             _let_go(error)
         else:
             if not stay.leaving:
+                self._inside = False
                 return True
         stay.end()
         self._inside = False

@@ -331,7 +331,9 @@ def refused(
     with pytest.raises(SystemExit) as ended:
         worker.run(main)
     assert ended.value.code == code
-    (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("lastwords: ")]
+    lines = [one for one in capfd.readouterr().err.splitlines() if one.startswith("lastwords: ")]
+    assert len(lines) == 1, lines
+    (line,) = lines
     golden.says(re.sub(r"(?<=\.py:)\d+", "_", line))
     if heard is not None:
         assert said_at_the_end(*heard) == [(line.removeprefix("lastwords: rank 0: "), True)]
@@ -405,6 +407,17 @@ def test_only_what_leaves_main_by_itself_is_told(launcher: socket.socket) -> Non
     thread, heard = play(launcher, [ENTER + ABANDON, ENTER])
     worker.run(stuck_once())
     assert said_at_the_end(thread, heard) == []
+
+
+def test_a_launcher_that_ends_after_main_concerns_nobody(
+    launcher: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
+    thread, heard = play(launcher, [ENTER])
+    worker.run(lambda: None)
+    said_at_the_end(thread, heard)
+    for listening in [one for one in threading.enumerate() if one.name == "lastwords-launcher"]:
+        listening.join(10)
+    assert capfd.readouterr().err == ""
 
 
 def stuck_once() -> Callable[[], None]:
