@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
@@ -15,6 +16,12 @@ settings.load_profile("no-clock")
 
 
 def pytest_sessionstart() -> None:
+    _hide_the_worker()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by `make test &` in a script, for all that is started here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _hide_the_worker() -> None:
     """Say of xdist's worker, which is code without a file, that it is an installed package.
 
     The search for random generators takes each function on the stack for the user's otherwise, and goes from the worker
