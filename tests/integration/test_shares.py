@@ -14,6 +14,7 @@ import pytest
 
 from lastwords.vocabulary import Share
 from tests.integration.kills import Kill
+from tests.integration.parallel_layouts import RANKS
 from tests.integration.plan import Layout
 from tests.integration.rig import KILLED, Launch, Rig, check_sound
 from tests.selection import usually
@@ -26,7 +27,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "ddp": Layout(),
     "ddp, local buffers": Layout(broadcast_buffers=False, accumulate=2, augment=True, workers=2),
     "ddp, inf": Layout(inf_steps=(3, 6)),
-    **{name: Layout(parallel=name) for name in ("hsdp", "tp", "zero1", "pp", "moe", "fsdp-tp")},
+    **{
+        name: Layout(parallel=name, world_size=RANKS.get(name, 4))
+        for name in ("hsdp", "tp", "zero1", "pp", "moe", "fsdp-tp")
+    },
 }
 USUAL = ("ddp", "hsdp")
 ALONE = {"pp"}
