@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from lastwords import threads
 from tests.golden import Running
 
 # On a busy machine a slow example is no defect.
@@ -36,6 +38,15 @@ def _hide_the_worker() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
     Running.temporary = str(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(autouse=True)
+def _own_reserve() -> Iterator[None]:
+    """A thread that one test has left in reserve does nothing for another one."""
+    others, threads._reserve = threads._reserve, threads._Reserve()
+    yield
+    own, threads._reserve = threads._reserve, others
+    own.remove(len(own._idle))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,12 +18,6 @@ from tests.shortage import TOO_LARGE, no_threads
 WAIT_S = 30.0
 
 
-@pytest.fixture(autouse=True)
-def reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the threads that other tests of this process have left in reserve."""
-    monkeypatch.setattr(threads, "_reserve", threads._Reserve())
-
-
 def in_reserve() -> int:
     return sum(thread.name == "lastwords-reserve" for thread in threading.enumerate())
 

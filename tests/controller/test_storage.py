@@ -8,7 +8,9 @@ import os
 import queue
 import resource
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,11 @@ class Answers:
         }
         local = {owner: LocalState([], LocalMeta(slot={"rank": owner})) for owner in locals_}
         write_part(self.tmp_dir(attempt, target), rank, 1, STEP, STEP, state, local, {}, job="digits")
+
+
+@pytest.fixture(autouse=True)
+def _however_slow_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PROGRESS_INTERVAL_S", 3600.0)
 
 
 @pytest.fixture
@@ -572,6 +579,9 @@ def test_nobody_waits_for_what_is_read_before_others_are_removed(
     assert answers.next() == events.NewestKnown(2, 33, str(layout.checkpoint_dir(tmp_path, 33)))
     answers.jobs.release()
     assert not answers.jobs.wait_idle(0.2)
+    deadline_mono_s = time.monotonic() + WAIT_S
+    while answers.jobs.busy and time.monotonic() < deadline_mono_s:
+        signal.sigtimedwait((), 0.01)
     assert not answers.jobs.busy  # it may be ended
     filled(tmp_path, range(34, 35), PERIODIC.again(attempt=9))
     for _ in range(3):

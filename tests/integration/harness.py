@@ -35,6 +35,9 @@ TAIL_LINES = 30
 PORTS = range(10_240, 32_000)
 """Below the range that the kernel hands out by itself, so that nobody takes a port between choice and use."""
 
+STACKS_S = 10.0
+"""A busy rank has so long to write its stacks."""
+
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -77,6 +80,11 @@ class Port:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def free_port() -> int:
+    """A `Port` that is held until this process ends."""
+    return Port().number
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,10 @@ class Job:
         before = {rank: len(self.output(rank)) for rank in living}
         for rank in living:
             self.signal(rank, signal.SIGUSR1)
-        time.sleep(0.5)
+        deadline_mono_s = time.monotonic() + STACKS_S
+        while time.monotonic() < deadline_mono_s and any(len(self.output(rank)) == before[rank] for rank in living):
+            time.sleep(0.1)
+        time.sleep(0.5)  # until all threads are written
         return "\n".join(f"--- stacks of rank {rank}\n{self.output(rank)[before[rank] :]}" for rank in living)
 
     def _send(self, command: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from lastwords.processor.session import Session
 from lastwords.transport import start_of
 from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, Order, ProcessId, Refused, Resume, Save, Status
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 STEPS_PER_EPOCH = 100
 ORPHAN_S = 60
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.harness import free_port
 
 pytestmark = pytest.mark.process
 
@@ -89,9 +90,7 @@ else:
 
 
 def test_a_forked_child_leaves_at_once_and_does_not_touch_the_black_box(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environ = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
     environ["OMP_NUM_THREADS"] = (
         "1"  # OpenMP's threads do not survive a fork: a child that computes would wait for them

@@ -111,6 +111,7 @@ def test_a_job_leaves_no_process_behind_not_even_in_a_session_of_its_own(rig: Ri
 
 def test_a_wait_that_runs_out_shows_the_logs_and_the_stacks(rig: Rig) -> None:
     launch = rig.launch(Layout(), mode="plain", faults=[Fault(2, 3, "forward", ("hang",))])
+    launch.job.wait_for(lambda: launch.track_now(2) == 2, 30, "step 2")
     with pytest.raises(HarnessTimeoutError, match=r"(?s)rank_2\.err.*rank 2.*forward"):
         launch.job.wait(3)
 

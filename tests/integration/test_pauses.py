@@ -26,7 +26,7 @@ from tests.integration.test_controller_shell import TOKEN, Job, wait_for
 
 pytestmark = pytest.mark.process
 
-QUICK = {"keepalive_time_s": 0.2, "keepalive_timeout_s": 0.3}
+QUICK = {"keepalive_time_s": 0.2, "keepalive_timeout_s": 2.0}
 
 
 @pytest.fixture

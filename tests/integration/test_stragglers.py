@@ -102,10 +102,8 @@ def slowness(line: str) -> int:
     return int(found is not None)
 
 
-def test_a_rank_with_thirty_milliseconds_more_in_each_step_is_named(
-    cases: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    uneven = cases(slow=[1, 0.03])
+def test_a_rank_that_takes_twice_as_long_is_named(cases: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    uneven = cases(step_s=0.1, slow=[1, 0.1])
     uneven.job.wait_for(lambda: any(rank.slower for rank in uneven.ranks()), LIMIT_S, "a slow rank")
     named = {rank.rank: rank for rank in uneven.ranks() if rank.slower}
     assert list(named) == [1]
@@ -122,8 +120,8 @@ def test_the_control_without_them_nobody_is_named(
     cases: Any, others: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not even a rank that validates now and then, while the others wait for it."""
-    even = cases(**others)
-    even.job.wait_for(lambda: even.step() > 200, LIMIT_S, "five looks and more")
+    even = cases(step_s=0.1, **others)
+    even.job.wait_for(lambda: even.step() > 80, LIMIT_S, "five looks and more")
     assert all(rank.work_s > 0.02 for rank in even.ranks()), "it is measured"
     assert [list(map(slowness, frame)) for frame in shown(even, capsys)] == [[0, 0, 0]] * 3
     even.leave()

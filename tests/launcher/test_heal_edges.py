@@ -21,10 +21,10 @@ from tests.integration.zygote import command_line, processes
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run, trace
 from tests.launcher.test_launcher_ends import until
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 RANKS = 2
-CAPTURED: dict[str, Any] = {"env": environment(), "cwd": ROOT, "capture_output": True, "text": True, "timeout": 200}
+CAPTURED: dict[str, Any] = {"env": environment(), "cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
 
 
 def command(directory: Path, *deaths: str) -> list[str]:

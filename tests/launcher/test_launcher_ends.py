@@ -16,9 +16,9 @@ from lastwords.checkpoint import load
 from tests.integration.faults import is_gone
 from tests.launcher.test_heal import RANKS, ROOT, SCRIPT, environment, pids
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def until(true: Callable[[], bool], what: str) -> None:

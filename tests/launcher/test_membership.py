@@ -34,6 +34,7 @@ from lastwords.launcher.protocol import (
 from lastwords.launcher.registry import Refused
 from lastwords.launcher.versions import Sources
 from tests import golden
+from tests.integration.harness import free_port
 
 
 def test_a_worker_that_has_met_itself_at_the_schedulers_port_leaves_it_at_once(
@@ -57,9 +58,7 @@ def test_a_worker_that_has_met_itself_at_the_schedulers_port_leaves_it_at_once(
 def test_a_scheduler_that_cannot_be_reached_is_waited_for_with_a_limit_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, started: bool
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = closed.getsockname()
-    cluster = Cluster(WORKER, 2, *address, tmp_path, True)
+    cluster = Cluster(WORKER, 2, "127.0.0.1", free_port(), tmp_path, True)
     if started:
         with ClusterState(cluster).held():
             ClusterState(cluster).token()
@@ -143,6 +142,7 @@ def test_a_worker_does_not_wait_for_a_scheduler_that_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_environment(monkeypatch)
+    monkeypatch.setattr(membership, "AGAIN_S", 30.0)
     scheduler = Scheduler(tmp_path, PROTOCOL, stops=True)
     one = Membership(scheduler.cluster)
     one.launcher.settimeout(10)
@@ -178,7 +178,7 @@ def test_a_worker_whose_end_is_kept_and_not_answered_ends_as_soon_as_it_learns_t
     if removed:
         ClusterState(scheduler.cluster).remove()
     scheduler.go_on()
-    ends.join(10)
+    ends.join(60)
     assert not ends.is_alive()
     scheduler.close()
     assert capfd.readouterr().err == ""

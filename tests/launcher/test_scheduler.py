@@ -18,6 +18,7 @@ import pytest
 from lastwords.clock import OwnTime
 from lastwords.errors import ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import head
+from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
 from lastwords.launcher.environment import SCHEDULER, Cluster
@@ -188,8 +189,9 @@ def test_a_message_that_makes_no_sense_ends_the_connection_and_not_the_scheduler
     assert rig.apply("0")[0]["rank"] == 0
 
 
-@pytest.mark.timeout(15)  # the kernel gives up after 20 s
-def test_a_worker_that_is_stopped_keeps_nobody_waiting(rig: Rig) -> None:
+@pytest.mark.timeout(120)
+def test_a_worker_that_is_stopped_keeps_nobody_waiting(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "SILENCE_S", 1000)  # until the kernel gives up
     link, lines, nonce = rig.connect()
     rig.send(link, nonce, rig.application("0", pid=1))
     rig.answers(link, lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import load
+from tests.integration.harness import free_port
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run
 from tests.launcher.test_launcher_ends import until
 
@@ -19,12 +19,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 HOSTS, PER_HOST = 2, 2
 RANKS = HOSTS * PER_HOST
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(directory: Path, steps: int, *deaths: str) -> list[subprocess.Popen[bytes]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
@@ -11,7 +12,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ from tests.launcher.test_unblock import pair
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "agent"))
     server.listen()
@@ -60,7 +61,19 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     monkeypatch.setattr(worker, "_workers", [])
     monkeypatch.setattr(reentry, "_leaver", None)
     monkeypatch.setattr(world, "_agreements", 0)
-    return server
+    yield server
+    server.close()
+    for one in worker._workers:
+        with contextlib.suppress(OSError):  # the launcher has ended
+            one._socket.shutdown(socket.SHUT_RDWR)
+    join_listening()
+
+
+def join_listening() -> None:
+    """Of a worker whose launcher has ended, the thread that listens to it ends, too."""
+    for one in threading.enumerate():
+        if one.name == "lastwords-launcher":
+            one.join(10)
 
 
 def play(server: socket.socket, answers: list[bytes]) -> tuple[threading.Thread, list[dict[str, Any]]]:
@@ -415,8 +428,7 @@ def test_a_launcher_that_ends_after_main_concerns_nobody(
     thread, heard = play(launcher, [ENTER])
     worker.run(lambda: None)
     said_at_the_end(thread, heard)
-    for listening in [one for one in threading.enumerate() if one.name == "lastwords-launcher"]:
-        listening.join(10)
+    join_listening()
     assert capfd.readouterr().err == ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import os
 import subprocess
 import threading
@@ -273,6 +274,7 @@ def test_a_process_that_cannot_be_watched_is_an_error_and_leaves_no_descriptor(m
     watcher = PidWatcher()
     poll = watcher._poll
     monkeypatch.setattr(watcher, "_poll", Full())
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with golden.raises(UnavailableError):
         watcher.add(process_id.this_process("x"), lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import secrets
@@ -89,9 +90,9 @@ def test_a_reason_that_lasts_is_said_after_a_shortage(
 
     with no_threads():
         hosts.add(0, line.path, here)
-    if not later:
-        hosts.remove(0)
-    monkeypatch.setattr(watch_module, "watch", is_no_life_line)
+        if not later:
+            hosts.remove(0)
+        monkeypatch.setattr(watch_module, "watch", is_no_life_line)
     for _ in range(0 if later else 2):
         hosts.add(0, line.path, here)
     hosts.later(0.2, lambda: passed.put(1))  # after the next try
@@ -127,6 +128,7 @@ def test_what_cannot_be_watched_at_all_in_a_shortage_says_that_it_is_one(line: L
 
 def test_a_pid_watcher_without_a_thread_takes_a_process_later() -> None:
     watcher = PidWatcher()
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with no_threads(), pytest.raises(UnavailableError) as caught:
         watcher.add(process_id.this_process("x"), lambda: None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -80,9 +82,22 @@ def wait(event: threading.Event) -> None:
     event.wait(30)
 
 
+def waits(number: int) -> bool:
+    """Whether this thread is in `wait` above."""
+    frames = traceback.walk_stack(sys._current_frames()[number])
+    return any(frame.f_code is wait.__code__ for frame, _ in frames)
+
+
+def in_wait(go_on: threading.Event) -> tuple[threading.Thread, int]:
+    thread, number = in_a_thread(lambda: wait(go_on))
+    while not waits(number):
+        signal.sigtimedwait((), 0.001)
+    return thread, number
+
+
 def test_a_thread_that_waits_for_itself_is_in_no_collective() -> None:
     go_on = threading.Event()
-    thread, number = in_a_thread(lambda: wait(go_on))
+    thread, number = in_wait(go_on)
     waits_at, stands_at = places_of(sys._current_frames()[number])
     assert waits_at == ""
     assert stands_at.startswith("test_whereabouts.py:"), "the user's line, and not the library's that it has called"
@@ -92,7 +107,7 @@ def test_a_thread_that_waits_for_itself_is_in_no_collective() -> None:
 
 def test_the_stack_is_handed_on_and_logged_with_each_frame(caplog: pytest.LogCaptureFixture) -> None:
     go_on = threading.Event()
-    thread, number = in_a_thread(lambda: wait(go_on))
+    thread, number = in_wait(go_on)
     found: list[Stack] = []
     shower = Whereabouts(number).show("rank 2 is here:", 2, 1, found.append)
     assert shower is not None
