@@ -32,6 +32,7 @@ from lastwords.optim_wrapper.trainer import reentry
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 DEATHS = {(int(rank), int(step), phase) for rank, step, phase in (one.split(":") for one in sys.argv[3:])}
 MEETS = any(phase == "skip" for *_, phase in DEATHS)
+STOPS = any(phase == "stop" for *_, phase in DEATHS)
 WORKERS = 2 if "LOADER_WORKERS" in os.environ else 0
 kept: list[BaseException] = []
 entries: list[int] = []
@@ -51,7 +52,16 @@ def due(step: int, phase: str) -> bool:
 def die(step: int, phase: str) -> None:
     """Here, if the plan says so."""
     if due(step, phase):
+        if STOPS:
+            await_spare()
         os.kill(os.getppid() if phase == "parent" else os.getpid(), signal.SIGKILL)
+
+
+def await_spare() -> None:
+    """Until a spare waits for a rank, and the launcher knows."""
+    while not (DIRECTORY / "spare").exists():
+        signal.sigtimedwait((), 0.05)
+    signal.sigtimedwait((), 1)
 
 
 def hide_checkpoints(step: int) -> None:
@@ -210,6 +220,7 @@ def main() -> None:
 
 def take_place_and_stop(self: worker.Worker, take_place: Callable[[worker.Worker], None]) -> None:
     """A spare that becomes a rank, once: before it can say so."""
+    (DIRECTORY / "spare").touch()
     take_place(self)
     if due(0, "stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
