@@ -346,7 +346,7 @@ def refused(
     assert ended.value.code == code
     lines = [one for one in capfd.readouterr().err.splitlines() if one.startswith("lastwords: ")]
     assert len(lines) == 1, lines
-    (line,) = lines
+    line = lines[0]
     golden.says(re.sub(r"(?<=\.py:)\d+", "_", line))
     if heard is not None:
         assert said_at_the_end(*heard) == [(line.removeprefix("lastwords: rank 0: "), True)]
