@@ -14,6 +14,7 @@ from tests.zoo import (
     recipes_schedules,
     recipes_sharded,
     recipes_state,
+    recipes_strangers,
     recipes_wild,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "recipes_schedules",
     "recipes_sharded",
     "recipes_state",
+    "recipes_strangers",
     "recipes_wild",
 ]
