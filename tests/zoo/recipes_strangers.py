@@ -38,7 +38,7 @@ class InputNorm(nn.Module):
         return (x - self.mean) / (self.std + 1e-5)
 
 
-@recipe("input-norm", "inputs normalised by the first batch, tensors as plain attributes of a module", "fwd@6 win end")
+@recipe("input_norm", "inputs normalised by the first batch, tensors as plain attributes of a module", "fwd@6 win end")
 class FirstBatchStatistics(Loop):
     def net(self) -> nn.Module:
         return nn.Sequential(InputNorm(), super().net())
@@ -85,7 +85,7 @@ class WarmUp(nn.Module):
         return x + min(1.0, self.calls / 10) * self.block(x)
 
 
-@recipe("warm-up-calls", "a residual block that counts its forward passes in a plain int", "fwd@6 bwd@3 win")
+@recipe("warm_up_calls", "a residual block that counts its forward passes in a plain int", "fwd@6 bwd@3 win")
 class CountsForwards(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), WarmUp(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))]
@@ -105,7 +105,7 @@ class RandomPositions(nn.Module):
         return x + self.tables[key]
 
 
-@recipe("shape-cache", "random tables drawn at first use, in a dict of the module keyed by shape", "win@3 end@6")
+@recipe("shape_cache", "random tables drawn at first use, in a dict of the module keyed by shape", "win@3 end@6")
 class ShapeCache(Loop):
     def blocks(self) -> list[nn.Module]:
         return [RandomPositions(), *super().blocks()]
@@ -130,7 +130,7 @@ class Contrast(nn.Module):
         return logits / 0.2
 
 
-@recipe("negatives-queue", "contrastive learning, its queue and pointer are plain attributes of the net", "fwd@6 win@5")
+@recipe("negatives_queue", "contrastive learning, its queue and pointer are plain attributes of the net", "fwd@6 win@5")
 class NegativesQueue(Loop):
     ranks = 3
 
@@ -141,7 +141,7 @@ class NegativesQueue(Loop):
         return F.cross_entropy(self.model(x), torch.zeros(len(x), dtype=torch.long))
 
 
-@recipe("dropout-rate", "the dropout rate grows by a third after each step: `p` of nn.Dropout", "fwd@6 win end@3")
+@recipe("dropout_rate", "the dropout rate grows by a third after each step: `p` of nn.Dropout", "fwd@6 win end@3")
 class DropoutRate(Loop):
     def after_log(self) -> None:
         super().after_log()
@@ -153,7 +153,7 @@ class DropoutRate(Loop):
 # ---------------------------------------------------------------------- on the loop
 
 
-@recipe("slow-weights", "Lookahead by hand: every 2nd step, slow weights in a list of the loop", "fwd@6 win@5 end@3")
+@recipe("slow_weights", "Lookahead by hand: every 2nd step, slow weights in a list of the loop", "fwd@6 win@5 end@3")
 class SlowWeights(Loop):
     def setup(self) -> None:
         super().setup()
@@ -168,7 +168,7 @@ class SlowWeights(Loop):
                     p.copy_(slow)
 
 
-@recipe("target-net", "a target network of the loop, synchronised every 3rd step", "fwd@5 win@7 bwd")
+@recipe("target_net", "a target network of the loop, synchronised every 3rd step", "fwd@5 win@7 bwd")
 class TargetNet(Loop):
     def setup(self) -> None:
         super().setup()
@@ -185,7 +185,7 @@ class TargetNet(Loop):
             self.target.load_state_dict(self.bare.state_dict())
 
 
-@recipe("loss-average", "each loss is divided by a running average, a float of the loop", "fwd@6 bwd win@3")
+@recipe("loss_average", "each loss is divided by a running average, a float of the loop", "fwd@6 bwd win@3")
 class LossAverage(Loop):
     accumulate = 2
 
@@ -199,7 +199,7 @@ class LossAverage(Loop):
         return loss / self.average
 
 
-@recipe("hard-replay", "the worst sample of each batch is replayed from a deque, in a custom loop", "fwd@6 win@4 end")
+@recipe("hard_replay", "the worst sample of each batch is replayed from a deque, in a custom loop", "fwd@6 win@4 end")
 class HardReplay(Loop):
     own_loop = True
 
@@ -218,7 +218,7 @@ class HardReplay(Loop):
         return losses.mean()
 
 
-@recipe("auto-clip", "AutoClip: clips at a percentile of all gradient norms, a list of floats", "fwd@6 bwd win@4")
+@recipe("auto_clip", "AutoClip: clips at a percentile of all gradient norms, a list of floats", "fwd@6 bwd win@4")
 class AutoClip(Loop):
     ranks = 3
 
@@ -249,7 +249,7 @@ class LossScale:
             self.scale, self.good = self.scale * 2, 0
 
 
-@recipe("loss-scale", "dynamic loss scaling by hand: an object with a float and a counter", "fwd@6 win@7 end@5")
+@recipe("loss_scale", "dynamic loss scaling by hand: an object with a float and a counter", "fwd@6 win@7 end@5")
 class HandScaler(Loop):
     def setup(self) -> None:
         super().setup()
@@ -280,7 +280,7 @@ class Reader(nn.Module):
         return self.out(states[:, -1]), hidden
 
 
-@recipe("carried-hidden", "truncated BPTT: the hidden state goes from batch to batch, custom loop", "fwd@6 bwd end@3")
+@recipe("carried_hidden", "truncated BPTT: the hidden state goes from batch to batch, custom loop", "fwd@6 bwd end@3")
 class CarriedHidden(Loop):
     own_loop = True
 
@@ -338,7 +338,7 @@ class BanditAugments(Loop):
 RUNNING = {"loss": 1.0}
 
 
-@recipe("module-global", "noise in proportion to a running loss, kept in a global of the script", "fwd@6 win@7")
+@recipe("module_global", "noise in proportion to a running loss, kept in a global of the script", "fwd@6 win@7")
 class ModuleGlobal(Loop):
     def before_forward(self, batch: Any) -> Any:
         x, *others = super().before_forward(batch)
@@ -363,7 +363,7 @@ def smoothed(smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
     return criterion
 
 
-@recipe("label-smoothing", "label smoothing falls every 3rd micro-batch, in the criterion's closure", "fwd@6 win@3 bwd")
+@recipe("label_smoothing", "label smoothing falls every 3rd micro-batch, in the criterion's closure", "fwd@6 win@3 bwd")
 class LabelSmoothing(Loop):
     accumulate = 2
 
@@ -375,7 +375,7 @@ class LabelSmoothing(Loop):
         return self.criterion(self.model(x), y.argmax(1))
 
 
-@recipe("pseudo-labels", "FixMatch: unlabelled batches from a second loader's running iterator", "fwd@6 win@3 epoch")
+@recipe("pseudo_labels", "FixMatch: unlabelled batches from a second loader's running iterator", "fwd@6 win@3 epoch")
 class PseudoLabels(Loop):
     def setup(self) -> None:
         super().setup()
@@ -444,7 +444,7 @@ class ImagePool:
         return torch.stack(chosen)
 
 
-@recipe("image-pool", "a GAN with a pool of old fakes; the generator learns every 2nd step", "mid@6 fwd@5 win@7")
+@recipe("image_pool", "a GAN with a pool of old fakes; the generator learns every 2nd step", "mid@6 fwd@5 win@7")
 class Gan(Loop):
     def setup(self) -> None:
         super().setup()
@@ -521,7 +521,7 @@ def send_largest(state, bucket):  # type: ignore[no-untyped-def]  # torch reads 
     return future.then(lambda done: done.value()[0])
 
 
-@recipe("error-feedback", "sparse gradients: a communication hook keeps what it has not sent", "fwd@6 bwd@3 win")
+@recipe("error_feedback", "sparse gradients: a communication hook keeps what it has not sent", "fwd@6 bwd@3 win")
 class ErrorFeedback(Loop):
     def wrap(self, net: nn.Module) -> nn.Module:
         model: Any = super().wrap(net)
@@ -573,7 +573,7 @@ class Numbered(Loop):
         return others
 
 
-@recipe("sample-losses", "samples weighted by their last loss, in a dict of the loop", "fwd@7 end@3 epoch")
+@recipe("sample_losses", "samples weighted by their last loss, in a dict of the loop", "fwd@7 end@3 epoch")
 class SampleLosses(Numbered):
     def setup(self) -> None:
         super().setup()
@@ -601,7 +601,7 @@ class LossSampler(Sampler[int]):
             yield self.numbers[pick]
 
 
-@recipe("loss-sampler", "each step writes its losses into the weights of a sampler", "fwd@3 epoch end@6")
+@recipe("loss_sampler", "each step writes its losses into the weights of a sampler", "fwd@3 epoch end@6")
 class SamplesByLoss(Numbered):
     def loader(self) -> Any:
         dataset: Any = self.dataset()
@@ -631,7 +631,7 @@ class ShuffledShard(Sampler[int]):
 
 
 @recipe(
-    "sampler-passes", "a sampler without set_epoch, which seeds itself from a counter of passes", "fwd@3 end@6 epoch"
+    "sampler_passes", "a sampler without set_epoch, which seeds itself from a counter of passes", "fwd@3 end@6 epoch"
 )
 class CountsPasses(Loop):
     def loader(self) -> Any:
@@ -655,7 +655,7 @@ class MixUp:
         return x, y
 
 
-@recipe("mixup-collator", "a collator that draws random numbers and counts its batches", "fwd@6 win@3 end@7")
+@recipe("mixup_collator", "a collator that draws random numbers and counts its batches", "fwd@6 win@3 end@7")
 class MixUpCollator(Loop):
     def loader(self) -> Any:
         dataset: Any = self.dataset()
@@ -681,7 +681,7 @@ class AheadLoader(DataLoader[Any]):
         yield current
 
 
-@recipe("one-ahead", "a loader that fetches one batch ahead; its collator draws noise", "fwd@6 bwd@3 end@5")
+@recipe("one_ahead", "a loader that fetches one batch ahead; its collator draws noise", "fwd@6 bwd@3 end@5")
 class OneAhead(Loop):
     def loader(self) -> Any:
         dataset: Any = self.dataset()
@@ -730,7 +730,7 @@ class Patience(Evaluated):
                 group["lr"] *= 0.5
 
 
-@recipe("plateau-after", "ReduceLROnPlateau, handed over, is stepped after step_end()", "fwd@6 end@5 win@7")
+@recipe("plateau_after", "ReduceLROnPlateau, handed over, is stepped after step_end()", "fwd@6 end@5 win@7")
 class PlateauAfter(Evaluated):
     def setup(self) -> None:
         super().setup()
@@ -741,7 +741,7 @@ class PlateauAfter(Evaluated):
         self.plateau.step(loss)
 
 
-@recipe("back-to-best", "returns to the best weights so far if the evaluation got worse", "fwd@6 end@3 win@7")
+@recipe("back_to_best", "returns to the best weights so far if the evaluation got worse", "fwd@6 end@3 win@7")
 class BackToBest(Evaluated):
     def setup(self) -> None:
         super().setup()

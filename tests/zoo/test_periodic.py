@@ -10,7 +10,7 @@ import pytest
 from tests.integration.conftest import cluster, references
 from tests.integration.harness import Cluster
 from tests.selection import usually
-from tests.zoo import mixtures
+from tests.zoo.frozen import changed, frozen
 from tests.zoo.loop import CARDS
 from tests.zoo.verdict import Keeper, note
 
@@ -19,9 +19,6 @@ pytestmark = pytest.mark.process
 
 EVERY = 5
 """One checkpoint in the eight steps of a recipe: the first step of its second epoch."""
-
-PHASE = "fwd"
-"""A checkpoint that is copied before an update should say what the last words of a death in the forward pass say."""
 
 
 @pytest.fixture
@@ -41,9 +38,8 @@ def usual_names() -> set[str]:
 
 
 @pytest.mark.parametrize("name", usually(CARDS, usual_names()))
-def test_a_recipe_is_exact_from_a_periodic_checkpoint_or_was_told(keeper: Keeper, name: str) -> None:
-    card = mixtures.card_of(name)
+def test_a_recipe_has_its_frozen_verdict_from_a_periodic_checkpoint(keeper: Keeper, name: str) -> None:
     verdict = keeper.judge_periodic(name, EVERY)
     note(name, "periodic", verdict)
-    problem = verdict.problem(card, PHASE)
-    assert not problem, f"{name}: {problem}"
+    problem = changed(CARDS[name], "periodic", verdict, frozen()[name].get("periodic"))
+    assert not problem, problem
