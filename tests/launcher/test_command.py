@@ -70,7 +70,7 @@ class Shutdown:
         self.sent: list[int] = []
         self.meanwhile: list[object] = []
 
-    def __call__(self, agent: object, death_sig: int, timeout: float) -> None:
+    def __call__(self, agent: object, death_sig: int, **_: object) -> None:
         self.sent.append(death_sig)
         self.meanwhile.append([signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)])
 
@@ -79,7 +79,7 @@ def test_ranks_get_sigterm_whatever_has_ended_the_launcher_and_nothing_but_ctrl_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torchs = Shutdown()
-    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *arguments: torchs(*arguments))
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *arguments, **more: torchs(*arguments, **more))
     agent = HealingAgent.__new__(HealingAgent)
     agent._round = None
     before = {number: signal.getsignal(number) for number in signal.Signals}
