@@ -122,11 +122,22 @@ async def _serve(
     await ControllerShell(spec, token, core, run_file=run_file, state_file=state_file, before=before).run(ready)
 
 
+MEANT_FOR_RANKS = (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+"""A terminal or a batch system sends them to all processes of a job."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve until the job is over; 0 at its end, 2 for bad arguments, 1 where serving is impossible."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainers; SIGTERM is taken by the loop
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in MEANT_FOR_RANKS:
+        signal.signal(number, signal.SIG_IGN)  # SIGTERM is taken by the loop
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--wait"]:
         arguments = _await_work()

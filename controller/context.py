@@ -102,7 +102,7 @@ class JobContext:
         return True
 
     def begin_grace(self) -> bool:
-        """A rank was sent SIGTERM: waits are cut to the grace period. False if that is done, or there is none.
+        """A rank was asked to stop: waits are cut to the grace period. False if that is done, or there is none.
 
         The timer "grace" rings when nothing more is to be waited for.
         """

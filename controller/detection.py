@@ -20,7 +20,15 @@ _SUSPICION_WORDS: Final[Mapping[DeathSource, str]] = {
     DeathSource.STREAM: "its connection broke",
 }
 
-_SIGNAL_NAMES: Final[Mapping[int, str]] = {1: "SIGHUP", 2: "SIGINT", 10: "SIGUSR1", 12: "SIGUSR2", 15: "SIGTERM"}
+_SIGNAL_NAMES: Final[Mapping[int, str]] = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    3: "SIGQUIT",
+    10: "SIGUSR1",
+    12: "SIGUSR2",
+    15: "SIGTERM",
+    24: "SIGXCPU",
+}
 
 
 def death_text(source: DeathSource, how: str = "") -> str:

@@ -54,8 +54,8 @@ class ControllerOptions:
     behind, and never less than some of the job's steps take; hang_timeout_s: until that is an incident, 0: never.
     straggler_notice_s: of being slower than its peers until a rank is named.
     newest_timeout_s: where nothing can be saved, until it is known what there is to go on from instead.
-    preemption_grace_s: from the first SIGTERM until the processes are taken away, 0: nobody says when. Other deadlines
-    are cut to it, see `preemption`.
+    preemption_grace_s: from the first signal to stop until the processes are taken away, 0: nobody says when. Other
+    deadlines are cut to it, see `preemption`.
     has_fallback_target: there is a second directory (target 1).
     """
 

@@ -8,7 +8,7 @@ from lastwords.controller.choice import choose
 from lastwords.controller.context import JobContext
 from lastwords.controller.decision import Decision
 from lastwords.controller.events import State
-from lastwords.controller.preemption import SIGTERM
+from lastwords.controller.preemption import SIGINT
 from lastwords.controller.saving import Saving
 from lastwords.controller.views import rank_views
 from lastwords.controller.words import ranks_text
@@ -25,7 +25,7 @@ class GracePeriod:
     def begin(self, signal_number: int, late: dict[int, float]) -> None:
         """A rank was asked to stop. late: deadlines of ranks of their own."""
         context = self._context
-        if signal_number != SIGTERM or not context.begin_grace():
+        if signal_number == SIGINT or not context.begin_grace():
             return
         settled_s = context.now_s + context.options.settle_timeout_s
         late.update({rank: min(at_s, settled_s) for rank, at_s in late.items()})

@@ -1,4 +1,4 @@
-"""The time that a platform leaves between SIGTERM and SIGKILL, and how the waits of an incident are cut to fit. Pure.
+"""The time that a platform leaves between a signal and SIGKILL, and how the waits of an incident are cut to fit. Pure.
 
 Only waits after which something else can be done are cut: a rank that does not settle is left out, another one writes,
 the fallback directory is used. If nothing can be saved without the rank that is late, it has the usual time, and what
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from lastwords.controller.events import ControllerOptions
 
-SIGTERM = 15
-"""What platforms and launchers send; Ctrl-C comes from a person, who may wait."""
+SIGINT = 2
+"""Ctrl-C comes from a person, who may wait; the others from platforms and launchers, which kill later."""
 
 PARTS = 3
 """No such wait may take more than one part of the grace period: for ranks, for a writer, and one is left to write."""
@@ -26,7 +26,7 @@ FAREWELL_PART = 0.1
 
 
 def saving_s(options: ControllerOptions) -> float:
-    """From SIGTERM until nothing more is waited for.
+    """From the signal until nothing more is waited for.
 
     >>> saving_s(ControllerOptions(preemption_grace_s=30.0)), saving_s(ControllerOptions(preemption_grace_s=5.0))
     (28.0, 4.5)

@@ -26,8 +26,9 @@ from lastwords import threads
 from lastwords.clock import wall_ns
 from lastwords.launcher.events import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
-from lastwords.launcher.host import Host
+from lastwords.launcher.host import Host, Left
 from lastwords.optim_wrapper.launch.config import LAUNCHER
+from lastwords.processor.signals import UNHANDLED_STOPS
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ INVITATION = "lastwords/head"
 
 SOCKET_PATH_MAX = 80
 """Of the directory that temporary ones are made in; a Unix socket's path has room for 107 bytes."""
+
+_ONCE = (signal.SIGTERM, *UNHANDLED_STOPS)
+"""Once one of these ends the launcher, none of them cuts short the time that its ranks have; Ctrl-C does."""
 
 STOP_S = 5.0
 
@@ -58,6 +62,8 @@ class HealingAgent(LocalElasticAgent):
         self._rounds = 0
         self.failure = ""
         """Why processes are no longer replaced."""
+        self.left: Left | None = None
+        """How the ranks of this host have ended, once all of them have because the launcher wanted it."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         short = len(tempfile.gettempdir()) < SOCKET_PATH_MAX
@@ -96,12 +102,26 @@ class HealingAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=self._round.failures(worker_group))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(signal.SIGTERM, self._shutdown_timeout)
+        self._end_round(signal.SIGTERM, self._shutdown_timeout)
 
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        """The launcher ends. Whatever has told it to, its ranks get SIGTERM, for which a closed terminal is no reason
+        of its own; only Ctrl-C stays what it is, so that `finally` blocks run in a script that has not begun to train.
+        """
+        handlers = {number: signal.getsignal(number) for number in _ONCE}
+        for number in _ONCE:  # a shell and the kernel both tell of a closed terminal
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            self._end_round(death_sig if death_sig == signal.SIGINT else signal.SIGTERM, *args, **kwargs)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _end_round(self, *args: Any, **kwargs: Any) -> None:
         if self._round is not None:
             self._round.end()
         super()._shutdown(*args, **kwargs)
+        self.left = Left({}, 0, None) if self._round is None else self._round.host.left()
 
 
 class _Round:

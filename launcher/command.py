@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
@@ -22,9 +23,13 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from lastwords import descriptors
-from lastwords.errors import ConfigError
+from lastwords.controller.timeline import records
+from lastwords.errors import ConfigError, StorageError
 from lastwords.launcher.agent import HealingAgent
 from lastwords.launcher.claim import claim
+from lastwords.launcher.host import Left
+from lastwords.launcher.recovery import last_sentence
+from lastwords.processor.signals import UNHANDLED_STOPS
 
 SPARE_BYTES = 200_000_000
 """What Python and torch alone take of memory that no other process shares."""
@@ -118,6 +123,27 @@ def available_memory_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+def handled(signals_to_handle: str) -> list[str]:
+    """Names of the signals that end the launcher: those of the flag, and what ranks take for such.
+
+    None that is ignored now: torch would handle it all the same, and its ranks would have it as by default, so `nohup`
+    would be in vain.
+    """
+    names = dict.fromkeys([*signals_to_handle.split(","), *(one.name for one in UNHANDLED_STOPS)])
+    ignored = {one.name for one in signal.Signals if signal.getsignal(one) is signal.SIG_IGN}
+    return [name for name in names if name.strip() not in ignored]
+
+
+def end_text(left: Left | None) -> str:
+    """What is saved where a signal has ended the launcher. left: how its ranks have ended; None: they have not."""
+    if left is None:
+        return "its ranks have not ended yet: they save what there is, each says so, and end by themselves"
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError, StorageError):
+        lines = records(left.record) if left.record is not None else []
+    return last_sentence(left.codes, left.step, lines)
+
+
 def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares: int) -> None:
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
@@ -134,7 +160,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     optional = ("event_log_handler", "numa_options", "virtual_local_rank", "duplicate_stdout_filters")
     known = {one.name for one in dataclasses.fields(WorkerSpec)}
     more = {name: getattr(config, name) for name in (*optional, "duplicate_stderr_filters") if name in known}
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled(config.signals_to_handle))
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -159,7 +185,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     try:
         result = agent.run()
     except SignalException as error:  # only this host ends: the rendezvous would be closed for the others, too
-        sys.stderr.write(f"lastwords run: ended by {error.sigval.name}; its ranks have been told and have ended\n")
+        sys.stderr.write(f"lastwords run: ended by {error.sigval.name}; {end_text(agent.left)}\n")
         raise SystemExit(1) from None
     except BaseException:  # handed to the caller
         handler.shutdown()

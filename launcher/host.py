@@ -12,7 +12,7 @@ import signal
 import socket
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from lastwords.launcher.events import (
     Stop,
     Stopped,
     Updated,
+    Waiting,
 )
 from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.processes import Controllers, Process, ended_badly, kill_group
@@ -76,6 +77,17 @@ class Failure:
     pid: int
     code: int
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How the ranks of a host have ended. codes: None of a process that has not. step: the newest that one of them
+    knows to be saved; 0 if none. record: where the incidents of the job are noted.
+    """
+
+    codes: Mapping[int, int | None]
+    step: int
+    record: Path | None
 
 
 SHORTAGE_PAUSE_S = 0.5
@@ -157,12 +169,25 @@ class Host:
         for rank in self.processes:
             self._tell(rank, Dismissed())
         for link in self._links.values():
-            link.close()
+            link.hang_up()
         self._controllers.end()
         self._standby.end()
         directory = Path(self._server.getsockname()).parent
         self._server.close()
         shutil.rmtree(directory, ignore_errors=True)
+
+    def left(self) -> Left:
+        """How the ranks have ended that were there at the `end`. Once, when they have."""
+        heard: list[Event] = []
+        self._report = heard.append
+        for link in self._links.values():
+            while link.read():
+                pass
+            link.close()
+        waiting = [one for one in heard if isinstance(one, Waiting)]
+        records = [one.record for one in waiting if one.record]
+        codes = {rank: process.returncode for rank, process in self.processes.items()}
+        return Left(codes, max((one.step for one in waiting), default=0), Path(records[0]) if records else None)
 
     def obey(self, effect: Effect) -> None:
         """An order of the head of the job."""

@@ -152,6 +152,14 @@ class Connection:
         self.inbox.peer = peer
         self.inbox.lines.line_bytes_max = LINE_BYTES_MAX
 
+    def hang_up(self) -> None:
+        """Nothing more is said, and the selector waits for nothing; what still comes can be read."""
+        self._send()
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._link)
+        with contextlib.suppress(OSError):  # it is broken already
+            self._link.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Nothing comes any more; what the peer does not take at once is lost."""
         self._send()

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,11 @@ from lastwords.controller.timeline import UNREADABLE
 from lastwords.controller.words import ranks_text
 from lastwords.launcher.events import UNKNOWN_CODE
 from lastwords.liveness.endings import ending_text
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from lastwords.vocabulary import ExitKind, Phase, Stand
 
 OUTCOME = "RECOVERED"
-SAVED = ExitKind.SAVED.name
+SAVED, NOT_SAVED = ExitKind.SAVED.name, ExitKind.NOT_SAVED.name
 
 _STAND = re.compile(r"([A-Z_]+)\((\d+)\)")
 _NONE: dict[str, Any] = {"events": []}
@@ -160,10 +162,47 @@ def _saved(step: int, incident: Mapping[str, Any] | None, *, exact: bool) -> str
 def incident_of(lines: Sequence[str | bytes], line: str) -> dict[str, Any] | None:
     """Of the lines of incidents.jsonl the one of the failure that this recovery (`line`) has mended."""
     began_s = json.loads(line)["began_mono_s"]
-    for other in reversed(lines):
+    return _newest(lines, lambda one: one["known_mono_s"] >= began_s)
+
+
+def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[str | bytes]) -> str:
+    """What is saved of a job whose ranks were told to end. codes: how they have. lines: of incidents.jsonl.
+
+    step: the newest one that a rank knows to be saved; 0: none.
+
+    >>> line = '{"outcome": "SAVED", "step": 31, "path": "/ckpt/tft_saved_checkpoints-step_31"}'
+    >>> last_sentence({0: 75, 1: 75}, 31, [line])
+    'step 31 was saved in /ckpt/tft_saved_checkpoints-step_31; start the job again to go on from there'
+    >>> last_sentence({0: -15, 1: -15}, 0, [])
+    'nothing was saved: no rank was in its training loop'
+    """
+    found = _newest(lines, lambda one: one["outcome"] == SAVED and one["step"] == step and bool(one["path"]))
+    where = f" in {found['path']}" if found else ""
+    saved = f"{f'step {step}' if step else 'a checkpoint'} was saved{where}"
+    if EXIT_SAVED in codes.values():
+        return f"{saved}; start the job again to go on from there"
+    if codes and not any(codes.values()):
+        return "its ranks had come to their end"
+    older = f"; before, {saved}" if step else ""
+    if killed := [rank for rank, code in codes.items() if code == -signal.SIGKILL]:
+        verb = "was" if len(killed) == 1 else "were"
+        return (
+            f"nothing is known to be saved: {ranks_text(killed)} had not ended in time and {verb} killed "
+            f"(`lastwords latest PATH` prints the newest checkpoint){older}"
+        )
+    if EXIT_NOT_SAVED not in codes.values():
+        return f"nothing was saved: no rank was in its training loop{older}"
+    last = _newest(lines, lambda one: isinstance(one["reason"], str))
+    why = f": {last['reason']}" if last and last["outcome"] == NOT_SAVED else ""
+    return f"nothing new was saved{why}{older}"
+
+
+def _newest(lines: Sequence[str | bytes], wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """Of the controllers' lines of incidents.jsonl. What nobody of lastwords has written is passed over."""
+    for line in reversed(lines):
         try:
-            record: dict[str, Any] = json.loads(other)
-            if record["outcome"] in ExitKind.__members__ and record["known_mono_s"] >= began_s:
+            record: dict[str, Any] = json.loads(line)
+            if record["outcome"] in ExitKind.__members__ and wanted(record):
                 return record
         except UNREADABLE:
             continue

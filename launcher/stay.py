@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from lastwords import clock, threads
 from lastwords.errors import ConfigError
-from lastwords.launcher.events import Begun, Over, Updated
+from lastwords.launcher.events import Begun, Over, Updated, Waiting
 from lastwords.launcher.link import send
 from lastwords.launcher.protocol import OWN, Controlled, Report, to_launcher
 from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor import departure
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, wait_out
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, wait_out
 from lastwords.torch_private import forget_groups
 
 THREADS = 2 + departure.THREADS
@@ -41,6 +41,8 @@ class Stay:
         self.record = ""
         self.signal = 0
         """By which this process was asked to stop since it entered `main`."""
+        self.dismissed = False
+        """Nobody enters `main` any more, so there is nothing for which this process should be kept."""
         self._link = link
         self._goes_on_at = goes_on_at
         self._exit_code = exit_code
@@ -52,7 +54,9 @@ class Stay:
         self._before = frozenset(inode for _, inode in open_sockets())
 
     def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
-        """The training thread comes out of `main`, wherever it is; after `OWN_LEAVE_S` this process ends instead."""
+        """The training thread comes out of `main`, wherever it is; after `OWN_LEAVE_S` this process ends instead, after
+        `UNWIND_S` if it is dismissed.
+        """
         with self._lock:
             if self.leaving or self._over:
                 return
@@ -141,11 +145,15 @@ class Stay:
 
     def _end_if_here(self) -> None:
         """In a thread of its own; files that are being written are waited for."""
-        if wait_out(lambda seconds: clock.within_own_time(self._left, seconds), OWN_LEAVE_S):
+        leave_s = UNWIND_S if self.dismissed else OWN_LEAVE_S
+        if wait_out(lambda seconds: clock.within_own_time(self._left, seconds), leave_s):
             return
         with self._lock:
             if self._over:
                 return
         rank = os.environ.get("RANK", "?")
-        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {OWN_LEAVE_S:g} s; its process is replaced\n")
+        follows = "it ends" if self.dismissed else "its process is replaced"
+        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {leave_s:g} s; {follows}\n")
+        if self.dismissed:
+            self._tell(Waiting(OWN, self.saved_step, self.record))  # what is saved is the launcher's last line
         os._exit(self.exit_code)

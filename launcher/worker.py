@@ -354,6 +354,8 @@ class Worker:
                     self._become = order
                 case Dismissed(failure):
                     self._dismissed = True
+                    if self._stay is not None:
+                        self._stay.dismissed = True
                     if failure:
                         self._stop(f"the scheduler has given up: {failure}")
                 case Refused(why):

@@ -1,6 +1,8 @@
 """Signals that may neither tear an update nor an incident.
 
-SIGTERM and SIGINT ask the job to stop; that is an incident like any other. They are reported to the agent through
+SIGTERM and SIGINT ask the job to stop; that is an incident like any other. So do SIGHUP (a closed terminal), SIGQUIT
+(Ctrl-\\), SIGUSR2 and SIGXCPU (notices of batch systems) where nobody handles them: each would end the process, and
+launchers pass the first two on to all ranks at once. Stop signals are reported to the agent through
 `signal.set_wakeup_fd`, from a thread of its own: C code writes the wake-up byte whatever the main thread is doing,
 while a Python-level handler waits until the main thread leaves its collective, which may be never.
 
@@ -8,8 +10,8 @@ The others belong to their owners: torch's DataLoader sets a handler for SIGCHLD
 worker has died, even in the middle of `optimizer.step()`, and a user's own for SIGUSR1 (Slurm's notice before a time
 limit, on all ranks at once) may raise as well. Whatever Python handler is set (usually after ours) is wrapped: it runs
 at once outside an update, later when it arrives inside one, and not at all once an incident is on, when dead workers
-are nothing new (a launcher kills them together with their trainer). What has no Python handler is left alone, but for
-SIGUSR1 that nobody handles: it would end the process, and asks for a checkpoint instead.
+are nothing new (a launcher kills them together with their trainer). A handler in C (faulthandler's) is left alone, and
+so is what is ignored (`nohup`). SIGUSR1 that nobody handles asks for a checkpoint.
 
 Forked children inherit handlers and wake-up fd; without the hook below the SIGTERM of a data-loader worker would be
 reported as one of its parent's.
@@ -29,7 +31,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterable
 from operator import is_
-from pathlib import Path
 from typing import Any
 
 from lastwords import threads
@@ -41,16 +42,23 @@ _getsignal: Callable[[int], Any] = _signal.getsignal  # signal.getsignal makes a
 ASKS = signal.SIGUSR1
 """Asks for a checkpoint now."""
 _STOPS = (signal.SIGINT, signal.SIGTERM)
-_DEFERRED = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP)
+UNHANDLED_STOPS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU)
+"""The same as long as nobody handles them. Others whose default ends a process are not sent to ranks in practice: a
+script that sets a timer (SIGALRM, SIGVTALRM, SIGPROF) to end itself means it, and a fault cannot be put off."""
+
+_DEFERRED = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM, *UNHANDLED_STOPS)
+_HANDLED = 0x80
+"""Added to a signal's number in the byte by which its handler wakes the guard's thread. C code writes the number."""
+
 _Handler = Callable[[int, types.FrameType | None], Any]
 
 
 class SignalGuard:
-    """Takes SIGTERM and SIGINT, and puts off the handlers of others, from `install` to `uninstall`.
+    """Takes stop signals, and puts off the handlers of others, from `install` to `uninstall`.
 
     Made for the main thread, where handlers run.
 
-    on_signal: called in the guard's own thread, once for SIGTERM and once for SIGINT.
+    on_signal: called in the guard's own thread, once for each stop signal.
     on_ask: called there for each SIGUSR1, as long as nobody else handles it; None: it is left alone.
     deferred: signals of other owners whose handlers must not run inside an update.
 
@@ -78,6 +86,7 @@ class SignalGuard:
         self._before: dict[int, Any] = {}
         self._numbers: tuple[int, ...] = ()  # signals that are looked at before each update
         self._handlers: tuple[Any, ...] = ()  # what is set for them, if nobody else has set anything since
+        self._address = 0  # of the C function by which Python handles any signal
         self._pending: dict[int, _Handler] = {}
         self._interrupts = 0
         self._asks: _Handler = lambda number, frame: None  # a function of this guard's; its thread reads the signal
@@ -121,12 +130,10 @@ class SignalGuard:
         self._read_end, self._write_end = read_end, write_end
         write_end.setblocking(False)
         self._installed = True
-        for number in (*_STOPS, *self._deferred):
+        for number in dict.fromkeys((*_STOPS, *UNHANDLED_STOPS, *self._deferred)):
             self._take(number)
         if self._on_ask is not None and signal.getsignal(ASKS) is signal.SIG_DFL and not _handled_in_c(ASKS):
-            self._ours[ASKS], self._before[ASKS] = self._asks, signal.SIG_DFL
-            signal.signal(ASKS, self._asks)
-            self._seen(ASKS)
+            self._set(ASKS, self._asks, signal.SIG_DFL)
         self._outer_wakeup_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         _guards.add(self)
 
@@ -205,7 +212,7 @@ class SignalGuard:
     def hand_back(self) -> None:
         """From here on stop signals do what they would do without us, so that this process can be ended by them."""
         self._handed_back = True
-        for number in self._ours.keys() & set(_STOPS):
+        for number in filter(self._is_stop, (*_STOPS, *UNHANDLED_STOPS)):
             self._default_if_it_was(number)
 
     def pass_on(self, number: int) -> None:
@@ -229,27 +236,38 @@ class SignalGuard:
 
     def _take(self, number: int) -> None:
         """Put ours over the handler that is set now."""
-        before, stops = signal.getsignal(number), number in _STOPS
-        if before is None and stops:
-            self._degrade(f"{signal.Signals(number).name} has a handler that was not set by Python")
-            return
+        before = signal.getsignal(number)
+        unhandled = before is signal.SIG_DFL
+        stops = number in _STOPS or (number in UNHANDLED_STOPS and unhandled)
+        if stops and (before is None or (unhandled and _handled_in_c(number))):
+            name = signal.Signals(number).name
+            self._degrade(f"{name} is left to the handler that C code (faulthandler, say) has set, and saves nothing")
+            return self._seen(number)
         if not stops and not callable(before):
-            self._seen(number)  # nothing of Python's that could raise: looked at again before each update
-            return
+            return self._seen(number)  # nothing of Python's that could raise: looked at again before each update
         if before is signal.SIG_IGN:
-            return
+            return self._seen(number)
+        if number in self._ours:
+            _log.info("the handler of %s was replaced by %r; lastwords calls it", signal.Signals(number).name, before)
         # Each time a new function: an older one may be called by the handler that it is put over.
-        ours = self._stop_handler(before) if stops else self._deferring_handler(before)
+        self._set(number, self._stop_handler(before) if stops else self._deferring_handler(before), before)
+
+    def _set(self, number: int, ours: _Handler, before: Any) -> None:
         try:
             signal.signal(number, ours)
         except ValueError as error:
-            self._degrade(str(error))
-            return
-        if number in self._ours:
-            _log.info("the handler of %s was replaced by %r; lastwords calls it", signal.Signals(number).name, before)
-        self._ours[number] = ours
-        self._before[number] = before
+            return self._degrade(str(error))
+        self._ours[number], self._before[number] = ours, before
+        self._address = _address(number)
         self._seen(number)
+
+    def _is_stop(self, number: int) -> bool:
+        """Whether this signal asks the job to stop if it comes now. Any thread."""
+        ours = self._ours.get(number)
+        if number in _STOPS or ours is None:
+            return ours is not None
+        unhandled = number in UNHANDLED_STOPS and self._before.get(number) is signal.SIG_DFL
+        return unhandled and _getsignal(number) is ours  # and nobody has set a handler since
 
     def _seen(self, number: int) -> None:
         """The handler that is set now is as it should be."""
@@ -264,7 +282,7 @@ class SignalGuard:
                 return
             self._stop_requested = True
             if number not in self._reported:
-                self._nudge(number)  # somebody else (asyncio) may have taken the wake-up fd
+                self._nudge(number)  # somebody else (asyncio) may have taken the wake-up fd, or handles it and calls us
             if number == signal.SIGINT and callable(before):
                 self._interrupts += 1
                 if self._interrupts > 2 or (self._interrupts == 2 and not self._updating):
@@ -286,13 +304,13 @@ class SignalGuard:
     def _nudge(self, number: int) -> None:
         if self._write_end is not None:
             with contextlib.suppress(OSError):  # full: the reader is awake in any case
-                self._write_end.send(bytes((number,)))
+                self._write_end.send(bytes((number | _HANDLED,)))
 
     def _restore(self) -> None:
         """Handlers and wake-up fd as they were, as far as they still are ours."""
         self._installed = False
         for number, ours in self._ours.items():
-            if _getsignal(number) is ours:
+            if _getsignal(number) is ours and _address(number) == self._address:  # C code may have set its own since
                 signal.signal(number, self._before[number])
         self._ours.clear()
         self._before.clear()
@@ -331,29 +349,33 @@ class SignalGuard:
             outer = self._outer_wakeup_fd
             if outer >= 0:
                 with contextlib.suppress(OSError):
-                    os.write(outer, numbers)
+                    os.write(outer, bytes(number for number in numbers if number < _HANDLED))
             for number in numbers:
                 try:
                     self._tell(number)
                 except Exception:  # the outermost frame of this thread
                     _log.exception("reporting signal %d failed", number)
 
-    def _tell(self, number: int) -> None:
-        if number in _STOPS and number in self._ours and number not in self._reported:
-            self._reported.add(number)
-            self._on_signal(number)
+    def _tell(self, byte: int) -> None:
+        number = byte & ~_HANDLED
+        if byte & _HANDLED or self._is_stop(number):
+            if number not in self._reported:
+                self._reported.add(number)
+                self._on_signal(number)
         elif number == ASKS and self._on_ask is not None and _getsignal(number) is self._asks:
             self._on_ask()
 
 
 def _handled_in_c(number: int) -> bool:
-    """Whether there is a handler that Python does not know of (faulthandler's), as far as the kernel says."""
-    try:
-        status = Path("/proc/thread-self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    """Whether there is a handler that Python, which says SIG_DFL, does not know of: faulthandler's, say."""
+    return _address(number) not in (signal.SIG_DFL, signal.SIG_IGN)
+
+
+def _address(number: int) -> int:
+    """Of the C function that handles a signal, or SIG_DFL or SIG_IGN. It is the first field of struct sigaction."""
+    action = (ctypes.c_void_p * 64)()
+    ctypes.CDLL(None).sigaction(number, None, action)
+    return action[0] or 0
 
 
 _guards: weakref.WeakSet[SignalGuard] = weakref.WeakSet()

@@ -19,8 +19,10 @@ settings.load_profile("no-clock")
 
 def pytest_sessionstart() -> None:
     _hide_the_worker()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by `make test &` in a script, for all that is started here
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
+    for number, handler in usual.items():
+        if signal.getsignal(number) is signal.SIG_IGN:  # by `make test &` in a script, for all that is started here
+            signal.signal(number, handler)
 
 
 def _hide_the_worker() -> None:

@@ -135,7 +135,7 @@ def hanging(directory: Path) -> dict[str, str]:
             while True:
                 time.sleep(1)
 
-        signal.signal(signal.SIGUSR2, hang)
+        signal.signal(signal.SIGVTALRM, hang)
         """,
     )
 
@@ -249,7 +249,7 @@ class Faults:
             os.kill(self._killed_controller, signal.SIGKILL)
         elif verb in ("stop_controller", "hang_controller"):
             self._killed_controller = controller_pid(self._port)
-            os.kill(self._killed_controller, signal.SIGSTOP if verb == "stop_controller" else signal.SIGUSR2)
+            os.kill(self._killed_controller, signal.SIGSTOP if verb == "stop_controller" else signal.SIGVTALRM)
         elif verb == "wake_controller":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._killed_controller, signal.SIGCONT)

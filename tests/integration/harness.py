@@ -281,10 +281,12 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         watched: Sequence[Path] = (),
         ports: Sequence[Port] = (),
+        ignored: Sequence[int] = (),
     ) -> Job:
         """Start `python -m module arguments` on every rank. launcher: "fork", "hand" or one of AGENTS.
 
         `watched` directories are printed with the logs when something fails; `ports` are released with the job.
+        Signals that are `ignored` are so from the start.
         """
         assert launcher in ("fork", "hand", *AGENTS), launcher
         assert self.ready
@@ -299,6 +301,7 @@ class Cluster:
             "directory": str(directory),
             "master_port": master.number,
             "env": dict(env or {}),
+            "ignored": [int(number) for number in ignored],
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         socket.send_fds(self._sock, [json.dumps(spec).encode()], [theirs.fileno()])

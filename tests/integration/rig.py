@@ -154,9 +154,10 @@ class Rig:
         checkpoints: Path | None = None,
         port: Port | None = None,
         env: Mapping[str, str] | None = None,
+        ignored: Sequence[int] = (),
         **settings: Any,
     ) -> Launch:
-        """Start the training script; `settings` are fields of Plan."""
+        """Start the training script; `settings` are fields of Plan, `ignored` signals as of `Cluster.start`."""
         self._count += 1
         directory = self.directory / f"launch_{self._count}"
         port = port or Port()
@@ -182,6 +183,7 @@ class Rig:
             env=env,
             watched=[saved],
             ports=[port],
+            ignored=ignored,
         )
         launch = Launch(job, plan, directory, before, (env or {}).get("LASTWORDS_JOB", ""))
         self.launches.append(launch)

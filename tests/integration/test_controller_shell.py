@@ -26,6 +26,7 @@ from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.load import verify as verify_checkpoint
 from lastwords.cli.main import main as cli
 from lastwords.controller import events, handover
+from lastwords.controller.__main__ import MEANT_FOR_RANKS
 from lastwords.controller.events import State
 from lastwords.controller.launch import ControllerHandle, start_controller
 from lastwords.controller.query import query_state
@@ -640,7 +641,7 @@ def test_the_port_is_open_on_the_given_address_only(job: Job) -> None:
 def test_signals_for_the_trainers_do_not_end_it(job: Job) -> None:
     handle = job.start()
     puppets = job.train(steps=2)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    for number in MEANT_FOR_RANKS:
         os.kill(handle.pid, number)
     puppets[0].call("mark_raised", "boom", False)
     assert {puppet.exit_order().kind for puppet in puppets} == {ExitKind.SAVED}

@@ -64,7 +64,7 @@ def test_ranks_that_wait_for_one_that_hangs_leave_it(rig: Rig, tmp_path: Path) -
     """Its gRPC goes on answering pings, and nobody can follow: no session breaks by itself."""
     env = {**AT_ONCE, "LASTWORDS_UNANSWERED_S": "1", **hanging(tmp_path / "site")}
     launch = rig.launch(LAYOUT, faults=waiting(LAYOUT, 6), env=env)
-    strike_controller(launch, signal.SIGUSR2)
+    strike_controller(launch, signal.SIGVTALRM)
     (launch.directory / "mark-go").touch()
     launch.job.wait(90)
     rig.check_untouched(launch)

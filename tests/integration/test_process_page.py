@@ -73,7 +73,8 @@ def test_a_rank_gets_the_environment_variable_of_the_page_and_no_other(seen: lis
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_signals_of_the_page_are_wrapped_and_no_other(seen: list[dict[str, Any]], rank: int) -> None:
     before, inside = (seen[rank][when]["handlers"] for when in ("before", "inside"))
-    assert {name for name in inside if inside[name] != before[name]} == {"SIGTERM", "SIGINT", "SIGUSR1"}
+    taken = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
+    assert {name for name in inside if inside[name] != before[name]} == taken
     assert seen[rank]["inside"]["wakeup_fd"] >= 0
     assert "ExceptHook" in seen[rank]["inside"]["excepthook"]
 

@@ -182,6 +182,16 @@ class JobParent:
         base = Path(self.spec["directory"])
         return os.open(base / f"{name}.out", flags, 0o644), os.open(base / f"{name}.err", flags, 0o644)
 
+    def ignore(self) -> None:
+        """As `nohup` does."""
+        for number in self.spec["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+
+    def prepare(self) -> None:
+        """In a child, before it becomes another program."""
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        self.ignore()
+
     def fork_rank(self, rank: int) -> RankTask | None:
         """Fork one rank; in the child everything of this parent is dropped."""
         pid = os.fork()
@@ -190,6 +200,7 @@ class JobParent:
             return None
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
+        self.ignore()
         self.sock.close()
         out, err = self.open_output(f"rank_{rank}")
         os.dup2(out, 1)
@@ -209,7 +220,7 @@ class JobParent:
             stderr=err,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=self.prepare,
         )
         os.close(out)
         os.close(err)

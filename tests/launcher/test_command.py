@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from lastwords.errors import ConfigError
 from lastwords.launcher import command
-from lastwords.launcher.agent import ABANDONED_S, remove_abandoned
+from lastwords.launcher.agent import ABANDONED_S, HealingAgent, remove_abandoned
 from tests import golden
 
 GIB = 1 << 30
@@ -45,6 +48,48 @@ def test_a_script_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     with golden.raises(ConfigError):
         command.run(["--standalone", "train.py"])
+
+
+@pytest.fixture
+def ignored_hangup() -> Iterator[None]:
+    """As `nohup` does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("ignored_hangup")
+def test_what_is_ignored_is_not_for_torch_to_handle() -> None:
+    assert command.handled("SIGTERM, SIGHUP,SIGUSR1") == ["SIGTERM", "SIGUSR1", "SIGQUIT", "SIGUSR2", "SIGXCPU"]
+
+
+class Shutdown:
+    """In place of torch's, which sends a signal to the ranks and waits."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.meanwhile: list[object] = []
+
+    def __call__(self, agent: object, death_sig: int, **_: object) -> None:
+        self.sent.append(death_sig)
+        self.meanwhile.append([signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)])
+
+
+def test_ranks_get_sigterm_whatever_has_ended_the_launcher_and_nothing_but_ctrl_c_cuts_it_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torchs = Shutdown()
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *arguments, **more: torchs(*arguments, **more))
+    agent = HealingAgent.__new__(HealingAgent)
+    agent._round = None
+    before = {number: signal.getsignal(number) for number in signal.Signals}
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
+        agent._shutdown(number, timeout=30)
+    assert torchs.sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+    assert torchs.meanwhile == [[signal.SIG_IGN, signal.SIG_IGN, before[signal.SIGINT]]] * 4
+    assert {number: signal.getsignal(number) for number in signal.Signals} == before
+    golden.says(command.end_text(agent.left))
+    golden.says(command.end_text(None))
 
 
 def test_memory_is_what_the_kernel_says() -> None:

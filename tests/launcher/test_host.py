@@ -35,8 +35,9 @@ from lastwords.launcher.events import (
     Start,
     Stopped,
     Updated,
+    Waiting,
 )
-from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, Failure, Host
+from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, Failure, Host, Left
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.processes import Controllers, ended_badly
 from lastwords.launcher.protocol import OWN, PROTOCOL, Hello, Raised, Report, order_of, to_launcher
@@ -419,6 +420,22 @@ def told(host: Host) -> Iterator[Told]:
     finally:
         process.kill()
         process.wait()
+
+
+def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(
+    host: Host, told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    monkeypatch.setattr(host, "_report", events.append)
+    host.end()
+    assert told.link.recv(1 << 16).endswith(b"\n"), "it is dismissed"
+    assert not told.link.recv(1), "and hears nothing more"
+    record = str(tmp_path / "incidents.jsonl")
+    send(told.link, to_launcher(Waiting(OWN, 7, record)))
+    host.processes[0].terminate()
+    host.processes[0].wait()
+    assert host.left() == Left({0: -signal.SIGTERM}, 7, Path(record))
+    assert events == [], "nobody is replaced any more"
 
 
 def test_a_mistake_of_the_launchers_own_is_not_taken_for_a_workers(

@@ -13,7 +13,7 @@ import torch
 import lastwords
 from lastwords.launcher import head
 from lastwords.launcher.events import UNKNOWN_CODE, Begun, Ended, Updated, Waiting
-from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, sentence
+from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, last_sentence, sentence
 from lastwords.liveness.endings import OomKills, ending_text
 from lastwords.optim_wrapper.trainer import reentry
 from tests import golden
@@ -180,6 +180,33 @@ def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> Non
     found = incident_of([older, newer, alarm, *others], line)
     assert found is not None
     assert found["step"] == 31
+
+
+SAVED_31 = json.dumps(
+    {"outcome": "SAVED", "step": 31, "path": "/ckpt/tft_saved_checkpoints-step_31", "reason": "asked"}
+)
+FULL = json.dumps({"outcome": "NOT_SAVED", "step": 0, "path": "", "reason": "the disk is full; 3 steps are lost"})
+
+
+@pytest.mark.parametrize(
+    ("codes", "step", "lines"),
+    [
+        pytest.param([75, 75], 31, [SAVED_31, "torn", "[]"], id="saved"),
+        pytest.param([75, -9], 31, [], id="saved, no record"),
+        pytest.param([75, 75], 0, [SAVED_31], id="saved, and no rank could say what"),
+        pytest.param([76, 76], 31, [SAVED_31, FULL], id="not saved"),
+        pytest.param([76, 76], 31, [SAVED_31], id="nothing new"),
+        pytest.param([-9, -9], 0, [], id="killed"),
+        pytest.param([76, -9], 0, [], id="one was killed"),
+        pytest.param([-15, -15], 0, [], id="not begun"),
+        pytest.param([], 0, [], id="no ranks"),
+        pytest.param([0, 0], 31, [SAVED_31], id="over"),
+    ],
+)
+def test_the_last_line_of_a_launcher_that_was_ended_says_what_is_saved(
+    codes: list[int], step: int, lines: list[str]
+) -> None:
+    golden.says(last_sentence(dict(enumerate(codes)), step, lines))
 
 
 def test_without_a_record_of_the_incident_the_sentence_says_where_training_went_on(

@@ -27,7 +27,7 @@ from lastwords import clock
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError, StorageError
 from lastwords.launcher import stay, worker
-from lastwords.launcher.events import Abandon, Begun
+from lastwords.launcher.events import Abandon, Begun, Waiting
 from lastwords.launcher.link import Lines
 from lastwords.launcher.protocol import OWN, ControllerAnswer, Dismissed, Entry, Order, to_launcher, to_worker
 from lastwords.launcher.registry import Refused
@@ -623,6 +623,27 @@ def test_a_worker_that_is_refused_ends_with_the_reason_and_one_that_trains_saves
         play(launcher, [line(Refused(why))])
         refused(lambda: None, capfd)
     assert signals == ([signal.SIGTERM] if inside else [])
+
+
+def test_a_worker_that_hangs_after_its_launcher_was_told_to_end_does_not_wait_and_says_what_is_saved(
+    launcher: socket.socket, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s: list[float | None] = []
+    codes: list[int] = []
+    monkeypatch.setattr(stay, "wait_out", lambda wait, seconds: bool(waits_s.append(seconds)))
+    monkeypatch.setattr(stay.os, "_exit", codes.append)
+    monkeypatch.setattr(stay.threads, "run", lambda call, name: call())
+    monkeypatch.setattr(stay.Unblocker, "begin", lambda self: None)
+    one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
+    near, far = pair()
+    with near, far:
+        one._stay = Stay(near)
+        one._take(Dismissed())
+        one._stay.leave(7, (), Path("/ckpt/logs/incidents.jsonl"))
+        assert json.loads(far.recv(1 << 16)) == to_launcher(Waiting(OWN, 7, "/ckpt/logs/incidents.jsonl"))
+    assert waits_s == [stay.UNWIND_S]
+    assert codes == [EXIT_SAVED]
+    golden.says(capfd.readouterr().err)
 
 
 def test_a_launcher_that_is_not_understood_leaves_no_worker_waiting(

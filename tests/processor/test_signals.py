@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from lastwords.errors import UnavailableError, is_shortage
-from lastwords.processor.signals import SignalGuard
+from lastwords.processor.signals import SignalGuard, _address
 from tests import golden
 from tests.shortage import no_descriptors
 
 WAIT_S = 20.0
-OTHERS = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP)
+UNHANDLED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU)
+OTHERS = (signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM, *UNHANDLED)
 TAKEN = (signal.SIGINT, signal.SIGTERM, *OTHERS)
 
 
@@ -99,6 +100,58 @@ def test_sigterm_is_reported_once_from_the_guards_own_thread(guard: SignalGuard,
     assert {name for _, name in reports.seen} == {"lastwords-signals"}
 
 
+@pytest.mark.parametrize("number", UNHANDLED)
+def test_a_signal_that_would_end_the_process_is_reported_like_sigterm(
+    guard: SignalGuard, reports: Reports, number: signal.Signals
+) -> None:
+    for _ in range(2):
+        signal.raise_signal(number)
+    assert guard.deferring
+    signal.raise_signal(signal.SIGTERM)
+    assert reports.wait(2) == [number, signal.SIGTERM]
+    assert {name for _, name in reports.seen} == {"lastwords-signals"}
+    guard.hand_back()
+    assert _address(number) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", UNHANDLED)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_handler_of_the_script_is_called_in_place_of_a_report(
+    reports: Reports, number: signal.Signals, when: str
+) -> None:
+    theirs = Calls()
+    guard = SignalGuard(reports)
+    if when == "before":
+        signal.signal(number, theirs)
+    guard.install()
+    signal.signal(number, theirs)
+    signal.raise_signal(number)
+    guard.refresh()
+    signal.raise_signal(number)
+    signal.raise_signal(signal.SIGTERM)
+    assert reports.wait(1) == [signal.SIGTERM]
+    assert theirs.numbers == [number] * 2
+    guard.uninstall()
+    assert signal.getsignal(number) is theirs
+
+
+def test_a_handler_that_hands_a_signal_on_to_what_it_found_asks_to_stop(guard: SignalGuard, reports: Reports) -> None:
+    found: Any = signal.getsignal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, lambda number, frame: found(number, frame))
+    guard.refresh()
+    signal.raise_signal(signal.SIGHUP)
+    assert reports.wait(1) == [signal.SIGHUP]
+
+
+def test_a_signal_whose_handler_the_script_has_removed_is_reported(guard: SignalGuard, reports: Reports) -> None:
+    signal.signal(signal.SIGHUP, Calls())
+    guard.refresh()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    guard.refresh()
+    signal.raise_signal(signal.SIGHUP)
+    assert reports.wait(1) == [signal.SIGHUP]
+
+
 def test_the_first_sigint_only_reports_and_the_second_interrupts(guard: SignalGuard, reports: Reports) -> None:
     signal.raise_signal(signal.SIGINT)
     assert reports.wait(1) == [signal.SIGINT]
@@ -125,17 +178,20 @@ def test_a_second_sigint_is_heard_in_an_incident_too(guard: SignalGuard) -> None
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_stop_signal_that_is_ignored_stays_ignored(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, *UNHANDLED])
+def test_a_stop_signal_that_is_ignored_stays_ignored(
+    reports: Reports, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    signal.signal(number, signal.SIG_IGN)
     guard = SignalGuard(reports)
     guard.install()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(number) is signal.SIG_IGN
+    signal.raise_signal(number)
     signal.raise_signal(signal.SIGTERM)
     assert reports.wait(1) == [signal.SIGTERM]
     assert not caplog.messages
     guard.uninstall()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(number) is signal.SIG_IGN
 
 
 def test_a_stop_signals_handler_that_was_set_later_is_taken_back(guard: SignalGuard, reports: Reports) -> None:
@@ -315,12 +371,12 @@ def test_an_earlier_wakeup_fd_still_gets_every_byte_and_is_put_back(reports: Rep
     signal.signal(signal.SIGUSR1, Calls())
     guard = SignalGuard(reports)
     guard.install()
-    signal.raise_signal(signal.SIGUSR1)
-    signal.raise_signal(signal.SIGTERM)
-    received = inner.recv(1)
-    received += inner.recv(1)
-    assert received == bytes((signal.SIGUSR1, signal.SIGTERM))
-    assert reports.wait(1) == [signal.SIGTERM]
+    sent = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    for number in sent:
+        signal.raise_signal(number)
+    received = b"".join(inner.recv(1) for _ in sent)
+    assert received == bytes(sent)
+    assert reports.wait(2) == [signal.SIGTERM, signal.SIGHUP]
     guard.uninstall()
     assert signal.set_wakeup_fd(-1) == outer.fileno()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -423,14 +479,37 @@ def test_what_has_no_python_handler_is_left_alone(
     """Its default may be to end the process, and a handler in C (faulthandler's) cannot raise."""
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     with (tmp_path / "stacks").open("w+") as stacks:
-        faulthandler.register(signal.SIGUSR2, stacks)
+        faulthandler.register(signal.SIGUSR2, stacks, all_threads=False)
         try:
             guard.refresh()
             signal.raise_signal(signal.SIGUSR2)
             assert "test_signals.py" in (tmp_path / "stacks").read_text()
+            guard.uninstall()
+            signal.raise_signal(signal.SIGUSR2)
+            assert (tmp_path / "stacks").read_text().count("most recent call first") == 2
         finally:
             faulthandler.unregister(signal.SIGUSR2)
     assert not caplog.messages
+
+
+def test_a_stop_signal_for_which_faulthandler_writes_stacks_is_left_to_it(
+    tmp_path: Path, reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (tmp_path / "stacks").open("w+") as stacks:
+        faulthandler.register(signal.SIGQUIT, stacks, all_threads=False)
+        try:
+            guard = SignalGuard(reports)
+            guard.install()
+            with update(guard):
+                signal.raise_signal(signal.SIGQUIT)
+            signal.raise_signal(signal.SIGTERM)
+            assert reports.wait(1) == [signal.SIGTERM]
+            guard.uninstall()
+            signal.raise_signal(signal.SIGQUIT)
+            assert (tmp_path / "stacks").read_text().count("most recent call first") == 2
+        finally:
+            faulthandler.unregister(signal.SIGQUIT)
+    golden.says(caplog.messages)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ WAITS = {
     "hang_timeout_s": ("the same, if it is set", "an incident"),
     "straggler_notice_s": ("of looks at a rank that is slower than its peers", "people are told"),
     "preemption_grace_s": (
-        "from the first SIGTERM until the processes are taken away, if it is set",
+        "from the first signal to stop until the processes are taken away, if it is set",
         "a little earlier the incident ends, with what is published by then",
     ),
     "exit_timeout_s": ("for the last session to end", "the controller ends"),
