@@ -35,6 +35,9 @@ SPARE_BYTES = 200_000_000
 """What Python and torch alone take of memory that no other process shares."""
 
 
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""What torch's launcher handles; the releases before 2.9 have no flag for it."""
+
 FILES_PER_RANK = 8
 """Of a worker: its link, its pidfd, its outputs and their logs; as many again while another one takes its place."""
 
@@ -160,7 +163,8 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     optional = ("event_log_handler", "numa_options", "virtual_local_rank", "duplicate_stdout_filters")
     known = {one.name for one in dataclasses.fields(WorkerSpec)}
     more = {name: getattr(config, name) for name in (*optional, "duplicate_stderr_filters") if name in known}
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled(config.signals_to_handle))
+    of_the_flag = getattr(config, "signals_to_handle", DEFAULT_SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled(of_the_flag))
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
