@@ -57,6 +57,7 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
         "tests/scenarios",
     ),
     "controller/membership.py": (
+        "tests/controller/test_membership.py",
         "tests/controller/test_core_registration.py",
         "tests/controller/test_core_incident.py",
         "tests/controller/test_core_stall.py",
