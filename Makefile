@@ -16,6 +16,7 @@
 #   make chaos     kills at random instants, every other run under lastwords run: make chaos N=50 SEED=1; MODE=kill or heal for one of them, storage, pause, stranger or jobs for other trouble, heal-controller kills the controller under lastwords run, too
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
 #   make verdicts  runs the zoo and freezes what comes of it in tests/zoo/verdicts.json: review the difference
+#   make mutants   one-line mutants of eleven files, and whether the nearest tests notice: make mutants SEED=1 N=25 WORKERS=2; without SEED, that of the last commit
 #   make bench     measures the budgets, beside the machine's own limits
 #   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover and lastwords in turn: make bench-peers N=20; 75 minutes
 #   make bench-month  simulates a month with failures: last words beside periodic checkpoints; seconds
@@ -35,7 +36,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers bench-month proto clean
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers bench-month proto clean mutants
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -117,6 +118,13 @@ verdicts: $(READY)
 	rm -f .zoo-results.jsonl
 	LASTWORDS_ZOO_RESULTS=$(CURDIR)/.zoo-results.jsonl $(MAKE) test-all ARGS='tests/zoo/test_zoo.py tests/zoo/test_periodic.py $(ARGS)' || true
 	$(BIN)/python -m tests.zoo.frozen .zoo-results.jsonl
+
+# Without a seed of its own, each commit has another one.
+mutants: N = 25
+mutants: WORKERS = 2
+mutants: SEED =
+mutants: $(READY)
+	$(BIN)/python tools/mutants.py -n $(N) --workers $(WORKERS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python bench/run.py $(ARGS)

@@ -217,12 +217,9 @@ class Membership:
         self.suspects.discard(rank)
 
     def depart(self, rank: int) -> None:
-        """The process has left with permission."""
-        member = self.members[rank]
-        if member.life is not Life.DEAD:
-            member.life = Life.GONE
+        """The process, which is neither dead nor suspected, has left with permission."""
+        self.members[rank].life = Life.GONE
         self.living.discard(rank)
-        self.suspects.discard(rank)
 
     # ------------------------------------------------------------------ the loop
 

@@ -7,6 +7,7 @@ process that only lost its connection for a moment would else be two. docs/clust
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -128,9 +129,10 @@ class Registry:
             if member.process == process:
                 return name
         if len(self.members) < self.workers:
+            # A number is its rank, if that can be: where another rank has it for a name, a larger one is any rank.
             taken = {member.rank for member in self.members.values()}
             return next(
-                str(rank) for rank in range(self.workers) if rank not in taken and str(rank) not in self.members
+                str(number) for number in itertools.count() if number not in taken and str(number) not in self.members
             )
         free = [name for name, one in self.members.items() if self._is_taken(one, now_s, runs) is None]
         return min(free, key=lambda name: self.members[name].rank, default="")

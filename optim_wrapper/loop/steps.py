@@ -241,8 +241,7 @@ class Steps:
     ) -> Generator[tuple[int, int, Any]]:
         accumulate, events, draws, counters = self._accumulate, self._events, self._draws, self._counters
         last = -(-total // accumulate)
-        count = batches_done
-        step = -(-batches_done // accumulate)
+        count, step = batches_done, self.step
         while True:
             if count % accumulate == 0 and count < total:
                 step = count // accumulate + 1

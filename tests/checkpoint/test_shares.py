@@ -248,6 +248,45 @@ def test_slices_of_other_dimensions_are_no_tensor() -> None:
         joined(UNIT, [[row], [plane]])
 
 
+FIRST = TensorSpec(f"unit/{UNIT}/0of2/model/w", "F32", (2, 3), (6, 8), (1, 1))
+NEXT = dataclasses.replace(FIRST, name=f"unit/{UNIT}/1of2/model/w", offsets=(3, 1))
+FORGED = {
+    "of another type": {"dtype": "I32"},
+    "of another whole": {"global_shape": (6, 9)},
+    "after a gap": {"offsets": (4, 1)},
+    "over the one before": {"offsets": (2, 1)},
+    "in its place": {"offsets": (1, 1)},
+    "aside": {"offsets": (3, 2)},
+    "wider": {"shape": (2, 4)},
+    "narrower": {"shape": (2, 2)},
+    "empty": {"shape": (0, 3)},
+    "along another axis": {"offsets": (1, 4)},
+}
+"""What a slice may be that does not follow `FIRST`."""
+
+
+def test_a_slice_that_follows_another_one_is_put_after_it() -> None:
+    longer = dataclasses.replace(NEXT, shape=(3, 3))
+    [(name, whole)] = joined(UNIT, [[FIRST], [longer]]).items()
+    assert name == whole.spec.name == f"unit/{UNIT}/model/w"
+    assert (whole.spec.shape, whole.spec.global_shape, whole.spec.offsets) == ((5, 3), (6, 8), (1, 1))
+    assert [(piece.offsets, piece.share, piece.spec) for piece in whole.pieces] == [
+        ((0, 0), 0, FIRST),
+        ((2, 0), 1, longer),
+    ]
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_slices_that_do_not_follow_each_other_are_no_tensor(forged: str) -> None:
+    with golden.raises(FormatError):
+        joined(UNIT, [[FIRST], [dataclasses.replace(NEXT, **FORGED[forged])]])  # type: ignore[arg-type]
+
+
+def test_a_tensor_of_another_share_is_not_listed_in_this_one() -> None:
+    with golden.raises(FormatError):
+        joined(UNIT, [[NEXT], [FIRST]])
+
+
 def test_names() -> None:
     assert whole_units(["a", "b/1of2", "c/0of2", "c/1of2", "d/0of2", "d/0of3"]) == {"a", "c"}
     assert [Share.parse(text).count for text in ("a/2of2", "a/0of1", "a/01of2", "/0of2", "a/b/0of2")] == [1] * 5

@@ -344,6 +344,22 @@ def test_a_rank_that_comes_back_before_the_choice_counts_and_is_waited_for_in_bo
     assert job.core.state is State.SAVING
 
 
+def test_a_rank_that_was_left_out_is_not_waited_for_once_more_when_it_connects_again() -> None:
+    job = JobDriver(4)
+    job.kill(3)
+    job.close(1)
+    job.settle(0, computing(5))
+    job.wait(14.0)
+    job.hello(1)
+    job.wait(2.0)  # rank 2 is left out, and rank 1 has more time
+    job.close(2)
+    job.hello(2)
+    assert 2 in job.sent(Freeze)
+    assert job.core.state is State.SETTLING
+    job.settle(1, computing(5))
+    assert job.core.state is State.SAVING
+
+
 # --------------------------------------------------------------------------- an exception between gate and update
 
 

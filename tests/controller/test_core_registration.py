@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lastwords.controller.core import ControllerOptions
 from lastwords.controller.events import OutcomeKind, State
+from lastwords.controller.membership import Membership
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
     ExitKind,
     Freeze,
     Goodbye,
+    Hello,
     Left,
     LoopBegin,
     LoopGo,
@@ -294,6 +298,17 @@ def test_a_rank_that_stands_where_all_others_have_left_needs_no_last_words(
     for rank in {0, 1, 2} - set(done):
         left(job, rank, 20)
     assert sorted(job.sent(Release)) == [0, 1, 2], "and should it live, it hears that it may go on"
+
+
+def test_a_job_is_not_finishing_before_all_ranks_are_there() -> None:
+    membership = Membership(2, GENERATION)
+    hello = Hello(0, GENERATION, 2, ProcessId("host", 1, 1, "nonce"), ("u",), computing(0))
+    membership.admit(hello)
+    membership.leave(Left(0, GENERATION, computing(0)))
+    assert not membership.finishing
+    membership.admit(replace(hello, rank=1))
+    membership.members[1].streamed = computing(0)
+    assert membership.finishing
 
 
 def test_several_that_stand_still_before_the_last_step_may_wait_for_one_that_left_too_early() -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lastwords import codec
+from lastwords.controller.context import JobContext
 from lastwords.controller.core import ControllerOptions
 from lastwords.controller.events import (
     STORAGE_FAILURES_MAX,
@@ -19,8 +20,9 @@ from lastwords.controller.events import (
     StorageProgress,
     VerifyFailed,
 )
+from lastwords.controller.saving import Saving
 from lastwords.processor.departure import verdict_of
-from lastwords.vocabulary import Exit, ExitKind, Goodbye, Raised, Save
+from lastwords.vocabulary import PERIODIC, Exit, ExitKind, Goodbye, Hello, ProcessId, Raised, Save
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
@@ -786,3 +788,30 @@ def test_a_publication_that_comes_further_is_waited_for() -> None:
         assert job.core.state is State.PUBLISHING
     job.wait(121)
     assert job.core.state is State.SAVING
+
+
+def test_a_periodic_checkpoint_that_comes_further_takes_no_time_from_the_writers_of_this_one() -> None:
+    job = JobDriver(3, options=ControllerOptions(has_fallback_target=True))
+    job.kill(2)
+    job.tell(StorageProgress(PERIODIC, 1))
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    for written in range(1, 11):
+        job.progress(0, written)
+        job.wait(20)
+    job.saved(0, 5)
+    assert job.starts() == StartVerify(1, 1, 5, 0, (PartPlan(0, 1, ("u",), (0, 1, 2)),))
+
+
+@pytest.mark.parametrize(("hosts", "more"), [(1, 0), (7, 1), (8, 2), (20, 5)])
+def test_one_refusal_more_is_taken_for_every_fourth_host(hosts: int, more: int) -> None:
+    context = JobContext(40, GENERATION, ControllerOptions(has_fallback_target=True))
+    for rank in range(40):
+        process = ProcessId(f"host-{rank % hosts}", rank, 1, "nonce")
+        context.members.admit(Hello(rank, GENERATION, 40, process, ("u",), computing(5)))
+    writers = Saving(context, 1)
+    for rank in range(STORAGE_FAILURES_MAX + more):
+        assert writers.targets() == (0, 1)
+        writers.refuse(rank, "no space")
+    assert writers.targets() == (1,)
+    assert writers.targets(forgiven=True) == (0, 1)

@@ -177,6 +177,15 @@ def test_right_after_a_resume_there_is_nothing_to_save() -> None:
     assert isinstance(select(views([computing(38)], ["u"]), ["u"], base_step=37), Decision)
 
 
+def test_of_a_step_that_cannot_be_had_the_units_are_named_that_no_rank_and_no_file_has() -> None:
+    """Of what is not named, the file of a dead rank has one, and a rank that may still apply its gradients another."""
+    stands = [computing(8), None, None, Stand(Phase.READY, 8), computing(7)]
+    finished = [part(2, step=8, units=("C", "E/0of2"))]
+    answer = select(views(stands, ["A", "B", "C+E", "D", "F"]), list("ABCDEF"), finished)
+    assert isinstance(answer, NoDecision)
+    golden.says(answer.reason)
+
+
 def test_a_begun_step_is_given_up_if_a_unit_cannot_get_there() -> None:
     """Rank 1 raised at its gate and can no longer update; rank 2 still holds step 7 of A. Nobody has ended step 8."""
     answer = choose([Stand(Phase.UPDATED, 8), computing(7), Stand(Phase.READY, 8)], ["A", "B", "A"])
@@ -240,6 +249,14 @@ def test_a_finished_part_outlives_its_writer_and_sets_the_step() -> None:
     assert answer.kept == (part(0, step=8, local_ranks=(0,)),)
     assert answer.writers[1].units == ()
     assert choose([None, computing(7)]).step == 7, "the control: without the file the step is lost"
+
+
+def test_a_finished_part_in_another_directory_is_not_kept() -> None:
+    finished = part(0, local_ranks=(0, 1))
+    for target in (0, 1):
+        answer = choose([computing(7), computing(7)], parts=[finished], targets=(target,))
+        assert answer.kept == ((finished,) if target == finished.target else ())
+        assert bool(answer.writers) == (target != finished.target)
 
 
 def test_a_finished_part_of_a_step_below_the_survivors_does_not_count() -> None:

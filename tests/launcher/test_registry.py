@@ -192,3 +192,20 @@ def test_names_given_by_the_registry_do_not_meet_those_that_people_give(workers:
     registry, runs = Registry(workers), Host()
     ranks = [registry.apply("", Process(THERE, pid, 1), workers, 0.0, runs) for pid in range(workers)]
     assert [one.rank for one in ranks if isinstance(one, Admitted)] == [*range(workers)]
+
+
+def test_a_nameless_worker_gets_neither_a_name_nor_a_rank_that_another_one_has() -> None:
+    """The scheduler has lost its state, and whoever comes back has the rank that it had, whatever its name."""
+    for names in itertools.permutations(("0", "1", "2", "a"), 2):
+        for ranks in itertools.permutations(range(3), 2):
+            registry, runs = Registry(3), Host()
+            for name, rank in zip(names, ranks, strict=True):
+                verdict = registry.apply(name, Process(THERE, rank, 1), 3, 0.0, runs, rank=rank)
+                assert verdict == Admitted(name, rank, anew=True)
+            [left] = {0, 1, 2}.difference(ranks)
+            verdict = registry.apply("", FAR, 3, 0.0, runs)
+            assert isinstance(verdict, Admitted)
+            assert verdict.anew
+            assert verdict.rank == left
+            assert verdict.name not in names
+            assert verdict.name == str(left) or str(left) in names

@@ -142,8 +142,14 @@ def test_words_of_every_form_are_looked_at(name: str) -> None:
 @pytest.mark.parametrize("end", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16), torch.zeros(1003, dtype=torch.int8), torch.zeros(9)[1:8]],
-    ids=["float32", "bfloat16", "int8", "an odd place"],
+    [
+        torch.zeros(5),
+        torch.zeros(7, dtype=torch.bfloat16),
+        torch.zeros(1003, dtype=torch.int8),
+        torch.zeros(9)[1:8],
+        torch.zeros(100_003),
+    ],
+    ids=["float32", "bfloat16", "int8", "an odd place", "more than chance looks at"],
 )
 def test_the_first_and_the_last_element_are_looked_at_in_some_round(tensor: torch.Tensor, end: int) -> None:
     """They share their word with other memory."""
@@ -215,6 +221,21 @@ def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
     assert witness.replaced() == [StateName("optim", "a", "m")]
     tables["c"] = {"m": torch.ones(2)}
     assert witness.replaced() == [StateName("optim", "a", "m")], "an update has made what has come"
+
+
+def test_a_module_that_has_been_put_in_another_ones_place_is_remembered() -> None:
+    place, table = {"m": {"w": torch.ones(2)}}, {"m": torch.ones(2)}
+    witness = Witness(lambda: {StateName("model", "w"): Slot(place["m"]["w"], place["m"], "w"), **state({"a": table})})
+    witness.look()
+    table["m"] = torch.ones(2)
+    witness.look()
+    place["m"]["w"] = torch.ones(2)
+    witness.look()
+    assert not witness.modules_change, "the same module has another tensor"
+    place["m"], table["m"] = {"w": torch.ones(2)}, torch.ones(2)
+    for _ in range(2):
+        witness.look()
+        assert witness.modules_change
 
 
 def test_one_that_is_replaced_in_every_step_is_looked_at_where_it_stands() -> None:
