@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -96,6 +97,18 @@ def grid(draw: random.Random) -> tuple[Lists, list[Unit]]:
     return lists, units
 
 
+BOTH = r"the declared unit '(\w+)' and the declared unit '(\w+)' both hold (\[.*\]) of it, as two tensors"
+
+
+def box_of(piece: Piece) -> str:
+    runs = zip(piece.offsets, piece.shape, strict=True)
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in runs)}]"
+
+
+def number_of(piece: Piece) -> int:
+    return int(piece.unit.removeprefix("u"))
+
+
 def test_random_cuts_of_random_wholes_are_taken_and_every_hole_and_overlap_is_found() -> None:
     refused = 0
     for seed in range(300):
@@ -107,12 +120,18 @@ def test_random_cuts_of_random_wholes_are_taken_and_every_hole_and_overlap_is_fo
         [[piece], holders], *others = draw.sample(lists, len(lists))
         if not others:
             continue
-        with pytest.raises(ConfigError, match="holds"):
+        with pytest.raises(
+            ConfigError, match=re.escape(f": no rank holds {box_of(piece)} of it, the rest is held by the")
+        ):
             check_cuts(others, units)
         everything = Part(offsets=(0,) * len(piece.shape), shape=piece.global_shape)
         wider = held(piece.unit, everything, *piece.global_shape)
-        with pytest.raises(ConfigError, match="both"):
+        with pytest.raises(ConfigError, match=BOTH) as caught:
             check_cuts([([wider], holders), *others], units)
+        assert re.findall(BOTH, str(caught.value))[0] in {
+            (*(f"u{number}" for number in sorted((number_of(piece), number_of(other)))), box_of(other))
+            for [[other], _] in others
+        }, f"seed {seed}"
         refused += 1
     assert refused > 100
 
