@@ -28,7 +28,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 N ?= 20
-WORKERS ?= 5
+# Each worker costs 12 processor seconds before it has run a test, 4 of them for its zygote; three keep two cores busy.
+WORKERS ?= 3
 SEED ?= 1
 MODE ?= kill,heal
 LAYOUT ?= tp

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from lastwords import threads
+from tests import selection
 from tests.golden import Running
 
 # On a busy machine a slow example is no defect.
@@ -54,6 +57,26 @@ def _own_reserve() -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Messages are compared with the entries of the test that runs."""
     Running.test, Running.said = item.nodeid, []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing of what is collected is garbage, and it would be looked at again and again."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a file all of whose tests are left out not even the tables are made. None: another hook decides."""
+    marks = selection.left_out(config.option.markexpr)
+    return (collection_path.is_file() and selection.is_left_out(collection_path, marks)) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    selection.drop_cases(metafunc, selection.left_out(metafunc.config.option.markexpr))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

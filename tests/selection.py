@@ -1,8 +1,13 @@
-"""Which cases of a long table `make test` takes; `make test-rest` takes the others."""
+"""Which cases of a long table `make test` takes; `make test-rest` takes the others.
+
+What `-m` leaves out is not made in the first place: thousands of cases, in each of xdist's workers.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +40,34 @@ def each_value_once(rows: Sequence[Mapping[str, Hashable]]) -> list[Any]:
 def more(*values: Any) -> Any:
     """One case that is left to the thorough run."""
     return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def left_out(expression: str) -> frozenset[str]:
+    """Marks whose tests `-m expression` leaves out, whatever else they are.
+
+    >>> sorted(left_out("not slow and not thorough")), sorted(left_out("thorough and not slow"))
+    (['slow', 'thorough'], ['slow'])
+    >>> [*left_out("slow"), *left_out("not slow or process"), *left_out("process or thorough and not slow")]
+    []
+    """
+    words = [] if " or " in expression else expression.split(" and ")
+    return frozenset(word.removeprefix("not ") for word in words if word in ("not slow", "not thorough"))
+
+
+def is_left_out(path: Path, marks: Collection[str]) -> bool:
+    """Whether all tests of a file are left out, by the `pytestmark` in its text: it need not be imported then."""
+    if not marks or not path.name.startswith("test_"):
+        return False
+    found = re.search(r"^pytestmark = .*", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return found is not None and not set(re.findall(r"pytest\.mark\.(\w+)", found.group())).isdisjoint(marks)
+
+
+def drop_cases(metafunc: pytest.Metafunc, marks: Collection[str]) -> None:
+    """Leave cases with one of the marks out of a test's table, once that is made: the others keep their names.
+
+    One of them stays where it would be empty, which pytest takes for a test without parameters; `-m` leaves that out.
+    """
+    calls = metafunc._calls
+    of_test = {mark.name for mark in metafunc.definition.iter_markers()}
+    kept = [call for call in calls if (of_test | {mark.name for mark in call.marks}).isdisjoint(marks)]
+    calls[:] = kept or calls[:1]

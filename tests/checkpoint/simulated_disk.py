@@ -11,7 +11,7 @@ import enum
 import errno
 import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,9 @@ class _Change:
     names: dict[str, int | None]
 
 
+Snapshot = tuple[tuple[str, bytes | None], ...]
+
+
 class SimulatedOs(Os):
     """See the module. `direct` and `can_exchange` say what this file system supports; `bytes_max` its size."""
 
@@ -73,47 +76,43 @@ class SimulatedOs(Os):
     def crash(self, names: Collection[int], content: Content) -> SimulatedOs:
         """The file system as it is found after a loss of power: only these of the pending changes made it."""
         after = SimulatedOs(direct=self._direct, can_exchange=self._can_exchange, bytes_max=self._bytes_max)
-        after._inodes = {
-            number: _File(bytearray(inode.now), inode.durable)
-            if isinstance(inode, _File)
-            else _Directory(dict(inode.now), dict(inode.durable))
-            for number, inode in self._inodes.items()
-        }
+        tables, files = self._names_after(names), self._files_after(content)
+        after._inodes = {number: _File(bytearray(held), held) for number, held in files.items()}
+        after._inodes |= {number: _Directory(dict(table), table) for number, table in tables.items()}
         after._numbers = itertools.count(max(self._inodes) + 1)
-        for index in sorted(names):
-            after._make_durable(self._pending[index])
-        for inode in after._inodes.values():
-            if isinstance(inode, _Directory):
-                inode.now = dict(inode.durable)
-            elif bytes(inode.now) != inode.durable:
-                lost = {
-                    Content.LOST: inode.durable,
-                    Content.ZEROED: bytes(len(inode.now)),
-                    Content.KEPT: bytes(inode.now),
-                }[content]
-                inode.now = bytearray(lost)
-                inode.durable = lost
         return after
+
+    def crashes(self) -> Iterator[tuple[tuple[bool, ...], Content, Snapshot]]:
+        """Which names and what of the files may make it, and the `snapshot` of what is found then.
+
+        `crash` takes ten times as long: thousands of them are few disks.
+        """
+        files = [(content, self._files_after(content)) for content in Content]
+        files = [one for place, one in enumerate(files) if all(one[1] != other for _, other in files[:place])]
+        for names in itertools.product((False, True), repeat=self.pending):
+            tables = self._names_after([index for index, kept in enumerate(names) if kept])
+            paths = _paths(tables)
+            for content, held in files:
+                yield names, content, tuple([(path, held.get(number)) for path, number in paths])
+
+    def _names_after(self, names: Collection[int]) -> dict[int, dict[str, int]]:
+        tables = {n: dict(inode.durable) for n, inode in self._inodes.items() if isinstance(inode, _Directory)}
+        for index in sorted(names):
+            _apply(tables[self._pending[index].directory], self._pending[index].names)
+        return tables
+
+    def _files_after(self, content: Content) -> dict[int, bytes]:
+        return {number: _after(inode, content) for number, inode in self._inodes.items() if isinstance(inode, _File)}
 
     def copy(self) -> SimulatedOs:
         """The same disk once more, everything on it durable."""
         return self.crash(range(self.pending), Content.KEPT)
 
-    def snapshot(self) -> tuple[tuple[str, bytes | None], ...]:
+    def snapshot(self) -> Snapshot:
         """Every path and what it holds (None for a directory): two disks with equal ones are the same to a reader."""
-        found: list[tuple[str, bytes | None]] = []
-
-        def walk(path: str, number: int) -> None:
-            inode = self._inodes[number]
-            if isinstance(inode, _File):
-                found.append((path, bytes(inode.now)))
-                return
-            found.append((path, None))
-            for name, child in sorted(inode.now.items()):
-                walk(f"{path}/{name}", child)
-
-        walk("", 0)
-        return tuple(found)
+        tables = {number: inode.now for number, inode in self._inodes.items() if isinstance(inode, _Directory)}
+        files = {number: bytes(inode.now) for number, inode in self._inodes.items() if isinstance(inode, _File)}
+        return tuple([(path, files.get(number)) for path, number in _paths(tables)])
 
     # ------------------------------------------------------------------ names
 
@@ -354,3 +353,19 @@ def _apply(table: dict[str, int], names: dict[str, int | None]) -> None:
             table.pop(name, None)
         else:
             table[name] = inode
+
+
+def _after(inode: _File, content: Content) -> bytes:
+    """What a file holds after a crash."""
+    if content is Content.LOST or inode.now == inode.durable:
+        return inode.durable
+    return bytes(len(inode.now)) if content is Content.ZEROED else bytes(inode.now)
+
+
+def _paths(tables: Mapping[int, Mapping[str, int]]) -> list[tuple[str, int]]:
+    """Every path and the inode that it names."""
+    found = [("", 0)]
+    for path, number in found:  # which grows meanwhile
+        if number in tables:
+            found += [(f"{path}/{name}", child) for name, child in sorted(tables[number].items())]
+    return found

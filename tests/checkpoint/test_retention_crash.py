@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.checkpoint.interleaving import Choose, Machine, at_random, stopped_on
 from tests.checkpoint.interposed import Crash, InterposedOs, crashing_at
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.states import Job, content_of, content_written
-from tests.checkpoint.test_crash import Broken, Save, crashes
+from tests.checkpoint.test_crash import Broken, crashes
 from tests.selection import more
 
 ROOT = Path("/ckpt")
@@ -88,8 +89,8 @@ def whole(root: Path, os: Os) -> list[int]:
     return sorted(steps)
 
 
-def broken(make: Callable[[], SimulatedOs], remove: Save) -> Iterator[str]:
-    for label, after, finished in crashes(make, remove):
+def broken(found: Iterable[tuple[str, SimulatedOs, bool]]) -> Iterator[str]:
+    for label, after, finished in found:
         try:
             check(ROOT, after, finished=finished)
         except Broken as verdict:
@@ -97,9 +98,9 @@ def broken(make: Callable[[], SimulatedOs], remove: Save) -> Iterator[str]:
 
 
 def test_power_lost_at_any_system_call_leaves_whole_checkpoints_and_nothing_that_stays() -> None:
-    states = sum(1 for _ in crashes(disk, pruned))
-    assert states > 20
-    assert list(broken(disk, pruned)) == []
+    found = [*crashes(disk, pruned)]
+    assert len(found) > 20
+    assert list(broken(found)) == []
 
 
 def test_a_process_killed_at_any_system_call_leaves_the_real_directory_sound(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_removing_in_place_is_caught() -> None:
         for one in plan([root], "job", Rules(KEEP), os).remove:
             remove_tree(one.path, os)
 
-    assert any("visible" in text for text in broken(disk, in_place))
+    assert any("visible" in text for text in broken(crashes(disk, in_place)))
 
 
 def test_a_name_that_is_not_made_durable_before_the_files_go_is_caught() -> None:
@@ -141,7 +142,7 @@ def test_a_name_that_is_not_made_durable_before_the_files_go_is_caught() -> None
         made.skip_fsync = lambda path: path == ROOT
         return made
 
-    assert any("visible" in text for text in broken(lazy, pruned))
+    assert any("visible" in text for text in broken(crashes(lazy, pruned)))
 
 
 def test_a_rule_that_takes_the_newest_is_caught() -> None:
@@ -150,12 +151,12 @@ def test_a_rule_that_takes_the_newest_is_caught() -> None:
         for one in (*made.keep, *made.remove):
             removal.remove(one.path, one.said, os)
 
-    assert any("kept" in text for text in broken(disk, all_of_them))
+    assert any("kept" in text for text in broken(crashes(disk, all_of_them)))
 
 
 def test_a_later_start_that_does_not_go_on_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removal, "finish", lambda root, names, os: [])
-    assert any("leaves" in text for text in broken(disk, pruned))
+    assert any("leaves" in text for text in broken(crashes(disk, pruned)))
 
 
 # ---------------------------------------------------------------------- other processes
@@ -398,13 +399,20 @@ OTHER = Job(name="other", seed=9)
 REPLACES = JOB.again(incident=1, seed=5)
 
 
-def published_together(choose: Choose, can_exchange: bool) -> tuple[list[Any], SimulatedOs]:
-    """One replaces its own checkpoint of a step while another job publishes that step."""
+@functools.cache
+def _written(can_exchange: bool) -> tuple[SimulatedOs, list[tuple[Job, Path]]]:
+    """What both have written, and neither has published."""
     made = SimulatedOs(can_exchange=can_exchange)
     made.mkdir(ROOT)
-    assert all(stale.Claim.take(ROOT, job.name, job.generation, made) for job in (JOB, OTHER))
     JOB.save(ROOT, 34, made)
-    written = [(job, job.write(ROOT, 34, made)) for job in (REPLACES, OTHER)]
+    return made, [(job, job.write(ROOT, 34, made)) for job in (REPLACES, OTHER)]
+
+
+def published_together(choose: Choose, can_exchange: bool) -> tuple[list[Any], SimulatedOs]:
+    """One replaces its own checkpoint of a step while another job publishes that step."""
+    before, written = _written(can_exchange)
+    made = before.copy()
+    assert all(stale.Claim.take(ROOT, job.name, job.generation, made) for job in (JOB, OTHER))
     bodies = [lambda os, job=job, at=at: publish.publish(ROOT, at, job.facts(34), os) for job, at in written]
     return Machine(made, choose).run(bodies), made
 

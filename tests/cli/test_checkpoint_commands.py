@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,13 +25,18 @@ FILE_1 = "rank_1/ttp_rank_1-4_7.ckpt"
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Checkpoints of steps 36 and 37; the latter is newer."""
-    directory = tmp_path / "ckpt"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made")
     JOB.save(directory, 36)
     JOB.again(generation=2).save(directory, 37)
     return directory
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """Checkpoints of steps 36 and 37; the latter is newer."""
+    return Path(shutil.copytree(made, tmp_path / "ckpt"))
 
 
 @pytest.fixture

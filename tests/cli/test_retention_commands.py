@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os as posix
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,17 @@ PERIODIC = Job(incident=0)
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Last words of step 30, periodic checkpoints of 31 to 36."""
-    directory = tmp_path / "ckpt"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made")
     Job(attempt=2).save(directory, 30)
     return filled(directory)
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """Last words of step 30, periodic checkpoints of 31 to 36."""
+    return Path(shutil.copytree(made, tmp_path / "ckpt"))
 
 
 def run(capsys: Capture, *arguments: object) -> tuple[int, str, str]:

@@ -40,22 +40,44 @@ def pairwise(
         for y in parameters[second]
     ]
     draw.shuffle(missing)
+    # Sets of pairs are the bits of integers: a pair is in a row where it belongs to two of the row's settings.
+    bits = {pair: 1 << number for number, pair in enumerate(missing)}
+    pairs_with: dict[tuple[str, Hashable], int] = {}
+    for pair, bit in bits.items():
+        for setting in pair:
+            pairs_with[setting] = pairs_with.get(setting, 0) | bit
+    left = (1 << len(bits)) - 1
     rows: list[Row] = []
     never: set[Pair] = set()
     while missing:
         best: Row | None = None
-        best_gain: set[Pair] = set()
-        left = set(missing)
+        best_gain = 0
         for attempt in range(tries * 20):
-            row = {name: draw.choice(parameters[name]) for name in names} | dict(missing[0])
-            gain = pairs_of(row) & left
-            if len(gain) > len(best_gain) and is_allowed(row):
+            row = {name: _choice(draw, parameters[name]) for name in names} | dict(missing[0])
+            once = twice = 0
+            for setting in row.items():
+                twice |= once & pairs_with[setting]
+                once |= pairs_with[setting]
+            gain = twice & left
+            if gain.bit_count() > best_gain.bit_count() and is_allowed(row):
                 best, best_gain = row, gain
             if best is not None and attempt >= tries:
                 break
         if best is None:
-            never.add(missing.pop(0))
+            pair = missing.pop(0)
+            never.add(pair)
+            left &= ~bits[pair]
             continue
         rows.append(best)
-        missing = [pair for pair in missing if pair not in best_gain]
+        left &= ~best_gain
+        missing = [pair for pair in missing if not bits[pair] & best_gain]
     return rows, never
+
+
+def _choice(draw: random.Random, values: Sequence[Hashable]) -> Hashable:
+    """`draw.choice`, inlined."""
+    count = len(values)
+    size = count.bit_length()
+    while (number := draw.getrandbits(size)) >= count:
+        pass
+    return values[number]

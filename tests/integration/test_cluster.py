@@ -13,6 +13,7 @@ import pytest
 
 from lastwords.processor.departure import EXIT_SAVED
 from tests.integration.harness import Port
+from tests.integration.rig import once
 from tests.launcher import test_heal
 from tests.launcher.test_heal import ROOT, SCRIPT, check_equal, environment
 
@@ -109,11 +110,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(references: Path) -> Path:
     """The same script under torchrun, where nobody dies."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    test_heal.run(directory, launcher=("torch.distributed.run",), ranks=RANKS, steps=STEPS)
-    return directory
+
+    def run(directory: Path) -> None:
+        test_heal.run(directory, launcher=("torch.distributed.run",), ranks=RANKS, steps=STEPS)
+
+    return once(references / "cluster", run)
 
 
 @pytest.mark.thorough
@@ -141,6 +144,7 @@ def test_training_goes_on_without_its_scheduler_and_the_next_one_heals(cluster: 
     check_equal(cluster.directory, undisturbed, {1: 1})
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_asked_to_stop_saves_and_ends_and_the_others_wait_for_it(
     cluster: Cluster, undisturbed: Path
 ) -> None:

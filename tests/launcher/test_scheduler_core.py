@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ from lastwords.launcher.events import (
     Waiting,
 )
 from lastwords.launcher.roster import END_S, KEEP_AGAIN_S, LEAVE_S, Place
+from tests.launcher.test_core_schedules import core_copied, twin, values
 
 KILLED = -9
 Rule = Callable[[int], LauncherCore]
@@ -68,20 +68,22 @@ class World:
             disk_full_left=disk_full,
         )  # fmt: skip
 
-    def key(self) -> str:
+    def key(self) -> tuple[object, ...]:
         core = self.core
         known = core and (
-            core._ranks,
+            (core._ranks.begun, core._ranks.known, core._ranks.earliest_s),
+            (*map(values, core._ranks.ranks.values()),),
             core.entry,
-            core._crashes,
+            repr(core._crashes),
             core._healing,
             core._leaving,
             core._failed_loop,
             core.stopped,
             core._keep_due_s is None,
         )
-        facts = self.process, self.entered, self.begun, self.told, self.unseen, self.linked, self.kept, self.to_keep
-        return repr((known, self.deaths_left, self.schedulers_left, self.losses_left, self.disk_full_left, facts))
+        facts = map(tuple, (self.process, self.entered, self.begun, self.told, self.unseen, self.linked))
+        left = self.deaths_left, self.schedulers_left, self.losses_left, self.disk_full_left
+        return known, left, *facts, self.kept, self.to_keep
 
     def handle(self, event: Waiting | Inside | Begun | Ended | Tick, now_s: float = 0.0) -> None:
         if self.core is None:
@@ -232,6 +234,15 @@ def late(world: World) -> None:
     world.handle(Tick(), END_S * 2)
 
 
+def copied(world: World) -> World:
+    after = twin(world)
+    after.core = world.core and core_copied(world.core)
+    after.process, after.entered, after.begun = world.process.copy(), world.entered.copy(), world.begun.copy()
+    after.told, after.unseen, after.linked = world.told.copy(), world.unseen.copy(), world.linked.copy()
+    after.wrong = world.wrong.copy()
+    return after
+
+
 def explore(
     ranks: int, deaths: int, schedulers: int, losses: int, make: Rule, disk_full: int | None = None
 ) -> tuple[int, list[str]]:
@@ -243,13 +254,13 @@ def explore(
         moves = [*world.moves()]
         trains = world.trains() and all(world.linked)
         if world.core is not None and not world.core.stopped and (trains or not moves):
-            after = copy.deepcopy(world)
+            after = copied(world)
             late(after)
             moves += [late] if after.key() != world.key() else []
             if not moves and not trains:
                 wrong.append(f"stuck: {world.process}, {[one.place for one in world.core._ranks.ranks.values()]}")
         for move in moves:
-            after = copy.deepcopy(world)
+            after = copied(world)
             move(after)
             wrong += after.wrong
             if after.key() not in seen:

@@ -184,15 +184,15 @@ hangs = Hangs()
     ("error", "then", "code"),
     [
         ("ValueError('mine')", "raise", 1),
-        ("ValueError('mine')", "time.sleep(2.5); sys.exit(2)", 2),
+        ("ValueError('mine')", "time.sleep(1.0); ways_out.UNWIND_S = 99.0; sys.exit(2)", 2),
         ("ValueError('mine')", "pass", 0),
         ("SystemExit(3)", "raise", 3),
     ],
     ids=["goes up", "is handled, and then an exit", "is handled", "is an exit"],
 )
 def test_an_error_of_the_users_own_leaves_time_and_exit_code_to_the_user(error: str, then: str, code: int) -> None:
-    """A report that takes longer than our patience, say; which is long enough for an interpreter to end in it."""
-    fast = "from lastwords.processor import departure as ways\nways.UNWIND_S = 2.0\n"
+    """A report that takes longer than our patience, say. The interpreter's own end is given all the time it needs."""
+    fast = f"ways_out.UNWIND_S = {0.1 if 'sleep' in then else 99.0}\n"
     found, errors = run(fast + OWN_ERROR.format(verdict="saved", error=error, code=code, then=then))
     assert found == code, errors
     assert "step 37" in errors
@@ -201,7 +201,7 @@ def test_an_error_of_the_users_own_leaves_time_and_exit_code_to_the_user(error: 
 
 @pytest.mark.parametrize("then", ["raise", "pass"])
 def test_an_interpreter_that_cannot_end_is_ended(then: str) -> None:
-    fast = "from lastwords.processor import departure as ways\nways.UNWIND_S = 0.1\n"
+    fast = "ways_out.UNWIND_S = 0.1\n"
     own = OWN_ERROR.format(verdict="saved", error="ValueError('mine')", code=1, then=then)
     assert run(fast + HANGS + own)[0] == 1
 
@@ -222,13 +222,29 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
 # ---------------------------------------------------------------------- what the user's code writes
 
 WRITES = """
-ways_out.UNWIND_S, ways_out.COME_BY_S, ways_out.WRITES_QUIET_S = 1.0, 1.0, 2.0
+wait_out, done, goes_on = ways_out.wait_out, threading.Semaphore(0), threading.Semaphore(0)
+over = False
+def paced(wait):
+    # Time passes by what the user's code does: one piece of it in each wait, and no clock.
+    def until_a_piece_is_done(seconds):
+        if over:
+            return wait(99.0)
+        goes_on.release()
+        done.acquire()
+        return wait(0.0)
+    return until_a_piece_is_done
+ways_out.wait_out = lambda wait, seconds: wait_out(paced(wait), seconds)
 def export():
+    global over
     with open({path!r}, "wb", buffering=0) as file:
         for _ in range(12):
+            goes_on.acquire()
             {work}
-            time.sleep(0.4)
+            done.release()
+        goes_on.acquire()
         file.write(b"whole")
+    over = True
+    done.release()
 """
 UNWINDS = """
 departure.decide(saved)
@@ -268,7 +284,7 @@ IN_A_THREAD = "thread = threading.Thread(target=export); thread.start(); thread.
 def test_a_process_that_writes_the_users_files_is_not_ended_meanwhile(
     course: str, export: str, work: str, whole: bool
 ) -> None:
-    """In memory, where no write has to wait for a disk."""
+    """In memory, where no write has to wait for a disk. It has one piece of its work done in each wait for it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         path = Path(directory) / "export.bin"
         code, _ = run(WRITES.format(path=str(path), work=work) + course.format(export=export))

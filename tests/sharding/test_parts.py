@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -96,6 +97,14 @@ def grid(draw: random.Random) -> tuple[Lists, list[Unit]]:
     return lists, units
 
 
+UNIT, BOX = re.compile(r"'(u\d+)'"), re.compile(r"\[[\d:, ]+\]")
+
+
+def box_of(piece: Piece) -> str:
+    runs = zip(piece.offsets, piece.shape, strict=True)
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in runs)}]"
+
+
 def test_random_cuts_of_random_wholes_are_taken_and_every_hole_and_overlap_is_found() -> None:
     refused = 0
     for seed in range(300):
@@ -107,12 +116,16 @@ def test_random_cuts_of_random_wholes_are_taken_and_every_hole_and_overlap_is_fo
         [[piece], holders], *others = draw.sample(lists, len(lists))
         if not others:
             continue
-        with pytest.raises(ConfigError, match="holds"):
+        with pytest.raises(ConfigError) as hole:
             check_cuts(others, units)
+        assert BOX.findall(str(hole.value)) == [box_of(piece)], f"seed {seed}"
+        assert {*UNIT.findall(str(hole.value))} <= {other.unit for [[other], _] in others}, f"seed {seed}"
         everything = Part(offsets=(0,) * len(piece.shape), shape=piece.global_shape)
         wider = held(piece.unit, everything, *piece.global_shape)
-        with pytest.raises(ConfigError, match="both"):
+        with pytest.raises(ConfigError) as overlap:
             check_cuts([([wider], holders), *others], units)
+        both = [({piece.unit, other.unit}, [box_of(other)]) for [[other], _] in others]
+        assert ({*UNIT.findall(str(overlap.value))}, BOX.findall(str(overlap.value))) in both, f"seed {seed}"
         refused += 1
     assert refused > 100
 
