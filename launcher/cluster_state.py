@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +25,7 @@ from lastwords.checkpoint.layout import check_job_name
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.system import REAL_OS, read_whole
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
-from lastwords.launcher.environment import Cluster
+from lastwords.launcher.environment import Cluster, is_name
 from lastwords.launcher.registry import Member
 
 VERSION = 1
@@ -36,15 +36,18 @@ STATE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class KeptCluster:
-    """The file's content. generation: number of the newest entry, -1 before the first. step: saved by then."""
+    """The file's content. generation: number of the newest entry, -1 before the first. step: saved by then.
+
+    No field has a default: what a file lacks would have it.
+    """
 
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)]
     address: str
-    workers: int
+    workers: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
     job: str
-    generation: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)] = -1
-    step: Number = 0
-    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
+    step: Number
+    members: Mapping[str, Member]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +110,12 @@ class ClusterState:
         try:
             raw = read_whole(self._state, REAL_OS, bytes_max=STATE_BYTES_MAX)
         except FileNotFoundError:
-            return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}")
+            return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}", -1, 0, {})
         try:
             kept = None if from_json(raw, _OfAnyVersion).version > VERSION else from_json(raw, KeptCluster)
             if kept is not None:
                 check_job_name(kept.job)
+                _check_members(kept)
         except (FormatError, ConfigError) as error:
             raise FormatError(
                 f"{self._state} is damaged ({error}): if no worker of this cluster runs any more, remove it; training "
@@ -132,6 +136,28 @@ class ClusterState:
                     f"{here}: give it a path of its own, or remove {self._directory} once that cluster has ended"
                 )
         return kept
+
+
+def _check_members(kept: KeptCluster) -> None:
+    """Each name has a rank of its own, and once `main` was entered each rank has a name. FormatError.
+
+    The types of registry.py say nothing of ranges, since it is pure.
+    """
+    names: dict[int, str] = {}
+    for name, one in kept.members.items():
+        if not is_name(name):
+            raise FormatError(f"{name!r:.80} is no name of a worker")
+        if not 0 <= one.rank < kept.workers:
+            raise FormatError(f"{name!r} is rank {one.rank}, and there are {kept.workers} workers")
+        pid, ticks = one.process.pid, one.process.start_ticks
+        if not (0 < pid <= INTEGER_MAX and 0 <= ticks <= INTEGER_MAX):
+            raise FormatError(f"{name!r} is process {pid} of {ticks} ticks, which is none")
+        if one.rank in names:
+            raise FormatError(f"{names[one.rank]!r} and {name!r} are both rank {one.rank}")
+        names[one.rank] = name
+    if kept.generation >= 0 and len(names) < kept.workers:
+        missing = next(rank for rank in range(kept.workers) if rank not in names)
+        raise FormatError(f"{kept.workers} workers have entered main(), and rank {missing} has no name")
 
 
 def directory_of(path: Path) -> Path:
