@@ -59,6 +59,7 @@ from lastwords.launcher.protocol import (
     Admission,
     Applicant,
     Application,
+    Beat,
     Challenge,
     Controlled,
     ControllerWanted,
@@ -87,6 +88,10 @@ _log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 """Between two looks at all processes; a look at 4096 takes about 20 ms."""
+
+BEAT_S = 2.0
+"""Between two signs of life to each worker; to 4096 of them they take about 40 ms. Before each write as well, which may
+take seconds: a worker waits for `membership.SILENT_S`."""
 
 NOTICE_S = 30.0
 """Between two lines about those for whom all others wait."""
@@ -159,6 +164,7 @@ class Scheduler:
         """Why the state could not be written the last time."""
         self._result: Stop | None = None
         self._told_s = now_s
+        self._beat_mono_s = mono_s()
         self._head = Head(cluster.workers, 0, cluster.host, start_s=None, keeps=True)
         self._head.has_host(range(cluster.workers), self._obey)
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -197,6 +203,7 @@ class Scheduler:
     def _turn(self, due_in_s: float | None) -> None:
         ready = self._selector.select(min(LOOK_S, LOOK_S if due_in_s is None else due_in_s))
         self._now_s = self._own_time.at(mono_s())
+        self._beat()
         for key, _ in ready:
             key.data()
         self._settle()
@@ -386,6 +393,13 @@ class Scheduler:
             for local, rank in enumerate(ranks):
                 self._tell(rank, Entry(entry, port, step, Seat(local, len(ranks), rank_0)))
 
+    def _beat(self) -> None:
+        """To all workers, now and then."""
+        if (now_mono_s := mono_s()) - self._beat_mono_s >= BEAT_S:
+            self._beat_mono_s = now_mono_s
+            for rank in self._links:
+                self._tell(rank, Beat())
+
     def _tell(self, rank: int, order: Order) -> None:
         if rank in self._links:
             self._links[rank].tell(order)
@@ -393,6 +407,7 @@ class Scheduler:
     def _keep(self) -> str | None:
         """For the next scheduler; what is wrong if it cannot be written. Ranks that train go on all the same."""
         self._kept = dataclasses.replace(self._kept, members=self._registry.members)
+        self._beat()
         try:
             self._state.write(self._kept)
         except StorageError as error:
