@@ -11,9 +11,11 @@ ranks enter `main`. It is removed once all workers have come to their end.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from os.path import exists
 from pathlib import Path
 from typing import Annotated
 
@@ -23,10 +25,12 @@ from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.codec import INTEGER_MAX, Number, from_json
 from lastwords.checkpoint.layout import check_job_name
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.system import REAL_OS, read_whole
+from lastwords.checkpoint.system import REAL_OS, read_whole, storage_errors
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.environment import Cluster, is_name
 from lastwords.launcher.registry import Member
+
+_log = logging.getLogger(__name__)
 
 VERSION = 1
 TOKEN_CHARS = 32
@@ -62,6 +66,12 @@ class ClusterState:
         self._cluster = cluster
         self._directory = directory_of(cluster.path)
         self._state = self._directory / "state.json"
+        self._lock = self._directory / "state.lock"
+        self._locks = contextlib.ExitStack()
+        self._lock_inode: int | None = None
+        """While it is held; no other file has it as long."""
+        self._token = ""
+        self._written = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[KeptCluster]:
@@ -70,28 +80,72 @@ class ClusterState:
         BusyError if somebody does, ConfigError for the path of another cluster, FormatError for a file that is damaged
         or newer, StorageError.
         """
+        with self._locks:
+            self._hold()
+            kept = self._read()
+            self._written = self._state.exists()
+            try:
+                yield kept
+            finally:
+                self._lock_inode = None
+
+    def _hold(self) -> None:
+        """BusyError, StorageError."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot create {self._directory}: {error.strerror}", errno=error.errno or 0) from error
-        with contextlib.ExitStack() as stack:
-            if not stack.enter_context(LockFile(self._directory / "state.lock").held()):
+        with contextlib.ExitStack() as lock, storage_errors("locking", self._lock):
+            if not lock.enter_context(LockFile(self._lock).held()):
                 raise BusyError(
                     f"another scheduler runs with MS_RECOVERY_PATH={self._cluster.path}: end it first, or give this "
                     "cluster a path of its own"
                 )
-            yield self._read()
+            self._lock_inode = self._lock.stat().st_ino
+            self._locks.push(lock.pop_all())
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the token, the state or the lock since; also where they cannot be looked at."""
+        token, state = exists(token_path(self._cluster.path)), exists(self._state)
+        return self._has_lost_lock or (self._token != "" and not token) or (self._written and not state)
+
+    @property
+    def _has_lost_lock(self) -> bool:
+        try:
+            return self._lock_inode not in (None, self._lock.stat().st_ino)
+        except OSError:
+            return self._lock_inode is not None
 
     def write(self, kept: KeptCluster) -> None:
-        """Durable on return. StorageError."""
+        """Durable on return; so is the token, and the directory held, where somebody has removed them.
+
+        StorageError, BusyError if another scheduler has the directory by now.
+        """
+        if is_removed := self.is_removed:
+            self._restore()
         write_file(self._state, msgspec.json.encode(kept), replace=True)
+        self._written = True
+        if is_removed:
+            _log.warning(
+                "%s was removed while its cluster runs; its token and state are written again: remove it once the "
+                "cluster has ended",
+                self._directory,
+            )
+
+    def _restore(self) -> None:
+        if self._has_lost_lock:
+            self._hold()
+        if self._token:
+            write_file(token_path(self._cluster.path), self._token.encode(), replace=True)
 
     def token(self) -> str:
         """The cluster's; drawn by its first scheduler. StorageError, FormatError."""
         path = token_path(self._cluster.path)
         if not path.exists():
             write_file(path, secrets.token_hex(TOKEN_CHARS // 2).encode(), replace=True)
-        return read_token(self._cluster.path)
+        self._token = read_token(self._cluster.path)
+        return self._token
 
     def remove(self) -> None:
         """The cluster has come to its end; the next one with this path is another one. StorageError."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from lastwords import descriptors
 from lastwords.clock import OwnTime, mono_s
-from lastwords.errors import ConfigError, StorageError
+from lastwords.errors import BusyError, ConfigError, StorageError
 from lastwords.launcher.address import servers
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
@@ -86,6 +86,9 @@ from lastwords.liveness import process_id
 
 _log = logging.getLogger(__name__)
 
+STATE_LOOK_S = 5.0
+"""Between two looks whether the state is still there; a worker that finds no token says so after 10 s."""
+
 LOOK_S = 0.2
 """Between two looks at all processes; a look at 4096 takes about 20 ms."""
 
@@ -147,6 +150,7 @@ class Scheduler:
         self._own_time = OwnTime()
         self._now_s = now_s = self._own_time.at(mono_s())
         self._looked_s = -math.inf
+        self._state_looked_s = now_s
         self._registry = Registry(cluster.workers, dict(kept.members.items()))
         for one in self._registry.members.values():
             one.linked, one.silent_since_s, one.over = False, now_s, False
@@ -299,6 +303,10 @@ class Scheduler:
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
+        if now_s - self._state_looked_s >= STATE_LOOK_S:
+            self._state_looked_s = now_s
+            if self._state.is_removed:
+                self._keep()
         for rank in self._registry.ended(now_s, self._runs):
             if self._head.core.place(rank) is not Place.STARTING:
                 self._report_end(rank)
@@ -410,7 +418,7 @@ class Scheduler:
         self._beat()
         try:
             self._state.write(self._kept)
-        except StorageError as error:
+        except (BusyError, StorageError) as error:
             if str(error) != self._unkept:
                 _log.error(
                     "what the next scheduler has to know cannot be written: %s; no worker is admitted and none enters "

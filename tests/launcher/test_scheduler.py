@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import resource
 import selectors
+import shutil
 import socket
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 
 from lastwords.clock import OwnTime
-from lastwords.errors import ConfigError, FormatError, LastWordsError, StorageError
+from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import head, membership
 from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
@@ -320,6 +323,61 @@ def test_what_a_cluster_without_recovery_has_left_is_over(rig: Rig) -> None:
         assert scheduler._result is None, "the death of a process of before ends nothing"
         assert scheduler._registry.members == {}
         scheduler.close()
+
+
+def looks(rig: Rig) -> None:
+    """As some seconds later."""
+    rig.scheduler._looked_s = rig.scheduler._state_looked_s = -math.inf
+    rig.scheduler._look()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the path", "the state"])
+def test_a_path_that_is_removed_under_a_scheduler_is_there_again_for_workers_and_the_next_one(
+    rig: Rig, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    rig.apply("1")
+    before, token, path = rig.state._read(), rig.state.token(), rig.cluster.path
+    caplog.clear()
+    looks(rig)
+    assert caplog.messages == []
+    if whole:
+        shutil.rmtree(path)
+    else:
+        (path / "cluster" / "state.json").unlink()
+    for _ in range(2):
+        looks(rig)
+    golden.says(caplog.messages)
+    after = rig.state._read()
+    assert (after.job, after.members["1"].process, rig.state.token()) == (
+        before.job, before.members["1"].process, token,
+    )  # fmt: skip
+    assert stat.S_IMODE((path / "cluster").stat().st_mode) == 0o700
+    assert rig.apply("0")[0]["rank"] == 0
+    with pytest.raises(BusyError), ClusterState(rig.cluster).held():
+        pass
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["token and state", "the token"])
+def test_a_path_that_another_scheduler_has_taken_meanwhile_is_left_to_it(
+    rig: Rig, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    rig.apply("1")
+    token = rig.state.token()
+    shutil.rmtree(rig.cluster.path)
+    other = ClusterState(dataclasses.replace(rig.cluster, port=1))
+    with other.held() as kept:
+        others = other.token()
+        if whole:
+            other.write(kept)
+        caplog.clear()
+        for _ in range(2):
+            looks(rig)
+        golden.says(caplog.messages)
+        assert other.token() == others
+        assert (rig.cluster.path / "cluster" / "state.json").exists() is whole
+    shutil.rmtree(rig.cluster.path)
+    looks(rig)
+    assert rig.state.token() == token
 
 
 def test_a_port_that_is_taken(rig: Rig, tmp_path: Path) -> None:
