@@ -24,6 +24,7 @@ from lastwords.checkpoint.line_file import read_end
 from lastwords.controller import handover, predecessors, state_file
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError, UnavailableError
+from lastwords.liveness.endings import ending_text
 
 __all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_on_free_port", "start_successor"]
 
@@ -31,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0
 """A controller serves after 0.3 s; on a host that imports from a cold network file system it takes far longer."""
+
+ENDING_S = 1.0
+"""From the end of a process's pipe until its exit status is there; microseconds, where it has ended."""
 
 LOG_LINES_SHOWN = 15
 
@@ -136,6 +140,8 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
         answer = _await_answer(ready, ready_timeout_s)
     finally:
         os.close(ready)
+    if not answer:
+        answer = ending(process)
     if answer.get("ready") is True:
         _started[:] = [other for other in _started if other.poll() is None] + [process]
     else:
@@ -155,6 +161,14 @@ def _serving(
         raise _failure(answer, spec.log_path, ready_timeout_s)
     _log.info("controller of job %s is process %d, its log is %s", spec.job, pid, spec.log_path)
     return ControllerHandle(pid, spec.log_path, process)
+
+
+def ending(process: subprocess.Popen[bytes]) -> dict[str, object]:
+    """In place of the answer of a controller that has closed its pipe without any: how its process has ended."""
+    try:
+        return {"ended": ending_text(process.wait(ENDING_S))}
+    except subprocess.TimeoutExpired:
+        return {}
 
 
 def start_on_free_port(spec: ControllerSpec, token: str) -> int:
@@ -210,8 +224,11 @@ def _failure(answer: dict[str, object], log_path: Path, timeout_s: float) -> Las
         return ConfigError(str(message))
     if answer.get("error") == "busy":
         return BusyError(str(message))
-    if message is None:
-        message = f"it did not serve within {timeout_s:g} s" if answer.get("silent") else "it ended at once"
+    if answer.get("silent"):
+        message = f"it did not serve within {timeout_s:g} s"
+    elif message is None:
+        how = answer.get("ended")
+        message = f"it ended at once ({how})" if how else "it ended at once"
     return UnavailableError(f"the controller did not start: {message}; the end of {log_path}:\n{_tail(log_path)}")
 
 

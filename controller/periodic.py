@@ -233,8 +233,7 @@ class Periodic:
 
     def on_saved(self, report: Saved) -> None:
         """A part is on disk."""
-        if report.attempt < self.attempt or not self._orders:  # of one that was given up before the part was finished
-            self._context.emit(Discard(PERIODIC, report.attempt, report.step, TARGET))
+        if self._comes_late(report):
             return
         if not self._expects(report.rank, report.attempt) or report.step != self._step:
             return
@@ -245,6 +244,8 @@ class Periodic:
 
     def on_failed(self, report: SaveFailed) -> None:
         """A rank has no part of this checkpoint."""
+        if not report.missed and self._comes_late(report):
+            return
         if not self._expects(report.rank, report.attempt):
             return
         self._ended = max(self._ended, self._step)
@@ -255,6 +256,14 @@ class Periodic:
         self._ahead_steps = min(2 * self._ahead_steps, AHEAD_STEPS_MAX)
         self._drop()
         self.order_next()
+
+    def _comes_late(self, report: Saved | SaveFailed) -> bool:
+        """Whether it is of a checkpoint that was given up before: its writer may have made the directory anew since, or
+        kept it from being removed, so that is removed once more."""
+        late = report.attempt < self.attempt or not self._orders
+        if late:
+            self._context.emit(Discard(PERIODIC, report.attempt, report.step, TARGET))
+        return late
 
     def on_death(self, rank: int) -> None:
         """A rank has gone without an incident: all are done with their steps."""

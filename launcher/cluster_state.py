@@ -11,9 +11,11 @@ ranks enter `main`. It is removed once all workers have come to their end.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from os.path import exists
 from pathlib import Path
 from typing import Annotated
 
@@ -23,10 +25,12 @@ from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.codec import INTEGER_MAX, Number, from_json
 from lastwords.checkpoint.layout import check_job_name
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.system import REAL_OS, read_whole
+from lastwords.checkpoint.system import REAL_OS, read_whole, storage_errors
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
-from lastwords.launcher.environment import Cluster
+from lastwords.launcher.environment import Cluster, is_name
 from lastwords.launcher.registry import Member
+
+_log = logging.getLogger(__name__)
 
 VERSION = 1
 TOKEN_CHARS = 32
@@ -36,15 +40,18 @@ STATE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class KeptCluster:
-    """The file's content. generation: number of the newest entry, -1 before the first. step: saved by then."""
+    """The file's content. generation: number of the newest entry, -1 before the first. step: saved by then.
+
+    No field has a default: what a file lacks would have it.
+    """
 
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)]
     address: str
-    workers: int
+    workers: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
     job: str
-    generation: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)] = -1
-    step: Number = 0
-    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
+    step: Number
+    members: Mapping[str, Member]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,12 @@ class ClusterState:
         self._cluster = cluster
         self._directory = directory_of(cluster.path)
         self._state = self._directory / "state.json"
+        self._lock = self._directory / "state.lock"
+        self._locks = contextlib.ExitStack()
+        self._lock_inode: int | None = None
+        """While it is held; no other file has it as long."""
+        self._token = ""
+        self._written = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[KeptCluster]:
@@ -67,28 +80,72 @@ class ClusterState:
         BusyError if somebody does, ConfigError for the path of another cluster, FormatError for a file that is damaged
         or newer, StorageError.
         """
+        with self._locks:
+            self._hold()
+            kept = self._read()
+            self._written = self._state.exists()
+            try:
+                yield kept
+            finally:
+                self._lock_inode = None
+
+    def _hold(self) -> None:
+        """BusyError, StorageError."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot create {self._directory}: {error.strerror}", errno=error.errno or 0) from error
-        with contextlib.ExitStack() as stack:
-            if not stack.enter_context(LockFile(self._directory / "state.lock").held()):
+        with contextlib.ExitStack() as lock, storage_errors("locking", self._lock):
+            if not lock.enter_context(LockFile(self._lock).held()):
                 raise BusyError(
                     f"another scheduler runs with MS_RECOVERY_PATH={self._cluster.path}: end it first, or give this "
                     "cluster a path of its own"
                 )
-            yield self._read()
+            self._lock_inode = self._lock.stat().st_ino
+            self._locks.push(lock.pop_all())
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the token, the state or the lock since; also where they cannot be looked at."""
+        token, state = exists(token_path(self._cluster.path)), exists(self._state)
+        return self._has_lost_lock or (self._token != "" and not token) or (self._written and not state)
+
+    @property
+    def _has_lost_lock(self) -> bool:
+        try:
+            return self._lock_inode not in (None, self._lock.stat().st_ino)
+        except OSError:
+            return self._lock_inode is not None
 
     def write(self, kept: KeptCluster) -> None:
-        """Durable on return. StorageError."""
+        """Durable on return; so is the token, and the directory held, where somebody has removed them.
+
+        StorageError, BusyError if another scheduler has the directory by now.
+        """
+        if is_removed := self.is_removed:
+            self._restore()
         write_file(self._state, msgspec.json.encode(kept), replace=True)
+        self._written = True
+        if is_removed:
+            _log.warning(
+                "%s was removed while its cluster runs; its token and state are written again: remove it once the "
+                "cluster has ended",
+                self._directory,
+            )
+
+    def _restore(self) -> None:
+        if self._has_lost_lock:
+            self._hold()
+        if self._token:
+            write_file(token_path(self._cluster.path), self._token.encode(), replace=True)
 
     def token(self) -> str:
         """The cluster's; drawn by its first scheduler. StorageError, FormatError."""
         path = token_path(self._cluster.path)
         if not path.exists():
             write_file(path, secrets.token_hex(TOKEN_CHARS // 2).encode(), replace=True)
-        return read_token(self._cluster.path)
+        self._token = read_token(self._cluster.path)
+        return self._token
 
     def remove(self) -> None:
         """The cluster has come to its end; the next one with this path is another one. StorageError."""
@@ -107,11 +164,12 @@ class ClusterState:
         try:
             raw = read_whole(self._state, REAL_OS, bytes_max=STATE_BYTES_MAX)
         except FileNotFoundError:
-            return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}")
+            return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}", -1, 0, {})
         try:
             kept = None if from_json(raw, _OfAnyVersion).version > VERSION else from_json(raw, KeptCluster)
             if kept is not None:
                 check_job_name(kept.job)
+                _check_members(kept)
         except (FormatError, ConfigError) as error:
             raise FormatError(
                 f"{self._state} is damaged ({error}): if no worker of this cluster runs any more, remove it; training "
@@ -132,6 +190,28 @@ class ClusterState:
                     f"{here}: give it a path of its own, or remove {self._directory} once that cluster has ended"
                 )
         return kept
+
+
+def _check_members(kept: KeptCluster) -> None:
+    """Each name has a rank of its own, and once `main` was entered each rank has a name. FormatError.
+
+    The types of registry.py say nothing of ranges, since it is pure.
+    """
+    names: dict[int, str] = {}
+    for name, one in kept.members.items():
+        if not is_name(name):
+            raise FormatError(f"{name!r:.80} is no name of a worker")
+        if not 0 <= one.rank < kept.workers:
+            raise FormatError(f"{name!r} is rank {one.rank}, and there are {kept.workers} workers")
+        pid, ticks = one.process.pid, one.process.start_ticks
+        if not (0 < pid <= INTEGER_MAX and 0 <= ticks <= INTEGER_MAX):
+            raise FormatError(f"{name!r} is process {pid} of {ticks} ticks, which is none")
+        if one.rank in names:
+            raise FormatError(f"{names[one.rank]!r} and {name!r} are both rank {one.rank}")
+        names[one.rank] = name
+    if kept.generation >= 0 and len(names) < kept.workers:
+        missing = next(rank for rank in range(kept.workers) if rank not in names)
+        raise FormatError(f"{kept.workers} workers have entered main(), and rank {missing} has no name")
 
 
 def directory_of(path: Path) -> Path:

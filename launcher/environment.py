@@ -154,7 +154,7 @@ def _node(environ: Mapping[str, str]) -> str:
     node = environ.get(NODE)
     if node is None:
         return ""
-    if not node or node != node.strip() or not node.isprintable():
+    if not is_name(node):
         raise ConfigError(
             f"{NODE} is {node!r:.80}, which is no name: give the worker one, such as 3 or worker-3, or unset it, and "
             "the scheduler chooses"
@@ -162,6 +162,15 @@ def _node(environ: Mapping[str, str]) -> str:
     if len(node) > NODE_CHARS_MAX:
         raise ConfigError(f"{NODE} has {len(node)} characters, {NODE_CHARS_MAX} are the most")
     return node
+
+
+def is_name(node: str) -> bool:
+    """Whether people can tell it from others, and from none.
+
+    >>> [is_name(node) for node in ("3", "worker-3", "", " 3", "3\\n")]
+    [True, True, False, False, False]
+    """
+    return bool(node) and node == node.strip() and node.isprintable()
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from lastwords.checkpoint.codec import from_json
 from lastwords.clock import mono_s
+from lastwords.controller import launch as controller_launch
 from lastwords.errors import FormatError, is_shortage
 from lastwords.launcher.events import (
     NOT_LEFT,
@@ -374,8 +375,8 @@ class Host:
             self._selector.unregister(answers)
             answers.close()
             try:
-                words = from_json(line, dict[str, Any])
-            except FormatError:  # it has ended, or something else has written there
+                words = from_json(line, dict[str, Any]) if line else controller_launch.ending(process)
+            except FormatError:  # something else has written there
                 words = {}
             link.tell(to_worker(ControllerAnswer(asked, process.pid, words)))
 

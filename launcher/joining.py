@@ -37,6 +37,9 @@ JOIN_S = 600.0
 """How long a worker waits for a scheduler, and for its name to become free, before its first step or out of `main`."""
 
 ANSWER_S = 10.0
+ASK_S_MAX = 3 * ANSWER_S
+"""A connection, a challenge, an answer."""
+
 AGAIN_S = 0.5
 NOTICE_S = 10.0
 
@@ -148,6 +151,10 @@ def _next(link: socket.socket, lines: Lines) -> dict[str, Any]:
     """The next message of a connection. OSError, FormatError."""
     data = b""
     while (message := next(lines.feed(data), None)) is None:
-        if not (data := link.recv(RECV_BYTES)):
+        try:
+            data = link.recv(RECV_BYTES)
+        except TimeoutError:
+            raise TimeoutError(f"it has not answered for {ANSWER_S:g} s; is it stopped?") from None
+        if not data:
             raise FormatError("the connection was closed")
     return message

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lastwords import threads
-from lastwords.clock import mono_s
+from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher.cluster_state import directory_of
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import Begun, Inside, Kill, Over, Waiting
-from lastwords.launcher.joining import AGAIN_S, JOIN_S, NO_ANSWER, NOTICE_S, Candidate, Joined
+from lastwords.launcher.joining import AGAIN_S, ASK_S_MAX, JOIN_S, NO_ANSWER, NOTICE_S, Candidate, Joined
 from lastwords.launcher.link import (
     Complaints,
     Connection,
@@ -32,6 +32,7 @@ from lastwords.launcher.link import (
 )
 from lastwords.launcher.protocol import (
     OWN,
+    Beat,
     ControllerAnswer,
     ControllerWanted,
     Dismissed,
@@ -53,6 +54,9 @@ _log = logging.getLogger(__name__)
 FAREWELL_S = 30.0
 """How long a worker that has come to its end waits for a scheduler to tell it."""
 
+SILENT_S = 10.0
+"""Without a word from the scheduler, which says one every `scheduler.BEAT_S`, and before each write."""
+
 _REPEATED = tuple(one.__name__ for one in (Waiting, Begun, Over, Raised, Done))
 
 
@@ -61,8 +65,6 @@ class _Stand:
     """What a scheduler has to hear from this process if it knows nothing. inside: the entry whose `main` runs."""
 
     inside: int | None = None
-    outside_since_s: float = field(default_factory=mono_s)
-    """Since when no `main` runs, where that is so."""
     loops: int = 0
     """How many have begun in `main`."""
     said: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class _Stand:
     def note(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == Waiting.__name__:
-            self.inside, self.outside_since_s = None, mono_s()
+            self.inside = None
             self.said.clear()
         elif kind == Begun.__name__:
             self.loops += 1
@@ -95,7 +97,11 @@ class _Stand:
 
 
 class Membership:
-    """This process in `cluster`, whose rank it is on return. Errors as of `Candidate.join`."""
+    """This process in `cluster`, whose rank it is on return. Errors as of `Candidate.join`.
+
+    Times are own time: what the scheduler has said while this process was stopped is heard before that can count as
+    silence, and where the whole host was stopped, the scheduler may take a moment to go on as well.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -108,7 +114,9 @@ class Membership:
         inbox = Inbox("this worker", lambda message: message, self._complaints)
         self._worker = Connection(near, self._selector, inbox, self._from_worker)
         self._told = threading.Event()
-        self._lost_s: float | None = None
+        self._own_time = OwnTime()
+        self._now_s = self._heard_s = self._waits_since_s = self._own_time.at(mono_s())
+        """When something has come from the scheduler; since when this worker waits for one, where it does."""
         self._said, self._notice_s = False, NOTICE_S
         self._connect(self._candidate.join())
         self._thread = threads.start_patiently(self._run, name="lastwords-scheduler")
@@ -135,6 +143,7 @@ class Membership:
         inbox = Inbox(peer, order_of, self._complaints, joined.lines)
         self._scheduler = Connection(joined.link, self._selector, inbox, self._from_scheduler)
         self._scheduler.let_in(peer)
+        self._heard_s = self._now_s = self._own_time.at(mono_s(), ASK_S_MAX)
         for message in self._stand.repeated():
             self._scheduler.tell(message)
 
@@ -152,10 +161,19 @@ class Membership:
     def _pass_on(self) -> None:
         self._obey_what_came()
         while self._worker.open:
-            for key, _ in self._selector.select(AGAIN_S if self._scheduler is None else None):
-                key.data()
-            if self._scheduler is None and self._worker.open:
-                self._ask_again()
+            self._turn(AGAIN_S)
+
+    def _turn(self, at_most_s: float) -> None:
+        ready = self._selector.select(at_most_s)
+        self._now_s = self._own_time.at(mono_s())
+        for key, _ in ready:
+            key.data()
+        if not self._worker.open:
+            return
+        if self._scheduler is None:
+            self._ask_again()
+        elif self._now_s - self._heard_s >= SILENT_S:
+            self._is_silent()
 
     def _from_worker(self, message: dict[str, Any] | None) -> None:
         if message is None:
@@ -163,13 +181,19 @@ class Membership:
         if message["kind"] == ControllerWanted.__name__:  # there is none that waits: the rank starts it itself
             return self._worker.tell(to_worker(ControllerAnswer(message["asked"])))
         self._stand.note(message)
+        if message["kind"] == Waiting.__name__:
+            self._waits_since_s = self._now_s
         if self._scheduler is not None:
             self._scheduler.tell(message)
 
     def _from_scheduler(self, order: Order | None) -> None:
         if order is not None:
+            self._heard_s = self._now_s
+            self._is_there()
             return self._obey(order)
-        self._scheduler, self._lost_s = None, mono_s()
+        self._scheduler = None
+        if not self._said:
+            self._waits_since_s = self._now_s
         self._worker.tell(to_worker(SchedulerGone()))
 
     def _obey_what_came(self) -> None:
@@ -185,6 +209,8 @@ class Membership:
                 os._exit(EXIT_NOT_SAVED)
             case Done():
                 return self._told.set()
+            case Beat():
+                return None
             case Entry(entry, seat=seat) if seat is not None:
                 self._stand.entered(entry)
                 os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(seat.local_rank), str(seat.local_size)
@@ -197,7 +223,6 @@ class Membership:
             self._worker.close()
 
     def _ask_again(self) -> None:
-        assert self._lost_s is not None
         try:
             answer = self._candidate.ask()
         except ConfigError as error:  # it will not get better: this worker ends as if it was told to
@@ -207,11 +232,10 @@ class Membership:
             answer = Refused(f"there is none: {error}", later=True, done=self._stand.is_done)
         except NO_ANSWER as error:
             answer = Refused(f"there is none: {error}", later=True)
+        self._now_s = self._own_time.at(mono_s(), ASK_S_MAX)
         if isinstance(answer, Joined):
             self._connect(answer)
-            if self._said:
-                _log.warning("the scheduler at %s is there again", self._cluster.address)
-            self._said, self._notice_s = False, NOTICE_S
+            self._is_there()
             return self._obey_what_came()
         if answer.done:
             return self._end(answer.why)
@@ -226,7 +250,31 @@ class Membership:
                 os.environ["RANK"], self._cluster.address, AGAIN_S,
             )  # fmt: skip
         if self._stand.inside is None:
-            self._wait_outside(mono_s() - max(self._lost_s, self._stand.outside_since_s))
+            self._wait_outside(self._now_s - self._waits_since_s)
+
+    def _is_there(self) -> None:
+        """The scheduler, again or still."""
+        if self._said:
+            _log.warning("the scheduler at %s is there again", self._cluster.address)
+        self._said, self._notice_s = False, NOTICE_S
+
+    def _is_silent(self) -> None:
+        """It is stopped, or hangs. The connection stays: once it goes on, nothing has happened."""
+        if not self._said:
+            self._said = True
+            self._waits_since_s = max(self._waits_since_s, self._heard_s)
+            trains = "training continues"
+            if self._stand.inside is None:
+                self._notice_s *= 3
+                left_s = JOIN_S - (self._now_s - self._waits_since_s)
+                trains = f"it does not train, and ends in {left_s:.0f} s if none answers"
+            _log.warning(
+                "rank %s has heard nothing from the scheduler at %s for %g s; %s: let the scheduler go on if it is "
+                "stopped (kill -CONT), or end it and start it again",
+                os.environ["RANK"], self._cluster.address, SILENT_S, trains,
+            )  # fmt: skip
+        if self._stand.inside is None:
+            self._wait_outside(self._now_s - self._waits_since_s)
 
     def _end(self, why: str) -> None:
         """Nothing is left to do for this worker, by whatever process it has come to its end."""
@@ -239,12 +287,12 @@ class Membership:
         """No `main` runs here, and none can be entered without a scheduler."""
         address = self._cluster.address
         if waited_s > JOIN_S:
-            sys.stderr.write(f"lastwords: there was no scheduler at {address} for {JOIN_S:g} s\n")
+            sys.stderr.write(f"lastwords: no scheduler has answered at {address} for {JOIN_S:g} s\n")
             self._worker.close()
         elif waited_s > self._notice_s:
             self._notice_s *= 3
             _log.warning(
                 "rank %s does not train: it waits for the scheduler at %s to enter main() again, and ends in %.0f s if "
-                "none is started",
+                "none answers",
                 os.environ["RANK"], address, JOIN_S - waited_s,
             )  # fmt: skip

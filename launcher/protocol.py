@@ -7,8 +7,8 @@ launcher, or the scheduler of its cluster, there is no "rank": whoever holds the
                            Updated, Over, Controlled, ControllerWanted; Raised at the end, where there is a reason
     launcher to worker     Ask, Entry, Abandon, ControllerAnswer; Become to a spare; Dismissed when nobody is replaced
                            any more; Refused instead of all that
-    scheduler to worker    Challenge first, Refused or Admission next; then as a launcher; besides Kill, and Done
-                           in answer to Done
+    scheduler to worker    Challenge first, Refused or Admission next; then as a launcher; besides Kill, Done in answer
+                           to Done, and Beat
     worker to scheduler    Application first; where it was in `main` before, Inside next; then as to a launcher; Done at
                            the end of `main`
     between hosts          Introduction first, then events up to the head of the job, and effects down
@@ -131,6 +131,11 @@ class SchedulerGone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Beat:
+    """The scheduler runs. Every other message says so, too."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Challenge:
     """A scheduler's first message."""
 
@@ -198,7 +203,7 @@ _REPORTS = (
 )  # fmt: skip
 _ORDERS = (
     versions.Ask, events.Abandon, events.Kill,
-    Entry, Become, ControllerAnswer, Dismissed, SchedulerGone, Refused, Done,
+    Entry, Become, ControllerAnswer, Dismissed, SchedulerGone, Refused, Done, Beat,
 )  # fmt: skip
 _GREETINGS = (Challenge, Application, Admission, Introduction)
 _WITHIN = (Applicant, Seat)
@@ -211,7 +216,7 @@ Report = (
 )  # fmt: skip
 Order = (
     versions.Ask | events.Abandon | events.Kill
-    | Entry | Become | ControllerAnswer | Dismissed | SchedulerGone | Refused | Done
+    | Entry | Become | ControllerAnswer | Dismissed | SchedulerGone | Refused | Done | Beat
 )  # fmt: skip
 Greeting = Challenge | Application | Admission | Introduction
 

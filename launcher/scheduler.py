@@ -23,7 +23,7 @@ from typing import Any
 
 from lastwords import descriptors
 from lastwords.clock import OwnTime, mono_s
-from lastwords.errors import ConfigError, StorageError
+from lastwords.errors import BusyError, ConfigError, StorageError
 from lastwords.launcher.address import servers
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
@@ -59,6 +59,7 @@ from lastwords.launcher.protocol import (
     Admission,
     Applicant,
     Application,
+    Beat,
     Challenge,
     Controlled,
     ControllerWanted,
@@ -85,8 +86,15 @@ from lastwords.liveness import process_id
 
 _log = logging.getLogger(__name__)
 
+STATE_LOOK_S = 5.0
+"""Between two looks whether the state is still there; a worker that finds no token says so after 10 s."""
+
 LOOK_S = 0.2
 """Between two looks at all processes; a look at 4096 takes about 20 ms."""
+
+BEAT_S = 2.0
+"""Between two signs of life to each worker; to 4096 of them they take about 40 ms. Before each write as well, which may
+take seconds: a worker waits for `membership.SILENT_S`."""
 
 NOTICE_S = 30.0
 """Between two lines about those for whom all others wait."""
@@ -142,6 +150,7 @@ class Scheduler:
         self._own_time = OwnTime()
         self._now_s = now_s = self._own_time.at(mono_s())
         self._looked_s = -math.inf
+        self._state_looked_s = now_s
         self._registry = Registry(cluster.workers, dict(kept.members.items()))
         for one in self._registry.members.values():
             one.linked, one.silent_since_s, one.over = False, now_s, False
@@ -159,6 +168,7 @@ class Scheduler:
         """Why the state could not be written the last time."""
         self._result: Stop | None = None
         self._told_s = now_s
+        self._beat_mono_s = mono_s()
         self._head = Head(cluster.workers, 0, cluster.host, start_s=None, keeps=True)
         self._head.has_host(range(cluster.workers), self._obey)
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -197,6 +207,7 @@ class Scheduler:
     def _turn(self, due_in_s: float | None) -> None:
         ready = self._selector.select(min(LOOK_S, LOOK_S if due_in_s is None else due_in_s))
         self._now_s = self._own_time.at(mono_s())
+        self._beat()
         for key, _ in ready:
             key.data()
         self._settle()
@@ -292,6 +303,10 @@ class Scheduler:
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
+        if now_s - self._state_looked_s >= STATE_LOOK_S:
+            self._state_looked_s = now_s
+            if self._state.is_removed:
+                self._keep()
         for rank in self._registry.ended(now_s, self._runs):
             if self._head.core.place(rank) is not Place.STARTING:
                 self._report_end(rank)
@@ -386,6 +401,13 @@ class Scheduler:
             for local, rank in enumerate(ranks):
                 self._tell(rank, Entry(entry, port, step, Seat(local, len(ranks), rank_0)))
 
+    def _beat(self) -> None:
+        """To all workers, now and then."""
+        if (now_mono_s := mono_s()) - self._beat_mono_s >= BEAT_S:
+            self._beat_mono_s = now_mono_s
+            for rank in self._links:
+                self._tell(rank, Beat())
+
     def _tell(self, rank: int, order: Order) -> None:
         if rank in self._links:
             self._links[rank].tell(order)
@@ -393,9 +415,10 @@ class Scheduler:
     def _keep(self) -> str | None:
         """For the next scheduler; what is wrong if it cannot be written. Ranks that train go on all the same."""
         self._kept = dataclasses.replace(self._kept, members=self._registry.members)
+        self._beat()
         try:
             self._state.write(self._kept)
-        except StorageError as error:
+        except (BusyError, StorageError) as error:
             if str(error) != self._unkept:
                 _log.error(
                     "what the next scheduler has to know cannot be written: %s; no worker is admitted and none enters "

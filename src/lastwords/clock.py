@@ -31,15 +31,15 @@ class OwnTime:
         self._seen_mono_s: float | None = None
         self._left_out_s = 0.0
 
-    def at(self, now_mono_s: float) -> float:
-        """Own time of this very moment; a look at the clock.
+    def at(self, now_mono_s: float, apart_s_max: float = LOOKS_APART_S_MAX) -> float:
+        """Own time of this very moment; a look at the clock. apart_s_max: after a call that may take longer itself.
 
         >>> own = OwnTime()
         >>> [own.at(now_mono_s) for now_mono_s in (10.0, 10.5, 70.5, 71.0)]
         [10.0, 10.5, 11.5, 12.0]
         """
         if self._seen_mono_s is not None:
-            self._left_out_s += max(0.0, now_mono_s - self._seen_mono_s - self.LOOKS_APART_S_MAX)
+            self._left_out_s += max(0.0, now_mono_s - self._seen_mono_s - apart_s_max)
         self._seen_mono_s = now_mono_s
         return now_mono_s - self._left_out_s
 

@@ -6,21 +6,26 @@ import dataclasses
 import functools
 import json
 import os
+import selectors
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
 
 from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
-from lastwords.launcher import cluster_state
+from lastwords.launcher import cluster_state, scheduler
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
 from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster, cluster_of, misspelt
 from lastwords.launcher.registry import Member, Process
+from lastwords.launcher.roster import Place
 from tests import golden
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.test_crash import crashes
@@ -42,7 +47,7 @@ def cluster(path: Path) -> Cluster:
 
 def test_what_is_kept_is_there_for_the_next_scheduler_and_nobody_else(tmp_path: Path) -> None:
     state = ClusterState(cluster(tmp_path))
-    members = {"a": Member(1, Process("host", 7, 8), linked=True)}
+    members = {"a": Member(1, Process("host", 7, 8), linked=True), "b": Member(0, Process("host", 9, 8))}
     with state.held() as kept:
         token = state.token()
         assert (kept.generation, kept.members) == (-1, {})
@@ -66,7 +71,10 @@ def test_a_state_that_cannot_be_removed_is_named_with_what_follows(tmp_path: Pat
 
 
 RECOVERY = Path("/recovery")
-OLDER, NEWER = (KeptCluster(VERSION, "127.0.0.1:8118", 2, "job", generation, 7 + generation) for generation in (1, 2))
+MEMBERS = {"3": Member(1, Process("host", 7, 8)), "x": Member(0, Process("host", 9, 8), done=True)}
+OLDER, NEWER = (
+    KeptCluster(VERSION, "127.0.0.1:8118", 2, "job", generation, 7 + generation, MEMBERS) for generation in (1, 2)
+)
 
 
 def disk() -> SimulatedOs:
@@ -161,6 +169,111 @@ def test_a_state_that_no_scheduler_has_written(tmp_path: Path, changed: dict[str
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **changed}))
     with pytest.raises(FormatError), state.held():
         pass
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "two names for one rank": lambda members: members["3"].update(rank=0),
+    "a rank beyond the last": lambda members: members["3"].update(rank=99),
+    "a negative rank": lambda members: members["3"].update(rank=-1),
+    "a rank that is text": lambda members: members["3"].update(rank="1"),
+    "a rank without a name": lambda members: members.pop("x"),
+    "a name that is none": lambda members: members.update({"": members.pop("x")}),
+    "no process": lambda members: members["x"]["process"].update(pid=0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_names_and_ranks_that_do_not_fit_are_damage(tmp_path: Path, wrong: str) -> None:
+    kept = json.loads(msgspec.json.encode(NEWER))
+    WRONG[wrong](kept["members"])
+    with golden.raises(FormatError):
+        begin(tmp_path, json.dumps(kept))
+
+
+def begin(path: Path, content: str) -> KeptCluster:
+    """What a scheduler that finds this content begins with; all ranks end at once, and it keeps that."""
+    directory_of(path).mkdir(exist_ok=True)
+    (directory_of(path) / "state.json").write_text(content, encoding="utf-8", errors="surrogatepass")
+    state = ClusterState(cluster(path))
+    with state.held() as kept, selectors.DefaultSelector() as selector, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_listen", lambda cluster: [])
+        one = scheduler.Scheduler(cluster(path), state, kept, selector)
+        for rank in range(kept.workers):
+            if one._head.core.place(rank) is not Place.STARTING:
+                one._report_end(rank)
+        one._look()
+        one._head.tick()
+        assert one._keep() is None
+        one.close()
+        return kept
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+def places(document: object) -> list[tuple[Any, Any]]:
+    """All dictionaries within, each with one of its keys."""
+    if not isinstance(document, dict):
+        return []
+    return [*((document, key) for key in document), *(place for one in document.values() for place in places(one))]
+
+
+def mutate(draw: st.DrawFn, document: dict[str, Any]) -> None:
+    """In one place."""
+    table, key = draw(st.sampled_from(places(document)))
+    others = st.sampled_from(places(document)).map(lambda place: place[0][place[1]])
+    match draw(st.sampled_from(["drop", "value", "other", "key"])):
+        case "drop":
+            del table[key]
+        case "value":
+            table[key] = draw(VALUES)
+        case "other":
+            table[key] = json.loads(json.dumps(draw(others)))
+        case "key":
+            table[draw(st.text(max_size=2))] = table.pop(key)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    """A state with some mutations, a torn one as well."""
+    entered = draw(st.booleans())
+    some = MEMBERS if entered else {name: one for name, one in MEMBERS.items() if draw(st.booleans())}
+    kept = dataclasses.replace(NEWER, generation=NEWER.generation if entered else -1, members=some)
+    document = json.loads(msgspec.json.encode(kept))
+    for _ in range(draw(st.integers(1, 3))):
+        if document:
+            mutate(draw, document)
+    text = json.dumps(document)
+    return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 9)) == 0 else text
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=mutated())
+@example(content=msgspec.json.encode(NEWER).decode())
+def test_a_state_of_whatever_content_is_damage_or_one_with_which_a_scheduler_can_begin(
+    tmp_path_factory: pytest.TempPathFactory, content: str
+) -> None:
+    path, refusal = tmp_path_factory.mktemp("recovery"), ""
+    try:
+        kept = begin(path, content)
+    except (FormatError, ConfigError) as error:
+        refusal = f"{type(error).__name__}: {error}"
+    if refusal.startswith("ConfigError"):
+        event("of another cluster")
+        assert [json.loads(content)[key] for key in ("address", "workers")] != ["127.0.0.1:8118", 2]
+    elif refusal:
+        event("damage")
+        assert refusal.startswith(f"FormatError: {directory_of(path) / 'state.json'} is damaged") or "newer" in refusal
+    else:
+        event("consistent")
+        ranks = sorted(one.rank for one in kept.members.values())
+        assert ranks in ([[0, 1]] if kept.generation >= 0 else [[], [0], [1], [0, 1]])
+        with ClusterState(cluster(path)).held() as again:
+            assert [*again.members] == [*kept.members]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])

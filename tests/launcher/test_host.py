@@ -40,7 +40,16 @@ from lastwords.launcher.events import (
 from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, Failure, Host, Left
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.processes import Controllers, ended_badly
-from lastwords.launcher.protocol import OWN, PROTOCOL, Hello, Raised, Report, order_of, to_launcher
+from lastwords.launcher.protocol import (
+    OWN,
+    PROTOCOL,
+    ControllerAnswer,
+    Hello,
+    Raised,
+    Report,
+    order_of,
+    to_launcher,
+)
 from lastwords.launcher.registry import Refused
 from lastwords.launcher.spares import RESTOCK_S
 from tests import golden
@@ -77,10 +86,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def host(tmp_path: Path, clock: Clock, started: list[str]) -> Iterator[Host]:
+def selector() -> Iterator[selectors.BaseSelector]:
+    with selectors.DefaultSelector() as made:
+        yield made
+
+
+@pytest.fixture
+def host(tmp_path: Path, clock: Clock, started: list[str], selector: selectors.BaseSelector) -> Iterator[Host]:
     context = SimpleNamespace(envs={0: {"RANK": "0"}}, args={0: ()}, entrypoint="", _numa_options=None)
     context.subprocess_handlers = {0: SimpleNamespace(proc=None)}
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as server, selectors.DefaultSelector() as selector:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
         server.bind(str(tmp_path / "agent"))
         yield Host(server, context, 1, selector, lambda event: None)
 
@@ -251,6 +266,20 @@ def test_a_controller_in_advance_that_is_stopped_is_not_handed_out() -> None:
         finally:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(("ends", "how"), [("exit 3", "exit code 3"), ("kill -9 $$", "SIGKILL")])
+def test_a_controller_in_advance_that_ends_when_it_is_handed_out_says_how(
+    host: Host, selector: selectors.BaseSelector, ends: str, how: str
+) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", f"read work; {ends}"], stdin=pipe, stdout=pipe) as process:
+        host._controllers._ready = process
+        told: list[dict[str, Any]] = []
+        host._hand_out(SimpleNamespace(tell=told.append), {}, 5)
+        for key, _ in selector.select(10):
+            key.data()
+    assert order_of(told[0]) == ControllerAnswer(5, process.pid, {"ended": how})
 
 
 def test_who_is_looked_at_is_reported_only_if_it_is_stopped(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

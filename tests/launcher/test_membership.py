@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lastwords.clock import OwnTime
 from lastwords.errors import ConfigError, UnavailableError
-from lastwords.launcher import joining, membership
+from lastwords.launcher import joining, membership, scheduler
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
+from lastwords.launcher.events import Waiting
+from lastwords.launcher.joining import JOIN_S, Joined
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
     Admission,
+    Beat,
     Challenge,
     ControllerAnswer,
     ControllerWanted,
+    Entry,
     Order,
     Raised,
     SchedulerGone,
+    Seat,
     order_of,
     to_launcher,
     to_message,
+    to_worker,
 )
 from lastwords.launcher.registry import Refused
 from lastwords.launcher.versions import Sources
@@ -75,6 +84,17 @@ def test_a_scheduler_that_cannot_be_reached_is_waited_for_with_a_limit_and_named
     assert now_s == pytest.approx(joining.JOIN_S, abs=1)
     assert len(caplog.messages) == pytest.approx(joining.JOIN_S / joining.NOTICE_S, abs=4)
     golden.says([caplog.messages[0], str(refused.value)])
+
+
+def test_a_newcomer_is_told_that_a_scheduler_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        cluster = Cluster(WORKER, 2, *stopped.getsockname(), tmp_path, True)
+        with ClusterState(cluster).held():
+            ClusterState(cluster).token()
+        monkeypatch.setattr(joining, "ANSWER_S", 0.1)
+        monkeypatch.setattr(joining, "JOIN_S", -1.0)
+        with golden.raises(UnavailableError):
+            Membership(cluster)
 
 
 def test_a_worker_that_waits_outside_of_main_says_so_now_and_then_and_not_for_ever(
@@ -193,7 +213,6 @@ def test_a_process_that_comes_back_after_another_has_ended_as_its_worker_ends_wi
     scheduler = Scheduler(tmp_path, PROTOCOL, PROTOCOL)
     one = Membership(scheduler.cluster)
     scheduler.answer = Refused("it has come to the end of main() before", done=True)
-    one._lost_s = 0.0
     with pytest.raises(SystemExit) as ended:
         one._ask_again()
     assert ended.value.code == 0
@@ -232,3 +251,136 @@ def test_a_worker_that_trains_hears_once_that_the_next_scheduler_has_another_ver
     one._thread.join(10)
     assert (one._thread.is_alive(), scheduler.asked) == (False, 2)
     scheduler.close()
+
+
+class Near:
+    """A worker whose thread is the test's, at the test's clock. scheduler: the other end of its connection."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        own_environment(monkeypatch)
+        monkeypatch.setenv("RANK", "1")
+        self.now_s = 100.0
+        self.scheduler, near = socket.socketpair()
+        monkeypatch.setattr(membership, "mono_s", lambda: self.now_s)
+        monkeypatch.setattr(joining.Candidate, "join", lambda _: Joined(Admission(1, "1", "job"), near, Lines()))
+        monkeypatch.setattr(Membership, "_run", lambda _: None)
+        self.worker = Membership(Cluster(WORKER, 2, "127.0.0.1", 8118, path, True))
+        self.worker.launcher.setblocking(False)
+
+    def enters(self) -> None:
+        send(self.scheduler, to_worker(Entry(0, 29500, 0, Seat(0, 2, "127.0.0.1"))))
+        self.passes(0.5)
+        assert self.worker._stand.inside == 0
+
+    def passes(self, seconds: float, *, beats: bool = False) -> None:
+        """Time; the scheduler says what it does then, or nothing."""
+        since_beat_s = 0.0
+        for _ in range(round(seconds / 0.5)):
+            self.now_s += 0.5
+            since_beat_s += 0.5
+            if beats and since_beat_s >= scheduler.BEAT_S:
+                since_beat_s = 0.0
+                self.beats()
+            if self.worker._worker.open:
+                self.worker._turn(0.0)
+
+    def beats(self) -> None:
+        send(self.scheduler, to_worker(Beat()))
+
+    @property
+    def told(self) -> list[str]:
+        """What the worker was told since it was asked the last time."""
+        try:
+            return [message["kind"] for message in Lines().feed(self.worker.launcher.recv(1 << 16))]
+        except BlockingIOError:
+            return []
+
+    def close(self) -> None:
+        for one in (self.scheduler, self.worker.launcher):
+            one.close()
+        for connection in (self.worker._worker, self.worker._scheduler):
+            if connection is not None and connection.open:
+                connection.close()
+        self.worker._selector.close()
+
+
+@pytest.fixture
+def near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Near]:
+    with contextlib.closing(Near(tmp_path, monkeypatch)) as made:
+        yield made
+
+
+def test_a_scheduler_that_beats_is_waited_for_without_a_limit(near: Near, caplog: pytest.LogCaptureFixture) -> None:
+    near.passes(2 * JOIN_S, beats=True)
+    assert caplog.messages == []
+    assert near.worker._worker.open
+
+
+def test_a_worker_that_trains_says_once_that_its_scheduler_is_silent_and_trains_on(
+    near: Near, caplog: pytest.LogCaptureFixture
+) -> None:
+    near.enters()
+    assert near.told == ["Entry"]
+    near.passes(2 * JOIN_S)
+    assert (near.told, near.worker._worker.open) == ([], True)
+    near.beats()
+    near.passes(membership.SILENT_S - 1)
+    golden.says(caplog.messages)
+
+
+def test_a_worker_that_waits_for_a_silent_scheduler_says_so_and_ends_after_the_limit(
+    near: Near, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    near.passes(JOIN_S - 1)
+    assert near.worker._worker.open
+    near.passes(2)
+    assert not near.worker._worker.open
+    golden.says([*caplog.messages, *capfd.readouterr().err.splitlines()[-1:]])
+
+
+def test_a_scheduler_that_goes_on_in_time_has_all_its_time_again(near: Near, caplog: pytest.LogCaptureFixture) -> None:
+    near.passes(JOIN_S - 1)
+    caplog.clear()
+    near.beats()
+    near.passes(JOIN_S - 1)
+    assert near.worker._worker.open
+    golden.says([*caplog.messages[:2]])
+
+
+def test_a_worker_that_leaves_main_while_its_scheduler_is_silent_waits_for_it_from_then_on(near: Near) -> None:
+    near.enters()
+    near.passes(JOIN_S + 1)
+    send(near.worker.launcher, to_launcher(Waiting(OWN, 3, "", "", 0)))
+    near.passes(JOIN_S - 1)
+    assert near.worker._worker.open
+    near.passes(2)
+    assert not near.worker._worker.open
+
+
+def test_a_silent_scheduler_that_is_then_killed_is_no_news(near: Near, caplog: pytest.LogCaptureFixture) -> None:
+    near.passes(membership.SILENT_S + 1)
+    assert len(caplog.messages) == 1
+    near.scheduler.close()
+    near.passes(10)
+    assert near.told == [SchedulerGone.__name__]
+    near.passes(JOIN_S - 25)
+    assert near.worker._worker.open
+    near.passes(10)
+    assert not near.worker._worker.open, "the time in which it was stopped counts"
+
+
+@pytest.mark.parametrize("own_time", [True, False])
+@pytest.mark.parametrize("outside", [True, False], ids=["waits", "trains"])
+def test_a_worker_or_a_host_that_was_stopped_says_nothing_of_the_scheduler(
+    near: Near, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own_time: bool, outside: bool
+) -> None:
+    """The scheduler says its next word a moment later: it was stopped as well."""
+    if not own_time:
+        monkeypatch.setattr(OwnTime, "at", lambda _, now_mono_s, apart_s_max=0.0: now_mono_s)
+    if not outside:
+        near.enters()
+    near.passes(4, beats=True)
+    near.now_s += 2 * JOIN_S
+    near.passes(2)
+    near.passes(4, beats=True)
+    assert bool(caplog.messages) is not own_time

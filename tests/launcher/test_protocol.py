@@ -19,6 +19,7 @@ from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
     Applicant,
+    Beat,
     Become,
     Controlled,
     ControllerAnswer,
@@ -45,7 +46,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (1, "af275a825ae857da")
+FORM = (1, "1f5e920b85ebc1f2")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -96,7 +97,7 @@ def test_what_a_worker_says_comes_through_with_the_rank_of_its_connection(said: 
     [
         Ask(OWN), Abandon(OWN), Kill(OWN, "late"), Entry(4, 29500, 7), Entry(4, 29500, 7, Seat(0, 2, "node-1")),
         Become({"RANK": "1"}, "/out", ""), ControllerAnswer(5), ControllerAnswer(5, 7, {"port": 1}), Dismissed("why"),
-        SchedulerGone(), Refused("why", later=True), Done(),
+        SchedulerGone(), Refused("why", later=True), Done(), Beat(),
     ],
     ids=repr,
 )  # fmt: skip

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import resource
 import selectors
+import shutil
 import socket
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +20,8 @@ from typing import Any
 import pytest
 
 from lastwords.clock import OwnTime
-from lastwords.errors import ConfigError, FormatError, LastWordsError, StorageError
-from lastwords.launcher import head
+from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
+from lastwords.launcher import head, membership
 from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
@@ -28,6 +32,7 @@ from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
     Application,
+    Beat,
     Dismissed,
     Done,
     Raised,
@@ -38,7 +43,7 @@ from lastwords.launcher.protocol import (
 from lastwords.launcher.recovery import UNKNOWN_CODE
 from lastwords.launcher.registry import SILENCE_S, Member, Process
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
-from lastwords.launcher.scheduler import Scheduler, schedule
+from lastwords.launcher.scheduler import BEAT_S, Scheduler, schedule
 from lastwords.launcher.versions import Sources
 from lastwords.liveness import process_id
 from tests import golden
@@ -62,7 +67,7 @@ class Rig:
         return link, lines, str(self.answers(link, lines)[0]["nonce"])
 
     def answers(self, link: socket.socket, lines: Lines) -> list[dict[str, Any]]:
-        """What comes; {"closed": True} at the end of the connection."""
+        """What comes beside beats; {"closed": True} at the end of the connection."""
         link.setblocking(False)
         for _ in range(TURNS):
             self.scheduler._turn(0.05)
@@ -70,7 +75,10 @@ class Rig:
                 data = link.recv(65536)
             except BlockingIOError:
                 continue
-            return [*lines.feed(data)] if data else [{"closed": True}]
+            if not data:
+                return [{"closed": True}]
+            if said := [message for message in lines.feed(data) if message["kind"] != Beat.__name__]:
+                return said
         return []
 
     def apply(self, name: str = "", *, token: str = "", nonce: str = "", workers: int = 2, pid: int = 0) -> list[Any]:
@@ -317,6 +325,61 @@ def test_what_a_cluster_without_recovery_has_left_is_over(rig: Rig) -> None:
         scheduler.close()
 
 
+def looks(rig: Rig) -> None:
+    """As some seconds later."""
+    rig.scheduler._looked_s = rig.scheduler._state_looked_s = -math.inf
+    rig.scheduler._look()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the path", "the state"])
+def test_a_path_that_is_removed_under_a_scheduler_is_there_again_for_workers_and_the_next_one(
+    rig: Rig, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    rig.apply("1")
+    before, token, path = rig.state._read(), rig.state.token(), rig.cluster.path
+    caplog.clear()
+    looks(rig)
+    assert caplog.messages == []
+    if whole:
+        shutil.rmtree(path)
+    else:
+        (path / "cluster" / "state.json").unlink()
+    for _ in range(2):
+        looks(rig)
+    golden.says(caplog.messages)
+    after = rig.state._read()
+    assert (after.job, after.members["1"].process, rig.state.token()) == (
+        before.job, before.members["1"].process, token,
+    )  # fmt: skip
+    assert stat.S_IMODE((path / "cluster").stat().st_mode) == 0o700
+    assert rig.apply("0")[0]["rank"] == 0
+    with pytest.raises(BusyError), ClusterState(rig.cluster).held():
+        pass
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["token and state", "the token"])
+def test_a_path_that_another_scheduler_has_taken_meanwhile_is_left_to_it(
+    rig: Rig, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    rig.apply("1")
+    token = rig.state.token()
+    shutil.rmtree(rig.cluster.path)
+    other = ClusterState(dataclasses.replace(rig.cluster, port=1))
+    with other.held() as kept:
+        others = other.token()
+        if whole:
+            other.write(kept)
+        caplog.clear()
+        for _ in range(2):
+            looks(rig)
+        golden.says(caplog.messages)
+        assert other.token() == others
+        assert (rig.cluster.path / "cluster" / "state.json").exists() is whole
+    shutil.rmtree(rig.cluster.path)
+    looks(rig)
+    assert rig.state.token() == token
+
+
 def test_a_port_that_is_taken(rig: Rig, tmp_path: Path) -> None:
     other = dataclasses.replace(rig.cluster, path=tmp_path / "other")
     state = ClusterState(other)
@@ -430,6 +493,35 @@ def test_who_stays_silent_while_the_scheduler_listens_is_dead(tmp_path: Path, mo
         one.turn(after_s=0.5)
         one.answer()
     assert (one.there, one.dead) == ([0], [1])
+    one.close()
+
+
+def test_a_scheduler_that_writes_for_seconds_again_and_again_beats_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, write_s = Return(tmp_path, 2, monkeypatch), 0.7 * membership.SILENT_S
+    one.come(0, 1)
+    one.turn()
+    one.answer()
+    one.turn()
+    assert one.there == [0, 1]
+    said_s = [one.now_s]
+    monkeypatch.setattr(module, "Beat", lambda: said_s.append(one.now_s) or Beat())
+    for _ in range(100):
+        one.turn(0.1)
+
+    def write(_: KeptCluster) -> None:
+        one.now_s += write_s
+
+    monkeypatch.setattr(one.state, "write", write)
+    for _ in range(5):
+        one.scheduler._keep()
+    one.turn()
+    pauses_s = [after_s - before_s for before_s, after_s in itertools.pairwise(said_s)]
+    assert max(pauses_s) == pytest.approx(write_s + BEAT_S, abs=BEAT_S)
+    assert max(pauses_s) < membership.SILENT_S
+    for link in one.links.values():
+        assert {message["kind"] for message in Lines().feed(link.recv(65536))} == {"Admission", "Beat"}
     one.close()
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lastwords.controller import state_file
+from lastwords.controller import launch, state_file
 from lastwords.controller.events import Outcome, OutcomeKind, Remember
 from lastwords.controller.memory import Memory
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.state_file import KeptState, Owner, StateFile
+from lastwords.errors import UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.optim_wrapper.launch import successor
 from lastwords.optim_wrapper.launch.successor import ControllerWatch
 from lastwords.processor.events import ProcessorOptions
 from lastwords.processor.silence import Silence
+from tests import golden
 
 SAVED = Outcome(OutcomeKind.SAVED, 8, "/c/step_8", "rank 1 died", (1,))
 
@@ -29,6 +32,16 @@ def controller() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+def state_of(pid: int, root: Path) -> Path:
+    """What a controller that is this process has left."""
+    path = paths.state_path("leaving", 1, "5f3a", root=root)
+    path.parent.mkdir(mode=0o700)
+    spec = ControllerSpec("127.0.0.1", 30051, "leaving", 1, 2, root, nonce="5f3a")
+    owner = Owner(pid, process_id.start_ticks(pid))
+    StateFile(path, owner, spec, "t0ken").write(Remember((), Memory(outcome=SAVED)))
+    return path
 
 
 @pytest.mark.process
@@ -42,11 +55,7 @@ def test_a_controller_that_ends_while_a_rank_leaves_is_not_taken_for_a_killed_on
 ) -> None:
     """It takes its file away, and ends, between two looks of the rank: at the file, and at the process."""
     caplog.set_level(logging.INFO, "lastwords")
-    path = paths.state_path("leaving", 1, "5f3a", root=tmp_path)
-    path.parent.mkdir(mode=0o700)
-    spec = ControllerSpec("127.0.0.1", 30051, "leaving", 1, 2, tmp_path, nonce="5f3a")
-    owner = Owner(controller.pid, process_id.start_ticks(controller.pid))
-    StateFile(path, owner, spec, "t0ken").write(Remember((), Memory(outcome=SAVED)))
+    path = state_of(controller.pid, tmp_path)
 
     def read(path: Path, read: Callable[[Path], KeptState] = state_file.read) -> KeptState:
         kept = read(path)
@@ -70,3 +79,18 @@ def test_a_controller_that_ends_while_a_rank_leaves_is_not_taken_for_a_killed_on
     watch.leave()
     watch.stop()
     assert bool(caplog.messages) is killed
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ends", ["exit 3", "kill -SEGV $$"], ids=["exit code", "signal"])
+def test_a_successor_that_ends_at_once_says_how(
+    tmp_path: Path, controller: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    path = state_of(controller.pid, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho no memory\n{ends}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(launch, "_waiting", None)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with golden.raises(UnavailableError):
+        launch.start_successor(path)
