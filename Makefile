@@ -8,6 +8,9 @@
 #   make test      the usual tests, some cases of each long table: 14 minutes on two idle cores, half an hour on busy ones
 #   make test-rest the other cases of their long tables: 40 minutes, an hour on busy cores
 #   make test-all  both
+#   make test-readme   does what README.md says, in new environments: minutes
+#   make test-root the tests that need root, which are skipped for everyone else
+#   make test-user as root: make test in a clone that belongs to a normal user, then make test-root, as CI does
 #   make test-s3   a remote store that is S3, of moto, in an environment of its own
 #   make messages  rewrites tests/messages.txt, which the tests compare messages with: review the difference
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
@@ -37,7 +40,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers bench-month proto clean mutants
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers bench-month proto clean mutants test-root test-readme test-user
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -71,6 +74,15 @@ test-rest: SELECTED = thorough and not slow
 test-all: SELECTED = not slow
 test test-rest test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(SELECTED)' --durations=20 $(ARGS)
+
+test-root: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'root and not slow' $(ARGS) $$(grep -rlF @pytest.mark.root tests)
+
+test-readme: $(READY)
+	$(BIN)/python -m pytest -m readme $(ARGS) $$(grep -rlF pytest.mark.readme tests)
+
+test-user:
+	tools/as_user.sh test
 
 messages: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.golden -n $(WORKERS) --dist worksteal $(ARGS)

@@ -73,7 +73,9 @@ def main() -> None:
     log = StepLog(args.step_log, rank, steps=args.epochs * len(loader))
     with tft:
         if args.is_recover or tft.restarted:
-            tft.resume()
+            point = tft.resume()
+            if rank == 0:
+                print(f"rank 0: continues after step {point.global_step}", flush=True)
         for epoch, step, (images, labels) in tft.steps(loader, epochs=args.epochs):
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()

@@ -34,6 +34,7 @@ VARYING = (
     (re.compile(rf"\b{re.escape(socket.gethostname())}\b"), "<host>"),
     (re.compile(r"\b0x[0-9a-f]+\b"), "<address>"),
     (re.compile(r"(?<=json-)[0-9a-f]{8}\b"), "<hex>"),
+    (re.compile(r"(?<=/lastwords-)\d+(?=-)"), "<uid>"),
     (re.compile(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{8,}\b"), "<hex>"),
     (re.compile(r"(?<=\d\.\d:)\d{2,5}\b|(?<=\bport )\d{2,5}\b|(?<=\bsport = :)\d{2,5}\b"), "<port>"),
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b"), "<time>"),

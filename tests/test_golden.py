@@ -31,6 +31,7 @@ def test_what_varies_has_a_name(tmp_path: Path) -> None:
     assert golden.normalised("127.0.0.1:4711, port 80; step_12:34") == "127.0.0.1:<port>, port <port>; step_12:34"
     assert golden.normalised(f"process {os.getpid() + 1000}, rank 12") == "process <pid>, rank 12"
     assert golden.normalised("<f at 0x7f3a>, 9f86d081, decade, 12345678") == "<f at <address>>, <hex>, decade, 12345678"
+    assert golden.normalised("/dev/shm/lastwords-1000-job-g0/link.json") == "/dev/shm/lastwords-<uid>-job-g0/link.json"
     assert golden.normalised(["one", "two \n"]) == "one\ntwo"
 
 

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import readme
 
 ROOT = Path(__file__).resolve().parents[1]
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
@@ -173,3 +176,43 @@ def test_the_installed_wheel_imports_every_module_outside_the_repository(wheel: 
     assert imported.returncode == 0, imported.stderr
     missing = set(_package_dirs()) - set(imported.stdout.split())
     assert not missing, f"not in the installed wheel: {sorted(missing)}; {FIX}"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The commands of a new environment with the wheel and what it needs, which is from the package index."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=240)
+    install = [folder / "venv/bin/pip", "install", "-c", ROOT / "constraints.txt", wheel]
+    installed = subprocess.run(install, capture_output=True, text=True, check=False, timeout=1200)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    yield folder / "venv/bin"
+    shutil.rmtree(folder)
+
+
+WHERE_FROM = """
+import lastwords
+Path("from").write_text(lastwords.__file__)
+"""
+DIFF = readme.block("diff", "lastwords")
+
+
+@pytest.mark.process
+@pytest.mark.thorough
+@pytest.mark.readme
+@pytest.mark.timeout(1800)
+def test_the_wheel_in_a_new_environment_trains_heals_resumes_and_inspects(installed: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    folders = [tmp_path / name for name in ("before", "resumed", "healed")]
+    for folder in folders:
+        folder.mkdir()
+    before = readme.trained([installed / "torchrun"], readme.script(DIFF, added=False), folders[0], environment)
+    script = readme.script(DIFF) + WHERE_FROM
+    resumed = readme.resumed([installed / "torchrun"], script, folders[1], environment)
+    assert resumed == before.after_the_kill()
+    assert (folders[1] / "from").read_text().startswith(str(installed.parent))
+    healed = readme.trained([installed / "lastwords", "run"], readme.healed_script(DIFF), folders[2], environment)
+    assert healed.states == before.states
+    for folder in folders[1:]:
+        inspected = readme.run([installed / "lastwords", "inspect", "ttp_checkpoints"], folder, environment)
+        assert f"step_{readme.KILLED_AT - 1} " in inspected.stdout, inspected.stdout

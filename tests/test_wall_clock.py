@@ -139,13 +139,13 @@ def test_the_file_of_a_controller_that_runs_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("jumped")
-def test_the_socket_of_a_launcher_that_runs_stays(tmp_path: Path) -> None:
-    path = tmp_path / "lastwords-lives" / "agent"
+def test_the_socket_of_a_launcher_that_runs_stays(short_path: Path) -> None:
+    path = short_path / "lastwords-lives" / "agent"
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
-        remove_abandoned(tmp_path)
+        remove_abandoned(short_path)
     assert path.exists()
 
 

@@ -79,6 +79,7 @@ def sentences(launch: Launch) -> list[str]:
     ]
 
 
+@pytest.mark.root
 @pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["fork", "healing"])
 def test_a_rank_that_the_kernel_kills_for_lack_of_memory(rig: Rig, launcher: str) -> None:

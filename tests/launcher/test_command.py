@@ -96,17 +96,17 @@ def test_memory_is_what_the_kernel_says() -> None:
     assert 0 < command.available_memory_bytes() < 1 << 50
 
 
-def test_sockets_of_killed_launchers_are_removed_and_no_others(tmp_path: Path) -> None:
+def test_sockets_of_killed_launchers_are_removed_and_no_others(short_path: Path) -> None:
     servers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
     for server, name in zip(servers, ("lives", "killed", "begins"), strict=True):
-        (tmp_path / f"lastwords-{name}").mkdir()
-        server.bind(str(tmp_path / f"lastwords-{name}" / "agent"))
+        (short_path / f"lastwords-{name}").mkdir()
+        server.bind(str(short_path / f"lastwords-{name}" / "agent"))
     servers[0].listen()
     servers[1].close()
     long_ago_s = time.time() - 2 * ABANDONED_S
     for name in ("lives", "killed"):
-        os.utime(tmp_path / f"lastwords-{name}" / "agent", (long_ago_s, long_ago_s))
-    remove_abandoned(tmp_path)
+        os.utime(short_path / f"lastwords-{name}" / "agent", (long_ago_s, long_ago_s))
+    remove_abandoned(short_path)
     for server in servers:
         server.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lastwords-begins", "lastwords-lives"]
+    assert sorted(path.name for path in short_path.iterdir()) == ["lastwords-begins", "lastwords-lives"]

@@ -145,6 +145,7 @@ def cgroup() -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.root
 def test_a_process_that_the_kernel_kills_for_lack_of_memory_is_told_from_one_that_somebody_kills(cgroup: Path) -> None:
     told = []
     for code in (GREEDY, READY + "os.kill(os.getpid(), 9)"):
