@@ -245,9 +245,8 @@ class Membership:
         if not self._said:
             self._said = True
             _log.warning(
-                "rank %s has lost the scheduler at %s; training continues, and it is asked for every %g s: start it "
-                "again",
-                os.environ["RANK"], self._cluster.address, AGAIN_S,
+                "rank %s has lost the scheduler at %s, and asks for it every %g s; %s: start the scheduler again",
+                os.environ["RANK"], self._cluster.address, AGAIN_S, self._what_follows(),
             )  # fmt: skip
         if self._stand.inside is None:
             self._wait_outside(self._now_s - self._waits_since_s)
@@ -263,18 +262,20 @@ class Membership:
         if not self._said:
             self._said = True
             self._waits_since_s = max(self._waits_since_s, self._heard_s)
-            trains = "training continues"
-            if self._stand.inside is None:
-                self._notice_s *= 3
-                left_s = JOIN_S - (self._now_s - self._waits_since_s)
-                trains = f"it does not train, and ends in {left_s:.0f} s if none answers"
             _log.warning(
                 "rank %s has heard nothing from the scheduler at %s for %g s; %s: let the scheduler go on if it is "
                 "stopped (kill -CONT), or end it and start it again",
-                os.environ["RANK"], self._cluster.address, SILENT_S, trains,
+                os.environ["RANK"], self._cluster.address, SILENT_S, self._what_follows(),
             )  # fmt: skip
         if self._stand.inside is None:
             self._wait_outside(self._now_s - self._waits_since_s)
+
+    def _what_follows(self) -> str:
+        """Of having no scheduler, said once."""
+        if self._stand.inside is not None:
+            return "training continues"
+        self._notice_s *= 3
+        return f"it does not train, and ends in {JOIN_S - (self._now_s - self._waits_since_s):.0f} s if none answers"
 
     def _end(self, why: str) -> None:
         """Nothing is left to do for this worker, by whatever process it has come to its end."""
