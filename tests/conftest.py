@@ -72,9 +72,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Nothing of what is collected is garbage, and it would be looked at again and again."""
+    """Nothing of what is collected is garbage, and it would be looked at again and again, also while the tests run."""
     gc.disable()
     yield
+    gc.freeze()
     gc.enable()
 
 
