@@ -231,7 +231,9 @@ class Habits:
     could say; moved: the first such region of the newest of these steps. tentative_reasons, early_reasons: what else
     moves so, and what moves between an early end of a step and the next one, in words. writes: what the loop writes
     after its update, as kind, name and key of the tensor, how often in the newest such step, and in which steps.
-    changes: in which steps what else changed so, by what it is called (hyperparameters, ...).
+    changes: in which steps what else changed so, by what it is called (hyperparameters, ...). names_go_back: the loop
+    has called a step what is no later than the one before. passes: backward passes in a step, 0 where that number
+    changes, None where it is not known.
     """
 
     late: StoredRecurrence | None = None
@@ -240,6 +242,8 @@ class Habits:
     early_reasons: Sequence[str] = ()
     writes: Sequence[tuple[str, str, str | None, Number, StoredRecurrence]] = ()
     changes: Mapping[str, StoredRecurrence] = field(default_factory=dict)
+    names_go_back: bool = False
+    passes: Number | None = None
 
     @staticmethod
     def read(said: Any, path: str) -> Habits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 
@@ -11,6 +12,8 @@ def warm_up() -> None:
     Nothing is computed: torch's optimizers ask for a device at their first step, and a process that waits must not have
     one, nor call the script's global hooks. What is there then stays for ever: with `gc.freeze`, the collection between
     two stays in `main` only has to look at what the stay has made, where it would take some tenths of a second else.
+    Not at the interpreter's end: only the collector finds the script's globals there (its functions and they form a
+    cycle), and flushes what it has opened and not closed.
     """
     import numpy.ma  # noqa: F401
     import torch._dynamo
@@ -23,3 +26,4 @@ def warm_up() -> None:
 
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)

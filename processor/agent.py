@@ -201,9 +201,9 @@ class Agent:
         """The update raised; this rank's weights are of no step."""
         self._move(self._core.mark_torn)
 
-    def corrupt(self) -> None:
-        """The other holders' bytes say that this rank's weights are wrong."""
-        self._move(self._core.mark_corrupt)
+    def corrupt(self, *why: str) -> None:
+        """This rank's weights are wrong: the other holders' bytes say so, or `why` does."""
+        self._move(self._core.mark_corrupt, *why)
 
     def end_step(self, commit: Callable[[int], None]) -> int:
         """The step is over; `commit(step)` captures what may move on before it counts as ended. Returns its number.

@@ -150,11 +150,11 @@ class ProcessorCore(RankState):
         self._move("mark_torn")
         self._after_move()
 
-    def mark_corrupt(self) -> None:
+    def mark_corrupt(self, why: str = "its weights differ from those of its replicas") -> None:
         """These weights, and any copy of them, are not what they should be: nothing may be saved from here."""
         self._has_copy = False
         self._move("mark_corrupt")
-        self._part.forsake("its weights differ from those of its replicas")
+        self._part.forsake(why)
         self._after_move()
 
     def mark_skipped(self) -> None:

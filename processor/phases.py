@@ -23,6 +23,7 @@ TRANSITIONS: Final[Mapping[tuple[Phase, str], Phase]] = {
     (_UPDATING, "mark_updated"): _UPDATED,
     (_UPDATING, "mark_torn"): _TORN,
     (_COMPUTING, "mark_corrupt"): _TORN,  # its replicas say that its weights are wrong
+    (_UPDATED, "mark_corrupt"): _TORN,  # its loop has trained steps again that are saved already
     (_COMPUTING, "mark_skipped"): _SKIPPED,
     (_READY, "mark_skipped"): _SKIPPED,  # the update itself found that there is nothing to do (found_inf)
     (_READY, "mark_gate_failed"): _READY,  # the gradients can still be applied, if Proceed says so
@@ -60,7 +61,7 @@ _MISUSE: Final[Mapping[str, str]] = {
     "mark_updated": "an update was ended that had not begun",
     "mark_torn": "an update was torn that had not begun",
     "mark_skipped": "a step was marked as skipped in which an update took place",
-    "mark_corrupt": "weights were compared in the middle of a step",
+    "mark_corrupt": "weights were found to be wrong in the middle of an update",
     "mark_gate_failed": "a gate failed outside of a step",
     "try_end_step": "step_end() was called in the middle of an update or without a step",
     "mark_left": "the loop was left in the middle of a step; end the step first",

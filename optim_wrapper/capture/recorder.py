@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.capture.extra_buffers import ExtraBuffers
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
+from lastwords.optim_wrapper.capture.loop_habits import LoopHabits
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
 from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.capture.state_watch import StateWatch
@@ -103,16 +103,15 @@ class StepRecorder:
         self._position: Position | None = None
         self._document = b""  # of the step under way
         self._of_all = b"}"  # a document's end: what has to be alike on all ranks, as of the last step's end
-        self._named: Position | None = None
+        self.named: Position | None = None
         self.names_steps = True
+        self.loop = LoopHabits(self._say_reasons)
         self._step = self._ended_here = 0
         self._hook: BeforeCollective | None = None
         self._paused = self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
-        self._tentative_reasons: list[str] = []
         self._steps_per_epoch = 0  # not known
         self.ends_early = False
-        self._early_reasons: list[str] = []
         self._habits = Habits()  # of the run that is resumed
 
     # ------------------------------------------------------------------ life
@@ -268,7 +267,7 @@ class StepRecorder:
         if local_extras is not None:
             self._local_now = local_extras
         self._habits = habits
-        self._tentative_reasons, self._early_reasons = [*habits.tentative_reasons], [*habits.early_reasons]
+        self.loop.learn(habits)
         self.watch.learn(habits)
         if self._box is not None:
             self._box.learn(habits)
@@ -295,7 +294,7 @@ class StepRecorder:
     @property
     def position_at_gate(self) -> Position | None:
         """The newest thing that the loop has said: the name of the step that has begun, or else of the last one."""
-        return self._position or self._named
+        return self._position or self.named
 
     def under_way(self, position: Position) -> None:
         """The loop calls the next step so."""
@@ -309,6 +308,7 @@ class StepRecorder:
 
         updated: there was an update in it.
         """
+        self.loop.end_step()
         ends_epoch = self.ends_epoch(position)
         self._extras_now = self.extras.ended(self._extras_now, updated, ends_epoch)
         if self.extras.reasons:
@@ -348,11 +348,10 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             self._of_all = self._said_of_all()
-            region = self._box.committed_again(self._step, self._document_of(self._named) + local + self._of_all)
+            region = self._box.committed_again(self._step, self._document_of(self.named) + local + self._of_all)
             moved += [] if region is None else [region]
-        if moved and not self._early_reasons:
-            self._early_reasons = [step_document.changed_after_the_end(moved, self._step)]
-            self._say_reasons()
+        if moved and not self.loop.early_reasons:
+            self.loop.moves_after_the_end(step_document.changed_after_the_end(moved, self._step))
         return True
 
     def extras_by_rank(self) -> dict[str, int]:
@@ -374,28 +373,27 @@ class StepRecorder:
     def _announce_late_change(self, tentative: ExtrasSnapshot) -> None:
         """From here on, a rank that is killed between its update and the end of its step is not exact."""
         which = step_document.what_differs(self.local_extras, tentative, self._local_now)
-        self._tentative_reasons = [step_document.changed_before_the_end(which, self._step)]
-        self._say_reasons()
+        self.loop.moves_late(step_document.changed_before_the_end(which, self._step))
 
     def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
         named_before = position is not None and position == self._position
         ended = self._document if named_before else self._document_of(position)
         self._step = step
         self._position = None
-        self._named = position or self._named
+        self.named = position or self.named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
         self._document = b"" if self._needs_epoch_start else self._document_of(None)
         self.watch.take(step)
         self._of_all = self._said_of_all()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
-            early = b',"early":%s' % json.dumps(self._early_reasons).encode() if self.ends_early else b""
+            early = b',"early":%s' % json.dumps(self.loop.early_reasons).encode() if self.ends_early else b""
             said = ended + local + early + self._of_all
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()
-            if self._tentative_local is not None and self._tentative_local[1] != local and not self._tentative_reasons:
-                self._announce_late_change(self._tentative_local[0])
-            self._tentative_local = None
+            tentative, self._tentative_local = self._tentative_local, None
+            if tentative is not None and tentative[1] != local and not self.loop.tentative_reasons:
+                self._announce_late_change(tentative[0])
         if self.source is not None:
             self.source.committed(Snapshot(step, position, self.watch.groups_ended, self._extras_now))
 
@@ -408,6 +406,7 @@ class StepRecorder:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
             self.work.arrive()
+            self.loop.passes.count += self._hook is not None
             local = b""
             if self.local_extras:
                 extras = self.local_extras.again(self._local_now)[0]
@@ -422,13 +421,13 @@ class StepRecorder:
     def _say_reasons(self) -> None:
         if self._box is None:
             return
-        habits = replace(self._box.habits, tentative_reasons=self._tentative_reasons, early_reasons=self._early_reasons)
+        habits = self.loop.added_to(self._box.habits)
         facts = {"reasons": [one.to_json() for one in self.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
         return step_document.begin(
-            position, self._named, self.names_steps, ahead=self._needs_epoch_start, ends_epoch=self.ends_epoch(position)
+            position, self.named, self.names_steps, ahead=self._needs_epoch_start, ends_epoch=self.ends_epoch(position)
         )
 
     def _said_of_all(self) -> bytes:

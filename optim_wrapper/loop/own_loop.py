@@ -85,6 +85,43 @@ def moved_text(step: int, streams: list[str]) -> str:
     )
 
 
+def goes_back(named: Position, last: Position, global_step: int, path: object) -> str:
+    """Why a loop is refused that calls its first step after resume() `named`, where `last` is what is done.
+
+    >>> goes_back(Position(1, 1), Position(2, 3), 6, "/c").startswith("the loop does not go on from the checkpoint: ")
+    True
+    """
+    return (
+        f"the loop does not go on from the checkpoint: step_end{tuple(named)} ended its first step after resume(), but "
+        f"{tuple(last)} is done (global step {global_step}). Training would repeat steps that the weights have seen, "
+        f"so nothing of this run is saved; {path} stays as it is. Begin the loop after the epoch, step or global_step "
+        "that resume() returns, as 'Custom training loops' in docs/training-loop.md shows, or use steps(). If the loop "
+        "is right, and only counts otherwise than the saved run, call step_end() without a name"
+    )
+
+
+def names_went_back(named: Position, last: Position) -> None:
+    """Say that a resume of this loop will not be checked."""
+    _log.warning(
+        "step_end%s came after step_end%s: names of steps that do not increase cannot show whether a resumed loop "
+        "goes on from the checkpoint",
+        tuple(named),
+        tuple(last),
+    )
+
+
+def passes_differ(saved: int, here: int) -> None:
+    """Say that the loop that goes on accumulates over another number of batches, as it seems."""
+    _log.warning(
+        "a step of this loop has %d backward pass%s, and had %d in the run that saved the checkpoint: if each takes a "
+        "batch (gradient accumulation), the number of steps that are done leads to another position in the data; see "
+        "'Custom training loops' in docs/training-loop.md",
+        here,
+        "" if here == 1 else "es",
+        saved,
+    )
+
+
 def refuse_update_after_end(stand: Stand) -> None:
     """ConfigError for a loop over `steps()` that updates again after it has ended its step.
 

@@ -14,7 +14,7 @@ from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Habits, Marks, StepDocument, groups_of
+from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Marks, StepDocument, groups_of
 from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
@@ -40,6 +40,7 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
     regions_of,
     take_over,
 )
+from lastwords.optim_wrapper.resume.saved_habits import habits_for, last_named
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
 from lastwords.optim_wrapper.state import extra_digests, hyperparameters
@@ -66,7 +67,8 @@ EARLIER_MOVE = Reason(
 class Resumed:
     """What a resume has put back, and what the loop still needs: the streams of the epoch's start and of the step.
 
-    epoch and step are as in the manifest: see `position`.
+    epoch and step are as in the manifest: see `position`. last_named: the last step that the loop had given a name;
+    None if it gives none. moved: the saved run had other ranks, or another layout.
     """
 
     path: Path
@@ -78,6 +80,8 @@ class Resumed:
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
     reasons: list[Reason] = field(default_factory=list)
+    last_named: Position | None = None
+    moved: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -209,7 +213,7 @@ def _restore(
             local_history = restore_inline(recorder.local_extras, inline)
     else:
         step_regions, epoch_start, local_history = {}, {}, None
-    recorder.history(history, local_history, _habits_for(None if moved else world.rank, manifest))
+    recorder.history(history, local_history, habits_for(None if moved else world.rank, manifest))
     reasons += recorder.own.reasons
     return Resumed(
         path=path,
@@ -221,6 +225,8 @@ def _restore(
         regions=step_regions,
         epoch_start=epoch_start,
         reasons=list(merged(map(as_reason, reasons))),
+        last_named=last_named(manifest),
+        moved=moved,
         groups=groups_of([unit.meta for unit in manifest.units.values()]),
     )
 
@@ -344,31 +350,6 @@ def _alike(document: StepDocument, whole: bool) -> dict[str, Marks]:
     """What a black box said has to be the same on other ranks. whole: they hold what this one holds."""
     state = document.state._replace(what="optimizer state or the trained parameters")
     return {**document.alike, **({f"{_STATE}{document.state.what}": state} if whole else {})}
-
-
-def _habits_for(rank: int | None, manifest: Manifest) -> Habits:
-    """What the saved run had learned: that of this rank, or of all together where its own is lost, or for None."""
-    every = {one: local.meta.habits for one, local in manifest.locals.items() if local.meta.habits is not None}
-    own = every.get(-1 if rank is None else rank)
-    if own is not None and own.late is not None:
-        return own
-    newest = max(every.values(), key=lambda one: one.late[2] if one.late else -1, default=Habits())
-    writes = {one[:3]: one for one in sorted((one for habits in every.values() for one in habits.writes), key=_last)}
-    return Habits(
-        late=newest.late,
-        moved=newest.moved,
-        tentative_reasons=[*dict.fromkeys(why for one in every.values() for why in one.tentative_reasons)],
-        early_reasons=[*dict.fromkeys(why for one in every.values() for why in one.early_reasons)],
-        writes=[*writes.values()],
-        changes={
-            what: max((one.changes[what] for one in every.values() if what in one.changes), key=lambda when: when[2])
-            for what in {what for one in every.values() for what in one.changes}
-        },
-    )
-
-
-def _last(writes: tuple[Any, ...]) -> int:
-    return int(writes[-1][2])
 
 
 def _numbers_of(manifest: Manifest, rank: int) -> Mapping[str, Any]:

@@ -99,6 +99,13 @@ class ProtectedStep:
         self._agent.tear_update()
         self._signals.end_update()
 
+    def spoil(self, why: str) -> None:
+        """The step under way should not have been: nothing may be saved of it."""
+        if self._agent.phase is Phase.UPDATING:  # of several optimizers, one has not stepped
+            self._agent.tear_update()
+        else:
+            self._agent.corrupt(why)
+
     def end_step(self, position: Position | None) -> int:
         """The loop ends its step, with an update or without. Returns the number of the step. May park."""
         self._end_several()

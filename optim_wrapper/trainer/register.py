@@ -327,6 +327,8 @@ class TFTRegister:
             return run.steps.end_early(position)
         run.ensure_begun()
         self._recorder.names_steps = position is not None
+        if position is not None:
+            run.look_at_name(position)
         run.end_step(position)
 
     @contextlib.contextmanager

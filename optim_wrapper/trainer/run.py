@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from lastwords.checkpoint.reason import first_of
 from lastwords.checkpoint.run_facts import RunFacts
+from lastwords.errors import ConfigError, UnavailableError
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
@@ -35,6 +37,13 @@ from lastwords.vocabulary import NO_SCHEDULE
 
 _log = logging.getLogger(__name__)
 
+SPOILT_S = 10.0
+"""How much later than this one other ranks may come to the end of a step that is refused, before an incident begins.
+
+One that has not come by then could save it. Longer than a log or an evaluation takes that one rank alone makes; shorter
+than a rank is waited for that has to leave `main`.
+"""
+
 
 class Run:
     """Where a run stands that nobody protects, and the `StepEvents` of its loop. Training thread only."""
@@ -47,6 +56,8 @@ class Run:
         """What its arithmetic depends on, which a resume compares with its own."""
         self.resumed: Resumed | None = None
         """What it was resumed from."""
+        self._unnamed_since: Resumed | None = None
+        """What it was resumed from, until the loop has called a step something."""
         self.steps: Steps | None = None
         """The loop, unless it is the user's own."""
         self.begun = False
@@ -77,7 +88,8 @@ class Run:
 
     def resume_after(self, resumed: Resumed) -> None:
         """All but the position in the data is that of the checkpoint now."""
-        self.resumed = resumed
+        self.resumed = self._unnamed_since = resumed
+        self.recorder.named = resumed.last_named
         self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
         self.recorder.not_exact(resumed.reasons)
 
@@ -100,9 +112,31 @@ class Run:
         """A loop of the user's own begins with its first optimizer step or step_end."""
         if not self.begun:
             self.begun = True
+            if self.world.rank == 0:
+                self.recorder.loop.passes.when_other = own_loop.passes_differ
             regions = {} if self.resumed is None else self.resumed.regions
             self.recorder.not_exact(own_loop.left_to_the_loop(regions, self.recorder.rng.own))
             self._open_loop(0, 0)
+
+    def look_at_name(self, position: Position) -> None:
+        """A loop of the user's own calls the step that it ends so.
+
+        ConfigError if it is the first one so called since `resume()`, and no later than the last one in the checkpoint:
+        all ranks say the same then. On other ranks, or in another layout, an epoch may have fewer steps.
+        """
+        last, resumed, self._unnamed_since = self.recorder.named, self._unnamed_since, None
+        if last is None or position > last or self.recorder.loop.names_go_back:
+            return
+        if resumed is None:
+            self.recorder.loop.names_went_back()
+            own_loop.names_went_back(position, last)
+        elif not resumed.moved or position.epoch < last.epoch:
+            text = own_loop.goes_back(position, last, resumed.global_step, resumed.path)
+            self._spoil(text)
+            raise ConfigError(text)
+
+    def _spoil(self, why: str) -> None:
+        """The step under way should not have been."""
 
     @property
     def resume_at(self) -> ResumeAt | None:
@@ -232,6 +266,12 @@ class ProtectedRun(Run):
         if (leaver := reentry.leaver()) is not None:
             leaver.begun(self.start_step, "" if self.resumed is None else first_of(self.resumed.reasons))
         self._on_first_end = leaver
+
+    def _spoil(self, why: str) -> None:
+        """The step under way should not have been: no rank's state of it is saved, so wait for the others' word."""
+        self._step.spoil(why)
+        with contextlib.suppress(UnavailableError):
+            self.world.problem_anywhere(f"{self.agreement.prefix}/spoilt", why, SPOILT_S)
 
     def under_way(self, epoch: int, step: int) -> None:
         """This step has begun."""

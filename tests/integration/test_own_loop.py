@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import golden
 from tests.integration.harness import Cluster
 from tests.integration.toy import Toy
 
@@ -66,6 +67,28 @@ def test_a_loop_that_knows_only_global_steps_needs_no_names(toy: Toy) -> None:
     assert codes == {0: 75, 1: -9, 2: 75}, toy.report()
     resumes_exactly(toy, **plan)
     assert toy.resumed("resumed") == [None, None, 4, True, []]
+
+
+def test_a_loop_that_begins_again_after_a_resume_is_refused_on_every_rank_and_nothing_of_it_is_saved(toy: Toy) -> None:
+    plan = {**LOOP, "parts": 1}
+    assert toy.run("killed", kill=[1, 5, "forward"], **plan) == {0: 75, 1: -9, 2: 75}, toy.report()
+    saved = toy.manifests()
+    # Rank 2 comes to the end of its step when the incident that the others would begin had long been over.
+    codes = toy.run("forgetful", recover=True, forgets=True, slow_end=[2, 1, 2.0], **plan)
+    assert codes == {0: 1, 1: 1, 2: 1}, toy.report()
+    for rank in range(RANKS):
+        golden.says([line for line in toy.said(rank).splitlines() if "errors.ConfigError" in line])
+    assert toy.manifests() == saved
+    assert [manifest["global_step"] for manifest in saved] == [4]
+    resumes_exactly(toy, **plan)
+
+
+def test_a_loop_without_names_is_told_once_where_its_steps_have_other_batches(toy: Toy) -> None:
+    plan = {**LOOP, "parts": 1, "nameless": True}
+    assert 75 in toy.run("killed", kill=[1, 4, "forward"], accumulate=2, **plan).values(), toy.report()
+    assert set(toy.run("resumed", recover=True, **plan | {"steps": 9}).values()) == {0}, toy.report()
+    lines = [line for rank in range(RANKS) for line in toy.said(rank).splitlines() if "backward pass" in line]
+    golden.says(lines)
 
 
 EXPORT_S = 3.0

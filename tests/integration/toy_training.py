@@ -31,6 +31,7 @@ PLAN: dict[str, Any] = {
     "steps": 6,
     "own_loop": False,  # step_end() instead of steps()
     "per_epoch": 0,  # steps in an epoch of the own loop; 0: there is one epoch
+    "forgets": False,  # the own loop begins with step 1, whatever was resumed
     "nameless": False,  # the own loop knows only global steps
     "average": False,  # the loss is averaged over all ranks after the update
     "early": False,  # the loop says that its step is over before that
@@ -222,7 +223,7 @@ class Job:
             if plan["early"]:
                 self.step_is_over = lambda step: tft.step_end(*(self.named(step) if plan["own_loop"] else ()))
             if plan["own_loop"]:
-                for step in range(done + 1, plan["steps"] + 1):
+                for step in range(1 if plan["forgets"] else done + 1, plan["steps"] + 1):
                     if not self.at("leaves_out", step):
                         self.record(step, self.train(step))
                         if not plan["early"]:

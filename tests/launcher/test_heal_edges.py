@@ -227,3 +227,33 @@ def test_a_spare_that_has_another_version_of_the_script_takes_nobodys_place(tmp_
     golden.says(lines[-1])
     assert any("(a spare)" in line for line in lines)
     assert [len(pids(tmp_path, rank)) for rank in range(RANKS)] == [1, 1], "nobody trains with another version"
+
+
+OPENED = """
+import sys
+import lastwords
+
+results = open(sys.argv[1], "w")
+results.write("opened at the top level\\n")
+cycle = [open(sys.argv[2], "w")]
+cycle.append(cycle)
+cycle[0].write("in a cycle\\n")
+
+def main():
+    results.write("written in main\\n")
+    if len(sys.argv) > 3:
+        raise ValueError(sys.argv[3])
+
+lastwords.run(main)
+"""
+"""A script that closes none of its files, as many do: a plain Python writes what they hold when it ends."""
+
+
+@pytest.mark.parametrize("fails", [[], ["fails"]], ids=["returns", "raises"])
+def test_files_that_a_script_leaves_open_are_whole_when_its_process_ends(tmp_path: Path, fails: list[str]) -> None:
+    script, *files = (tmp_path / name for name in ("train.py", "results", "cycle"))
+    script.write_text(OPENED)
+    launcher = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node", "1"]
+    done = subprocess.run([*launcher, str(script), *map(str, files), *fails], **CAPTURED, check=False)
+    assert (done.returncode != 0) == bool(fails), done.stderr
+    assert [file.read_text() for file in files] == ["opened at the top level\nwritten in main\n", "in a cycle\n"]

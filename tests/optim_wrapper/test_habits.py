@@ -16,7 +16,7 @@ from lastwords.checkpoint.meta import Habits, LocalMeta, StoredRecurrence
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.launch.world import World, next_prefix
-from lastwords.optim_wrapper.resume.resume import _habits_for
+from lastwords.optim_wrapper.resume.saved_habits import habits_for
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 
@@ -165,11 +165,11 @@ def test_a_rank_goes_by_its_own_habits_and_by_those_of_all_where_its_own_are_los
     one = Habits(late=once, moved="rng/b", tentative_reasons=["x", "y"], changes={"x": once})
     one = replace(one, writes=[("model", "w", None, 5, twice), ("optim", "w", "exp_avg", 1, once)])
     every = manifest_of({0: zero, 1: one, 2: Habits(changes={"x": twice}), 3: None})
-    assert _habits_for(0, every) == zero
-    assert _habits_for(1, every) == one
+    assert habits_for(0, every) == zero
+    assert habits_for(1, every) == one
     for rank in (2, 3, 4, None):
-        found = _habits_for(rank, every)
+        found = habits_for(rank, every)
         assert (found.late, found.moved, found.changes) == (twice, "rng/a", {"x": twice})
         assert found.tentative_reasons == ["x", "y"]
         assert {(name, key): count for _, name, key, count, _ in found.writes} == {("w", None): 5, ("w", "exp_avg"): 1}
-    assert not any(_habits_for(0, manifest_of({0: None})).to_json().values()), "an older file"
+    assert not any(habits_for(0, manifest_of({0: None})).to_json().values()), "an older file"

@@ -5,15 +5,25 @@ from __future__ import annotations
 import doctest
 import logging
 import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lastwords.checkpoint.run_facts import LoopFacts
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.capture import loop_habits
+from lastwords.optim_wrapper.capture.loop_habits import BackwardPasses, LoopHabits
 from lastwords.optim_wrapper.capture.rank_local import RngCapture
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.own_loop import look_at_first_forward
+from lastwords.optim_wrapper.resume.resume import Resumed
+from lastwords.optim_wrapper.trainer.run import Run
+from lastwords.processor.saver import Position
 from tests import golden
 
 Log = pytest.LogCaptureFixture
@@ -91,4 +101,83 @@ def test_nothing_stays_on_the_model() -> None:
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(own_loop).failed == 0
+    assert doctest.testmod(own_loop).failed == doctest.testmod(loop_habits).failed == 0
+
+
+class Loop:
+    """A loop of one's own that resumes after `last`, and calls its steps so until it is refused."""
+
+    def __init__(self, last: Position | None, *names: Position, moved: bool = False, went_back: bool = False) -> None:
+        self.habits = LoopHabits(lambda: None)
+        self.habits.names_go_back = went_back
+        recorder: Any = SimpleNamespace(
+            named=None, loop=self.habits, begin=lambda *_, **__: None, not_exact=lambda _: None
+        )  # fmt: skip
+        run = Run(cast(Any, None), recorder, cast(Any, None), cast(Any, None))
+        run.resume_after(Resumed(Path("/c"), "j", 4, 0, 0, LoopFacts(), {}, {}, last_named=last, moved=moved))
+        for name in names:
+            run.look_at_name(name)
+            recorder.named = name
+
+
+N = Position
+
+
+@pytest.mark.parametrize(
+    ("last", "names"),
+    [
+        (N(1, 3), [N(1, 4), N(2, 1)]),  # in the middle of an epoch
+        (N(1, 3), [N(2, 1), N(2, 2)]),  # at its end
+        (N(1, 30), [N(2, 31)]),  # steps are not counted from each epoch's start
+        (N(1, 3), [N(1, 7)]),  # left out, or counted by batches
+        (None, [N(1, 1)]),  # the saved run gave no names
+    ],
+)  # fmt: skip
+def test_a_loop_that_goes_on_is_left_alone(last: Position | None, names: list[Position], caplog: Log) -> None:
+    Loop(last, *names)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", [N(1, 1), N(1, 9), N(2, 2), N(2, 3)], ids=str)
+def test_a_first_step_that_is_done_already_is_refused(name: Position) -> None:
+    with golden.raises(ConfigError):
+        Loop(N(2, 3), name)
+
+
+def test_on_other_ranks_an_epoch_may_have_fewer_steps_but_no_epoch_comes_again() -> None:
+    Loop(N(2, 3), N(2, 2), moved=True)
+    with golden.raises(ConfigError):
+        Loop(N(2, 3), N(1, 9), moved=True)
+
+
+def test_names_that_go_back_later_are_told_once_and_a_resume_does_not_refuse_them(caplog: Log) -> None:
+    loop = Loop(N(2, 3), N(2, 4), N(1, 1), N(1, 2), N(1, 1))
+    (record,) = caplog.records
+    golden.says(record.getMessage())
+    assert loop.habits.names_go_back
+    Loop(N(2, 3), N(1, 1), went_back=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "counts", "said", "usual"),
+    [
+        (None, [4, 4, 2, 4], [], 4),  # an epoch's last step has fewer
+        (None, [4, 4, 2, 2, 4, 4], [], 0),
+        (None, [4, 2, 4, 2], [], None),
+        (None, [4, 0, 4], [], 4),  # a step that was left out
+        (4, [2, 4, 4], [], 4),
+        (4, [2, 2, 2], [(4, 2)], 2),
+        (4, [2, 2, 4, 4], [(4, 2)], 0),
+        (4, [2], [], 4),
+        (0, [2, 2, 4, 4], [], 0),
+    ],
+)  # fmt: skip
+def test_another_number_of_backward_passes_is_seen_once(
+    saved: int | None, counts: list[int], said: list[tuple[int, int]], usual: int | None
+) -> None:
+    passes, heard = BackwardPasses(saved), list[tuple[int, int]]()
+    passes.when_other = lambda *numbers: heard.append(numbers)
+    for count in counts:
+        passes.count = count
+        passes.end_step()
+    assert (heard, passes.usual) == (said, usual)

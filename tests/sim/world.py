@@ -276,11 +276,8 @@ class World:
 
     def _from_forward(self, trainer: Trainer) -> None:
         step = trainer.record.ended + 1
-        if trainer.corrupt_at == step:
-            trainer.record.held = TORN
-            trainer.record.ill.add("corrupt")
-            trainer.core.mark_corrupt()
-            self._raise(trainer, "these weights differ from those of the replicas", secondary=False)
+        if trainer.corrupt_at == step and trainer.rank % 2 == 0:
+            self._corrupt(trainer, "these weights differ from those of the replicas")
             return
         if trainer.raise_at == (step, At.FORWARD):
             self._raise(trainer, "out of memory", secondary=False)
@@ -385,7 +382,16 @@ class World:
         if not behind.begins_copy(self, trainer, At.END, At.COPY):  # a step without an update
             self._copied_before_end(trainer)
 
+    def _corrupt(self, trainer: Trainer, text: str) -> None:
+        trainer.record.held = TORN
+        trainer.record.ill.add("corrupt")
+        trainer.core.mark_corrupt()
+        self._raise(trainer, text, secondary=False)
+
     def _copied_before_end(self, trainer: Trainer) -> None:
+        if trainer.corrupt_at == trainer.record.ended + 1 and trainer.core.phase is Phase.UPDATED:
+            self._corrupt(trainer, "the loop does not go on from the checkpoint")
+            return
         if trainer.raise_at == (trainer.record.ended + 1, At.END):
             self._raise(trainer, "could not log the loss", secondary=False)
         elif trainer.core.may_end_step:

@@ -156,7 +156,8 @@ def ranks_uncompared() -> None:
 def habits_forgotten() -> None:
     """A resumed run begins without what the saved one had learned of its loop."""
     resume = importlib.import_module("lastwords.optim_wrapper.resume.resume")
-    resume._habits_for = lambda rank, manifest: resume.Habits()
+    meta = importlib.import_module("lastwords.checkpoint.meta")
+    resume.habits_for = lambda rank, manifest: meta.Habits()
 
 
 def lists_unseen() -> None:
