@@ -66,7 +66,13 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
     "launcher/core.py": ("tests/launcher/test_core.py", "tests/launcher/test_core_schedules.py"),
     "launcher/registry.py": ("tests/launcher/test_registry.py",),
     "checkpoint/retention.py": ("tests/checkpoint/test_retention.py",),
-    "checkpoint/publish.py": ("tests/checkpoint/test_publish.py", "tests/checkpoint/test_shares.py"),
+    "checkpoint/publish.py": (
+        "tests/checkpoint/test_publish.py",
+        "tests/checkpoint/test_large.py",
+        "tests/checkpoint/test_faults.py",
+        "tests/checkpoint/test_crash.py::test_publish_itself_refuses_what_was_not_verified",
+        "tests/checkpoint/test_crash.py::test_power_lost_at_any_system_call_leaves_the_older_and_the_whole_new_one_or_none",
+    ),
     "checkpoint/cuts.py": ("tests/checkpoint/test_shares.py",),
     "optim_wrapper/capture/witness.py": (
         "tests/optim_wrapper/test_witness.py",

@@ -87,6 +87,13 @@ def test_a_start_that_begins_anew_removes_the_farthest_one_only_when_it_has_come
     assert kept([*anew, old, older], Rules(0, 100)) == [3, 10, 11]
     as_far = replace(anew[0], said=replace(anew[0].said, global_step=11))
     assert kept([as_far, *anew, old, older], Rules(1)) == [11]
+    last_words = replace(as_far, said=replace(as_far.said, incident=1))
+    assert kept([last_words, *anew, old, older], Rules(1)) == [3, 11]
+
+
+def test_around_a_jump_of_the_clock_more_is_kept() -> None:
+    assert kept(made([0, 10, 20, 5, 12, 25, 36]), Rules(0, 30)) == [1, 3, 4, 5, 7]
+    assert kept(made([0, 10, 20, 20, 30, 51]), Rules(0, 30)) == [1, 3, 4, 5, 6]
 
 
 RULES = st.builds(Rules, st.integers(0, 4), st.integers(0, 90), st.booleans())
@@ -583,6 +590,13 @@ def test_each_is_read_once_and_only_if_something_is_to_go(tmp_path: Path) -> Non
     filled(tmp_path, range(37, 39), PERIODIC.again(generation=2))
     prune([tmp_path], "job", Rules(2), os, verified=verified)
     assert (os.read, steps_in(tmp_path)) == ([36, 35, 38], [36, 37, 38])
+
+
+def test_one_look_reads_nothing_twice_where_nobody_remembers_for_it(tmp_path: Path) -> None:
+    filled(tmp_path, range(34, 37))
+    os = Counted()
+    assert len(prune([tmp_path], "job", Rules(1), os)) == 2
+    assert os.read == [36]
 
 
 def test_what_is_written_again_is_read_again(tmp_path: Path) -> None:
