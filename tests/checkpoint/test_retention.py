@@ -366,7 +366,8 @@ def test_whoever_comes_while_one_is_removed_waits_a_little(tmp_path: Path) -> No
     REAL_OS.close(fd)
 
 
-def test_what_was_being_removed_is_removed_by_a_later_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["a later start", "whoever prunes"])
+def test_what_was_being_removed_is_removed_by_others(tmp_path: Path, by: str) -> None:
     class Stuck(Os):
         def unlink(self, path: Path) -> None:
             raise OSError(errno.EIO, posix.strerror(errno.EIO), str(path))
@@ -376,8 +377,11 @@ def test_what_was_being_removed_is_removed_by_a_later_start(tmp_path: Path) -> N
     hidden = tmp_path / ".removed-step_35-job-g1-i0-a1"
     assert {path.name for path in tmp_path.iterdir()} == {hidden.name, "tft_saved_checkpoints-step_36"}
     assert [found.path.name[-2:] for found in load.scan(tmp_path)] == ["36"]
-    assert stale.remove_stale(tmp_path, "another", 1) == [hidden]
-    assert steps_in(tmp_path) == [36]
+    if by == "a later start":
+        assert stale.remove_stale(tmp_path, "another", 1) == [hidden]
+    else:
+        prune([tmp_path], "another", Rules(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["tft_saved_checkpoints-step_36"]
 
 
 def test_another_checkpoint_that_was_caught_by_the_rename_gets_its_name_back(tmp_path: Path) -> None:
