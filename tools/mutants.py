@@ -53,6 +53,7 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
     "controller/saving.py": (
         "tests/controller/test_core_saving.py",
         "tests/controller/test_core_incident.py",
+        "tests/controller/test_preemption.py",
         "tests/controller/test_shares.py",
         "tests/scenarios",
     ),
@@ -63,7 +64,10 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
         "tests/controller/test_core_stall.py",
         "tests/scenarios",
     ),
-    "launcher/core.py": ("tests/launcher/test_core.py", "tests/launcher/test_core_schedules.py"),
+    "launcher/core.py": (
+        "tests/launcher/test_core.py",
+        "tests/launcher/test_core_schedules.py",
+    ),
     "launcher/registry.py": ("tests/launcher/test_registry.py",),
     "checkpoint/retention.py": ("tests/checkpoint/test_retention.py",),
     "checkpoint/publish.py": (
