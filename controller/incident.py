@@ -346,7 +346,7 @@ class Incident(IncidentState):
         within = f"within {self._context.options.settle_timeout_s:g} s"
         match name:
             case "settle" if self._context.certain and self._context.state in (State.SETTLING, State.PROCEEDING):
-                late = {rank for rank in self._unsettled if self._late.get(rank, 0.0) > self._context.now_s}
+                late = {rank for rank, at_s in self._late.items() if at_s > self._context.now_s} & self._unsettled
                 overdue = (self._unsettled | (self._context.members.suspects - self.excluded.keys())) - late
                 if self._have_more_time(name, overdue):
                     return

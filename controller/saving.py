@@ -10,6 +10,7 @@ their number is bounded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -59,7 +60,7 @@ class Saving:
         self._rejected: set[tuple[int, int, str]] = set()
         self.cannot_copy: set[int] = set()  # ranks that failed to copy black boxes
         self.closed_targets: set[int] = set()
-        self._failures: dict[int, int] = {}  # target -> how often it has refused
+        self._failures: Counter[int] = Counter()  # target -> how often it has refused
         self.storage_reason = ""
         self.plan: tuple[Part, ...] = ()
         self.step = 0
@@ -169,7 +170,7 @@ class Saving:
     def refuse(self, rank: int, reason: str) -> None:
         """The file system refused what this rank wrote to the directory in use."""
         self.refused.setdefault(rank, set()).add(self.target)
-        self._failures[self.target] = self._failures.get(self.target, 0) + 1
+        self._failures[self.target] += 1
         self.storage_reason = reason
 
     def forgive(self) -> None:
@@ -200,7 +201,7 @@ class Saving:
         return tuple(
             target
             for target in possible
-            if target not in self.closed_targets and (forgiven or self._failures.get(target, 0) < failures_max)
+            if target not in self.closed_targets and (forgiven or self._failures[target] < failures_max)
         )
 
     def drop_overdue(self) -> list[tuple[Writing, str]]:

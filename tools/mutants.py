@@ -53,6 +53,7 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
     "controller/saving.py": (
         "tests/controller/test_core_saving.py",
         "tests/controller/test_core_incident.py",
+        "tests/controller/test_preemption.py",
         "tests/controller/test_shares.py",
         "tests/scenarios",
     ),
@@ -63,10 +64,19 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
         "tests/controller/test_core_stall.py",
         "tests/scenarios",
     ),
-    "launcher/core.py": ("tests/launcher/test_core.py", "tests/launcher/test_core_schedules.py"),
+    "launcher/core.py": (
+        "tests/launcher/test_core.py",
+        "tests/launcher/test_core_schedules.py",
+    ),
     "launcher/registry.py": ("tests/launcher/test_registry.py",),
     "checkpoint/retention.py": ("tests/checkpoint/test_retention.py",),
-    "checkpoint/publish.py": ("tests/checkpoint/test_publish.py", "tests/checkpoint/test_shares.py"),
+    "checkpoint/publish.py": (
+        "tests/checkpoint/test_publish.py",
+        "tests/checkpoint/test_large.py",
+        "tests/checkpoint/test_faults.py",
+        "tests/checkpoint/test_crash.py::test_publish_itself_refuses_what_was_not_verified",
+        "tests/checkpoint/test_crash.py::test_power_lost_at_any_system_call_leaves_the_older_and_the_whole_new_one_or_none",
+    ),
     "checkpoint/cuts.py": ("tests/checkpoint/test_shares.py",),
     "optim_wrapper/capture/witness.py": (
         "tests/optim_wrapper/test_witness.py",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -384,6 +385,95 @@ def test_what_an_excluded_rank_left_is_not_published(tmp_path: Path) -> None:
     (directory / "stray").write_bytes(b"x")
     path = publish.publish(tmp_path, directory, JOB.facts(37))
     assert sorted(item.name for item in path.iterdir()) == ["manifest.json", "rank_0", "rank_1"]
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(item.relative_to(directory).as_posix() for item in directory.rglob("*") if item.is_file())
+
+
+WHOLE = ["manifest.json", "rank_0/ttp_rank_0-4_7.ckpt", "rank_1/ttp_rank_1-4_7.ckpt"]
+DESCRIBED = sorted([*WHOLE, "rank_0/part.json", "rank_1/part.json"])
+
+
+def test_where_writers_stand_is_told_again_and_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    directory = JOB.write(tmp_path, 37)
+    publish.verify_parts(directory, (0, 1), ("a", "bb"), (0, 1), 37, progress=lambda: told.append("verify"))
+    publish.publish(tmp_path, directory, JOB.facts(37), progress=lambda: told.append("publish"))
+    assert told == ["verify"] * 2 + ["publish"] * 6, "for each head, each description, and each file"
+
+
+@pytest.mark.parametrize("tables", ["in the manifest", "in the parts"])
+@pytest.mark.parametrize("left", ["", "manifest", "half a manifest"])
+def test_a_new_one_goes_on_wherever_a_call_before_it_stopped(
+    tmp_path: Path, left: str, tables: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tables == "in the parts":
+        monkeypatch.setattr(publish, "TABLES_BYTES_MAX", 0)
+    directory = JOB.write(tmp_path, 37)
+    (directory / "stray").write_bytes(b"x")
+    if left:
+        with monkeypatch.context() as broken:
+            broken.setattr(publish, "sync_directory", _fails)
+            with pytest.raises(StorageError):
+                publish.publish_new(tmp_path, directory, JOB.facts(37))
+        assert names_in(directory) == sorted([*DESCRIBED, "stray"])
+    if left == "half a manifest":
+        (directory / "manifest.json").write_bytes(b"{")
+    path = publish.publish_new(tmp_path, directory, JOB.facts(37))
+    assert path == layout.checkpoint_dir(tmp_path, 37)
+    assert not directory.exists()
+    assert names_in(path) == (WHOLE if tables == "in the manifest" else DESCRIBED)
+    assert content_of(path) == content_written(JOB, 37)
+
+
+def _fails(*_: object) -> None:
+    raise StorageError("no")
+
+
+def test_a_new_one_replaces_nothing(tmp_path: Path) -> None:
+    path = JOB.save(tmp_path, 37)
+    other = JOB.again(generation=2, seed=3)
+    directory = other.write(tmp_path, 37)
+    before = names_in(directory)
+    with golden.raises(ConfigError):
+        publish.publish_new(tmp_path, directory, other.facts(37))
+    assert content_of(path) == content_written(JOB, 37)
+    assert names_in(directory) == before
+
+
+def test_what_has_changed_since_it_was_verified_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "TABLES_BYTES_MAX", 0)
+    heads: dict[int, publish.Seen] = {}
+    directory = JOB.write(tmp_path, 37)
+    assert publish.verify_parts(directory, (0, 1), ("a", "bb"), (0, 1), 37, heads=heads) == []
+    assert sorted(heads) == [0, 1]
+    other = JOB.again(seed=3)
+    for rank in (0, 1):
+        shutil.rmtree(directory / f"rank_{rank}")
+    other.write(tmp_path, 37)
+    path = publish.publish(tmp_path, directory, other.facts(37), heads=heads)
+    assert load.verify(path) == []
+    assert content_of(path) == content_written(other, 37)
+
+
+@pytest.mark.parametrize("lost", ["rank_1/ttp_rank_1-4_7.ckpt", "rank_1/part.json"])
+def test_where_a_file_has_gone_since_the_manifest_was_written_nothing_is_published(
+    tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = JOB.write(tmp_path, 37)
+    with monkeypatch.context() as broken:
+        broken.setattr(publish, "rename_into_place", _fails)
+        with pytest.raises(StorageError):
+            publish.publish(tmp_path, directory, JOB.facts(37))
+    assert names_in(directory) == WHOLE
+    (directory / lost).unlink(missing_ok=True)
+    if lost in WHOLE:
+        with pytest.raises(IncompleteError):
+            publish.publish(tmp_path, directory, JOB.facts(37))
+        assert names_in(directory) == [name for name in WHOLE if name != lost]
+    else:
+        assert content_of(publish.publish(tmp_path, directory, JOB.facts(37))) == content_written(JOB, 37)
 
 
 def test_the_same_step_of_the_same_job_is_replaced(tmp_path: Path) -> None:

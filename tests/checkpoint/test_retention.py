@@ -87,6 +87,13 @@ def test_a_start_that_begins_anew_removes_the_farthest_one_only_when_it_has_come
     assert kept([*anew, old, older], Rules(0, 100)) == [3, 10, 11]
     as_far = replace(anew[0], said=replace(anew[0].said, global_step=11))
     assert kept([as_far, *anew, old, older], Rules(1)) == [11]
+    last_words = replace(as_far, said=replace(as_far.said, incident=1))
+    assert kept([last_words, *anew, old, older], Rules(1)) == [3, 11]
+
+
+def test_around_a_jump_of_the_clock_more_is_kept() -> None:
+    assert kept(made([0, 10, 20, 5, 12, 25, 36]), Rules(0, 30)) == [1, 3, 4, 5, 7]
+    assert kept(made([0, 10, 20, 20, 30, 51]), Rules(0, 30)) == [1, 3, 4, 5, 6]
 
 
 RULES = st.builds(Rules, st.integers(0, 4), st.integers(0, 90), st.booleans())
@@ -359,7 +366,8 @@ def test_whoever_comes_while_one_is_removed_waits_a_little(tmp_path: Path) -> No
     REAL_OS.close(fd)
 
 
-def test_what_was_being_removed_is_removed_by_a_later_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["a later start", "whoever prunes"])
+def test_what_was_being_removed_is_removed_by_others(tmp_path: Path, by: str) -> None:
     class Stuck(Os):
         def unlink(self, path: Path) -> None:
             raise OSError(errno.EIO, posix.strerror(errno.EIO), str(path))
@@ -369,8 +377,11 @@ def test_what_was_being_removed_is_removed_by_a_later_start(tmp_path: Path) -> N
     hidden = tmp_path / ".removed-step_35-job-g1-i0-a1"
     assert {path.name for path in tmp_path.iterdir()} == {hidden.name, "tft_saved_checkpoints-step_36"}
     assert [found.path.name[-2:] for found in load.scan(tmp_path)] == ["36"]
-    assert stale.remove_stale(tmp_path, "another", 1) == [hidden]
-    assert steps_in(tmp_path) == [36]
+    if by == "a later start":
+        assert stale.remove_stale(tmp_path, "another", 1) == [hidden]
+    else:
+        prune([tmp_path], "another", Rules(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["tft_saved_checkpoints-step_36"]
 
 
 def test_another_checkpoint_that_was_caught_by_the_rename_gets_its_name_back(tmp_path: Path) -> None:
@@ -583,6 +594,13 @@ def test_each_is_read_once_and_only_if_something_is_to_go(tmp_path: Path) -> Non
     filled(tmp_path, range(37, 39), PERIODIC.again(generation=2))
     prune([tmp_path], "job", Rules(2), os, verified=verified)
     assert (os.read, steps_in(tmp_path)) == ([36, 35, 38], [36, 37, 38])
+
+
+def test_one_look_reads_nothing_twice_where_nobody_remembers_for_it(tmp_path: Path) -> None:
+    filled(tmp_path, range(34, 37))
+    os = Counted()
+    assert len(prune([tmp_path], "job", Rules(1), os)) == 2
+    assert os.read == [36]
 
 
 def test_what_is_written_again_is_read_again(tmp_path: Path) -> None:

@@ -101,6 +101,45 @@ def test_shares_are_equally_large(rows: list[int], count: int) -> None:
     assert largest <= total / count * (1 + 1 / 16) + 64
 
 
+@given(specs(), st.integers(2, 9))
+def test_only_parameters_and_their_state_are_shared_out(table: list[TensorSpec], count: int) -> None:
+    fixed = [spec for spec in table if not spec.name.startswith((f"unit/{UNIT}/model/", f"unit/{UNIT}/optim/layer"))]
+    first, *others = [[cut.spec.name.split("/", 3)[3] for cut in share] for share in split(UNIT, table, count)]
+    assert {spec.name.split("/", 2)[2] for spec in fixed} <= set(first)
+    assert all(name.startswith(("model/", "optim/layer")) for share in others for name in share)
+
+
+CUTS = {
+    "at the nearest row": ([("U8", 10, 3)], 3, [[9], [12], [9]]),
+    "half-way, at the later one": ([("U8", 3, 2)], 2, [[4], [2]]),
+    "where a tensor ends": ([("U8", 4, 3), ("U8", 4, 3)], 2, [[12], [12]]),
+    "along the first axis that is longer than 1": ([("U8", 1, 8)], 2, [[4], [4]]),
+    "not in a single element, but before it": ([("F32", 1, 1)] * 3, 2, [[4], [4, 4]]),
+    "not in a single element, but after it": ([("U8", 2, 1), ("F32", 1, 1), ("U8", 4, 1)], 2, [[2, 4], [4]]),
+    "not in a small tensor, but before it": ([("U8", 32, 1), ("U8", 2, 1), ("U8", 66, 1)], 3, [[32], [2, 32], [34]]),
+    "not in a small tensor, but after it": ([("U8", 98, 1), ("U8", 3, 1), ("U8", 99, 1)], 2, [[98, 3], [99]]),
+    "in what is just a sixteenth": ([("U8", 31, 1), ("U8", 2, 1), ("U8", 31, 1)], 2, [[31, 1], [1, 31]]),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_where_shares_end(case: str) -> None:
+    """Bytes of each tensor in each share."""
+    tensors, count, expected = CUTS[case]
+    table = [
+        TensorSpec(f"unit/{UNIT}/model/{number}", dtype, (rows, columns))
+        for number, (dtype, rows, columns) in enumerate(tensors)
+    ]
+    assert [[cut.spec.nbytes for cut in share] for share in split(UNIT, table, count)] == expected
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(0, (5, 5)), (4, (3, 7)), (10, (0, 10)), (99, (0, 10))])
+def test_what_the_first_share_has_already_counts(kept: int, expected: tuple[int, int]) -> None:
+    table = [TensorSpec(f"unit/{UNIT}/buffer/b", "U8", (kept,)), TensorSpec(f"unit/{UNIT}/model/w", "U8", (10,))]
+    moved = [sum(cut.spec.nbytes for cut in share if "model" in cut.spec.name) for share in split(UNIT, table, 2)]
+    assert tuple(moved) == expected
+
+
 def entries(unit: UnitState, count: int) -> dict[str, UnitEntry]:
     found = {}
     for share in Share(UNIT, 0, count).all:
@@ -280,6 +319,13 @@ def test_a_slice_that_follows_another_one_is_put_after_it() -> None:
 def test_slices_that_do_not_follow_each_other_are_no_tensor(forged: str) -> None:
     with golden.raises(FormatError):
         joined(UNIT, [[FIRST], [dataclasses.replace(NEXT, **FORGED[forged])]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1,)])
+def test_two_whole_tensors_of_one_name_are_no_tensor(shape: tuple[int, ...]) -> None:
+    specs = [TensorSpec(f"unit/{UNIT}/{number}of2/model/w", "F32", shape) for number in range(2)]
+    with golden.raises(FormatError):
+        joined(UNIT, [[spec] for spec in specs])
 
 
 def test_a_tensor_of_another_share_is_not_listed_in_this_one() -> None:

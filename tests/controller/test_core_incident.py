@@ -360,6 +360,19 @@ def test_a_rank_that_was_left_out_is_not_waited_for_once_more_when_it_connects_a
     assert job.core.state is State.SAVING
 
 
+def test_a_rank_that_registers_after_the_choice_is_told_and_not_waited_for() -> None:
+    job = JobDriver(3, registered=False)
+    job.hello(0)
+    job.hello(1)
+    job.kill(1)
+    job.settle(0, computing(5))
+    assert job.core.state is State.SAVING
+    job.hello(2)
+    assert 2 in job.sent(Freeze)
+    job.save_failed(0, 5)
+    assert job.core.state is State.EXITING
+
+
 # --------------------------------------------------------------------------- an exception between gate and update
 
 
@@ -387,6 +400,13 @@ def test_a_rank_that_may_still_come_to_the_gate_is_waited_for() -> None:
     assert not job.sent(Save)
     job.settle(0, Stand(Phase.READY, 9))
     assert list(job.sent(Proceed)) == [0]
+
+
+def test_and_once_only() -> None:
+    job = _only_holder_of_a_stays_behind(raised=False)
+    assert job.core.state is State.SETTLING
+    job.settle(0, computing(8))
+    assert {rank: order.step for rank, order in job.sent(Save).items() if order.units} == {0: 8, 3: 8}
 
 
 def test_and_no_longer_once_it_says_that_it_has_raised() -> None:

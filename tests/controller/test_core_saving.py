@@ -22,7 +22,7 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.saving import Saving
 from lastwords.processor.departure import verdict_of
-from lastwords.vocabulary import PERIODIC, Exit, ExitKind, Goodbye, Hello, ProcessId, Raised, Save
+from lastwords.vocabulary import PERIODIC, Exit, ExitKind, Goodbye, Hello, Phase, ProcessId, Raised, Save, Stand
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
@@ -155,6 +155,32 @@ def test_what_a_failed_writer_has_left_is_not_in_the_published_directory() -> No
     job.verified(attempt=2)
     job.published(attempt=2)
     assert job.discards() == [(1, 5)]
+
+
+def test_nobody_is_waited_for_who_wrote_for_a_step_that_is_given_up() -> None:
+    job = JobDriver(4, hosts="abbb")
+    job.kill(3)
+    for rank, stand in enumerate((computing(6), Stand(Phase.TORN, 6), computing(5))):
+        job.settle(rank, stand)
+    assert sorted(job.sent(Save)) == [0, 1]
+    job.kill(0)
+    assert sorted(job.sent(Save)) == [2]
+    job.saved(2, 5, attempt=2)
+    assert isinstance(job.starts(), StartVerify)
+
+
+def test_one_writer_has_no_more_time_because_another_one_has_finished() -> None:
+    job = JobDriver(4, units=("A", "B", "B", "A"))
+    job.kill(3)
+    for rank in range(3):
+        job.settle(rank, computing(5))
+    assert sorted(job.sent(Save)) == [0, 1]
+    job.progress(1, 1)
+    job.saved(0, 5)
+    job.wait(29.9)
+    assert not job.sent(Save)
+    job.wait(0.2)
+    assert sorted(job.sent(Save)) == [2]
 
 
 def test_a_writer_without_progress_is_replaced() -> None:
@@ -781,6 +807,7 @@ def test_a_verification_that_comes_further_is_waited_for_and_one_that_hangs_is_n
 def test_a_publication_that_comes_further_is_waited_for() -> None:
     job = saving(fallback=True)
     job.saved(0, 5)
+    job.wait(100)
     job.verified()
     for _ in range(10):
         job.wait(100)

@@ -172,6 +172,16 @@ def test_a_rank_without_which_nothing_can_be_saved_is_waited_for_as_long_as_othe
     assert job.sent(Save)
 
 
+def test_and_no_longer() -> None:
+    job = JobDriver(2, options=ControllerOptions(preemption_grace_s=30.0), units=("A", "B"))
+    job.hear(Signalled(0, GENERATION, SIGTERM, computing(5)))
+    settled(job, 0)
+    job.wait(NONE.settle_timeout_s - 0.01)
+    assert not job.sent(Exit)
+    job.wait(0.02)
+    assert job.sent(Exit)
+
+
 def test_a_writer_without_which_nothing_can_be_saved_is_waited_for_as_long_as_otherwise() -> None:
     job = JobDriver(2, options=OPTIONS, units=("A", "B"))
     job.hear(Signalled(0, GENERATION, SIGTERM, computing(5)))

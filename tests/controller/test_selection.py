@@ -230,6 +230,11 @@ def test_the_local_state_of_a_lost_host_is_lost_and_said() -> None:
     golden.says(answer.reason)
 
 
+def test_a_host_whose_file_system_has_refused_writes_only_what_no_other_host_has() -> None:
+    answer = choose([computing(7)] * 3, ["A+B", "A+B", "A"], hosts="aab", refused={0: {0}}, retry_refused=True)
+    assert {rank: work.units for rank, work in answer.writers.items()} == {1: ("B",), 2: ("A",)}
+
+
 def test_a_unit_writer_also_writes_the_local_state_of_its_host() -> None:
     answer = choose([computing(7)] * 4, ["A", "A", "A", "B"], hosts="aabb")
     assert answer.writers[3].local_ranks == (2, 3)

@@ -264,6 +264,15 @@ def test_a_share_that_is_bad_is_written_by_another_rank() -> None:
     assert (rank, order.units) == (0, ("u/0of3", "u/1of3"))
 
 
+def test_where_a_share_is_bad_nothing_is_concluded_from_their_not_fitting_together() -> None:
+    job = saving()
+    for rank in range(3):
+        job.saved(rank, 5)
+    job.tell(VerifyFailed(1, 1, ((-1, "ranks 0 and 1 have cut unit u into different shares"), (1, "it is damaged"))))
+    [(rank, order)] = job.sent(Save).items()
+    assert (rank, order.units) == (0, ("u/0of3", "u/1of3"))
+
+
 # --------------------------------------------------------------------------- periodically
 
 

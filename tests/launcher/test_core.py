@@ -19,6 +19,7 @@ from lastwords.launcher.events import (
     Ended,
     Enter,
     Imported,
+    Inside,
     Kill,
     Look,
     Lost,
@@ -622,3 +623,31 @@ def test_what_a_process_says_that_is_to_be_killed_does_not_end_the_job() -> None
 
 def test_a_launcher_of_another_host_that_is_lost_stops_the_job() -> None:
     assert training().handle(Lost("the other host has ended"), 0.0) == [Stop("the other host has ended")]
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["all have been heard of", "before a word of them"])
+def test_a_death_after_a_launcher_has_followed_another_one_ends_the_entry(heard: bool) -> None:
+    core = LauncherCore((0, 1, 2), keeps=True)
+    core.take_over(4, 7)
+    for rank in range(3 if heard else 0):
+        assert core.handle(Inside(rank, 4, True), 0.0) == []
+    assert (core.entry, core.deadline_s) == (4, None)
+    assert core.handle(Ended(1, KILLED), 0.0) == [Start(1)]
+    assert core.entry == 5
+    core.handle(Waiting(0, 8, entered=4), 1.0)
+    killed = [effect.rank for effect in core.handle(Tick(), 1.0 + LEAVE_S) if isinstance(effect, Kill)]
+    assert killed == [2], "it does not leave, though others have"
+
+
+def test_a_launcher_that_knows_nothing_learns_that_all_are_in_main() -> None:
+    core = LauncherCore((0, 1, 2))
+    for rank in range(3):
+        assert core.handle(Inside(rank, 4, True), 0.0) == []
+    assert core.deadline_s is None, "nobody has to leave"
+
+
+def test_a_launcher_that_has_stopped_does_nothing() -> None:
+    core = training()
+    assert core.handle(Lost("a host is lost"), 1.0) == [Stop("a host is lost")]
+    for event in (Waiting(0), Ended(1, KILLED), Lost("again"), Tick()):
+        assert core.handle(event, 1e6) == []

@@ -209,3 +209,11 @@ def test_a_nameless_worker_gets_neither_a_name_nor_a_rank_that_another_one_has()
             assert verdict.rank == left
             assert verdict.name not in names
             assert verdict.name == str(left) or str(left) in names
+
+
+def test_a_nameless_worker_gets_the_lowest_of_the_ranks_whose_processes_are_dead() -> None:
+    registry, runs = Registry(3), Host(SECOND)
+    for name, process, rank in (("c", FIRST, 2), ("b", SECOND, 0), ("a", THIRD, 1)):
+        registry.apply(name, process, 3, 0.0, runs, rank=rank)
+    assert registry.apply("", FAR, 3, 0.0, runs) == Admitted("a", 1, anew=True)
+    assert registry.apply("", FARTHER, 3, 0.0, runs) == Admitted("c", 2, anew=True)
