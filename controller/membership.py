@@ -327,7 +327,7 @@ class Membership:
         steps = {member.left.ended_step for member in left if member.left is not None}
         if len(steps) != 1 or not self.complete:
             return False
-        here = Stand(Phase.COMPUTING, min(steps))
+        here = Stand(Phase.COMPUTING, steps.pop())
         if any(self.members[rank].streamed != here for rank in self._not_left):
             return False
         return len(self._not_left) == 1 or not self._broke_off

@@ -217,3 +217,10 @@ def test_a_nameless_worker_gets_the_lowest_of_the_ranks_whose_processes_are_dead
         registry.apply(name, process, 3, 0.0, runs, rank=rank)
     assert registry.apply("", FAR, 3, 0.0, runs) == Admitted("a", 1, anew=True)
     assert registry.apply("", FARTHER, 3, 0.0, runs) == Admitted("c", 2, anew=True)
+
+
+def test_a_process_of_another_host_that_never_connects_is_silent_from_its_application_on() -> None:
+    registry, runs = Registry(1), Host()
+    registry.apply("0", FAR, 1, 100.0, runs)
+    assert registry.ended(100.0 + SILENCE_S - 1, runs) == []
+    assert registry.ended(100.0 + SILENCE_S, runs) == [0]
