@@ -92,13 +92,10 @@ with no_process_left_behind():
 def run(
     command: Sequence[str | Path], folder: Path, env: Mapping[str, str], *, stdin: str = "", timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder; none of its processes is left, whatever happens to it. stdout has its stderr, too.
-
-    Its tables are wide enough for their cells.
-    """
+    """Run a command in a folder; none of its processes is left, whatever happens to it. stdout has its stderr, too."""
     contained = [sys.executable, "-c", CONTAINED, str(folder), *map(str, command)]
     process = subprocess.Popen(
-        contained, cwd=ROOT, env={**env, "COLUMNS": "250"}, text=True,
+        contained, cwd=ROOT, env=env, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:

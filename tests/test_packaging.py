@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -215,4 +216,16 @@ def test_the_wheel_in_a_new_environment_trains_heals_resumes_and_inspects(instal
     assert healed.states == before.states
     for folder in folders[1:]:
         inspected = readme.run([installed / "lastwords", "inspect", "ttp_checkpoints"], folder, environment)
-        assert f"step_{readme.KILLED_AT - 1} " in inspected.stdout, inspected.stdout
+        assert re.search(rf"complete +{readme.KILLED_AT - 1} .*died", inspected.stdout), inspected.stdout
+
+
+@pytest.mark.process
+@pytest.mark.thorough
+@pytest.mark.readme
+@pytest.mark.timeout(1800)
+def test_a_script_that_takes_the_clones_package_is_noticed(installed: Path, tmp_path: Path) -> None:
+    """Negative control."""
+    (tmp_path / "script.py").write_text("from pathlib import Path" + WHERE_FROM)
+    for sources, is_installed in (("", True), (str(ROOT / "src"), False)):
+        readme.run([installed / "python", "script.py"], tmp_path, {**os.environ, "PYTHONPATH": sources})
+        assert (tmp_path / "from").read_text().startswith(str(installed.parent)) == is_installed

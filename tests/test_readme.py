@@ -69,7 +69,7 @@ def check(said: list[str]) -> None:
     _, _, killed, inspected, resumed, _ = said
     survivors = re.findall(r"^lastwords: rank \d: rank \d died .* of step (\d+) was saved", killed, flags=re.MULTILINE)
     assert len(survivors) == 3, killed
-    assert re.search(rf"step_{survivors[0]} +complete .*died", inspected), inspected
+    assert re.search(rf"complete +{survivors[0]} .*died", inspected), inspected
     assert re.search(rf"^rank 0: continues after step {survivors[0]}$", resumed, flags=re.MULTILINE), resumed
     assert len(re.findall(r"^rank \d: finished", resumed, flags=re.MULTILINE)) == 4, resumed
 
