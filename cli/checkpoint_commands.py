@@ -103,17 +103,18 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
             }
         )
     else:
+        root = path.parent if is_checkpoint(path) else path
         rows = [
             (
                 found.path.name,
                 found.manifest.kind.value if found.manifest else "",
                 Text("not sound", "red") if problems else Text("sound", "green"),
-                "\n".join(problem.text for problem in problems) or _size(found),
+                "\n".join(problem.text for problem in problems).replace(f"{root}/", "") or _size(found),
             )
             for found, problems in results
         ]
         what = "every byte" if deep else "manifests, sizes and headers"
-        tables.console().print(tables.table(f"Checked {what}", ("checkpoint", "kind", "result", ""), rows))
+        tables.show(f"Checked {what} in {root}", ("checkpoint", "kind", "result", ""), rows, wrap=("",))
     worst = max((_verdict_of(found, problems) for found, problems in results), key=list(Verdict).index)
     if isinstance(path, RemotePath) and worst is Verdict.DAMAGED:
         url = path.parent if is_checkpoint(path) else path
@@ -184,13 +185,13 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
                 _size(item),
                 item.manifest.job if item.manifest else "",
                 _exact(item.manifest, everything=everything, most=1) if item.manifest else "",
-                item.why or (item.manifest.reason if item.manifest else ""),
+                item.why.replace(f"{root}/", "") or (item.manifest.reason if item.manifest else ""),
             )
             for item in found
         ]
         columns = ("checkpoint", "state", "step", "kind", "published", "size", "job", "exact", "why")
-        made = tables.table(f"Checkpoints in {root}, newest first", columns, rows, right=("step", "size"))
-        tables.console().print(made)
+        title = f"Checkpoints in {root}, newest first"
+        tables.show(title, columns, rows, right=("step", "size"), cut=("job",), wrap=("exact", "why"))
         _print_unpublished(kept)
     if any(item.status is load.Status.COMPLETE for item in found):
         return Verdict.FINE
@@ -212,9 +213,8 @@ def _print_unpublished(kept: list[Unpublished]) -> None:
         for one in kept
     ]
     columns = ("directory", "step", "job", "finished parts of ranks", "")
-    tables.console().print(
-        tables.table("Unpublished files, kept until you remove them", columns, rows, right=("step",))
-    )
+    title = "Unpublished files, kept until you remove them"
+    tables.show(title, columns, rows, right=("step",), cut=("job",), wrap=("",))
 
 
 def _unpublished_json(kept: list[Unpublished]) -> list[dict[str, Any]]:
@@ -267,7 +267,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         (name, tables.numbers(set(unit.writers)), *tables.amount(unit.tensors), _types(unit.tensors), unit.file)
         for name, unit in manifest.units.items()
     ]
-    console.print(tables.table("Units", columns, units, right=columns[1:4]))
+    console.print(tables.table("Units", columns, units, right=columns[1:4], wrap=("types",)))
     columns = ("rank", "written by rank", "tensors", "size", "exact", "file")
     locals_ = [
         (
@@ -279,10 +279,10 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         )
         for rank, local in manifest.locals.items()
     ]
-    console.print(tables.table("Rank-local state", columns, locals_, right=columns[:4]))
+    console.print(tables.table("Rank-local state", columns, locals_, right=columns[:4], wrap=("exact",)))
     if manifest.facts:
         facts = [(name, tables.short(value)) for name, value in manifest.facts.items()]
-        console.print(tables.table("Recorded with it", ("what", "value"), facts))
+        console.print(tables.table("Recorded with it", ("what", "value"), facts, wrap=("value",)))
 
 
 def _inspect_file(path: Path, *, as_json: bool) -> Verdict:

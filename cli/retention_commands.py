@@ -54,9 +54,9 @@ def listed(root: Path, *, as_json: bool) -> Verdict:
     if as_json:
         commands.print_json({"checkpoints": [_json(one, now_ns) for one in found]})
     else:
-        columns = ("checkpoint", "step", "kind", "size", "age", "complete", "job", "exact")
+        columns = ("checkpoint", "step", "kind", "size", "age", "complete", "exact", "job")
         rows = [_row(one, now_ns) for one in found]
-        tables.console().print(tables.table(f"Checkpoints in {root}", columns, rows, right=("step", "size", "age")))
+        tables.show(f"Checkpoints in {root}", columns, rows, right=("step", "size", "age"), cut=("job",))
     if any(one.status is load.Status.COMPLETE for one in found):
         return Verdict.FINE
     return max((commands.VERDICTS[one.status] for one in found), key=list(Verdict).index)
@@ -70,7 +70,7 @@ def _row(one: load.Found, now_ns: int) -> tuple[object, ...]:
     age = tables.age((now_ns - said.published_unix_ns) / 1e9)
     exact = Text("yes", "green") if said.exact else Text("no", "yellow")
     size = tables.size(said.total_bytes)
-    return (one.path.name, said.global_step, said.kind.value, size, age, complete, said.job, exact)
+    return (one.path.name, said.global_step, said.kind.value, size, age, complete, exact, said.job)
 
 
 def _json(one: load.Found, now_ns: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
     if arguments.json:
         commands.print_json(_outcomes_json(outcomes, kept, others, dry_run=arguments.dry_run))
     else:
-        _print_outcomes(outcomes, kept, dry_run=arguments.dry_run)
+        _print_outcomes(root, outcomes, kept, dry_run=arguments.dry_run)
     for text in others:
         commands.say(f"left as it is: {text}")
     for one in (one for made in plans for one in made.spared):
@@ -162,14 +162,16 @@ def _not_there(root: Path, jobs: list[str], system: Os) -> str:
     return f"there is no checkpoint of {named} in {root}; the jobs there: {', '.join(there)}"
 
 
-def _print_outcomes(outcomes: list[retention.Outcome], kept: list[retention.Whole], *, dry_run: bool) -> None:
+def _print_outcomes(
+    root: Path, outcomes: list[retention.Outcome], kept: list[retention.Whole], *, dry_run: bool
+) -> None:
     rows = [
         (one.path.name, one.said.global_step, one.said.kind.value, one.said.job) for one in outcomes if one.left is None
     ]
     if rows:
-        title = "Would be removed" if dry_run else "Removed"
+        title = f"{'Would be removed' if dry_run else 'Removed'} from {root}"
         columns = ("checkpoint", "step", "kind", "job")
-        tables.console().print(tables.table(title, columns, rows, right=("step",)))
+        tables.show(title, columns, rows, right=("step",), cut=("job",))
     else:
         tables.console().print("nothing to remove" if not outcomes else "nothing was removed")
     if kept:

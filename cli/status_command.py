@@ -125,7 +125,10 @@ def view_of(address: str, state: ControllerState, pace: str = "") -> list[Render
     rows = [_row(rank) for rank in state.ranks]
     facts = _facts(address, state) + ([("pace", f"{pace} steps/s")] if pace else [])
     facts += [("recent", "\n".join(found))] if (found := newest_incidents(Path(state.incidents))) else []
-    return [tables.facts(facts), tables.table("", columns, rows, right=("rank", "process", "work", "heard"))]
+    return [
+        tables.facts(facts),
+        tables.table("", columns, rows, right=("rank", "process", "work", "heard"), wrap=("",)),
+    ]
 
 
 def newest_incidents(path: Path, count: int = RECENT) -> list[str]:
