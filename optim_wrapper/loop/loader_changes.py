@@ -68,6 +68,11 @@ def onward(resumed: Any, loader: Any, accumulate: int, world_size: int) -> Onwar
         if len(differ) > 1:
             differ.pop("batches", None)  # the others say why
         reasons += differ.values()
+    if data.inputs is None and hasattr(loader, "__len__") and resumed.step > (most := -(-len(loader) // accumulate)):
+        reasons.append(
+            f"step {resumed.step} of epoch {resumed.epoch} was saved, but an epoch of steps() has {most} steps here, "
+            f"so epoch {resumed.epoch} counts as over"
+        )
     return Onward(carried, tuple(reasons), data)
 
 

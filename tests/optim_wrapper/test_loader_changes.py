@@ -230,3 +230,13 @@ def test_what_set_epoch_sets_is_nobodys_counter() -> None:
         counters.epoch_starts(epoch)
         counters.has_batches(epoch, 1)
     assert counters.counts.of["3"] == {}
+
+
+@pytest.mark.parametrize(("step", "told"), [(BATCHES, False), (BATCHES + 1, True)])
+def test_a_custom_loops_step_that_no_epoch_of_steps_has_is_told(step: int, told: bool) -> None:
+    """It may have counted its steps on through all epochs."""
+    saved = SimpleNamespace(data=LoopFacts(), epoch=1, step=step, position=(1, step))
+    found = onward(saved, plain(), 1, 1).reasons
+    assert bool(found) is told
+    if told:
+        golden.says(found)
