@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -54,6 +55,16 @@ def _own_reserve() -> Iterator[None]:
     yield
     own, threads._reserve = threads._reserve, others
     own.remove(len(own._idle))
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """Weights and samples that a test draws are the same whichever tests have run before it in this process."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture
