@@ -8,7 +8,6 @@ follows torch's documentation and has never run on a GPU.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import socket
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from lastwords import threads
 from lastwords.errors import UnavailableError
+from lastwords.live_objects import live_objects
 from lastwords.torch_private import abort_process_groups
 
 _log = logging.getLogger(__name__)
@@ -71,13 +71,16 @@ class Unblocker:
             self._ended.set()
 
     def _shut(self) -> None:
-        connected, candidates = _connections(), open_sockets()
-        # After the candidates, or one that Python opens in between would be taken for torch's.
-        pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
-        for fd, inode in candidates:
-            ports = connected.get(inode)
-            if ports is None or inode in self._before or self._spare_ports & set(ports) or fd in pythons:
-                continue
+        connected, found = _connections(), open_sockets()
+        candidates = {
+            fd
+            for fd, inode in found
+            if inode in connected and inode not in self._before and not self._spare_ports & {*connected[inode]}
+        }
+        if candidates:
+            # After the candidates, or one that Python opens in between would be taken for torch's.
+            candidates -= {one.fileno() for one in live_objects() if issubclass(type(one), socket.socket)}
+        for fd in candidates:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
                 one.shutdown(socket.SHUT_RDWR)
 

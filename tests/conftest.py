@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,14 @@ def _same_draws() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(params=["tracked", "frozen"])
+def put_aside(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Called once a test has made its objects: a script that calls `gc.freeze()` there, and one that does not."""
+    yield gc.freeze if request.param == "frozen" else lambda: None
+    if request.param == "frozen":
+        gc.unfreeze()
 
 
 @pytest.fixture

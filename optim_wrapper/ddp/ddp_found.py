@@ -8,7 +8,6 @@ registration hook, which tells of the moment in which a DDP takes its module.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.live_objects import live_objects
 from lastwords.optim_wrapper.ddp.ddp_private import one_layer_off
 
 OnFound = Callable[[DistributedDataParallel, torch.nn.Module], None]
@@ -154,7 +154,7 @@ def _has_more(module: torch.nn.Module, model: torch.nn.Module, parameters: froze
 
 def _live_modules() -> list[torch.nn.Module]:
     # By type(): isinstance() would ask objects of all libraries for their __class__, and proxies answer with effects.
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module) and _is_made(one)]
+    return [one for one in live_objects() if issubclass(type(one), torch.nn.Module) and _is_made(one)]
 
 
 def _is_made(module: torch.nn.Module) -> bool:

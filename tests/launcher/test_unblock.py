@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -91,10 +91,11 @@ def test_sockets_are_shut_once_descriptors_are_there_again(
     unblocker.end()
 
 
-def test_the_users_own_sockets_stay() -> None:
+def test_the_users_own_sockets_stay(put_aside: Callable[[], None]) -> None:
     others = {inode for _, inode in open_sockets()}
     near, far = pair()
     with near, far:
+        put_aside()
         shut(others, set())
         assert is_open(near)
         assert is_open(far)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -52,9 +52,12 @@ def test_buffers_and_frozen_weights_of_a_second_ddp_are_saved_with_the_model(gro
     assert len({id(p) for p in names.parameters.values()}) == len(names.parameters) == 2 + 6
 
 
-def test_a_network_that_no_ddp_holds_is_found_as_the_largest_module_around_the_parameters() -> None:
+def test_a_network_that_no_ddp_holds_is_found_as_the_largest_module_around_the_parameters(
+    put_aside: Callable[[], None],
+) -> None:
     generator, critic = nn.Linear(2, 2), network()
     around = nn.ModuleDict({"critic": critic, "scale": nn.BatchNorm1d(1, affine=False)})
+    put_aside()
     names = view_of(generator, generator, critic).names()
     assert "~beside1.critic.1.running_mean" in names.buffers
     assert "~beside1.scale.running_mean" in names.buffers
