@@ -172,6 +172,25 @@ def test_tests_that_say_nothing_are_refused(tmp_path: Path, test: str) -> None:
     assert done.stderr.startswith("Broken: toy.py")
 
 
+@pytest.mark.process
+def test_a_mutant_that_cannot_be_imported_is_killed(tmp_path: Path) -> None:
+    toy = "N = 1\nif N != 1:\n    raise ValueError(N)\n"
+    done = judged(tmp_path, toy, "import toy\n\n\ndef test_it():\n    assert toy.N == 1\n")
+    assert done.returncode == 0, done.stderr
+    assert "N = 2|killed|test_toy.py" in done.stdout.splitlines()
+
+
+@pytest.mark.process
+def test_tests_that_are_red_once_they_have_run_are_refused(tmp_path: Path) -> None:
+    """All mutants would be killed by what is left behind."""
+    root = tmp_path / "toy"
+    root.mkdir()
+    test = "import os\nimport toy\n\n\ndef test_it():\n    assert toy.up(3) == 9\n    os.mkdir('../left')\n"
+    done = judged(root, "def up(n):\n    return max(n, 9)\n", test)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Broken: toy.py")
+
+
 def test_a_mutant_is_written_with_its_place() -> None:
     assert str(Mutant("a/b.py", 3, "    if x:", "    if True:")) == "a/b.py:3: if x: -> if True:"
 

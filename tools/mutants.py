@@ -39,6 +39,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
+KILLED_SHARE_MIN = 0.75
 REASONS = "tests/equivalent_mutants.json"
 PRELOADED = ("pytest", "hypothesis", "numpy", "xxhash", "msgspec")
 
@@ -450,7 +451,8 @@ def _judged(task: Task, root: Path, out: Path, cpu_s_max: int) -> int:
         "not slow and not thorough",
     ]
     code = int(pytest.main([*options, "-o", "timeout=0", f"--basetemp={out / 'tmp'}", *task.tests]))
-    if not changed.has_run or not isinstance(sys.modules[task.module].__loader__, _Changed):
+    loaded = sys.modules.get(task.module)  # None: it raised while it was imported
+    if not changed.has_run or (loaded is not None and not isinstance(loaded.__loader__, _Changed)):
         return NOT_IMPORTED
     return code
 
@@ -472,7 +474,8 @@ def judged(
     module = package + file.removesuffix(".py").replace("/", ".")
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         judge = Judge(root, workers, Path(directory))
-        [(_, code, said)] = judge.results([Task(file, module, source, tests)])
+        unchanged = Task(file, module, source, tests)
+        [(_, code, said)] = judge.results([unchanged])
         if code != GREEN:
             raise Broken(f"{file}: its tests are not green without a mutant (exit code {code})\n{said}")
         judge.cpu_s_max, judge.wall_s_max = round(3 + 3 * judge.cpu_s), 300 + 100 * judge.cpu_s
@@ -480,8 +483,11 @@ def judged(
         tasks = [Task(file, module, mutant.applied(source), tests, mutant) for mutant in mutants]
         for task in tasks:
             compile(task.text, file, "exec")  # what does not would count as killed
-        for task, code, said in judge.results(tasks):
-            assert task.mutant is not None
+        for task, code, said in judge.results([*tasks, unchanged]):
+            if task.mutant is None:  # once more: what makes it red now has killed mutants, too
+                if code != GREEN:
+                    raise Broken(f"{file}: its tests are green no more without a mutant (exit code {code})\n{said}")
+                continue
             if code is not None and code >= 4:
                 raise Broken(f"{task.mutant}: exit code {code}\n{said}")
             failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
@@ -529,7 +535,7 @@ def main() -> int:
     except Broken as error:
         print(error, file=sys.stderr)
         return 2
-    _score("all", [verdict for _, verdict, _ in results])
+    killed = _score("all", [verdict for _, verdict, _ in results])
     print(f"{time.monotonic() - begun_s:.0f} s")
     if given.json is not None:
         rows = [
@@ -538,6 +544,9 @@ def main() -> int:
             for mutant, verdict, how in results
         ]
         given.json.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1) + "\n", encoding="utf-8")
+    if killed < KILLED_SHARE_MIN:
+        print(f"less than {KILLED_SHARE_MIN:.0%} of the mutants were killed", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -551,10 +560,12 @@ def _told(
         yield mutant, verdict, how
 
 
-def _score(name: str, verdicts: Sequence[str]) -> None:
+def _score(name: str, verdicts: Sequence[str]) -> float:
+    """Says and returns the share of mutants that were killed."""
     killed = verdicts.count(KILLED)
-    share = 100 * killed / max(len(verdicts), 1)
-    print(f"{name:36} {killed:4} of {len(verdicts):4} killed, {share:5.1f} %", flush=True)
+    share = killed / max(len(verdicts), 1)
+    print(f"{name:36} {killed:4} of {len(verdicts):4} killed, {100 * share:5.1f} %", flush=True)
+    return share
 
 
 if __name__ == "__main__":
