@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import cluster, references
 from tests.integration.harness import Cluster
 from tests.selection import usually
 from tests.zoo.frozen import changed, frozen
 from tests.zoo.loop import CARDS
 from tests.zoo.verdict import Keeper, note
 
-__all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
 
 EVERY = 5

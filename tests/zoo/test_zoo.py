@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import cluster, references
 from tests.integration.harness import Cluster
 from tests.zoo import mixtures
 from tests.zoo.frozen import changed, frozen
 from tests.zoo.loop import CARDS
 from tests.zoo.verdict import Keeper, NoLoopError, note
 
-__all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
 
 
