@@ -202,6 +202,7 @@ def test_a_scheduler_that_is_killed_before_all_ranks_have_met_takes_nobody_with_
 @pytest.mark.thorough
 def test_a_scheduler_that_knows_nothing_takes_a_job_that_trains_for_what_it_is(job: Cluster, undisturbed: Path) -> None:
     log = job.directory / "scheduler" / f"{PROGRAM}.err"
+    job.wait_until(log.exists)
     for rank in range(RANKS):  # by such names they become ranks in the order in which they come
         job.start(rank, MS_NODE_ID=f"worker {RANKS - rank}")
         job.wait_until(lambda: log.read_text().count("has come, as rank") == rank + 1)  # noqa: B023
