@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,9 @@ from hypothesis import settings
 from lastwords import threads
 from tests import selection
 from tests.golden import Running
+
+if TYPE_CHECKING:
+    from tests.integration.harness import Cluster
 
 # On a busy machine a slow example is no defect.
 settings.register_profile("no-clock", deadline=None, print_blob=True)
@@ -80,6 +84,24 @@ def short_path() -> Iterator[Path]:
     """A folder for sockets, whose paths have 107 bytes at most; `tmp_path` holds the names of user and test."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The one zygote of this process, and every process that was started from it until the session ends."""
+    from tests.integration.harness import Cluster  # which most tests do without
+
+    with Cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where uninterrupted runs are kept for all tests of the session, those of its other workers included."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

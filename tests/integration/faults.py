@@ -60,6 +60,7 @@ from pathlib import Path
 from lastwords.optim_wrapper.launch.config import SPARE
 from tests.integration import trouble
 from tests.integration.plan import Fault, Plan
+from tests.integration.programs import SPARE_NAME
 from tests.integration.zygote import processes
 
 AWAIT_S = 60.0
@@ -102,9 +103,16 @@ def spares_of(launcher: int) -> list[int]:
     found = []
     for pid, (parent, _) in processes().items():
         with contextlib.suppress(OSError):
-            if parent == launcher and f"{SPARE}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if parent == launcher and is_spare(pid):
                 found.append(pid)
     return found
+
+
+def is_spare(pid: int) -> bool:
+    """Whether this process was started without a rank."""
+    if Path(f"/proc/{pid}/comm").read_text() == f"{SPARE_NAME}\n":
+        return True
+    return f"{SPARE}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def controller_state(port: int) -> tuple[int, Path]:

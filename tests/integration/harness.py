@@ -28,7 +28,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from lastwords.checkpoint.reason import Reason
-from tests.integration.zygote import AGENTS, MESSAGE_BYTES_MAX
+from tests.integration.programs import MESSAGE_BYTES_MAX
+from tests.integration.zygote import AGENTS, PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES = 30
@@ -114,7 +115,7 @@ class Job:
     @property
     def expected(self) -> list[int]:
         """The numbers under which processes are reported: the ranks, or -1 for a launcher."""
-        return [-1] if self.launcher in AGENTS else list(range(self.world_size))
+        return [-1] if self.launcher in (*AGENTS, PROGRAM) else list(range(self.world_size))
 
     def wait(self, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[int, RankExit]:
         """Wait for these processes (all) to end; raises HarnessTimeoutError with the logs."""
@@ -231,6 +232,25 @@ class Job:
             self.sock.settimeout(0.001)
 
 
+class Process:
+    """The launcher of a job, or its only program, as `subprocess.Popen` would show it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def wait(self, timeout_s: float) -> int:
+        return self.job.wait(timeout_s)[-1].code
+
+    def send_signal(self, number: int) -> None:
+        self.job.signal(-1, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
 class Cluster:
     """One zygote and the jobs started from it. A context manager: leaving it ends everything.
 
@@ -282,13 +302,17 @@ class Cluster:
         watched: Sequence[Path] = (),
         ports: Sequence[Port] = (),
         ignored: Sequence[int] = (),
+        by_exec: bool = False,
     ) -> Job:
         """Start `python -m module arguments` on every rank. launcher: "fork", "hand" or one of AGENTS.
+
+        With "program" it is one process, which knows nothing of ranks. by_exec: an agent of AGENTS and its ranks are
+        interpreters that begin from nothing, and no forks; ranks that are started "by hand" always are.
 
         `watched` directories are printed with the logs when something fails; `ports` are released with the job.
         Signals that are `ignored` are so from the start.
         """
-        assert launcher in ("fork", "hand", *AGENTS), launcher
+        assert launcher in ("fork", "hand", PROGRAM, *AGENTS), launcher
         assert self.ready
         directory.mkdir(parents=True, exist_ok=True)
         master = Port()
@@ -302,6 +326,7 @@ class Cluster:
             "master_port": master.number,
             "env": dict(env or {}),
             "ignored": [int(number) for number in ignored],
+            "by_exec": by_exec,
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         socket.send_fds(self._sock, [json.dumps(spec).encode()], [theirs.fileno()])

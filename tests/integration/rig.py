@@ -155,9 +155,10 @@ class Rig:
         port: Port | None = None,
         env: Mapping[str, str] | None = None,
         ignored: Sequence[int] = (),
+        by_exec: bool = False,
         **settings: Any,
     ) -> Launch:
-        """Start the training script; `settings` are fields of Plan, `ignored` signals as of `Cluster.start`."""
+        """Start the training script; `settings` are fields of Plan, `ignored` and `by_exec` as of `Cluster.start`."""
         self._count += 1
         directory = self.directory / f"launch_{self._count}"
         port = port or Port()
@@ -184,6 +185,7 @@ class Rig:
             watched=[saved],
             ports=[port],
             ignored=ignored,
+            by_exec=by_exec,
         )
         launch = Launch(job, plan, directory, before, (env or {}).get("LASTWORDS_JOB", ""))
         self.launches.append(launch)

@@ -29,6 +29,7 @@ from tests.integration.ddp_jobs import (
     batch,
 )
 from tests.integration.forked import on_ranks
+from tests.selection import usually
 
 pytestmark = pytest.mark.process
 
@@ -61,6 +62,7 @@ class Watched:
         return replay(self.job.registered(), BucketRecord.read(record), self.job.trained)
 
 
+# Of those that are left out of the usual run, a killed job goes on in test_ddp_kills.py.
 JOBS = [TwoInAModule, TwoAndOneRegistered, TheInnerOne, MadeLater, Replicated]
 
 
@@ -83,7 +85,7 @@ def cut(make: type[Job], at: int, *, replayed: bool) -> tuple[int, list[str], in
     return different, reasons, len(record.get("ddps", [record]))
 
 
-@pytest.mark.parametrize("make", JOBS)
+@pytest.mark.parametrize("make", usually(JOBS, (TwoInAModule, MadeLater)))
 def test_its_resumed_run_equals_the_uninterrupted_one_and_without_a_replay_it_does_not(
     make: type[Job], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_rank_that_calls_sys_exit_keeps_its_exit_code_and_costs_nothing(rig: R
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_an_exception_without_a_with_block_is_held_by_the_excepthook(rig: Rig) -> None:
     launch = rig.launch(LAYOUT, faults=[Fault(1, 6, "forward", ("raise",))], context=False)
     step = died(rig, launch, OTHERS | {1: 1}, {4, 5})
@@ -94,6 +95,7 @@ def test_an_exception_inside_the_update_tears_one_rank_and_another_saves(rig: Ri
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_a_torn_rank_does_not_save_even_where_it_alone_had_begun_the_step(rig: Rig) -> None:
     faults = [Fault(0, 6, "update", ("garbage", "raise"))]
     faults += [Fault(rank, 6, "before_step", ("await_frozen",)) for rank in (1, 2, 3)]
@@ -119,6 +121,7 @@ def test_an_error_that_looks_like_a_peers_death_in_a_split_backward_is_secondary
 # ---------------------------------------------------------------------- a second death in the incident
 
 
+@pytest.mark.thorough
 def test_a_saver_that_dies_while_it_writes_takes_its_step_with_it(rig: Rig) -> None:
     """Rank 0 alone has made step 6; it dies as the saver, so the last words are of step 5 and nothing else is seen."""
     kill = Kill("before_step", 6, (3,), "split")
@@ -144,6 +147,7 @@ def test_a_saver_that_dies_while_it_writes_is_replaced_by_a_holder_of_the_same_s
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_a_saver_that_stops_writing_is_replaced(rig: Rig) -> None:
     kill = Kill("forward", 6, (3,))
     launch = rig.launch(LAYOUT, faults=kill.faults(LAYOUT), sabotage=("hangs_while_writing:0",), env=QUICK)
@@ -169,6 +173,7 @@ def test_a_death_while_the_black_box_is_written_costs_nothing(rig: Rig, kill: Ki
     rig.survive(Layout(augment=True, loader="plain", broadcast_buffers=False), kill)
 
 
+@pytest.mark.thorough
 def test_a_death_while_the_start_of_an_epoch_is_written_costs_nothing(rig: Rig) -> None:
     layout = Layout(augment=True, loader="plain")
     faults = [Fault(rank, 4, "end", (f"mark:done-{rank}",)) for rank in (0, 1, 3)]
@@ -316,7 +321,7 @@ def test_a_rank_that_dies_after_its_loop_while_others_still_train(rig: Rig) -> N
     "fault",
     [
         more(Fault(1, 0, "before_loop", ("kill",))),
-        Fault(0, 0, "before_loop", ("kill",)),
+        more(Fault(0, 0, "before_loop", ("kill",))),
         more(Fault(2, 1, "epoch_start", ("kill",))),
         more(Fault(3, 1, "forward", ("kill",))),
         Fault(0, 1, "backward", ("kill",)),
@@ -335,6 +340,7 @@ def test_a_death_before_the_first_step_is_told_and_leaves_no_directory(rig: Rig,
         assert re.search(rf"rank {fault.rank}\b.*nothing new to save", line), line
 
 
+@pytest.mark.thorough
 def test_an_older_checkpoint_survives_a_death_before_the_first_step(rig: Rig) -> None:
     killed, step = rig.die(LAYOUT, Kill("forward", 6, (1,)))
     again = rig.launch(LAYOUT, faults=[Fault(1, 0, "before_loop", ("kill",))], recover=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,31 @@ def plain(rig: Rig, layout: Layout, launcher: str = "fork") -> Track:
 
 def test_ranks_are_forked_from_one_thread(cluster: Cluster) -> None:
     assert cluster.ready["threads"] == 1
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", more("healing")])
+def test_what_a_launcher_starts_by_a_fork_is_given_what_it_would_be_given_by_exec(
+    cluster: Cluster, tmp_path: Path, launcher: str
+) -> None:
+    seen: dict[bool, dict[str, Any]] = {}
+    for by_exec in (False, True):
+        job = cluster.start(
+            tmp_path / str(by_exec),
+            module="tests.integration.seen",
+            arguments=[str(tmp_path / "out"), "a b", ""],
+            world_size=1,
+            launcher=launcher,
+            ignored=[signal.SIGHUP, signal.SIGUSR2],
+            by_exec=by_exec,
+        )
+        assert job.wait(60)[-1].code == 1, job.report()
+        assert "exitcode  : 3" in (job.directory / f"{launcher}.err").read_text()
+        seen[by_exec] = json.loads((tmp_path / "out").read_text())
+        (tmp_path / "out").unlink()
+        assert seen[by_exec].pop("parent") == job.pids[-1]
+        assert seen[by_exec].pop("is a fork") is not by_exec
+        job.close()
+    assert seen[False] == seen[True]
 
 
 @pytest.mark.parametrize("launcher", ["fork", more("torchrun"), more("hand")])

@@ -90,7 +90,7 @@ def test_the_kills_of_every_run_cover_every_pair() -> None:
 @pytest.mark.parametrize("how", ["stop_spare", more("kill_spare")])
 def test_a_spare_that_is_stopped_or_dies_as_it_is_needed_is_not_waited_for(rig: Rig, how: str) -> None:
     fault = Fault(1, 3, "backward", ("await_spare:spare", how, "kill"))
-    launch, difference = rig.healed(Layout(world_size=2), [fault], spares=1)
+    launch, difference = rig.healed(Layout(world_size=2), [fault], spares=1, by_exec=how == "stop_spare")
     assert difference is None, launch.fail(str(difference))
     _, successor = launch.track.pids(1)
     assert successor != int((launch.directory / "mark-spare").read_text())

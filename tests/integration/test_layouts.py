@@ -40,7 +40,7 @@ from tests.integration.forked import on_ranks
 from tests.integration.layouts import FEATURES, LAYOUTS, Net, Trial, build
 from tests.selection import usually
 
-LIKE_OTHERS = {"ddp", "tp", "ddp over tp", "fsdp, two optimizers"}
+LIKE_OTHERS = {"ddp", "tp", "fsdp", "ddp over tp", "fsdp, two optimizers", "zero1 halves"}
 """Layouts whose parts are in the usual run in another combination."""
 
 pytestmark = pytest.mark.process

@@ -40,6 +40,7 @@ def test_without_the_random_numbers_of_the_dead_rank_its_next_step_differs(rig: 
     assert any(name.startswith("rng/") for name in difference.names) or difference.rank != 2
 
 
+@pytest.mark.thorough
 def test_without_the_tentative_slot_the_dead_rank_differs_and_the_manifest_says_so(rig: Rig) -> None:
     layout = Layout()
     launch = rig.launch(layout, faults=AHEAD.faults(layout), sabotage=("no_tentative_slot",))
@@ -80,7 +81,7 @@ def test_a_black_box_that_is_lost_is_said_and_the_other_ranks_are_exact(rig: Rig
     ("layout", "settings", "reason"),
     [
         (Layout(augment=True, workers=2, persistent_workers=True), {}, "persistent"),
-        (Layout(augment=True, workers=2), {"data": "skip"}, "skipped by index"),
+        more(Layout(augment=True, workers=2), {"data": "skip"}, "skipped by index"),
     ],
     ids=["persistent workers", "skipped by index"],
 )
@@ -108,6 +109,7 @@ def test_without_the_buffers_of_each_rank_the_resumed_state_differs(rig: Rig) ->
     assert any(name.startswith("buffer/") for name in difference.names), difference
 
 
+@pytest.mark.thorough
 def test_without_the_epochs_start_a_shuffling_loader_goes_on_with_other_samples(rig: Rig) -> None:
     layout = Layout(loader="plain")
     killed, step = rig.died(layout, AHEAD)

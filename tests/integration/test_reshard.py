@@ -160,7 +160,7 @@ MOVES = [
     ("ddp x tp", 4, "tp of two", 2),
     more("ddp x tp", 4, "plain", 1),
     more("fsdp", 4, "fsdp", 2),
-    ("fsdp", 4, "fsdp", 3),
+    more("fsdp", 4, "fsdp", 3),
     more("fsdp", 2, "fsdp x tp", 4),
     more("fsdp x tp", 4, "fsdp", 3),
     more("ddp", 4, "ddp", 3),

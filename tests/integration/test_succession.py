@@ -60,8 +60,16 @@ def test_without_another_one_nothing_is_saved(rig: Rig) -> None:
     assert not launch.checkpoints
 
 
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
-@pytest.mark.parametrize("victim", [2, 0], ids=["another", "the one that would start it"])
+@pytest.mark.parametrize(
+    ("victim", "launcher"),
+    [more(2, "fork"), more(2, "torchrun"), (0, "fork"), more(0, "torchrun")],
+    ids=[
+        "another-fork",
+        "another-torchrun",
+        "the one that would start it-fork",
+        "the one that would start it-torchrun",
+    ],
+)
 def test_a_controller_and_a_rank_that_are_killed_at_once_lose_nothing(rig: Rig, victim: int, launcher: str) -> None:
     kill = Kill("forward", 6, (victim,))
     launch = rig.launch(LAYOUT, faults=with_the_controller(kill), launcher=launcher)
@@ -72,7 +80,7 @@ def test_a_controller_and_a_rank_that_are_killed_at_once_lose_nothing(rig: Rig, 
 
 
 STAGES = [
-    *(("settling", True), ("saving", True), ("publishing", False)),
+    *(more("settling", True), ("saving", True), more("publishing", False)),
     *(more("saving", False), more("verifying", True), more("publishing", True), more("exiting", False)),
     *(more("settling", False), more("verifying", False), more("exiting", True)),
 ]

@@ -1,6 +1,7 @@
 """A process that has imported torch and forks rank processes from there: a job of 4 ranks starts in 0.3 s, not 8 s.
 
     pytest --(socket pair)--> zygote --(fork)--> job parent --(fork or exec)--> ranks -> controllers, loader workers
+                                                        --(fork or exec)--> launcher -> ranks (see programs.py)
 
 The job parent is a child subreaper, so that whatever a job leaves behind (a controller in a session of its own,
 a data-loader worker of a killed rank) becomes its child and can be found and ended. It speaks to the test over a
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -26,10 +26,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.integration import programs
+from tests.integration.programs import MESSAGE_BYTES_MAX, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, Program, prctl
 
 AGENTS = {
     "torchrun": ("torch.distributed.run",),
@@ -38,10 +41,10 @@ AGENTS = {
 }
 """Launchers that start the ranks themselves: what follows `python -m`."""
 
-MESSAGE_BYTES_MAX = 256 * 1024
+PROGRAM = "program"
+"""In place of a launcher: one process, whose arguments are all that it gets."""
+
 POLL_S = 0.02
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 PRELOAD = (
     "numpy",
@@ -56,13 +59,19 @@ PRELOAD = (
     "torch.nn.parallel",
     "torch.optim.lr_scheduler",
     "torch.utils.data.distributed",
+    "torch.distributed.launcher.api",  # all that torchrun needs
+    "torch.distributed.elastic.rendezvous.registry",
     "torch.profiler",
     "numpy.ma",
     "safetensors",
     "msgspec",
     "xxhash",
     "grpc.aio",  # starts no thread and opens nothing before the first channel, which is a rank's own
+    "lastwords.cli.main",
     "lastwords.controller.launch",
+    "lastwords.launcher.command",
+    "lastwords.launcher.scheduler",
+    "lastwords.launcher.worker",
     "lastwords.optim_wrapper.resume.resume",
     "lastwords.optim_wrapper.trainer.register",
     "lastwords.optim_wrapper.wrapper",
@@ -72,13 +81,6 @@ PRELOAD = (
     "tests.integration.toy_training",
     "tests.zoo.rank",
 )
-
-
-def prctl(option: int, value: int) -> None:
-    """Set a process attribute; raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -125,18 +127,17 @@ def send(sock: socket.socket, message: dict[str, Any]) -> None:
 class RankTask:
     """What a forked process has to do once `main()` has returned in it."""
 
-    module: str
-    arguments: list[str]
+    what: Callable[[], None]
 
     def run(self) -> None:
-        """Run the training function; whatever it raises is the interpreter's to report."""
+        """Run it; whatever it raises is the interpreter's to report."""
         global _exit_code
         try:
-            importlib.import_module(self.module).main(self.arguments)
+            self.what()
             _exit_code = 0
         except SystemExit as ending:
-            if isinstance(ending.code, int):
-                _exit_code = ending.code
+            if ending.code is None or isinstance(ending.code, int):
+                _exit_code = ending.code or 0
             raise
 
 
@@ -192,23 +193,27 @@ class JobParent:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         self.ignore()
 
-    def fork_rank(self, rank: int) -> RankTask | None:
-        """Fork one rank; in the child everything of this parent is dropped."""
+    def fork(self, rank: int, name: str) -> bool:
+        """Whether this is the new process, in which everything of this parent is dropped; rank -1 is the launcher."""
         pid = os.fork()
         if pid:
             self.started(rank, pid)
-            return None
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            return False
+        self.prepare()
         os.setsid()
-        self.ignore()
         self.sock.close()
-        out, err = self.open_output(f"rank_{rank}")
-        os.dup2(out, 1)
-        os.dup2(err, 2)
+        for number, fd in enumerate((os.open(os.devnull, os.O_RDONLY), *self.open_output(name))):
+            os.dup2(fd, number)
+            os.close(fd)
+        environment = self.environment(rank if rank >= 0 else None)
         os.environ.clear()
-        os.environ.update(self.environment(rank))
+        os.environ.update(environment)
+        return True
+
+    def forked_rank(self) -> None:
+        """What a forked rank does: the module's `main`."""
         sys.argv = [self.spec["module"], *self.spec["arguments"]]
-        return RankTask(self.spec["module"], list(self.spec["arguments"]))
+        importlib.import_module(self.spec["module"]).main(self.spec["arguments"])
 
     def spawn(self, rank: int, name: str, command: list[str]) -> None:
         """Start a process by exec, in a session of its own; rank -1 is the launcher."""
@@ -237,16 +242,21 @@ class JobParent:
         """Start the job's processes in the way the spec asks for."""
         spec = self.spec
         program = ["-m", spec["module"], *spec["arguments"]]
+        if spec["launcher"] == PROGRAM:
+            return RankTask(Program(program[1], program[2:]).run) if self.fork(-1, spec["launcher"]) else None
         if spec["launcher"] in AGENTS:
-            agent = [sys.executable, "-m", *AGENTS[spec["launcher"]], "--standalone"]
-            agent += ["--nproc-per-node", str(spec["world_size"]), *spec["launcher_arguments"]]
-            self.spawn(-1, spec["launcher"], [*agent, *program])
+            agent = [*AGENTS[spec["launcher"]], "--standalone"]
+            agent += ["--nproc-per-node", str(spec["world_size"]), *spec["launcher_arguments"], *program]
+            if spec["by_exec"]:
+                self.spawn(-1, spec["launcher"], [sys.executable, "-m", *agent])
+            elif self.fork(-1, spec["launcher"]):
+                return RankTask((programs.use_nursery() or Program(agent[0], agent[1:])).run)
             return None
         for rank in range(spec["world_size"]):
             if spec["launcher"] == "hand":
                 self.spawn(rank, f"rank_{rank}", [sys.executable, *program])
-            elif task := self.fork_rank(rank):
-                return task
+            elif self.fork(rank, f"rank_{rank}"):
+                return RankTask(self.forked_rank)
         return None
 
     def run(self) -> RankTask | None:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.harness import Cluster
+from tests.integration.zygote import AGENTS
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
@@ -33,16 +36,31 @@ def environment() -> dict[str, str]:
 def run(
     directory: Path,
     *deaths: str,
-    launcher: tuple[str, ...] = ("lastwords.cli", "run"),
+    launcher: str = "healing",
     ranks: int = RANKS,
     steps: int = STEPS,
+    cluster: Cluster | None = None,
     **more: object,
 ) -> str:
-    """A whole job; returns what it wrote to stderr."""
+    """A whole job; returns what it wrote to stderr. launcher: one of AGENTS. Its processes are forks of `cluster`'s."""
     directory.mkdir(exist_ok=True)
     flags = [flag for name, value in more.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", *launcher, "--standalone", "--nproc-per-node", str(ranks), *flags]
-    command += ["-m", SCRIPT, str(directory), str(steps), *deaths]
+    arguments = [str(directory), str(steps), *deaths]
+    if cluster is not None:
+        job = cluster.start(
+            directory / "launched",
+            module=SCRIPT,
+            arguments=arguments,
+            world_size=ranks,
+            launcher=launcher,
+            launcher_arguments=flags,
+            env=environment(),
+        )
+        assert job.wait(WAIT_S)[-1].code == 0, job.report()
+        job.close()
+        return (job.directory / f"{launcher}.err").read_text()
+    command = [sys.executable, "-m", *AGENTS[launcher], "--standalone", "--nproc-per-node", str(ranks), *flags]
+    command += ["-m", SCRIPT, *arguments]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S
     )
@@ -69,7 +87,7 @@ def pids(directory: Path, rank: int) -> list[int]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same script under torchrun, where nobody dies."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    said = run(directory, launcher=("torch.distributed.run",))
+    said = run(directory, launcher="torchrun")
     assert said.count("not started by `lastwords run`") == 1
     return directory
 
@@ -114,7 +132,7 @@ def test_loader_workers_and_forks_of_main_do_not_stand_in_the_way_and_output_goe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOADER_WORKERS", "2")
-    run(tmp_path / "whole", launcher=("torch.distributed.run",))
+    run(tmp_path / "whole", launcher="torchrun")
     monkeypatch.setenv("FORKS", "1")
     healed = tmp_path / "healed"
     said = run(healed, "1:5:bwd", "0:9:win", spares=1, tee=3, log_dir=tmp_path / "logs")

@@ -17,6 +17,7 @@ import pytest
 from lastwords.checkpoint import load
 from lastwords.launcher import crash_loop
 from tests import golden
+from tests.integration.harness import Cluster
 from tests.integration.zygote import command_line, processes
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run, trace
 from tests.launcher.test_launcher_ends import until
@@ -33,10 +34,10 @@ def command(directory: Path, *deaths: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same script under torchrun, where nobody dies."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    run(directory, launcher=("torch.distributed.run",), ranks=RANKS)
+    run(directory, launcher="torchrun", ranks=RANKS, cluster=cluster)
     return directory
 
 
@@ -72,8 +73,10 @@ def test_whoever_dies_while_a_death_is_healed_is_replaced_as_well(
     check_equal(tmp_path, undisturbed, {1: 1} | ({0: 1} if second.startswith("0") else {}), ranks=RANKS)
 
 
-def test_a_spare_that_is_stopped_as_it_takes_a_place_is_replaced_soon(tmp_path: Path, undisturbed: Path) -> None:
-    said = run(tmp_path, "1:5:bwd", "1:0:stop", ranks=RANKS, launcher=("tests.launcher.impatient",), spares=1)
+def test_a_spare_that_is_stopped_as_it_takes_a_place_is_replaced_soon(
+    cluster: Cluster, tmp_path: Path, undisturbed: Path
+) -> None:
+    said = run(tmp_path, "1:5:bwd", "1:0:stop", ranks=RANKS, launcher="impatient", cluster=cluster, spares=1)
     assert (tmp_path / "died-1-0-stop").exists()
     check_equal(tmp_path, undisturbed, {1: 1}, ranks=RANKS)
     (killed,) = [line for line in said.splitlines() if "killed and replaced:" in line]

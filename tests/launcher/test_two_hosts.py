@@ -41,7 +41,7 @@ def told(directory: Path) -> str:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same ranks on one host under torchrun, where nobody dies."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    run(directory, launcher=("torch.distributed.run",), ranks=RANKS)
+    run(directory, launcher="torchrun", ranks=RANKS)
     return directory
 
 

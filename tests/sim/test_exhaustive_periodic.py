@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tests.selection import more
 from tests.sim.explore import Found, explore
 from tests.sim.periodic_mutants import MUTANTS
 from tests.sim.small_jobs import PERIODIC, Explored
@@ -48,7 +49,7 @@ def test_a_larger_small_job_with_periodic_checkpoints_keeps_every_invariant(
     _assert_explored(name, capsys)
 
 
-@pytest.mark.parametrize("name", ["periodic", "periodic-gate"])
+@pytest.mark.parametrize("name", ["periodic", more("periodic-gate")])
 def test_the_reductions_lose_no_end_of_jobs_with_periodic_checkpoints(name: str) -> None:
     job = dataclasses.replace(PERIODIC[name].job, steps=1)
     assert_the_same_ends(Explored("", job, 1))

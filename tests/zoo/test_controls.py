@@ -7,24 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import cluster, references
 from tests.integration.harness import Cluster
 from tests.selection import more
 from tests.zoo.loop import CARDS
 from tests.zoo.verdict import Keeper
 from tests.zoo.without import MECHANISMS
 
-__all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
 
 SILENT = [
     ("witness", "sam_manual", "mid"),
     more("witness", "clamp_after_log", "win"),
-    ("sampled words", "frozen_bn_data", "fwd"),
+    more("sampled words", "frozen_bn_data", "fwd"),
     more("sampled words", "vq_data", "fwd"),
     ("carried gradients", "accum_noarg2", "fwd"),
     more("carried gradients", "two_opts_in_turns", "fwd"),
-    ("gradients that outlive", "grad_momentum", "fwd"),
+    more("gradients that outlive", "grad_momentum", "fwd"),
     more("gradients that outlive", "zero_not_none", "fwd"),
     more("gradients of no optimizer", "head_clipped", "fwd"),
     more("gradients of the frozen", "frozen_waits", "fwd"),
@@ -34,17 +32,17 @@ SILENT = [
     more("zero_grad now and then", "delayed", "fwd"),
     ("bucket replay", "tiny_buckets", "fwd"),
     more("bucket replay", "model_is_inner", "fwd"),
-    ("doubts about extras", "extras_partial", "win"),
+    more("doubts about extras", "extras_partial", "win"),
     more("doubts about extras", "plateau_epoch1", "epoch"),
     ("what others saw move late", "prune", "end"),
     ("own generators", "gen_attr", "fwd"),
     more("own generators", "nprng_global", "fwd"),
-    ("optimizers' own state", "lookahead", "fwd"),
+    more("optimizers' own state", "lookahead", "fwd"),
     more("optimizers' own state", "opt_attr", "bwd"),
-    ("state that is taken out", "offload_state", "fwd"),
-    ("what has to be alike", "own_tensor", "fwd"),
+    more("state that is taken out", "offload_state", "fwd"),
+    more("what has to be alike", "own_tensor", "fwd"),
     more("what has to be alike", "own_groups", "fwd"),
-    ("lists in the state", "list_reordered", "fwd"),
+    more("lists in the state", "list_reordered", "fwd"),
 ]
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import cluster, references
 from tests.integration.harness import Cluster
 from tests.selection import more
 from tests.zoo.verdict import Keeper
 
-__all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
 
 TWICE = [

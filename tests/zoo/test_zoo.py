@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import cluster, references
 from tests.integration.harness import Cluster
 from tests.zoo import mixtures
 from tests.zoo.frozen import changed, frozen
 from tests.zoo.loop import CARDS
 from tests.zoo.verdict import Keeper, NoLoopError, note
 
-__all__ = ["cluster", "references"]
 pytestmark = pytest.mark.process
 
 
@@ -28,15 +26,13 @@ def keeper(cluster: Cluster, references: Path, tmp_path: Path) -> Iterator[Keepe
 
 
 def usual_cases() -> set[tuple[str, str]]:
-    """Of each kind of recipe (a module of this folder) one in every third phase, if possible another one for each."""
+    """Of each kind of recipe (a module of this folder) one, in a phase that is another one from kind to kind."""
     found = by_kind_and_phase()
-    kinds, phases = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
-    chosen: set[tuple[str, str]] = set()
-    for (kind, phase), names in found.items():
-        if (kinds.index(kind) + phases.index(phase)) % 3 == 0:
-            fresh = [name for name in names if not any(name == one for one, _ in chosen)]
-            chosen.add(([*fresh, *names][0], phase))
-    return chosen
+    chosen: dict[str, str] = {}
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        phases = [phase for of, phase in found if of == kind]
+        chosen[kind] = min(phases, key=[*chosen.values()].count)
+    return {(found[case][0], case[1]) for case in chosen.items()}
 
 
 def by_kind_and_phase() -> dict[tuple[str, str], list[str]]:
