@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.harness import Cluster
 from tests.zoo import mixtures
-from tests.zoo.frozen import changed, frozen
+from tests.zoo.frozen import frozen, mismatch
 from tests.zoo.loop import CARDS
 from tests.zoo.verdict import Keeper, NoLoopError, note
 
@@ -58,7 +58,7 @@ def cases() -> list[Any]:
 def test_a_recipe_has_its_frozen_verdict(keeper: Keeper, name: str, phase: str) -> None:
     verdict = keeper.judge(name, phase)
     note(name, phase, verdict)
-    problem = changed(CARDS[name], phase, verdict, frozen()[name].get(phase))
+    problem = mismatch(CARDS[name], phase, verdict, frozen()[name].get(phase))
     assert not problem, problem
 
 

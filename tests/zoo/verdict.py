@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.compare import Track, differing, first_difference
+from tests.integration.compare import Difference, Track, differing, first_difference
 from tests.integration.harness import Cluster
 from tests.integration.rig import once
 from tests.integration.toy import Toy
@@ -33,7 +33,8 @@ class Verdict:
     """What came of one kill.
 
     kind: "exact" (equal, and called so), "told" (not exact, and said so), "silent" (called exact, and different),
-    "nothing" (no checkpoint), "broken" (anything that should never happen).
+    "nothing" (no checkpoint), "broken" (anything that should never happen). where: what was restored wrong, or else the
+    first step that came out different; empty if it is equal.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Verdict:
     reasons: tuple[str, ...] = ()
     equal: bool = False
     step: int = 0
+    where: str = ""
 
     def problem(self, card: Card, phase: str) -> str:
         """Why this is not what the recipe asks for; empty if it is."""
@@ -141,6 +143,7 @@ def note(name: str, phase: str, verdict: Verdict) -> None:
     """Write the verdict down, if somebody wants to make a table of them."""
     if path := os.environ.get("LASTWORDS_ZOO_RESULTS"):
         line = {"recipe": name, "phase": phase, "kind": verdict.kind, "equal": verdict.equal}
+        line["where"] = verdict.where
         with Path(path).open("a") as file:
             file.write(json.dumps({**line, "reasons": verdict.reasons, "text": verdict.text}) + "\n")
 
@@ -161,12 +164,14 @@ def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
         return Verdict("broken", f"the ranks resumed at different steps\n{toy.report()}")
     step = int(records[0]["step"])
     reasons = tuple(dict.fromkeys(reason for record in records for reason in record["reasons"]))
-    difference = restored_difference(reference, resumed, step) or later_difference(card, reference, resumed, step)
+    restored, later = restored_difference(reference, resumed, step), later_difference(card, reference, resumed, step)
+    where = restored or (f"from step {later.step} on" if later else "")
+    difference = restored or str(later or "")
     text = f"resumed after step {step}; reasons: {list(reasons)}; {difference or 'equal in all bits'}"
     if not all(record["exact"] for record in records):
-        return Verdict("told", text, reasons, not difference, step)
+        return Verdict("told", text, reasons, not difference, step, where)
     if difference:
-        return Verdict("silent", text, reasons, False, step)
+        return Verdict("silent", text, reasons, False, step, where)
     return Verdict("exact", text, reasons, True, step)
 
 
@@ -190,7 +195,6 @@ def without_own(values: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in values.items() if not name.startswith("gen/")}
 
 
-def later_difference(card: Card, reference: Track, resumed: Track, step: int) -> str:
-    """The first step after the resume that differs; empty if none does."""
-    steps = range(step + 1, card.loop.epochs * card.loop.per_epoch + 1)
-    return str(first_difference(reference, resumed, steps) or "")
+def later_difference(card: Card, reference: Track, resumed: Track, step: int) -> Difference | None:
+    """The first step after the resume that differs; None if none does."""
+    return first_difference(reference, resumed, range(step + 1, card.loop.epochs * card.loop.per_epoch + 1))
