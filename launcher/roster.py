@@ -146,6 +146,14 @@ class Roster:
         one.place, one.due_s, one.told_s, one.look_s, one.start_s = place, None, None, None, None
         one.runs_due_s, one.asked = None, False
 
+    def renew(self, rank: int) -> Rank:
+        """Its process has ended, and another one takes its place, of which nothing is known."""
+        self.put(rank, Place.STARTING)
+        self.note(rank, begun=False)
+        one = self.ranks[rank]
+        self.ranks[rank] = Rank(known=one.known, failed_starts=one.failed_starts)
+        return self.ranks[rank]
+
     def know(self, rank: int) -> None:
         """Its process has called `lastwords.run`."""
         one = self.ranks[rank]

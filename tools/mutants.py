@@ -66,6 +66,7 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
     ),
     "launcher/core.py": (
         "tests/launcher/test_core.py",
+        "tests/launcher/test_scheduler_core.py",
         "tests/launcher/test_core_schedules.py",
     ),
     "launcher/registry.py": ("tests/launcher/test_registry.py",),
