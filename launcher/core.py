@@ -200,7 +200,7 @@ class LauncherCore:
         self._ranks.note(rank, begun=begun)
         one = self._ranks[rank]
         one.trained, one.loops = loops > 0, loops
-        one.entered = one.again = True
+        one.again = True
         self._ranks.know(rank)
 
     def _inside(self, event: Inside, now_s: float) -> list[Effect]:
@@ -266,7 +266,7 @@ class LauncherCore:
         for rank in self.world:
             self._ranks.put(rank, Place.IN_MAIN)
             one = self._ranks[rank]
-            one.loops, one.again, one.entered = 0, one.entered, True
+            one.loops, one.again = 0, one.entered
         self._ranks.look()
         return [Enter(self.entry, step=self._step)]
 

@@ -76,9 +76,9 @@ class Rank:
     trained: bool = False
     """A loop has begun in this process."""
     entered: bool = False
-    """This process has been in `main`."""
+    """This process had been in `main` when it last came to wait."""
     again: bool = False
-    """And had been there before it entered it this time."""
+    """It had been there before it entered it this time."""
     failed_starts: int = 0
     """Processes in a row that have ended before they waited."""
     start_s: float | None = None

@@ -644,6 +644,7 @@ def test_what_a_process_says_that_is_to_be_killed_does_not_end_the_job() -> None
     core.handle(Ended(1, KILLED), 0.0)
     wait(core, 1)
     core.handle(Tick(), END_S)
+    assert core.handle(Inside(0, 0, True), END_S) == []
     assert core.place(0) is Place.KILLED
     assert core.handle(Ended(0, 2, raised="too late", lasting=True), END_S) == [Start(0)]
 
@@ -671,6 +672,36 @@ def test_a_launcher_that_knows_nothing_learns_that_all_are_in_main() -> None:
     for rank in range(3):
         assert core.handle(Inside(rank, 4, True), 0.0) == []
     assert core.deadline_s is None, "nobody has to leave"
+
+
+def test_a_launcher_learns_that_a_later_entry_than_was_kept_has_begun() -> None:
+    core = LauncherCore((0, 1), keeps=True)
+    core.take_over(4, 7)
+    core.handle(Inside(0, 6, True), 0.0)
+    assert core.entry == 6
+
+
+@pytest.mark.parametrize("begun", [(0, 1), (0,), ()], ids=str)
+def test_a_launcher_that_knows_nothing_calls_those_back_that_another_one_has_let_in(begun: tuple[int, ...]) -> None:
+    """Once all are heard of. A controller does it where it looks after all of them; who has trained is replaced."""
+    core = LauncherCore((0, 1, 2))
+    inside = [Inside(rank, 4, rank in begun, int(rank in begun)) for rank in (0, 1)]
+    told: list[Effect] = [] if len(begun) == 2 else [Abandon(0), Abandon(1)]
+    assert [effect for event in inside for effect in core.handle(event, 0.0)] == []
+    assert core.handle(Waiting(2), 0.0) == told
+    assert core.handle(inside[1], 0.0) == told, "its launcher has linked itself again"
+    assert (core.entry, core.deadline_s is None) == (5, False)
+    assert condemned(wait(core, 0, 1)) == [*begun]
+
+
+def test_a_failure_in_main_counts_for_processes_that_another_launcher_has_let_in() -> None:
+    core = LauncherCore((0, 1))
+    for rank in (0, 1):
+        core.handle(Inside(rank, 4, False, 0), 0.0)
+    for rank in (1, 0):
+        core.handle(Ended(rank, 1), 0.0)
+        effects = wait(core, 0, 1)
+    assert condemned(effects) == [1]
 
 
 def test_a_launcher_that_knows_nothing_goes_on_after_the_newest_entry_of_all() -> None:
