@@ -162,7 +162,7 @@ class LauncherCore:
         self.entry = max(self.entry, event.entered + 1)
         if event.entered < 0:
             one.trained = False  # though the launcher before this one had kept that all enter `main`
-        one.entered |= event.entered >= 0
+        one.entered = event.entered >= 0
         has_left = one.place is Place.IN_MAIN
         self._ranks.note(rank, begun=False)
         self._ranks.put(rank, Place.WAITING)
@@ -182,7 +182,7 @@ class LauncherCore:
             effects += self._recall(now_s)
         elif self.entry == 0 and self._ranks.known == 1:  # the first one, for all others
             for _, other in self._ranks.at(Place.STARTING):
-                if other.due_s is None and other.told_s is None:
+                if other.told_s is None:
                     self._ranks.due(other, None, told_s=now_s + FIRST_NOTICE_S)
         return effects
 
@@ -200,7 +200,7 @@ class LauncherCore:
         self._ranks.note(rank, begun=begun)
         one = self._ranks[rank]
         one.trained, one.loops = loops > 0, loops
-        one.entered = one.again = True
+        one.again = True
         self._ranks.know(rank)
 
     def _inside(self, event: Inside, now_s: float) -> list[Effect]:
@@ -266,7 +266,7 @@ class LauncherCore:
         for rank in self.world:
             self._ranks.put(rank, Place.IN_MAIN)
             one = self._ranks[rank]
-            one.loops, one.again, one.entered = 0, one.entered, True
+            one.loops, one.again = 0, one.entered
         self._ranks.look()
         return [Enter(self.entry, step=self._step)]
 
@@ -304,7 +304,6 @@ class LauncherCore:
         one.failed_starts += one.place is Place.STARTING
         if one.failed_starts >= len(START_PAUSES_S):
             return self._stop(f"the process that replaces rank {rank} ended before it entered main(): {event.words}")
-        self._ranks.note(rank, begun=False)
         effects += self._start(rank, now_s)
         why = self._crash_loop()
         return effects if why is None else self._stop(why)
@@ -336,9 +335,7 @@ class LauncherCore:
         return []
 
     def _start(self, rank: int, now_s: float) -> list[Effect]:
-        self._ranks.put(rank, Place.STARTING)
-        one = self._ranks[rank]
-        one.trained, one.loops, one.entered, one.spare = False, 0, False, False
+        one = self._ranks.renew(rank)
         if pause_s := START_PAUSES_S[one.failed_starts]:
             one.start_s = now_s + pause_s
             self._ranks.awake_at(one.start_s)

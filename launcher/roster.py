@@ -76,9 +76,9 @@ class Rank:
     trained: bool = False
     """A loop has begun in this process."""
     entered: bool = False
-    """This process has been in `main`."""
+    """This process had been in `main` when it last came to wait."""
     again: bool = False
-    """And had been there before it entered it this time."""
+    """It had been there before it entered it this time."""
     failed_starts: int = 0
     """Processes in a row that have ended before they waited."""
     start_s: float | None = None
@@ -145,6 +145,14 @@ class Roster:
         self._places[place] += 1
         one.place, one.due_s, one.told_s, one.look_s, one.start_s = place, None, None, None, None
         one.runs_due_s, one.asked = None, False
+
+    def renew(self, rank: int) -> Rank:
+        """Its process has ended, and another one takes its place, of which nothing is known."""
+        self.put(rank, Place.STARTING)
+        self.note(rank, begun=False)
+        one = self.ranks[rank]
+        self.ranks[rank] = Rank(known=one.known, failed_starts=one.failed_starts)
+        return self.ranks[rank]
 
     def know(self, rank: int) -> None:
         """Its process has called `lastwords.run`."""

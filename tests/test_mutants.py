@@ -162,6 +162,18 @@ def test_a_mutant_that_the_tests_notice_is_killed_and_another_one_survives(tmp_p
 
 
 @pytest.mark.process
+def test_a_mutant_that_cannot_be_imported_is_killed(tmp_path: Path) -> None:
+    done = judged(tmp_path, "TWO = 2 / 1\n", "import toy\n\n\ndef test_it():\n    assert toy.TWO != 3\n")
+    assert done.returncode == 0, done.stderr
+    assert dict(line.split("|", 1) for line in done.stdout.splitlines()) == {
+        "TWO = 2 / 2": "survived|",
+        "TWO = 2 / 0": "killed|test_toy.py",
+        "TWO = 3 / 1": "killed|test_toy.py::test_it",
+        "TWO = 1 / 1": "survived|",
+    }
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     "test", ["def test_it():\n    pass\n", "import toy\n\ndef test_it():\n    assert toy.up(3) == 8\n", ""],
     ids=["not imported", "red", "no test"],

@@ -67,12 +67,16 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
     ),
     "launcher/core.py": (
         "tests/launcher/test_core.py",
+        "tests/launcher/test_scheduler_core.py",
         "tests/launcher/test_core_schedules.py",
     ),
     "launcher/registry.py": ("tests/launcher/test_registry.py",),
     "checkpoint/retention.py": ("tests/checkpoint/test_retention.py",),
     "checkpoint/publish.py": (
         "tests/checkpoint/test_publish.py",
+        "tests/checkpoint/test_shares.py::test_shares_of_different_tables_are_not_published",
+        "tests/checkpoint/test_shares.py::test_shares_of_different_numbers_are_not_published",
+        "tests/checkpoint/test_shares.py::test_a_lost_share_is_noticed",
         "tests/checkpoint/test_large.py",
         "tests/checkpoint/test_faults.py",
         "tests/checkpoint/test_crash.py::test_publish_itself_refuses_what_was_not_verified",
@@ -83,7 +87,12 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
         "tests/optim_wrapper/test_witness.py",
         "tests/optim_wrapper/test_late_changes.py",
     ),
-    "optim_wrapper/loop/steps.py": ("tests/optim_wrapper/test_steps.py",),
+    "optim_wrapper/loop/steps.py": (
+        "tests/optim_wrapper/test_global_samples.py",
+        "tests/optim_wrapper/test_loader_changes.py",
+        "tests/optim_wrapper/test_loader_counters.py",
+        "tests/optim_wrapper/test_steps.py",
+    ),
 }
 """Of each file, the tests that its mutants are shown to; some seconds each, and the nearest first."""
 
@@ -453,6 +462,8 @@ def _judged(task: Task, root: Path, out: Path, cpu_s_max: int) -> int:
     code = int(pytest.main([*options, "-o", "timeout=0", f"--basetemp={out / 'tmp'}", *task.tests]))
     loaded = sys.modules.get(task.module)  # None: it raised while it was imported
     if not changed.has_run or (loaded is not None and not isinstance(loaded.__loader__, _Changed)):
+    module = sys.modules.get(task.module)  # none if it has raised
+    if not changed.has_run or (module is not None and not isinstance(module.__loader__, _Changed)):
         return NOT_IMPORTED
     return code
 

@@ -105,7 +105,7 @@ class Job:
 
     def verify(self, directory: Path, step: int, os: Os = REAL_OS) -> list[tuple[int, str]]:
         wanted = [unit for rank in (0, 1) for unit in self.units_of(rank, step)]
-        return publish.verify_parts(directory, (0, 1), wanted, (0, 1), step, os)
+        return publish.verify_parts(directory, (0, 1), wanted, (0, 1), step, os, job=self.name)
 
     def save(self, root: Path, step: int, os: Os = REAL_OS) -> Path:
         """All of it, as writers and controller do together."""

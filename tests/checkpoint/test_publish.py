@@ -201,6 +201,7 @@ DEFECTS: dict[str, tuple[Damage, int, str]] = {
     "a damaged header": (lambda d: _flip(d / "rank_1/ttp_rank_1-4_7.ckpt", 100), 1, "damaged"),
     "another step": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, global_step=36)), 1, "global step 36"),
     "another rank": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, rank=5)), 1, "part of rank 5"),
+    "another job": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, job="other")), 1, "of job 'other'"),
     "another epoch": (lambda d: _move_epoch(d / "rank_1"), 1, "says epoch 9"),
     "a unit too few": (lambda d: rewrite_part(d / "rank_1", lambda p: replace(p, units={})), -1, "in no part"),
 }  # fmt: skip
@@ -343,15 +344,15 @@ def test_verify_parts_finds_the_defect_and_names_the_rank(tmp_path: Path, defect
 
 def test_verify_parts_misses_units_and_local_states_that_nobody_wrote(tmp_path: Path) -> None:
     directory = JOB.write(tmp_path, 37)
-    problems = publish.verify_parts(directory, (0, 1), ("a", "bb", "ccc"), (0, 1, 2), 37)
-    assert [rank for rank, _ in problems] == [publish.NO_RANK, publish.NO_RANK]
-    assert "ccc" in problems[0][1]
-    assert "rank 2" in problems[1][1]
+    problems = publish.verify_parts(directory, (0, 1), ("a", "bb", "d", "ccc"), (3, 0, 1, 2), 37)
+    assert {rank for rank, _ in problems} == {publish.NO_RANK}
+    assert [text.partition(" is")[0][-6:] for _, text in problems] == ["it ccc", "unit d", "rank 2", "rank 3"]
 
 
 def test_verify_parts_refuses_what_was_not_asked_for(tmp_path: Path) -> None:
     directory = JOB.write(tmp_path, 37)
     assert [rank for rank, _ in publish.verify_parts(directory, (0, 1), ("a",), (0,), 37)] == [1, 1]
+    assert [rank for rank, _ in publish.verify_parts(directory, (0, 1), (), (), 37)] == [0, 1, 0, 1]
 
 
 def test_verify_parts_refuses_a_unit_that_was_written_twice(tmp_path: Path) -> None:
@@ -476,6 +477,21 @@ def test_where_a_file_has_gone_since_the_manifest_was_written_nothing_is_publish
         assert content_of(publish.publish(tmp_path, directory, JOB.facts(37))) == content_written(JOB, 37)
 
 
+def test_what_is_published_again_by_the_same_call_is_put_away(tmp_path: Path) -> None:
+    path = JOB.save(tmp_path, 37)
+    directory = JOB.write(tmp_path, 37)
+    assert publish.publish(tmp_path, directory, JOB.facts(37)) == path
+    assert [*tmp_path.iterdir()] == [path]
+    # Unless it is what the name was taken from, in the moment in which another job had published it.
+    other, elsewhere = Job(name="other"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other.save(elsewhere, 37).rename(directory)
+    assert publish.publish(tmp_path, directory, JOB.facts(37)) == path
+    found = load.latest(tmp_path, other.name)
+    assert found is not None
+    assert content_of(found) == content_written(other, 37)
+
+
 def test_the_same_step_of_the_same_job_is_replaced(tmp_path: Path) -> None:
     JOB.save(tmp_path, 37)
     newer = JOB.again(generation=2, seed=3)
@@ -580,6 +596,15 @@ def test_a_clock_that_was_set_back_does_not_make_the_new_one_look_older(tmp_path
         directory = JOB.write(tmp_path, step)
         publish.publish(tmp_path, directory, JOB.facts(step), published_unix_ns=stamp)
         assert load.latest(tmp_path) == layout.checkpoint_dir(tmp_path, step)
+
+
+@pytest.mark.parametrize(("now_ns", "later_ns"), [(1, 5001), (5000, 5001), (5001, 5001), (5002, 5002)])
+def test_a_time_is_later_than_those_of_what_is_published(tmp_path: Path, now_ns: int, later_ns: int) -> None:
+    for step, stamp in ((37, 5000), (38, 3000), (39, 9000)):
+        publish.publish(tmp_path, JOB.write(tmp_path, step), JOB.facts(step), published_unix_ns=stamp)
+    layout.checkpoint_dir(tmp_path, 39).rename(JOB.tmp_dir(tmp_path, 39))
+    shutil.rmtree(layout.checkpoint_dir(tmp_path, 38))
+    assert publish.later_than_all(tmp_path, now_ns) == later_ns
 
 
 def test_reasons_say_why_a_resume_is_not_exact(tmp_path: Path) -> None:

@@ -61,7 +61,12 @@ def training(ranks: int = 3) -> LauncherCore:
 
 
 def wait(core: LauncherCore, *ranks: int, step: int = 0) -> list[Effect]:
-    return [effect for rank in ranks for effect in core.handle(Waiting(rank, step), 1.0)]
+    return [effect for rank in ranks for effect in core.handle(waiting(core, rank, step), 1.0)]
+
+
+def waiting(core: LauncherCore, rank: int, step: int) -> Waiting:
+    """What its process says: a new one has not been in `main`."""
+    return Waiting(rank, step, entered=0 if core.place(rank) is Place.IN_MAIN else -1)
 
 
 def test_a_rank_that_comes_makes_no_work_for_each_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +330,19 @@ def test_where_main_fails_whenever_it_is_entered_again_all_processes_are_replace
     assert begun.handle(Ended(2, 1), 0.0) == [Start(2)]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_end_with_0_before_the_loop_is_a_failure_of_main_whoever_leaves_first(order: int) -> None:
+    core = LauncherCore((0, 1))
+    wait(core, 0, 1)
+    wait(core, 0, 1)
+    for rank in (1, 0):
+        events = [Ended(rank, 0), waiting(core, 1 - rank, 0)]
+        for event in events[::order]:
+            core.handle(event, 0.0)
+        effects = wait(core, rank)
+    assert condemned(effects) == [1]
+
+
 def test_survivors_stay_where_new_processes_fail_as_well() -> None:
     """Their loop may begin and raise before its first step, as a loop of the script's own does."""
     core = training()
@@ -410,9 +428,9 @@ def test_the_failure_with_which_a_step_is_saved_does_not_count_whatever_is_seen_
 
 def test_where_no_process_ends_a_crash_loop_is_one_all_the_same() -> None:
     core = training(2)
+    assert wait(core, 0, 1, step=7) == [Enter(1, step=7)]
     for _ in range(DEATHS_MAX):
-        assert wait(core, 0, 1) != []
-        begins(core, 0, 1)
+        assert wait(core, 0, 1) == [Abandon(1), Enter(core.entry, step=7)], "the loop of this entry had not begun"
     (stop,) = [one for one in wait(core, 0, 1) if isinstance(one, Stop)]
     golden.says(stop.failure)
 
@@ -436,6 +454,14 @@ def test_for_whom_the_first_start_waits_is_said_and_nobody_is_killed_for_it() ->
     assert [(one.rank, one.seconds) for one in effects if isinstance(one, Awaited)] == [(0, None), (2, None)]
     assert core.deadline_s is None
     assert wait(core, 0, 2) == [Enter(0)]
+
+
+def test_that_the_first_rank_starts_anew_puts_nothing_off() -> None:
+    core = LauncherCore((0, 1, 2))
+    core.handle(Waiting(0), 0.0)
+    assert core.handle(Ended(0, KILLED), 1.0) == [Start(0)]
+    core.handle(Waiting(0), 5.0)
+    assert [rank for rank, _ in awaited(core.handle(Tick(), FIRST_NOTICE_S))] == [1, 2]
 
 
 def test_a_survivor_that_is_stopped_is_said_and_killed_long_before_one_that_writes() -> None:
@@ -603,13 +629,14 @@ def test_a_failure_after_the_loop_stops_the_job_and_a_new_loop_is_looked_after()
 
 
 @pytest.mark.parametrize("core", [training(), LauncherCore((0, 1))], ids=["in main", "before it"])
-@pytest.mark.parametrize("lasting", [True, False])
+@pytest.mark.parametrize(("code", "lasting"), [(2, True), (2, False), (0, True)])
 def test_what_each_new_process_would_meet_again_ends_the_job_at_once_with_its_line(
-    core: LauncherCore, lasting: bool
+    core: LauncherCore, code: int, lasting: bool
 ) -> None:
+    """Unless the script has caught it, and has ended well."""
     core = copy.deepcopy(core)
-    effects = core.handle(Ended(1, 2, raised="train.py:7: no such setting", lasting=lasting), 1.0)
-    assert (effects == [Stop("rank 1: train.py:7: no such setting", lasting=True)]) == lasting
+    effects = core.handle(Ended(1, code, raised="train.py:7: no such setting", lasting=lasting), 1.0)
+    assert (effects == [Stop("rank 1: train.py:7: no such setting", lasting=True)]) == (lasting and code > 0)
 
 
 def test_what_a_process_says_that_is_to_be_killed_does_not_end_the_job() -> None:
@@ -617,6 +644,7 @@ def test_what_a_process_says_that_is_to_be_killed_does_not_end_the_job() -> None
     core.handle(Ended(1, KILLED), 0.0)
     wait(core, 1)
     core.handle(Tick(), END_S)
+    assert core.handle(Inside(0, 0, True), END_S) == []
     assert core.place(0) is Place.KILLED
     assert core.handle(Ended(0, 2, raised="too late", lasting=True), END_S) == [Start(0)]
 
@@ -644,6 +672,48 @@ def test_a_launcher_that_knows_nothing_learns_that_all_are_in_main() -> None:
     for rank in range(3):
         assert core.handle(Inside(rank, 4, True), 0.0) == []
     assert core.deadline_s is None, "nobody has to leave"
+
+
+def test_a_launcher_learns_that_a_later_entry_than_was_kept_has_begun() -> None:
+    core = LauncherCore((0, 1), keeps=True)
+    core.take_over(4, 7)
+    core.handle(Inside(0, 6, True), 0.0)
+    assert core.entry == 6
+
+
+@pytest.mark.parametrize("begun", [(0, 1), (0,), ()], ids=str)
+def test_a_launcher_that_knows_nothing_calls_those_back_that_another_one_has_let_in(begun: tuple[int, ...]) -> None:
+    """Once all are heard of. A controller does it where it looks after all of them; who has trained is replaced."""
+    core = LauncherCore((0, 1, 2))
+    inside = [Inside(rank, 4, rank in begun, int(rank in begun)) for rank in (0, 1)]
+    told: list[Effect] = [] if len(begun) == 2 else [Abandon(0), Abandon(1)]
+    assert [effect for event in inside for effect in core.handle(event, 0.0)] == []
+    assert core.handle(Waiting(2), 0.0) == told
+    assert core.handle(inside[1], 0.0) == told, "its launcher has linked itself again"
+    assert (core.entry, core.deadline_s is None) == (5, False)
+    assert condemned(wait(core, 0, 1)) == [*begun]
+
+
+def test_a_failure_in_main_counts_for_processes_that_another_launcher_has_let_in() -> None:
+    core = LauncherCore((0, 1))
+    for rank in (0, 1):
+        core.handle(Inside(rank, 4, False, 0), 0.0)
+    for rank in (1, 0):
+        core.handle(Ended(rank, 1), 0.0)
+        effects = wait(core, 0, 1)
+    assert condemned(effects) == [1]
+
+
+def test_a_launcher_that_knows_nothing_goes_on_after_the_newest_entry_of_all() -> None:
+    core = LauncherCore((0, 1, 2))
+    events = [Waiting(rank, 7, entered=entry) for rank, entry in enumerate((2, 4, -1))]
+    assert [effect for event in events for effect in core.handle(event, 0.0)] == [Enter(5, step=7)]
+
+
+def test_new_processes_have_not_trained_though_what_was_kept_says_that_all_are_in_main() -> None:
+    core = LauncherCore((0, 1))
+    core.take_over(4, 0)
+    assert [one for rank in (0, 1) for one in core.handle(Waiting(rank), 1.0)] == [Enter(5)]
 
 
 def test_a_launcher_that_has_stopped_does_nothing() -> None:

@@ -303,6 +303,15 @@ def test_nobody_enters_what_could_not_be_kept_and_it_is_tried_again() -> None:
     assert core.handle(Kept(0), 3.0) == []
 
 
+def test_it_is_not_tried_again_while_a_rank_does_not_wait() -> None:
+    core = new_core(2)
+    for event in (Waiting(0), Waiting(1), Kept(0, "no space left")):
+        core.handle(event, 0.0)
+    assert core.handle(Ended(1, KILLED), 0.0) == [Start(1)]
+    assert core.handle(Tick(), KEEP_AGAIN_S) == []
+    assert core.handle(Waiting(1), 2.0) == [Keep(0, 0)]
+
+
 class Hasty(LauncherCore):
     """Lets ranks in before that is kept."""
 

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, Slot, StateName, Witness
+from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, Slot, StateName, Witness, tensors_of
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors import tensor_places
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
+from tests import golden
 
 
 def of(tensors: dict[str, torch.Tensor], **options: Any) -> Witness:
@@ -163,10 +165,12 @@ def test_the_first_and_the_last_element_are_looked_at_in_some_round(tensor: torc
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(2, device="meta"), torch.eye(2).to_sparse(),
+                                    torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
                                     torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)])  # fmt: skip
 def test_what_has_no_plain_memory_is_left_alone(tensor: torch.Tensor) -> None:
     witness = of({"odd": tensor, "plain": torch.ones(2)})
     assert moved(witness, witness.mark()) == []
+    assert [name.name for name, _ in witness.items()] == [*["odd"] * (not tensor.numel()), "plain"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -197,10 +201,16 @@ def test_tensors_that_were_made_under_inference_mode_are_told_by_their_words() -
 
 def test_writes_are_counted() -> None:
     tensors, witness = watched()
+    count(tensors["w1"])
     since = witness.mark()
     for _ in range(3):
         count(tensors["w1"])
     assert witness.writes(StateName("model", "w1"), since, witness.mark(since)) == 3
+
+
+def test_names_are_words() -> None:
+    kinds = StateName("model", "fc.weight"), StateName("buffer", "mean"), StateName("optim", "fc.weight", "exp_avg")
+    golden.says(map(str, kinds))
 
 
 def state(tables: dict[str, dict[str, torch.Tensor]]) -> dict[StateName, Slot]:
@@ -209,6 +219,22 @@ def state(tables: dict[str, dict[str, torch.Tensor]]) -> dict[StateName, Slot]:
         for name, table in tables.items()
         for key, tensor in table.items()
     }
+
+
+def test_all_that_a_checkpoint_holds_is_watched_where_it_stands() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2, affine=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state["count"] = 3  # type: ignore[index, assignment]
+    slots = dict(tensors_of(UnitView(model, optimizer), lambda: frozenset({"1.running_mean"})))
+    assert [*slots] == [
+        StateName("model", "0.weight"),
+        StateName("buffer", "1.running_var"),
+        StateName("buffer", "1.num_batches_tracked"),
+        StateName("optim", "0.weight", "momentum_buffer"),
+    ]
+    assert all(slot.table is not None and slot.table[slot.key] is slot.tensor for slot in slots.values())
 
 
 def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
@@ -223,16 +249,30 @@ def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
     assert witness.replaced() == [StateName("optim", "a", "m")], "an update has made what has come"
 
 
-def test_a_module_that_has_been_put_in_another_ones_place_is_remembered() -> None:
-    place, table = {"m": {"w": torch.ones(2)}}, {"m": torch.ones(2)}
-    witness = Witness(lambda: {StateName("model", "w"): Slot(place["m"]["w"], place["m"], "w"), **state({"a": table})})
+def test_in_whose_place_nothing_stands_is_named_unless_an_update_may_have_taken_it_out() -> None:
+    tables = {kind: {key: torch.ones(2) for key in keys} for kind, keys in (("model", "w"), ("buffer", "bc"))}
+    there = {
+        StateName(kind, key): Slot(one, table, key) for kind, table in tables.items() for key, one in table.items()
+    }
+    there |= state({"w": {"m": torch.ones(2)}}) | {StateName("optim", "w", "history.0"): Slot(torch.ones(2))}
+    witness = Witness(lambda: there)
     witness.look()
-    table["m"] = torch.ones(2)
+    assert witness.gone() == []
+    there.clear()
+    del tables["buffer"]["c"]  # the other one is only called otherwise
+    assert witness.gone() == [StateName("model", "w"), StateName("buffer", "c"), StateName("optim", "w", "m")]
+
+
+def test_a_module_that_has_been_put_in_another_ones_place_is_remembered() -> None:
+    place, tables = {"m": {"w": torch.ones(2)}}, {"a": {"m": torch.ones(2)}}
+    witness = Witness(lambda: {StateName("model", "w"): Slot(place["m"]["w"], place["m"], "w"), **state(tables)})
+    witness.look()
+    tables["a"] = {"m": torch.ones(2)}
     witness.look()
     place["m"]["w"] = torch.ones(2)
     witness.look()
     assert not witness.modules_change, "the same module has another tensor"
-    place["m"], table["m"] = {"w": torch.ones(2)}, torch.ones(2)
+    place["m"], tables["a"]["m"] = {"w": torch.ones(2)}, torch.ones(2)
     for _ in range(2):
         witness.look()
         assert witness.modules_change
@@ -288,13 +328,15 @@ def test_the_public_way_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     test_a_write_through_data_into_the_same_memory_is_seen_in_the_words()
 
 
-@pytest.mark.parametrize("other", ["inference", "sparse"])
+@pytest.mark.parametrize("other", ["inference", "sparse", "nested"])
 def test_one_that_is_swapped_with_a_tensor_without_storage_or_counter_is_seen(other: str) -> None:
     """What is read of such a tensor is a null pointer."""
     tensors, witness = watched()
     since = witness.mark()
     with torch.inference_mode(other == "inference"):
-        made = torch.ones(2) if other == "inference" else torch.ones(2).to_sparse()
+        made = torch.ones(2)
+        if other != "inference":
+            made = made.to_sparse() if other == "sparse" else torch.nested.nested_tensor([made])
     torch.utils.swap_tensors(tensors["w3"], made)
     assert moved(witness, since) == ["w3"]
 
