@@ -123,6 +123,10 @@ class Stay:
         """The training loop has come to its end."""
         self._tell(Over(OWN))
 
+    def tell_what_is_saved(self) -> None:
+        """For the last line of a launcher that ends: an exception of the script's own ends this process, too."""
+        self._tell(Waiting(OWN, self._newest_step(), self.record))
+
     def _tell(self, report: Report) -> None:
         with contextlib.suppress(OSError):  # the launcher has ended, which the thread that listens sees
             send(self._link, to_launcher(report))
@@ -154,6 +158,6 @@ class Stay:
         rank = os.environ.get("RANK", "?")
         follows = "it ends" if self.dismissed else "its process is replaced"
         sys.stderr.write(f"lastwords: rank {rank} has not left main() for {leave_s:g} s; {follows}\n")
-        if self.dismissed:
-            self._tell(Waiting(OWN, self.saved_step, self.record))  # what is saved is the launcher's last line
+        if self.dismissed:  # what is saved is the launcher's last line
+            self._tell(Waiting(OWN, self.saved_step, self.record))
         os._exit(self.exit_code)

@@ -277,6 +277,8 @@ class Worker:
             _call(main, stay)
         except BaseException as error:  # handed to the caller, unless it is only the news of a failure elsewhere
             if not stay.leaving and not self._is_echo(error, stay):
+                if self._dismissed:
+                    stay.tell_what_is_saved()
                 raise
             _let_go(error)
         else:
