@@ -25,7 +25,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from lastwords import descriptors
 from lastwords.controller.timeline import records
 from lastwords.errors import ConfigError, StorageError
-from lastwords.launcher.agent import HealingAgent
+from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.claim import claim
 from lastwords.launcher.host import Left
 from lastwords.launcher.recovery import last_sentence
@@ -164,7 +164,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     known = {one.name for one in dataclasses.fields(WorkerSpec)}
     more = {name: getattr(config, name) for name in (*optional, "duplicate_stderr_filters") if name in known}
     of_the_flag = getattr(config, "signals_to_handle", DEFAULT_SIGNALS)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled(of_the_flag))
+    os.environ[HANDLED] = ",".join(handled(of_the_flag))
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -189,6 +189,8 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     try:
         result = agent.run()
     except SignalException as error:  # only this host ends: the rendezvous would be closed for the others, too
+        if agent.left is None:
+            agent.pass_on(agent.stop)
         sys.stderr.write(f"lastwords run: ended by {error.sigval.name}; {end_text(agent.left)}\n")
         raise SystemExit(1) from None
     except BaseException:  # handed to the caller
