@@ -21,6 +21,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import ProcessFailure
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from lastwords import threads
 from lastwords.clock import wall_ns
@@ -33,6 +34,9 @@ from lastwords.processor.signals import UNHANDLED_STOPS
 _log = logging.getLogger(__name__)
 
 
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""torch's: names of the signals that end the launcher."""
+
 INVITATION = "lastwords/head"
 """Key in the store of torch's rendezvous."""
 
@@ -42,6 +46,9 @@ SOCKET_PATH_MAX = 80
 
 _ONCE = (signal.SIGTERM, *UNHANDLED_STOPS)
 """Once one of these ends the launcher, none of them cuts short the time that its ranks have; Ctrl-C does."""
+
+_ASKING = (signal.SIGTERM, signal.SIGINT, *UNHANDLED_STOPS)
+"""Ranks are sent the first of these that they do not ignore."""
 
 STOP_S = 5.0
 
@@ -58,6 +65,10 @@ class HealingAgent(LocalElasticAgent):
     def __init__(self, *args: Any, spares: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._spares_wanted = spares
+        asking = (one for one in _ASKING if signal.getsignal(one) is not signal.SIG_IGN)  # ranks ignore the same
+        self.stop = next(asking, signal.SIGTERM)
+        """What asks the ranks to end."""
+        self._ending = False
         self._round: _Round | None = None
         self._rounds = 0
         self.failure = ""
@@ -75,9 +86,20 @@ class HealingAgent(LocalElasticAgent):
         server.listen(worker_group.spec.local_world_size + self._spares_wanted)
         os.environ[LAUNCHER] = str(directory / "agent")
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        for name in os.environ[HANDLED].split(","):  # each of torch's handlers would raise in turn
+            number = getattr(signal, name.strip(), None)
+            if number is not None:
+                signal.signal(number, self._end_by)
         self._round = _Round(worker_group, self._pcontext, server, self._spares_wanted, self._rounds)
         self._rounds += 1
         return pids
+
+    def _end_by(self, number: int, frame: object) -> None:
+        """The first signal ends the launcher. Of those that come with it, or later, only Ctrl-C does anything."""
+        if self._ending and number != signal.SIGINT:
+            return
+        self._ending = True
+        raise SignalException(f"ended by {signal.Signals(number).name}", signal.Signals(number))
 
     def pass_on(self, number: int) -> None:
         """A signal for the ranks of this host, as of a handler."""
@@ -102,20 +124,16 @@ class HealingAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=self._round.failures(worker_group))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._end_round(signal.SIGTERM, self._shutdown_timeout)
+        self._end_round(self.stop, self._shutdown_timeout)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         """The launcher ends. Whatever has told it to, its ranks get SIGTERM, for which a closed terminal is no reason
         of its own; only Ctrl-C stays what it is, so that `finally` blocks run in a script that has not begun to train.
         """
-        handlers = {number: signal.getsignal(number) for number in _ONCE}
-        for number in _ONCE:  # a shell and the kernel both tell of a closed terminal
+        self._ending = True
+        for number in _ONCE:  # a shell and the kernel both tell of a closed terminal; for good, so until the last line
             signal.signal(number, signal.SIG_IGN)
-        try:
-            self._end_round(death_sig if death_sig == signal.SIGINT else signal.SIGTERM, *args, **kwargs)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        self._end_round(death_sig if death_sig == signal.SIGINT else self.stop, *args, **kwargs)
 
     def _end_round(self, *args: Any, **kwargs: Any) -> None:
         if self._round is not None:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
@@ -25,10 +24,11 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from lastwords import descriptors
 from lastwords.controller.timeline import records
 from lastwords.errors import ConfigError, StorageError
-from lastwords.launcher.agent import HealingAgent
+from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.claim import claim
 from lastwords.launcher.host import Left
 from lastwords.launcher.recovery import last_sentence
+from lastwords.processor.departure import say
 from lastwords.processor.signals import UNHANDLED_STOPS
 
 SPARE_BYTES = 200_000_000
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> None:
     try:
         _run(argv)
     except ChildFailedError as error:
-        sys.stderr.writelines(traceback.format_exception_only(error))  # and not where in the launcher it was raised
+        say("".join(traceback.format_exception_only(error)).rstrip("\n"))  # and not where in the launcher it was raised
         raise SystemExit(1) from None
 
 
@@ -164,7 +164,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     known = {one.name for one in dataclasses.fields(WorkerSpec)}
     more = {name: getattr(config, name) for name in (*optional, "duplicate_stderr_filters") if name in known}
     of_the_flag = getattr(config, "signals_to_handle", DEFAULT_SIGNALS)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled(of_the_flag))
+    os.environ[HANDLED] = ",".join(handled(of_the_flag))
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -189,7 +189,9 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     try:
         result = agent.run()
     except SignalException as error:  # only this host ends: the rendezvous would be closed for the others, too
-        sys.stderr.write(f"lastwords run: ended by {error.sigval.name}; {end_text(agent.left)}\n")
+        if agent.left is None:
+            agent.pass_on(agent.stop)
+        say(f"lastwords run: ended by {error.sigval.name}; {end_text(agent.left)}")
         raise SystemExit(1) from None
     except BaseException:  # handed to the caller
         handler.shutdown()
@@ -198,7 +200,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     if result.is_failed():
         last_line = f"lastwords run: {agent.failure}"
         if not result.failures:  # on this host
-            sys.stderr.write(f"{last_line}\n")
+            say(last_line)
             raise SystemExit(1)
         failed = ChildFailedError(name=command, failures=result.failures)
         failed.add_note(last_line)

@@ -82,8 +82,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How the ranks of a host have ended. codes: None of a process that has not. step: the newest that one of them
-    knows to be saved; 0 if none. record: where the incidents of the job are noted.
+    """How the ranks of a host have ended. codes: None of a process that has not. step: the newest that one of them has
+    said to be saved, at any time; 0 if none. record: where the incidents of the job are noted.
     """
 
     codes: Mapping[int, int | None]
@@ -135,6 +135,7 @@ class Host:
         self._restock_due_s: float | None = None
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
+        self._saved_step, self._record = 0, ""
         self._selector = selector
         self._report = report
         self._server = server
@@ -179,16 +180,13 @@ class Host:
 
     def left(self) -> Left:
         """How the ranks have ended that were there at the `end`. Once, when they have."""
-        heard: list[Event] = []
-        self._report = heard.append
+        self._report = lambda event: None  # nobody is replaced any more
         for link in self._links.values():
             while link.read():
                 pass
             link.close()
-        waiting = [one for one in heard if isinstance(one, Waiting)]
-        records = [one.record for one in waiting if one.record]
         codes = {rank: process.returncode for rank, process in self.processes.items()}
-        return Left(codes, max((one.step for one in waiting), default=0), Path(records[0]) if records else None)
+        return Left(codes, self._saved_step, Path(self._record) if self._record else None)
 
     def obey(self, effect: Effect) -> None:
         """An order of the head of the job."""
@@ -333,6 +331,9 @@ class Host:
             case _:
                 if isinstance(report, Updated):
                     self._restock_in(RESTOCK_AFTER_UPDATE_S)
+                if isinstance(report, Waiting):
+                    self._saved_step = max(self._saved_step, report.step)
+                    self._record = report.record or self._record
                 self._report(report)
 
     def _meet(self, who: _Who, link: Connection, hello: Hello) -> None:

@@ -179,8 +179,9 @@ def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[st
     found = _newest(lines, lambda one: one["outcome"] == SAVED and one["step"] == step and bool(one["path"]))
     where = f" in {found['path']}" if found else ""
     saved = f"{f'step {step}' if step else 'a checkpoint'} was saved{where}"
+    goes_on = f"{saved}; start the job again to go on from there"
     if EXIT_SAVED in codes.values():
-        return f"{saved}; start the job again to go on from there"
+        return goes_on
     if codes and not any(codes.values()):
         return "its ranks had come to their end"
     older = f"; before, {saved}" if step else ""
@@ -190,11 +191,11 @@ def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[st
             f"nothing is known to be saved: {ranks_text(killed)} had not ended in time and {verb} killed "
             f"(`lastwords latest PATH` prints the newest checkpoint){older}"
         )
-    if EXIT_NOT_SAVED not in codes.values():
-        return f"nothing was saved: no rank was in its training loop{older}"
     last = _newest(lines, lambda one: isinstance(one["reason"], str))
     why = f": {last['reason']}" if last and last["outcome"] == NOT_SAVED else ""
-    return f"nothing new was saved{why}{older}"
+    if EXIT_NOT_SAVED in codes.values() or why:
+        return f"nothing new was saved{why}{older}"
+    return goes_on if step else "nothing was saved: no rank was in its training loop"
 
 
 def _newest(lines: Sequence[str | bytes], wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:

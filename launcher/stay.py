@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import socket
-import sys
 import threading
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor import departure
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, wait_out
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, say, wait_out
 from lastwords.torch_private import forget_groups
 
 THREADS = 2 + departure.THREADS
@@ -123,6 +122,10 @@ class Stay:
         """The training loop has come to its end."""
         self._tell(Over(OWN))
 
+    def tell_what_is_saved(self) -> None:
+        """For the last line of a launcher that ends: an exception of the script's own ends this process, too."""
+        self._tell(Waiting(OWN, self._newest_step(), self.record))
+
     def _tell(self, report: Report) -> None:
         with contextlib.suppress(OSError):  # the launcher has ended, which the thread that listens sees
             send(self._link, to_launcher(report))
@@ -153,7 +156,7 @@ class Stay:
                 return
         rank = os.environ.get("RANK", "?")
         follows = "it ends" if self.dismissed else "its process is replaced"
-        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {leave_s:g} s; {follows}\n")
-        if self.dismissed:
-            self._tell(Waiting(OWN, self.saved_step, self.record))  # what is saved is the launcher's last line
+        say(f"lastwords: rank {rank} has not left main() for {leave_s:g} s; {follows}")
+        if self.dismissed:  # what is saved is the launcher's last line
+            self._tell(Waiting(OWN, self.saved_step, self.record))
         os._exit(self.exit_code)

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
 from lastwords.errors import ConfigError
+from lastwords.launcher import agent as agent_module
 from lastwords.launcher import command
-from lastwords.launcher.agent import ABANDONED_S, HealingAgent, remove_abandoned
+from lastwords.launcher.agent import ABANDONED_S, HANDLED, HealingAgent, remove_abandoned
+from lastwords.launcher.host import Left
+from lastwords.optim_wrapper.launch.config import LAUNCHER
+from lastwords.processor.signals import UNHANDLED_STOPS
 from tests import golden
 
 GIB = 1 << 30
@@ -70,26 +78,121 @@ class Shutdown:
         self.sent: list[int] = []
         self.meanwhile: list[object] = []
 
-    def __call__(self, agent: object, death_sig: int, **_: object) -> None:
+    def __call__(self, agent: object, death_sig: int, *_: object, **__: object) -> None:
         self.sent.append(death_sig)
         self.meanwhile.append([signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)])
 
 
-def test_ranks_get_sigterm_whatever_has_ended_the_launcher_and_nothing_but_ctrl_c_cuts_it_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torchs = Shutdown()
-    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *arguments, **more: torchs(*arguments, **more))
-    agent = HealingAgent.__new__(HealingAgent)
-    agent._round = None
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those that were there are there again after the test."""
     before = {number: signal.getsignal(number) for number in signal.Signals}
+    yield
+    for number, handler in before.items():
+        if handler is not signal.getsignal(number):
+            signal.signal(number, handler)
+
+
+class Agent(HealingAgent):
+    """Without a job: nothing is started, and all that happens is that signals come while it looks after its ranks."""
+
+    def __init__(self, comes: tuple[signal.Signals, ...] = ()) -> None:
+        spec = SimpleNamespace(max_restarts=0, role="", local_world_size=1, rdzv_handler=None)
+        super().__init__(spec, None)  # type: ignore[arg-type]
+        self._comes = comes
+
+    def _invoke_run(self, role: str = "") -> RunResult:
+        self._start_workers(SimpleNamespace(spec=SimpleNamespace(local_world_size=1)))  # type: ignore[arg-type]
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._comes)
+        for number in self._comes:
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._comes)  # as a launcher that was stopped gets all at once
+        raise AssertionError("nothing has come")
+
+
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch, short_path: Path, handlers: None) -> Shutdown:
+    def start(agent: object, group: object) -> dict[int, int]:
+        for name in os.environ[HANDLED].split(","):
+            signal.signal(signal.Signals[name], _terminate_process_handler)
+        return {}
+
+    shutdown = Shutdown()
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *arguments, **more: shutdown(*arguments, **more))
+    host = SimpleNamespace(left=lambda: Left({0: 75}, 31, None))
+    monkeypatch.setattr(agent_module, "_Round", lambda *_: SimpleNamespace(host=host, end=lambda: None))
+    monkeypatch.setattr(agent_module.tempfile, "mkdtemp", lambda **_: str(short_path))
+    monkeypatch.setattr(agent_module, "remove_abandoned", lambda parent: None)
+    monkeypatch.setenv(HANDLED, "SIGTERM,SIGHUP,SIGUSR2,SIGXCPU")
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    return shutdown
+
+
+def test_ranks_get_sigterm_whatever_has_ended_the_launcher_and_nothing_but_ctrl_c_cuts_it_short(
+    torchs: Shutdown,
+) -> None:
+    agent = Agent()
+    interrupt = signal.getsignal(signal.SIGINT)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
         agent._shutdown(number, timeout=30)
     assert torchs.sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
-    assert torchs.meanwhile == [[signal.SIG_IGN, signal.SIG_IGN, before[signal.SIGINT]]] * 4
-    assert {number: signal.getsignal(number) for number in signal.Signals} == before
+    assert torchs.meanwhile == [[signal.SIG_IGN, signal.SIG_IGN, interrupt]] * 4
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "the last line is the last one"
     golden.says(command.end_text(agent.left))
     golden.says(command.end_text(None))
+
+
+def test_of_many_signals_at_once_one_ends_the_launcher_and_its_ranks_are_told(torchs: Shutdown) -> None:
+    """Each that raised would cut short what the one before it has begun."""
+    agent = Agent((signal.SIGHUP, signal.SIGTERM, signal.SIGXCPU, signal.SIGUSR2))
+    with pytest.raises(SignalException) as ended:
+        agent.run()
+    assert ended.value.sigval == signal.SIGHUP
+    assert torchs.sent == [signal.SIGTERM]
+    assert agent.left == Left({0: 75}, 31, None)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "sent"),
+    [
+        ([signal.SIGTERM], signal.SIGINT),
+        ([signal.SIGTERM, signal.SIGINT], signal.SIGHUP),
+        ([signal.SIGTERM, signal.SIGINT, *UNHANDLED_STOPS], signal.SIGTERM),
+    ],
+    ids=["SIGTERM", "SIGINT as well", "all"],
+)
+def test_ranks_that_ignore_sigterm_are_told_by_another_signal(
+    torchs: Shutdown, ignored: list[signal.Signals], sent: int
+) -> None:
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    agent = Agent()
+    agent._shutdown(signal.SIGHUP, timeout=30)
+    agent._stop_workers(SimpleNamespace())  # type: ignore[arg-type]
+    assert torchs.sent == [sent, sent]
+
+
+@pytest.mark.usefixtures("torchs")
+def test_ranks_that_the_launcher_could_not_wait_for_are_told_before_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[tuple[int, str]] = []
+
+    class Interrupted(Agent):
+        def run(self, role: str = "") -> RunResult:
+            raise SignalException("", signal.SIGINT)
+
+        def pass_on(self, number: int) -> None:
+            told.append((number, capfd.readouterr().err))
+
+    monkeypatch.setattr(command, "HealingAgent", lambda **_: Interrupted())
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(SystemExit):
+        command.run(["--standalone", str(script)])
+    assert told == [(signal.SIGTERM, "")]
+    golden.says(capfd.readouterr().err)
 
 
 def test_memory_is_what_the_kernel_says() -> None:

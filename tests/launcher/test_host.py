@@ -467,6 +467,16 @@ def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(
     assert events == [], "nobody is replaced any more"
 
 
+def test_what_a_rank_has_saved_before_its_launcher_ends_is_not_forgotten(host: Host, told: Told) -> None:
+    """All have entered `main` again, and none trains yet; a process that is new knows of nothing."""
+    told.say(told.link, Waiting(0, 13, "/ckpt/logs/incidents.jsonl"))
+    told.say(told.link, Waiting(0))
+    host.end()
+    host.processes[0].terminate()
+    host.processes[0].wait()
+    assert host.left() == Left({0: -signal.SIGTERM}, 13, Path("/ckpt/logs/incidents.jsonl"))
+
+
 def test_a_mistake_of_the_launchers_own_is_not_taken_for_a_workers(
     host: Host, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,7 +90,8 @@ def play(server: socket.socket, answers: list[bytes]) -> tuple[threading.Thread,
                     if message["kind"] == "Waiting":
                         if not left:
                             return
-                        link.sendall(left.pop(0))
+                        if answer := left.pop(0):  # to an end that has closed not even nothing can be sent
+                            link.sendall(answer)
 
     thread = threading.Thread(target=talk, daemon=True)
     thread.start()
@@ -227,6 +228,31 @@ def test_where_an_incident_saves_nothing_what_periodic_checkpoints_have_saved_is
     run(main)
     thread.join(10)
     assert saved_steps(heard) == [0, known]
+
+
+@pytest.mark.parametrize(("told", "known"), [(line(Dismissed()), [0, 5]), (b"", [0])], ids=["ends", "stays"])
+def test_a_launcher_that_ends_hears_what_is_saved_from_a_rank_whose_own_exception_ends_it(
+    launcher: socket.socket, told: bytes, known: list[int]
+) -> None:
+    thread, heard = play(launcher, [told + ENTER, b""])
+
+    def main() -> None:
+        leaver = reentry.leaver()
+        assert leaver is not None
+        leaver.started(Unheld())
+        raise KeyError(7)
+
+    with pytest.raises(KeyError):
+        worker.run(main)
+    assert said_at_the_end(thread, heard) == [("KeyError: 7", False)]
+    assert saved_steps(heard) == known
+
+
+class Unheld(Unenclosed):
+    """The same, and its user hears of the exception."""
+
+    def hold(self, error: BaseException) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
