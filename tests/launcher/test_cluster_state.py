@@ -196,7 +196,7 @@ def begin(path: Path, content: str) -> KeptCluster:
     (directory_of(path) / "state.json").write_text(content, encoding="utf-8", errors="surrogatepass")
     state = ClusterState(cluster(path))
     with state.held() as kept, selectors.DefaultSelector() as selector, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "_listen", lambda cluster: [])
+        patch.setattr(scheduler, "listen", lambda *_: [])
         one = scheduler.Scheduler(cluster(path), state, kept, selector)
         for rank in range(kept.workers):
             if one._head.core.place(rank) is not Place.STARTING:
