@@ -101,6 +101,11 @@ class ClusterState:
                     f"another scheduler runs with MS_RECOVERY_PATH={self._cluster.path}: end it first, or give this "
                     "cluster a path of its own"
                 )
+            if self._has_others_token:  # its scheduler is down
+                raise BusyError(
+                    f"MS_RECOVERY_PATH={self._cluster.path} was removed, and is another cluster's by now: give each "
+                    "cluster a path of its own"
+                )
             self._lock_inode = self._lock.stat().st_ino
             self._locks.push(lock.pop_all())
 
@@ -117,10 +122,18 @@ class ClusterState:
         except OSError:
             return self._lock_inode is not None
 
+    @property
+    def _has_others_token(self) -> bool:
+        """StorageError."""
+        try:
+            return self._token != "" and self._token != read_token(self._cluster.path)
+        except (UnavailableError, FormatError):
+            return False
+
     def write(self, kept: KeptCluster) -> None:
         """Durable on return; so is the token, and the directory held, where somebody has removed them.
 
-        StorageError, BusyError if another scheduler has the directory by now.
+        StorageError, BusyError if another scheduler has the directory by now, or has had it since.
         """
         if is_removed := self.is_removed:
             self._restore()
@@ -148,7 +161,17 @@ class ClusterState:
         return self._token
 
     def remove(self) -> None:
-        """The cluster has come to its end; the next one with this path is another one. StorageError."""
+        """The cluster has come to its end; the next one with this path is another one. StorageError.
+
+        One that has taken the path already, since somebody had removed it, keeps what it has.
+        """
+        if self._has_lost_lock:
+            if not self._directory.exists():
+                return
+            try:
+                self._hold()
+            except BusyError:
+                return
         try:
             for path in (self._state, token_path(self._cluster.path)):
                 path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -24,7 +25,7 @@ from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError
 from lastwords.launcher import head, membership
 from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
-from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
+from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, read_token
 from lastwords.launcher.environment import SCHEDULER, Cluster
 from lastwords.launcher.events import Ended, Event, Over, Stop, Waiting
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
@@ -379,6 +380,42 @@ def test_a_path_that_another_scheduler_has_taken_meanwhile_is_left_to_it(
     shutil.rmtree(rig.cluster.path)
     looks(rig)
     assert rig.state.token() == token
+
+
+@pytest.mark.parametrize("down", [True, False], ids=["is down", "runs"])
+def test_what_another_cluster_keeps_that_has_taken_the_path_stays_its_own(
+    rig: Rig, caplog: pytest.LogCaptureFixture, down: bool
+) -> None:
+    """Somebody had removed it under this one."""
+    rig.apply("1")
+    shutil.rmtree(rig.cluster.path)
+    other = ClusterState(dataclasses.replace(rig.cluster, port=1))
+    with contextlib.ExitStack() as runs:
+        kept = runs.enter_context(other.held())
+        others = other.token()
+        other.write(kept)
+        if down:
+            runs.close()
+        caplog.clear()
+        looks(rig)
+        rig.state.remove()
+        assert (read_token(rig.cluster.path), other._read()) == (others, kept)
+    golden.says(caplog.messages)
+    with other.held() as again:
+        assert again == kept, "its own next scheduler can have it"
+
+
+@pytest.mark.parametrize("left", ["nothing", "all but the lock"])
+def test_a_path_that_was_removed_when_the_cluster_ends_has_nothing_of_it(rig: Rig, left: str) -> None:
+    rig.apply("1")
+    directory = rig.cluster.path / "cluster"
+    if left == "nothing":
+        shutil.rmtree(rig.cluster.path)
+    else:
+        (directory / "state.lock").unlink()
+    rig.state.remove()
+    assert directory.exists() is (left != "nothing")
+    assert {one.name for one in directory.glob("*")} <= {"state.lock"}
 
 
 def test_a_port_that_is_taken(rig: Rig, tmp_path: Path) -> None:
