@@ -28,12 +28,15 @@ from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.system import REAL_OS, read_whole, storage_errors
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.environment import Cluster, is_name
-from lastwords.launcher.registry import Member
+from lastwords.launcher.registry import Member, Process
 
 _log = logging.getLogger(__name__)
 
 VERSION = 1
 TOKEN_CHARS = 32
+ENTRIES_MAX = 1 << 53
+"""Into `main`: more than any cluster has, and with room for the next ones."""
+
 STATE_BYTES_MAX = 64 << 20
 """Some 200 bytes a worker: more than any cluster has."""
 
@@ -49,7 +52,7 @@ class KeptCluster:
     address: str
     workers: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
     job: str
-    generation: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=ENTRIES_MAX)]
     step: Number
     members: Mapping[str, Member]
 
@@ -216,11 +219,12 @@ class ClusterState:
 
 
 def _check_members(kept: KeptCluster) -> None:
-    """Each name has a rank of its own, and once `main` was entered each rank has a name. FormatError.
+    """Each name has a rank and a process of its own, and once `main` was entered each rank has a name. FormatError.
 
     The types of registry.py say nothing of ranges, since it is pure.
     """
     names: dict[int, str] = {}
+    processes: dict[Process, str] = {}
     for name, one in kept.members.items():
         if not is_name(name):
             raise FormatError(f"{name!r:.80} is no name of a worker")
@@ -229,6 +233,10 @@ def _check_members(kept: KeptCluster) -> None:
         pid, ticks = one.process.pid, one.process.start_ticks
         if not (0 < pid <= INTEGER_MAX and 0 <= ticks <= INTEGER_MAX):
             raise FormatError(f"{name!r} is process {pid} of {ticks} ticks, which is none")
+        if not is_name(one.process.host):
+            raise FormatError(f"{name!r} runs on host {one.process.host!r:.80}, which is none")
+        if (other := processes.setdefault(one.process, name)) != name:
+            raise FormatError(f"{other!r} and {name!r} are both process {pid}")
         if one.rank in names:
             raise FormatError(f"{names[one.rank]!r} and {name!r} are both rank {one.rank}")
         names[one.rank] = name
