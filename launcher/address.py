@@ -10,16 +10,29 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import os
 import socket
 from typing import Any
 
 from lastwords.errors import ConfigError
+from lastwords.launcher.environment import Cluster
 from lastwords.launcher.link import listening
 
 _log = logging.getLogger(__name__)
 
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """What the kernel says of an address that it does not have, or of a kind that is switched off."""
+
+
+def listen(cluster: Cluster, backlog: int) -> list[socket.socket]:
+    """Where its scheduler is reached. ConfigError."""
+    try:
+        return servers(cluster.host, cluster.port, backlog)
+    except OSError as error:
+        raise ConfigError(
+            f"the scheduler cannot listen at {cluster.address}: {os.strerror(error.errno or 0)}; choose another "
+            "MS_SCHED_PORT for all processes of the cluster, or end what uses it"
+        ) from error
 
 
 def servers(host: str, port: int, backlog: int) -> list[socket.socket]:

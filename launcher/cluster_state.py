@@ -28,12 +28,15 @@ from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.system import REAL_OS, read_whole, storage_errors
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.environment import Cluster, is_name
-from lastwords.launcher.registry import Member
+from lastwords.launcher.registry import Member, Process
 
 _log = logging.getLogger(__name__)
 
 VERSION = 1
 TOKEN_CHARS = 32
+ENTRIES_MAX = 1 << 53
+"""Into `main`: more than any cluster has, and with room for the next ones."""
+
 STATE_BYTES_MAX = 64 << 20
 """Some 200 bytes a worker: more than any cluster has."""
 
@@ -49,7 +52,7 @@ class KeptCluster:
     address: str
     workers: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
     job: str
-    generation: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=ENTRIES_MAX)]
     step: Number
     members: Mapping[str, Member]
 
@@ -101,6 +104,11 @@ class ClusterState:
                     f"another scheduler runs with MS_RECOVERY_PATH={self._cluster.path}: end it first, or give this "
                     "cluster a path of its own"
                 )
+            if self._has_others_token:  # its scheduler is down
+                raise BusyError(
+                    f"MS_RECOVERY_PATH={self._cluster.path} was removed, and is another cluster's by now: give each "
+                    "cluster a path of its own"
+                )
             self._lock_inode = self._lock.stat().st_ino
             self._locks.push(lock.pop_all())
 
@@ -117,10 +125,18 @@ class ClusterState:
         except OSError:
             return self._lock_inode is not None
 
+    @property
+    def _has_others_token(self) -> bool:
+        """StorageError."""
+        try:
+            return self._token != "" and self._token != read_token(self._cluster.path)
+        except (UnavailableError, FormatError):
+            return False
+
     def write(self, kept: KeptCluster) -> None:
         """Durable on return; so is the token, and the directory held, where somebody has removed them.
 
-        StorageError, BusyError if another scheduler has the directory by now.
+        StorageError, BusyError if another scheduler has the directory by now, or has had it since.
         """
         if is_removed := self.is_removed:
             self._restore()
@@ -148,7 +164,17 @@ class ClusterState:
         return self._token
 
     def remove(self) -> None:
-        """The cluster has come to its end; the next one with this path is another one. StorageError."""
+        """The cluster has come to its end; the next one with this path is another one. StorageError.
+
+        One that has taken the path already, since somebody had removed it, keeps what it has.
+        """
+        if self._has_lost_lock:
+            if not self._directory.exists():
+                return
+            try:
+                self._hold()
+            except BusyError:
+                return
         try:
             for path in (self._state, token_path(self._cluster.path)):
                 path.unlink(missing_ok=True)
@@ -193,11 +219,12 @@ class ClusterState:
 
 
 def _check_members(kept: KeptCluster) -> None:
-    """Each name has a rank of its own, and once `main` was entered each rank has a name. FormatError.
+    """Each name has a rank and a process of its own, and once `main` was entered each rank has a name. FormatError.
 
     The types of registry.py say nothing of ranges, since it is pure.
     """
     names: dict[int, str] = {}
+    processes: dict[Process, str] = {}
     for name, one in kept.members.items():
         if not is_name(name):
             raise FormatError(f"{name!r:.80} is no name of a worker")
@@ -206,6 +233,10 @@ def _check_members(kept: KeptCluster) -> None:
         pid, ticks = one.process.pid, one.process.start_ticks
         if not (0 < pid <= INTEGER_MAX and 0 <= ticks <= INTEGER_MAX):
             raise FormatError(f"{name!r} is process {pid} of {ticks} ticks, which is none")
+        if not is_name(one.process.host):
+            raise FormatError(f"{name!r} runs on host {one.process.host!r:.80}, which is none")
+        if (other := processes.setdefault(one.process, name)) != name:
+            raise FormatError(f"{other!r} and {name!r} are both process {pid}")
         if one.rank in names:
             raise FormatError(f"{names[one.rank]!r} and {name!r} are both rank {one.rank}")
         names[one.rank] = name

@@ -129,6 +129,10 @@ class Membership:
                 f"lastwords: the scheduler at {self._cluster.address} could not be told that rank "
                 f"{os.environ.get('RANK')} is done; one that is started later waits for this rank: start the rank "
                 f"again, or remove {directory_of(self._cluster.path)}"
+            sys.stderr.write(
+                f"lastwords: the scheduler at {self._cluster.address} has not confirmed that rank "
+                f"{os.environ.get('RANK')} is done; one that is started in its place waits for this rank: start the "
+                f"rank again, or remove {directory_of(self._cluster.path)}\n"
             )
 
     def farewell(self) -> None:
@@ -271,6 +275,8 @@ class Membership:
 
     def _what_follows(self) -> str:
         """Of having no scheduler, said once."""
+        if self._stand.is_done:
+            return f"it has come to the end of main(), and waits for {FAREWELL_S:g} s at most until that is known there"
         if self._stand.inside is not None:
             return "training continues"
         self._notice_s *= 3

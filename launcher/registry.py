@@ -75,8 +75,8 @@ class Registry:
     ) -> Admitted | Refused:
         """A process wants to be a worker.
 
-        name: "" for any. runs: whether a process does; None where nobody knows. rank: what it is already, by the word
-        of a scheduler that has left nothing.
+        name: "" for any. runs: whether a process does; None where nobody knows. It may find out that its member is
+        done. rank: what it is already, by the word of a scheduler that has left nothing.
         """
         if workers != self.workers:
             return Refused(f"it was started for {workers} workers, and the cluster has {self.workers} (MS_WORKER_NUM)")
@@ -141,10 +141,10 @@ class Registry:
         """By whom; None if its process is dead, or has been silent for so long."""
         if member.over:
             return None
-        if member.done:
-            return "a worker that has come to its end"
         process = member.process
-        running = runs(process)
+        running = None if member.done else runs(process)
+        if member.done:  # by now: `runs` hears what it has said last
+            return "a worker that has come to its end"
         if running is False:
             return None
         who = f"process {process.pid}"

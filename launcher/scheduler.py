@@ -23,8 +23,8 @@ from typing import Any
 
 from lastwords import descriptors
 from lastwords.clock import OwnTime, mono_s
-from lastwords.errors import BusyError, ConfigError, StorageError
-from lastwords.launcher.address import servers
+from lastwords.errors import BusyError, StorageError
+from lastwords.launcher.address import listen
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
@@ -45,14 +45,7 @@ from lastwords.launcher.events import (
     Stopped,
 )
 from lastwords.launcher.head import Head
-from lastwords.launcher.link import (
-    STRANGER_LINE_BYTES_MAX,
-    Complaints,
-    Connection,
-    Inbox,
-    Lines,
-    Reception,
-)
+from lastwords.launcher.link import STRANGER_LINE_BYTES_MAX, Complaints, Connection, Inbox, Lines, Reception
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
@@ -172,7 +165,7 @@ class Scheduler:
         self._head = Head(cluster.workers, 0, cluster.host, start_s=None, keeps=True)
         self._head.has_host(range(cluster.workers), self._obey)
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._servers = _listen(cluster)
+        self._servers = listen(cluster, BACKLOG)
         for server in self._servers:
             selector.register(server, selectors.EVENT_READ, functools.partial(self._accept, Reception(server)))
         alone = "" if cluster.recovery else "; MS_ENABLE_RECOVERY is not 1, so the first death ends the job"
@@ -268,7 +261,7 @@ class Scheduler:
         if who.job and self._kept.generation < 0 and not self._registry.members:
             self._kept = dataclasses.replace(self._kept, job=who.job)  # what the scheduler before has kept is lost
         process = Process(who.host, who.pid, who.start_ticks)
-        return self._registry.apply(who.name, process, who.workers, self._now_s, self._runs, who.rank)
+        return self._registry.apply(who.name, process, who.workers, self._now_s, self._runs_still, who.rank)
 
     def _admit(self, link: _Link, verdict: Admitted) -> None:
         if verdict.anew:
@@ -307,7 +300,7 @@ class Scheduler:
             self._state_looked_s = now_s
             if self._state.is_removed:
                 self._keep()
-        for rank in self._registry.ended(now_s, self._runs):
+        for rank in self._registry.ended(now_s, self._runs_still):
             if self._head.core.place(rank) is not Place.STARTING:
                 self._report_end(rank)
         if now_s - self._told_s >= NOTICE_S:
@@ -321,6 +314,15 @@ class Scheduler:
         if process.host != self._host:
             return None
         return process_id.runs(process.pid, process.start_ticks)
+
+    def _runs_still(self, process: Process) -> bool | None:
+        """Of a member. One that has ended is heard out first: its last words may have come after this turn's."""
+        running = self._runs(process)
+        if running is False:
+            rank = next(one.rank for one in self._registry.members.values() if one.process == process)
+            while rank in self._links and self._links[rank].connection.read():
+                pass
+        return running
 
     def _member(self, rank: int) -> Member:
         return next(one for one in self._registry.members.values() if one.rank == rank)
@@ -461,13 +463,3 @@ class _Link:
             self.connection.close()  # nobody waits for an answer
         else:
             self._scheduler.apply(self, *what)
-
-
-def _listen(cluster: Cluster) -> list[socket.socket]:
-    try:
-        return servers(cluster.host, cluster.port, BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"the scheduler cannot listen at {cluster.address}: {os.strerror(error.errno or 0)}; choose another "
-            "MS_SCHED_PORT for all processes of the cluster, or end what uses it"
-        ) from error

@@ -179,6 +179,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a rank without a name": lambda members: members.pop("x"),
     "a name that is none": lambda members: members.update({"": members.pop("x")}),
     "no process": lambda members: members["x"]["process"].update(pid=0),
+    "two names for one process": lambda members: members["x"].update(process=members["3"]["process"]),
+    "no host": lambda members: members["x"]["process"].update(host=""),
+    "a host of two lines": lambda members: members["x"]["process"].update(host="a\nb"),
 }
 
 
@@ -190,13 +193,18 @@ def test_names_and_ranks_that_do_not_fit_are_damage(tmp_path: Path, wrong: str) 
         begin(tmp_path, json.dumps(kept))
 
 
+def test_a_number_of_the_entry_that_leaves_none_for_the_next_one_is_damage(tmp_path: Path) -> None:
+    with golden.raises(FormatError):
+        begin(tmp_path, msgspec.json.encode(dataclasses.replace(NEWER, generation=2**63 - 1)).decode())
+
+
 def begin(path: Path, content: str) -> KeptCluster:
     """What a scheduler that finds this content begins with; all ranks end at once, and it keeps that."""
     directory_of(path).mkdir(exist_ok=True)
     (directory_of(path) / "state.json").write_text(content, encoding="utf-8", errors="surrogatepass")
     state = ClusterState(cluster(path))
     with state.held() as kept, selectors.DefaultSelector() as selector, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "_listen", lambda cluster: [])
+        patch.setattr(scheduler, "listen", lambda *_: [])
         one = scheduler.Scheduler(cluster(path), state, kept, selector)
         for rank in range(kept.workers):
             if one._head.core.place(rank) is not Place.STARTING:

@@ -30,6 +30,7 @@ from lastwords.launcher.protocol import (
     Challenge,
     ControllerAnswer,
     ControllerWanted,
+    Done,
     Entry,
     Order,
     Raised,
@@ -326,6 +327,23 @@ def test_a_worker_that_trains_says_once_that_its_scheduler_is_silent_and_trains_
     near.beats()
     near.passes(membership.SILENT_S - 1)
     golden.says(caplog.messages)
+
+
+def test_a_worker_that_has_come_to_its_end_does_not_say_that_it_trains(
+    near: Near, caplog: pytest.LogCaptureFixture
+) -> None:
+    near.enters()
+    send(near.worker.launcher, to_launcher(Done()))
+    near.passes(2 * membership.SILENT_S)
+    golden.says(caplog.messages)
+
+
+def test_a_worker_whose_end_is_not_confirmed_says_so_and_ends(
+    near: Near, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(membership, "FAREWELL_S", 0.0)
+    near.worker.done()
+    golden.says(capfd.readouterr().err)
 
 
 def test_a_worker_that_waits_for_a_silent_scheduler_says_so_and_ends_after_the_limit(

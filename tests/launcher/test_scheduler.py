@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -24,13 +25,14 @@ from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError
 from lastwords.launcher import head, membership
 from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
-from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster
+from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, read_token
 from lastwords.launcher.environment import SCHEDULER, Cluster
-from lastwords.launcher.events import Ended, Event, Stop, Waiting
+from lastwords.launcher.events import Ended, Event, Over, Stop, Waiting
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
+    Applicant,
     Application,
     Beat,
     Dismissed,
@@ -41,7 +43,7 @@ from lastwords.launcher.protocol import (
     to_message,
 )
 from lastwords.launcher.recovery import UNKNOWN_CODE
-from lastwords.launcher.registry import SILENCE_S, Member, Process
+from lastwords.launcher.registry import SILENCE_S, Member, Process, Refused
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
 from lastwords.launcher.scheduler import BEAT_S, Scheduler, schedule
 from lastwords.launcher.versions import Sources
@@ -380,6 +382,42 @@ def test_a_path_that_another_scheduler_has_taken_meanwhile_is_left_to_it(
     assert rig.state.token() == token
 
 
+@pytest.mark.parametrize("down", [True, False], ids=["is down", "runs"])
+def test_what_another_cluster_keeps_that_has_taken_the_path_stays_its_own(
+    rig: Rig, caplog: pytest.LogCaptureFixture, down: bool
+) -> None:
+    """Somebody had removed it under this one."""
+    rig.apply("1")
+    shutil.rmtree(rig.cluster.path)
+    other = ClusterState(dataclasses.replace(rig.cluster, port=1))
+    with contextlib.ExitStack() as runs:
+        kept = runs.enter_context(other.held())
+        others = other.token()
+        other.write(kept)
+        if down:
+            runs.close()
+        caplog.clear()
+        looks(rig)
+        rig.state.remove()
+        assert (read_token(rig.cluster.path), other._read()) == (others, kept)
+    golden.says(caplog.messages)
+    with other.held() as again:
+        assert again == kept, "its own next scheduler can have it"
+
+
+@pytest.mark.parametrize("left", ["nothing", "all but the lock"])
+def test_a_path_that_was_removed_when_the_cluster_ends_has_nothing_of_it(rig: Rig, left: str) -> None:
+    rig.apply("1")
+    directory = rig.cluster.path / "cluster"
+    if left == "nothing":
+        shutil.rmtree(rig.cluster.path)
+    else:
+        (directory / "state.lock").unlink()
+    rig.state.remove()
+    assert directory.exists() is (left != "nothing")
+    assert {one.name for one in directory.glob("*")} <= {"state.lock"}
+
+
 def test_a_port_that_is_taken(rig: Rig, tmp_path: Path) -> None:
     other = dataclasses.replace(rig.cluster, path=tmp_path / "other")
     state = ClusterState(other)
@@ -563,6 +601,56 @@ def test_a_worker_that_was_done_is_admitted_again_where_all_enter_main_once_more
     kept = json.loads((rig.cluster.path / "cluster" / "state.json").read_text())
     assert not kept["members"]["1"]["done"], "the next scheduler has to know it as well"
     assert rig.apply("1")[0]["rank"] == 1
+
+
+def train(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
+    """Both ranks, in two processes that end at once; no turn has been taken since."""
+    monkeypatch.setattr(process_id, "runs", lambda *_: True)
+    links = []
+    for rank in range(2):
+        link, lines, nonce = rig.connect()
+        rig.send(link, nonce, rig.application(str(rank), pid=os.getpid() + rank))
+        rig.answers(link, lines)
+        links.append(link)
+    rig.scheduler._head.take_over(3, 7)
+    monkeypatch.setattr(process_id, "runs", lambda *_: False)
+    return links
+
+
+def test_workers_that_have_ended_while_the_scheduler_was_stopped_are_heard_out(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The select that it was stopped in has seen nothing of what they have said since."""
+    for rank, link in enumerate(train(rig, monkeypatch)):
+        for said in (Over(rank), Done()):
+            send(link, to_launcher(said))
+        link.close()
+    looks(rig)
+    rig.scheduler._turn(0.0)
+    assert rig.scheduler._result == Stop(None)
+
+
+def test_what_a_process_has_raised_in_the_moment_of_a_look_is_the_reason_of_its_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = train(rig, monkeypatch)
+    heard = list[Event]()
+    monkeypatch.setattr(rig.scheduler._head, "hear", heard.append)
+    send(links[1], to_launcher(Raised("ImportError: x", lasting=True)))
+    looks(rig)
+    assert heard == [Ended(0, UNKNOWN_CODE), Ended(1, UNKNOWN_CODE, raised="ImportError: x", lasting=True)]
+
+
+def test_a_name_whose_process_has_just_said_that_it_is_done_does_not_change_hands(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = train(rig, monkeypatch)
+    send(links[1], to_launcher(Done()))
+    another = Applicant("1", rig.scheduler._host, 7, 1, 2, None, "")
+    first, then = rig.scheduler._verdict(another), rig.scheduler._verdict(another)
+    assert isinstance(first, Refused)
+    assert isinstance(then, Refused)
+    assert (first.later, then.done) == (True, True)
 
 
 def test_what_a_process_has_raised_that_never_waited_is_not_the_reason_of_the_next_ones_end(
