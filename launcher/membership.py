@@ -126,13 +126,9 @@ class Membership:
             send(self.launcher, to_launcher(Done()))
         if not self._told.wait(FAREWELL_S):
             say(
-                f"lastwords: the scheduler at {self._cluster.address} could not be told that rank "
-                f"{os.environ.get('RANK')} is done; one that is started later waits for this rank: start the rank "
-                f"again, or remove {directory_of(self._cluster.path)}"
-            sys.stderr.write(
                 f"lastwords: the scheduler at {self._cluster.address} has not confirmed that rank "
                 f"{os.environ.get('RANK')} is done; one that is started in its place waits for this rank: start the "
-                f"rank again, or remove {directory_of(self._cluster.path)}\n"
+                f"rank again, or remove {directory_of(self._cluster.path)}"
             )
 
     def farewell(self) -> None:

@@ -185,14 +185,6 @@ def test_tests_that_say_nothing_are_refused(tmp_path: Path, test: str) -> None:
 
 
 @pytest.mark.process
-def test_a_mutant_that_cannot_be_imported_is_killed(tmp_path: Path) -> None:
-    toy = "N = 1\nif N != 1:\n    raise ValueError(N)\n"
-    done = judged(tmp_path, toy, "import toy\n\n\ndef test_it():\n    assert toy.N == 1\n")
-    assert done.returncode == 0, done.stderr
-    assert "N = 2|killed|test_toy.py" in done.stdout.splitlines()
-
-
-@pytest.mark.process
 def test_tests_that_are_red_once_they_have_run_are_refused(tmp_path: Path) -> None:
     """All mutants would be killed by what is left behind."""
     root = tmp_path / "toy"

@@ -462,8 +462,6 @@ def _judged(task: Task, root: Path, out: Path, cpu_s_max: int) -> int:
     code = int(pytest.main([*options, "-o", "timeout=0", f"--basetemp={out / 'tmp'}", *task.tests]))
     loaded = sys.modules.get(task.module)  # None: it raised while it was imported
     if not changed.has_run or (loaded is not None and not isinstance(loaded.__loader__, _Changed)):
-    module = sys.modules.get(task.module)  # none if it has raised
-    if not changed.has_run or (module is not None and not isinstance(module.__loader__, _Changed)):
         return NOT_IMPORTED
     return code
 
