@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.claim import claim
 from lastwords.launcher.host import Left
 from lastwords.launcher.recovery import last_sentence
+from lastwords.processor.departure import say
 from lastwords.processor.signals import UNHANDLED_STOPS
 
 SPARE_BYTES = 200_000_000
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> None:
     try:
         _run(argv)
     except ChildFailedError as error:
-        sys.stderr.writelines(traceback.format_exception_only(error))  # and not where in the launcher it was raised
+        say("".join(traceback.format_exception_only(error)).rstrip("\n"))  # and not where in the launcher it was raised
         raise SystemExit(1) from None
 
 
@@ -191,7 +191,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     except SignalException as error:  # only this host ends: the rendezvous would be closed for the others, too
         if agent.left is None:
             agent.pass_on(agent.stop)
-        sys.stderr.write(f"lastwords run: ended by {error.sigval.name}; {end_text(agent.left)}\n")
+        say(f"lastwords run: ended by {error.sigval.name}; {end_text(agent.left)}")
         raise SystemExit(1) from None
     except BaseException:  # handed to the caller
         handler.shutdown()
@@ -200,7 +200,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
     if result.is_failed():
         last_line = f"lastwords run: {agent.failure}"
         if not result.failures:  # on this host
-            sys.stderr.write(f"{last_line}\n")
+            say(last_line)
             raise SystemExit(1)
         failed = ChildFailedError(name=command, failures=result.failures)
         failed.add_note(last_line)

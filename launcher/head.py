@@ -13,7 +13,6 @@ import logging
 import secrets
 import selectors
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -64,6 +63,7 @@ from lastwords.launcher.protocol import (
 )
 from lastwords.launcher.recovery import Recovery, incident_of, joined, sentence
 from lastwords.launcher.roster import START_S
+from lastwords.processor.departure import say
 
 _log = logging.getLogger(__name__)
 
@@ -326,8 +326,8 @@ def _tell_of(line: str, record: Path | None) -> None:
         if record is not None:
             incident = incident_of(records(record), line)
             append_record(record, joined(line, incident))
-    with contextlib.suppress(OSError, *UNREADABLE):
-        sys.stderr.write(f"lastwords run: {sentence(line, incident)}\n")
+    with contextlib.suppress(*UNREADABLE):
+        say(f"lastwords run: {sentence(line, incident)}")
 
 
 def _new_store(address: str) -> TCPStore:

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import struct
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from lastwords.launcher.protocol import (
 )
 from lastwords.launcher.registry import Refused
 from lastwords.liveness import process_id
+from lastwords.processor.departure import say
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Candidate:
                     return answer
                 why = f"the scheduler refuses this worker: {answer.why}"
                 if answer.done:
-                    sys.stderr.write(f"lastwords: {answer.why}\n")
+                    say(f"lastwords: {answer.why}")
                     raise SystemExit(0)  # so that nobody starts it once more
                 if not answer.later:
                     raise ConfigError(why)

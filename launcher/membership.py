@@ -12,7 +12,6 @@ import logging
 import os
 import selectors
 import socket
-import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +46,7 @@ from lastwords.launcher.protocol import (
 )
 from lastwords.launcher.registry import Refused
 from lastwords.optim_wrapper.trainer import protect
-from lastwords.processor.departure import EXIT_NOT_SAVED
+from lastwords.processor.departure import EXIT_NOT_SAVED, say
 
 _log = logging.getLogger(__name__)
 
@@ -126,10 +125,10 @@ class Membership:
         with contextlib.suppress(OSError):
             send(self.launcher, to_launcher(Done()))
         if not self._told.wait(FAREWELL_S):
-            sys.stderr.write(
+            say(
                 f"lastwords: the scheduler at {self._cluster.address} could not be told that rank "
                 f"{os.environ.get('RANK')} is done; one that is started later waits for this rank: start the rank "
-                f"again, or remove {directory_of(self._cluster.path)}\n"
+                f"again, or remove {directory_of(self._cluster.path)}"
             )
 
     def farewell(self) -> None:
@@ -205,7 +204,7 @@ class Membership:
     def _obey(self, order: Order) -> None:
         match order:
             case Kill(why=why):
-                sys.stderr.write(f"lastwords: rank {os.environ['RANK']} is ended by the scheduler: {why}\n")
+                say(f"lastwords: rank {os.environ['RANK']} is ended by the scheduler: {why}")
                 os._exit(EXIT_NOT_SAVED)
             case Done():
                 return self._told.set()
@@ -240,7 +239,7 @@ class Membership:
         if answer.done:
             return self._end(answer.why)
         if not answer.later:
-            sys.stderr.write(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer.why}\n")
+            say(f"lastwords: the scheduler refuses rank {os.environ['RANK']}: {answer.why}")
             os._exit(EXIT_NOT_SAVED)
         if not self._said:
             self._said = True
@@ -281,14 +280,14 @@ class Membership:
         """Nothing is left to do for this worker, by whatever process it has come to its end."""
         if self._stand.is_done:
             return self._obey(Dismissed())
-        sys.stderr.write(f"lastwords: {why}\n")
+        say(f"lastwords: {why}")
         os._exit(0)  # so that nobody starts it once more
 
     def _wait_outside(self, waited_s: float) -> None:
         """No `main` runs here, and none can be entered without a scheduler."""
         address = self._cluster.address
         if waited_s > JOIN_S:
-            sys.stderr.write(f"lastwords: no scheduler has answered at {address} for {JOIN_S:g} s\n")
+            say(f"lastwords: no scheduler has answered at {address} for {JOIN_S:g} s")
             self._worker.close()
         elif waited_s > self._notice_s:
             self._notice_s *= 3

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import socket
-import sys
 import threading
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from lastwords.launcher.roster import OWN_LEAVE_S
 from lastwords.launcher.unblock import Unblocker, open_sockets
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.processor import departure
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, wait_out
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, UNWIND_S, say, wait_out
 from lastwords.torch_private import forget_groups
 
 THREADS = 2 + departure.THREADS
@@ -157,7 +156,7 @@ class Stay:
                 return
         rank = os.environ.get("RANK", "?")
         follows = "it ends" if self.dismissed else "its process is replaced"
-        sys.stderr.write(f"lastwords: rank {rank} has not left main() for {leave_s:g} s; {follows}\n")
+        say(f"lastwords: rank {rank} has not left main() for {leave_s:g} s; {follows}")
         if self.dismissed:  # what is saved is the launcher's last line
             self._tell(Waiting(OWN, self.saved_step, self.record))
         os._exit(self.exit_code)

@@ -54,7 +54,7 @@ from lastwords.optim_wrapper.launch.config import LAUNCHER, SPARE
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import is_collective_error, one_line
 from lastwords.optim_wrapper.trainer.register import TFTRegister
-from lastwords.processor.departure import EXIT_NOT_SAVED
+from lastwords.processor.departure import EXIT_NOT_SAVED, say
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -89,7 +89,7 @@ def run(main: Callable[[], object]) -> None:
     except (ConfigError, BusyError) as error:
         _log.debug("refused", exc_info=True)
         _tell_launcher(refusal_line(error, ""), lasting=True)
-        sys.stderr.write(f"lastwords: {refusal_line(error, os.environ.get('RANK', ''))}\n")
+        say(f"lastwords: {refusal_line(error, os.environ.get('RANK', ''))}")
         raise SystemExit(EXIT_BUSY if isinstance(error, BusyError) else EXIT_REFUSED) from error
     except BaseException as error:  # handed to the caller
         _tell_launcher(one_line(error, ERROR_CHARS_MAX), lasting=_out_of_resume(error))
@@ -327,7 +327,7 @@ class Worker:
                 self._condition.notify_all()
         if self._inside and not self._dismissed and not self._refused:
             rank = os.environ.get("RANK", "?")
-            sys.stderr.write(f"lastwords: rank {rank}: the launcher has ended; a failure now ends all ranks\n")
+            say(f"lastwords: rank {rank}: the launcher has ended; a failure now ends all ranks")
 
     def _hear(self) -> None:
         """Until the launcher has ended."""
@@ -376,7 +376,7 @@ class Worker:
 
     def _stop(self, why: str) -> None:
         """Nobody heals this worker. Whoever leaves `main` anyway ends with its own code, which no signal cuts off."""
-        sys.stderr.write(f"lastwords: {why}\n")
+        say(f"lastwords: {why}")
         if self._inside and self._stay is not None and not self._stay.leaving:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -418,9 +418,9 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _asked_to_stop(number: int, code: int) -> SystemExit:
-    sys.stderr.write(
+    say(
         f"lastwords: rank {os.environ['RANK']} was asked to stop ({signal.Signals(number).name}) and ends; the job "
-        f"waits for it: start it again with the same environment; exit code {code}\n"
+        f"waits for it: start it again with the same environment; exit code {code}"
     )
     return SystemExit(code)
 
@@ -429,8 +429,8 @@ def _without_launcher(saved_step: int = 0, code: int = EXIT_NOT_SAVED, *, told: 
     """The launcher has ended, and this process is not in `main`, which it can never enter. told: and has said so."""
     if not told:
         rank, saved = os.environ.get("RANK", ""), f"step {saved_step} is saved, " if saved_step else ""
-        sys.stderr.write(
+        say(
             f"lastwords: {f'rank {rank}' if rank.isdecimal() else 'a spare'}: the launcher has ended, so this process "
-            f"cannot enter main(); {saved}start the job again; exit code {code}\n"
+            f"cannot enter main(); {saved}start the job again; exit code {code}"
         )
     return SystemExit(code)

@@ -84,6 +84,13 @@ class Verdict:
         return Verdict(EXIT_NOT_SAVED, line, is_cause=True)
 
 
+def say(line: str) -> None:
+    """Write `line` to stderr. Without a word where nobody takes it: the terminal is closed, or there is no stderr."""
+    with contextlib.suppress(Exception):  # what comes next matters more, whatever stands in for stderr
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
 def come_by_s(verdict: Verdict | None, *, asked_to_stop: bool) -> float:
     """How long the training thread may take to come by. asked_to_stop: by a signal, which may be why the job ends.
 
@@ -236,9 +243,7 @@ class Departure:
             line = f"{self._verdict.line}; exit code {code}" if ends else self._verdict.line
         if not self._verdict.line:
             return
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
+        say(line)
 
     def unwind(self) -> SystemExit:
         """Training thread: the exception to raise; arms the bound on how long unwinding may take."""

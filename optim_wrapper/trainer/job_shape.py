@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.departure import say
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.describe import describe, warnings_of
 from lastwords.sharding.pieces import UnitTable
@@ -118,7 +118,6 @@ def announce(table: UnitTable, world_size: int, options: Options, optimizers: in
     if table.pure and optimizers == 1:
         _log.info("%s", text)
     else:
-        sys.stderr.write(f"lastwords: {text}\n")
-        sys.stderr.flush()
+        say(f"lastwords: {text}")
     for warning in warnings_of(table):
         _log.warning("%s", warning)
