@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
 import os
 import random
 import signal
@@ -135,3 +137,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with processes of their own come first: they are the long ones, and wait while others compute."""
     items.sort(key=lambda item: item.get_closest_marker("process") is None)
+
+
+class ClosedTerminal(io.StringIO):
+    """As the kernel answers once a terminal is gone."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.fixture(params=[ClosedTerminal, lambda: None], ids=["closed terminal", "no stderr"])
+def close_stderr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call in a test on, each write to stderr raises, or there is none, as with `2>&-`."""
+    return lambda: monkeypatch.setattr(sys, "stderr", request.param())

@@ -15,6 +15,9 @@ _BACKEND = re.compile(r"\bgloo\b|\bNCCL|\bucc\b|\bmpi\b|ProcessGroup|TCPStore|re
 """What torch's backends call themselves in the RuntimeErrors that they raise, mostly in the path of a source file."""
 
 
+_LOADER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     current: BaseException | None = error
@@ -42,6 +45,15 @@ def is_collective_error(error: BaseException) -> bool:
         or (isinstance(link, ConnectionError | TimeoutError) and _raised_by_torch_distributed(link))
         for link in _chain(error)
     )
+
+
+def is_loader_error(error: BaseException) -> bool:
+    """Whether a worker of torch's DataLoader has ended; a signal for the whole process group ends them, too.
+
+    >>> is_loader_error(RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"))
+    True
+    """
+    return any(type(link) is RuntimeError and _LOADER.match(str(link)) is not None for link in _chain(error))
 
 
 def _raised_by_torch_distributed(error: BaseException) -> bool:

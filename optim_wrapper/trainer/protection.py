@@ -317,6 +317,11 @@ class Protection:
         verdict = self._departure.verdict
         return verdict is not None and error.code in (verdict.code, self._departure.exit_code)
 
+    @property
+    def asked_to_stop(self) -> bool:
+        """By a signal, this rank."""
+        return self._asked_to_stop()
+
     def depart(self, own: bool, error: BaseException) -> None:
         """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
 
@@ -331,7 +336,7 @@ class Protection:
         if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
             self._departure.leave_to_user(error, exit_code_of(error))
             return
-        if verdict is None or (verdict.is_cause and not self._asked_to_stop()):
+        if verdict is None or (verdict.is_cause and not self.asked_to_stop):
             self._departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
             traceback.print_exception(error)  # blocks where the reader of stderr has stopped
         raise self._departure.unwind() from None

@@ -25,7 +25,7 @@ from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
-from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, one_line
+from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, is_loader_error, one_line
 from lastwords.optim_wrapper.trainer.job_shape import Options, settings_of
 from lastwords.optim_wrapper.trainer.protected_step import ProtectedStep
 from lastwords.optim_wrapper.trainer.protection import Protection
@@ -321,6 +321,8 @@ class ProtectedRun(Run):
         if protection.closed:
             return
         own = protection.alone or not is_collective_error(error)
+        if protection.asked_to_stop and is_loader_error(error):
+            own = False
         protection.raised(one_line(error), not own)
         self.close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,6 +193,20 @@ def test_ranks_that_the_launcher_could_not_wait_for_are_told_before_its_last_lin
         command.run(["--standalone", str(script)])
     assert told == [(signal.SIGTERM, "")]
     golden.says(capfd.readouterr().err)
+
+
+@pytest.mark.usefixtures("torchs")
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch says so
+def test_a_launcher_whose_stderr_is_dead_ends_with_its_exit_code(
+    tmp_path: Path, close_stderr: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close_stderr()
+    monkeypatch.setattr(command, "HealingAgent", lambda **_: Agent((signal.SIGHUP,)))
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(SystemExit) as ended:
+        command.run(["--standalone", str(script)])
+    assert ended.value.code == 1
 
 
 def test_memory_is_what_the_kernel_says() -> None:

@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher import joining, membership, scheduler
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
-from lastwords.launcher.events import Waiting
+from lastwords.launcher.events import Kill, Waiting
 from lastwords.launcher.joining import JOIN_S, Joined
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
@@ -43,6 +43,7 @@ from lastwords.launcher.protocol import (
 )
 from lastwords.launcher.registry import Refused
 from lastwords.launcher.versions import Sources
+from lastwords.processor.departure import EXIT_NOT_SAVED
 from tests import golden
 from tests.integration.harness import free_port
 
@@ -402,3 +403,24 @@ def test_a_worker_or_a_host_that_was_stopped_says_nothing_of_the_scheduler(
     near.passes(2)
     near.passes(4, beats=True)
     assert bool(caplog.messages) is not own_time
+
+
+def test_a_worker_whose_stderr_is_dead_ends_where_its_scheduler_ends_it(
+    near: Near, close_stderr: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close_stderr()
+    monkeypatch.setattr(membership.os, "_exit", sys.exit)
+    monkeypatch.setattr(membership, "FAREWELL_S", 0.0)
+    answer = Refused("another process has its place")
+    monkeypatch.setattr(joining.Candidate, "ask", lambda _: answer)
+    for end, code in (
+        (lambda: near.worker._obey(Kill(1, "it is late")), EXIT_NOT_SAVED),
+        (near.worker._ask_again, EXIT_NOT_SAVED),
+        (lambda: near.worker._end("it has come to its end before"), 0),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            end()
+        assert ended.value.code == code
+    near.worker.done()
+    near.worker._wait_outside(JOIN_S + 1)
+    assert not near.worker._worker.open

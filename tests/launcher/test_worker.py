@@ -691,3 +691,28 @@ def test_a_mistake_in_taking_an_order_leaves_no_worker_waiting(
     play(launcher, [ENTER, ENTER])
     assert run(lambda: None) == EXIT_NOT_SAVED
     assert caplog.messages == [], "it is not the launcher's"
+
+
+def test_a_worker_whose_stderr_is_dead_ends_as_any_other(
+    launcher: socket.socket, close_stderr: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says why it ends before it does, and a closed terminal is often what ends it."""
+    close_stderr()
+    codes: list[int] = []
+    signals: list[int] = []
+    monkeypatch.setattr(stay.os, "_exit", codes.append)
+    monkeypatch.setattr(stay, "wait_out", lambda wait, seconds: False)
+    monkeypatch.setattr(worker.os, "kill", lambda pid, number: signals.append(number))
+    assert worker._asked_to_stop(signal.SIGHUP, EXIT_SAVED).code == EXIT_SAVED
+    assert worker._without_launcher().code == EXIT_NOT_SAVED
+    one = worker.Worker(worker._connected(os.environ[LAUNCHER]))
+    near, far = pair()
+    with near, far:
+        one._inside, one._stay = True, Stay(near)
+        one._stop("the scheduler has given up")
+        one._stay._end_if_here()
+    assert signals == [signal.SIGTERM]
+    assert codes == [EXIT_NOT_SAVED]
+    with pytest.raises(SystemExit) as refusal:
+        worker.run(5)  # type: ignore[arg-type]
+    assert refusal.value.code == worker.EXIT_REFUSED

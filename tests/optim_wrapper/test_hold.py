@@ -6,12 +6,14 @@ import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lastwords.optim_wrapper.trainer.hold import is_collective_error
+from lastwords.optim_wrapper.trainer.run import ProtectedRun
 
 
 def of_a_socket() -> BaseException:
@@ -101,3 +103,30 @@ def test_a_time_out_inside_torch_distributed_is_a_collectives(tmp_path: Path) ->
     with pytest.raises(TimeoutError) as caught:
         exec(source, {"__name__": "torch.distributed.rendezvous"})
     assert is_collective_error(caught.value)
+
+
+LOADER = "DataLoader worker (pid 7) is killed by signal: Hangup. "
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "own"),
+    [
+        (True, RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), False),
+        (True, RuntimeError(LOADER), False),
+        (True, by(ValueError("my step failed"), RuntimeError(LOADER)), False),
+        (False, RuntimeError(LOADER), True),
+        (True, RuntimeError("DataLoader worker (pid 7) timed out"), True),
+        (True, ValueError(LOADER), True),
+    ],
+)
+def test_the_end_of_a_loaders_worker_is_no_ranks_own_failure_where_a_signal_has_asked_the_rank_to_stop_as_well(
+    asked: bool, error: BaseException, own: bool
+) -> None:
+    """A closed terminal tells the whole process group, and the workers of a loader die of it."""
+    departs: list[bool] = []
+    protection = SimpleNamespace(
+        closed=False, alone=True, asked_to_stop=asked,
+        raised=lambda text, secondary: departs.append(not secondary), depart=lambda own, _: departs.append(own),
+    )  # fmt: skip
+    ProtectedRun.hold(SimpleNamespace(protection=protection, close=lambda: None), error)  # type: ignore[arg-type]
+    assert departs == [own, own]

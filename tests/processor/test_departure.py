@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -305,3 +306,10 @@ def test_where_a_process_goes_on_nobody_says_that_there_is_nothing_to_save(
     said = capsys.readouterr().err
     assert bool(said) is not (stays and kind is ExitKind.NOTHING_TO_SAVE)
     golden.says(said)
+
+
+def test_the_one_line_keeps_no_process_from_its_end(close_stderr: Callable[[], None]) -> None:
+    close_stderr()
+    departure = Departure(2)
+    departure.decide(verdict_of(2, Exit(1, 1, ExitKind.SAVED, 37, "/c/step_37", "rank 1 died", (1,))))
+    departure.announce()
