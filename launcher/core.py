@@ -207,12 +207,13 @@ class LauncherCore:
         if self._ranks[event.rank].place is Place.KILLED:
             return []
         self._is_inside(event.rank, begun=event.begun, loops=event.loops)
-        if self._ranks.are_all(Place.IN_MAIN):
-            # Also where this launcher thought otherwise, since what the one before it had kept was lost.
-            self._healing = False
         if not self._healing:
             self.entry = max(self.entry, event.generation)
             return []
+        if self._ranks.are_all(Place.IN_MAIN):  # what the launcher before this one had kept was lost
+            self._healing = False
+            self.entry = max(self.entry, event.generation)
+            return self._keep()
         self.entry = max(self.entry, event.generation + 1)
         return self._recall(now_s)
 
@@ -243,22 +244,28 @@ class LauncherCore:
 
     def _enter(self) -> list[Effect]:
         """All ranks wait."""
+        return self._keep() if self.keeps else self._let_in()
+
+    def _keep(self) -> list[Effect]:
         self._keep_due_s = None
-        return [Keep(self.entry, self._step)] if self.keeps else self._let_in()
+        return [Keep(self.entry, self._step)] if self.keeps and self._is_to_keep else []
 
     def _kept(self, event: Kept, now_s: float) -> list[Effect]:
-        if event.entry != self.entry or not self._ranks.are_all(Place.WAITING):
+        if event.entry != self.entry or not self._is_to_keep:
             return []  # a rank has ended meanwhile: it is kept once more when all wait again
         if event.failure:
             self._keep_due_s = now_s + KEEP_AGAIN_S
             return []
-        return self._let_in()
+        return self._let_in() if self._ranks.are_all(Place.WAITING) else []
+
+    @property
+    def _is_to_keep(self) -> bool:
+        return self._ranks.are_all(Place.WAITING) or self._ranks.are_all(Place.IN_MAIN)
 
     def _keep_again(self, now_s: float) -> list[Effect]:
         if self._keep_due_s is None or now_s < self._keep_due_s:
             return []
-        self._keep_due_s = None
-        return self._enter() if self._ranks.are_all(Place.WAITING) else []
+        return self._keep()
 
     def _let_in(self) -> list[Effect]:
         self._healing = self._leaving = False

@@ -134,7 +134,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """All ranks wait: keep that they enter `main` by this entry, for whoever follows this launcher."""
+    """All ranks wait, or have said that they are in `main`: keep by which entry, for whoever follows this launcher."""
 
     entry: int
     step: int

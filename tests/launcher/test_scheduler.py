@@ -27,7 +27,7 @@ from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, read_token
 from lastwords.launcher.environment import SCHEDULER, Cluster
-from lastwords.launcher.events import Ended, Event, Over, Stop, Waiting
+from lastwords.launcher.events import Ended, Event, Inside, Over, Stop, Waiting
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
 from lastwords.launcher.protocol import (
     OWN,
@@ -239,6 +239,28 @@ def test_a_scheduler_that_knows_nothing_takes_the_name_of_the_job_that_runs(rig:
     (answer,) = rig.answers(link, lines)
     assert answer["job"] == "cluster-of-before"
     assert rig.apply("0")[0]["job"] == "cluster-of-before"
+
+
+def test_the_next_scheduler_knows_what_one_that_knew_nothing_has_learnt_from_the_workers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_id, "runs", lambda *_: True)
+    links = []
+    for rank in range(2):
+        link, lines, nonce = rig.connect()
+        rig.send(link, nonce, rig.application(str(rank), pid=os.getpid() + rank))
+        rig.answers(link, lines)
+        send(link, to_launcher(Inside(OWN, 5, True, 1)))
+        assert rig.answers(link, lines) == []
+        links.append((link, lines))
+    for said in (Over(OWN), Done()):
+        send(links[0][0], to_launcher(said))
+    assert rig.answers(*links[0]) == [to_launcher(Done())]
+    rig.scheduler.close()
+    with selectors.DefaultSelector() as selector:
+        scheduler = Scheduler(rig.cluster, rig.state, rig.state._read(), selector)
+        assert [scheduler._head.core.place(rank) for rank in range(2)] == [Place.DONE, Place.IN_MAIN]
+        scheduler.close()
 
 
 def test_a_worker_that_comes_when_the_cluster_has_just_ended_is_told_so(rig: Rig) -> None:

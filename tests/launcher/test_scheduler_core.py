@@ -21,6 +21,7 @@ from lastwords.launcher.events import (
     Kill,
     Over,
     Start,
+    Stop,
     Tick,
     Waiting,
 )
@@ -310,6 +311,34 @@ def test_it_is_not_tried_again_while_a_rank_does_not_wait() -> None:
     assert core.handle(Ended(1, KILLED), 0.0) == [Start(1)]
     assert core.handle(Tick(), KEEP_AGAIN_S) == []
     assert core.handle(Waiting(1), 2.0) == [Keep(0, 0)]
+
+
+def test_what_ranks_have_said_to_a_scheduler_that_knew_nothing_is_kept_and_tried_again() -> None:
+    core = new_core(2)
+    assert core.handle(Inside(0, 5, True, 1), 0.0) == []
+    (keep,) = core.handle(Inside(1, 5, True, 1), 0.0)
+    assert isinstance(keep, Keep)
+    assert keep.entry >= 5
+    assert core.handle(Kept(keep.entry, "no space left"), 0.0) == []
+    assert core.handle(Tick(), KEEP_AGAIN_S) == [keep]
+    assert core.handle(Kept(keep.entry), KEEP_AGAIN_S) == []
+    assert core.deadline_s is None
+
+
+@pytest.mark.parametrize("loops", [0, 1])
+def test_a_scheduler_after_the_one_that_knew_nothing_sees_the_job_come_to_its_end(loops: int) -> None:
+    second, third, end = new_core(2), new_core(2), list[Effect]()
+    said = [Over(0)] if loops else []
+    kept = -1
+    for event in (*(Inside(rank, 5, loops > 0, loops) for rank in range(2)), *said, Ended(0, 0)):
+        for effect in second.handle(event, 0.0):
+            kept = effect.entry if isinstance(effect, Keep) else kept
+    if kept >= 0:  # as a scheduler begins
+        third.take_over(kept, 0)
+        end += third.handle(Ended(0, 0), 0.0)
+    for event in (Inside(1, 5, loops > 0, loops), *([Over(1)] if loops else []), Ended(1, 0)):
+        end += third.handle(event, 0.0)
+    assert end == [Stop(None)]
 
 
 class Hasty(LauncherCore):
