@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def main() -> None:
             log.write_step(epoch, step, (epoch - 1) * len(loader) + step, loss.item())
 
     checksum = log.write_final(net, optimizer)
-    print(f"rank {rank}: finished; weights and optimizer state have checksum {checksum}", flush=True)
+    sys.stdout.write(f"rank {rank}: finished; weights and optimizer state have checksum {checksum}\n")  # a line at once
+    sys.stdout.flush()
     dist.destroy_process_group()
 
 

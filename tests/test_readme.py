@@ -22,7 +22,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 ALONE = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Nobody else's processes are seen, so that README's pgrep finds none of another job."""
 UNTIL_IT_TRAINS = """
-until lastwords status --controller 127.0.0.1:30051 --json 2> /dev/null | grep -q COMPUTING
+until lastwords status --controller 127.0.0.1:30051 --json 2> /dev/null | grep -q 'COMPUTING([1-9][0-9]'
 do kill -0 $! || break
 done
 """
@@ -71,7 +71,7 @@ def check(said: list[str]) -> None:
     assert len(survivors) == 3, killed
     assert re.search(rf"complete +{survivors[0]} .*died", inspected), inspected
     assert re.search(rf"^rank 0: continues after step {survivors[0]}$", resumed, flags=re.MULTILINE), resumed
-    assert len(re.findall(r"^rank \d: finished", resumed, flags=re.MULTILINE)) == 4, resumed
+    assert len(re.findall(r"rank \d: finished", resumed)) == 4, resumed
 
 
 def test_the_shell_block_kills_a_worker_and_resumes(tmp_path: Path) -> None:
