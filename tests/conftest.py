@@ -64,6 +64,16 @@ def _own_reserve() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """What a test sets for processes of its own is set for no process of a later test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _same_draws() -> None:
     """Weights and samples that a test draws are the same whichever tests have run before it in this process."""
     random.seed(0)
