@@ -92,11 +92,11 @@ def selector() -> Iterator[selectors.BaseSelector]:
 
 
 @pytest.fixture
-def host(tmp_path: Path, clock: Clock, started: list[str], selector: selectors.BaseSelector) -> Iterator[Host]:
+def host(short_path: Path, clock: Clock, started: list[str], selector: selectors.BaseSelector) -> Iterator[Host]:
     context = SimpleNamespace(envs={0: {"RANK": "0"}}, args={0: ()}, entrypoint="", _numa_options=None)
     context.subprocess_handlers = {0: SimpleNamespace(proc=None)}
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
-        server.bind(str(tmp_path / "agent"))
+        server.bind(str(short_path / "agent"))
         yield Host(server, context, 1, selector, lambda event: None)
 
 

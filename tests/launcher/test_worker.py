@@ -47,11 +47,11 @@ from tests.launcher.test_unblock import pair
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+def launcher(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     server = socket.socket(socket.AF_UNIX)
-    server.bind(str(tmp_path / "agent"))
+    server.bind(str(short_path / "agent"))
     server.listen()
-    monkeypatch.setenv(LAUNCHER, str(tmp_path / "agent"))
+    monkeypatch.setenv(LAUNCHER, str(short_path / "agent"))
     for name, value in (("RANK", "0"), ("MASTER_PORT", "0"), ("TORCHELASTIC_RESTART_COUNT", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
