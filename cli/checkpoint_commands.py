@@ -402,7 +402,8 @@ def say(text: str) -> None:
 @contextmanager
 def progress(name: str, total: int) -> Iterator[Any]:
     """A bar on stderr while bytes are read; nothing where stderr is no terminal or there is little to read."""
-    if not sys.stderr.isatty() or total < (64 << 20):
+    console = Console(stderr=True)
+    if not console.is_terminal or total < (64 << 20):
         yield None
         return
     columns = (
@@ -412,6 +413,6 @@ def progress(name: str, total: int) -> Iterator[Any]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(name, total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,12 +22,13 @@ def rank_bars(called: str = "rank {}") -> Iterator[Callable[[int, int, int | Non
 
     Without a number for all bytes the bar only shows that something moves, and how much there is already.
     """
-    if not sys.stderr.isatty():
+    console = Console(stderr=True)
+    if not console.is_terminal:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     tasks: dict[int, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
 
         def tell(rank: int, done: int, total: int | None) -> None:
             if rank not in tasks:

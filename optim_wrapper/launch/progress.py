@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TextIO
 
@@ -19,7 +20,7 @@ class Progress:
     def __init__(self, what: str, total: int, *, out: TextIO | None = None, clock: Clock = mono_s) -> None:
         self._what = what
         self._total = total
-        self._out = sys.stderr if out is None else out
+        self._out = out or sys.stderr or io.StringIO()  # there is no stderr where it was closed from the start
         self._clock = clock
         self._terminal = self._out.isatty()
         self._begin_mono_s = clock()

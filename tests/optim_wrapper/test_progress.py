@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from lastwords.optim_wrapper.launch.progress import Progress
 
 
@@ -46,3 +48,10 @@ def test_a_log_file_gets_a_plain_line_now_and_then() -> None:
         "lastwords: fetching: 4/10, 20 s left",
         "lastwords: fetching: 10/10",
     ]
+
+
+def test_a_process_without_stderr_waits_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    bar = Progress("fetching", 2, clock=iter([0.0, 2.0, 3.0]).__next__)
+    bar.at(1)
+    bar.close()
