@@ -164,6 +164,22 @@ def test_the_first_and_the_last_element_are_looked_at_in_some_round(tensor: torc
     assert seen
 
 
+def test_of_many_tensors_each_element_of_a_small_one_is_looked_at_in_some_round() -> None:
+    small = torch.zeros(16, dtype=torch.int64)
+    witness = of({"small": small, **{f"w{n}": torch.zeros(2) for n in range(600)}})
+    unseen = set(range(16))
+    for step in range(ROUNDS):
+        since = witness.mark(step=step)
+        before = small.clone()
+        for place in [*unseen]:
+            small.data.copy_(before)
+            small.data[place] += 1
+            if moved(witness, since):
+                unseen.remove(place)
+        small.data.copy_(before)
+    assert not unseen
+
+
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(2, device="meta"), torch.eye(2).to_sparse(),
                                     torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
                                     torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)])  # fmt: skip
