@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lastwords import threads
 from lastwords.errors import UnavailableError
-from lastwords.live_objects import live_objects
+from lastwords.live_objects import live_instances
 from lastwords.torch_private import abort_process_groups
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Unblocker:
         }
         if candidates:
             # After the candidates, or one that Python opens in between would be taken for torch's.
-            candidates -= {one.fileno() for one in live_objects() if issubclass(type(one), socket.socket)}
+            candidates -= {one.fileno() for one in live_instances(socket.socket)}
         for fd in candidates:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
                 one.shutdown(socket.SHUT_RDWR)
