@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.optim
 
+from lastwords.optim_wrapper.ddp.ddp_found import known_ddps
+
 LIMIT_S = 150
 DUMP_S = 5
 
@@ -52,6 +54,7 @@ def on_ranks(body: Callable[[int], Any], tmp_path: Path, ranks: int = 4, *, toge
         if not together:
             os._exit(0)  # the end of a group with a collective under way may never come
 
+    known_ddps()  # of those that this process has; the first call looks through all objects
     processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     gc.freeze()  # a child that collects a group of ours waits for ever for its threads: they are not forked
     try:

@@ -331,7 +331,10 @@ def preload() -> dict[str, Any]:
         importlib.import_module(name)
     import torch
 
+    from lastwords.optim_wrapper.ddp.ddp_found import known_ddps
+
     torch.set_num_threads(1)
+    known_ddps()  # there is none yet; the first call looks through all objects
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every page of this heap
     return {"threads": len(os.listdir("/proc/self/task"))}
