@@ -273,6 +273,7 @@ def some_are_left(made: SimulatedOs, ended: list[Any]) -> str:
     return "" if load.scan(ROOT, made) else "nothing is left"
 
 
+@pytest.mark.thorough
 def test_two_that_disagree_about_the_newest_leave_one() -> None:
     assert list(judged(two_that_disagree(), some_are_left)) == []
 
@@ -304,6 +305,7 @@ def test_what_a_later_start_publishes_under_a_name_that_goes_is_not_lost(can_exc
     assert list(judged([pruner(KEEP), later_start], the_newest_is_there, can_exchange=can_exchange)) == []
 
 
+@pytest.mark.thorough
 def test_without_a_look_at_what_was_renamed_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the one above."""
     monkeypatch.setattr(removal, "is_at", lambda path, fd, os: True)
@@ -441,6 +443,7 @@ def test_what_two_jobs_publish_as_one_step_is_kept(can_exchange: bool) -> None:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.thorough
 def test_without_a_second_look_it_is_lost(monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     """Control of the one above: what lies in the temporary directory or aside is taken for what was there before."""
     looks = replacing.is_older

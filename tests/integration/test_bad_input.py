@@ -113,6 +113,7 @@ def test_a_disk_that_is_full_for_one_rank_makes_another_save(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_a_failed_fsync_makes_another_rank_save(rig: Rig) -> None:
     launch = rig.launch(LAYOUT, faults=KILL.faults(LAYOUT), sabotage=("fsync_fails:0", "fsync_fails:1"))
     launch.finish()
@@ -129,6 +130,7 @@ def test_a_failed_fsync_of_every_rank_is_tried_again(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_falls_back_to_the_other_directory(rig: Rig, tmp_path: Path) -> None:
     fallback = tmp_path / "fallback"
     launch = rig.launch(

@@ -368,6 +368,7 @@ def test_a_host_that_falls_silent_is_known_and_may_come_back(job: Job) -> None:
         rank.call("step", 2)
 
 
+@pytest.mark.thorough
 def test_a_longer_keepalive_knows_later(job: Job) -> None:
     job.start(silence_timeout_s=30.0, keepalive_time_s=30.0, keepalive_timeout_s=30.0)
     ranks = train_processes(job, 3)
@@ -377,6 +378,7 @@ def test_a_longer_keepalive_knows_later(job: Job) -> None:
     os.kill(ranks[1].process.pid, signal.SIGCONT)
 
 
+@pytest.mark.thorough
 def test_busy_cores_are_no_lost_host(job: Job) -> None:
     job.start()
     ranks = train_processes(job, 3)

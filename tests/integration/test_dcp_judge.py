@@ -170,6 +170,7 @@ def test_torch_and_we_reshard_alike_bit_for_bit(
     assert {"blocks.0.up.weight", "blocks.1.norm.bias/exp_avg"} <= changed, "the control: it was another state before"
 
 
+@pytest.mark.thorough
 def test_one_flipped_bit_in_one_source_shard_is_seen(save: Save, tmp_path: Path) -> None:
     """The negative control: the checksums are right for the flipped bit, so only the comparison can notice.
 

@@ -49,9 +49,9 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
     ("job", "kill"),
     [
         ("TwoAndOneRegistered", [1, 5]),
-        ("TheInnerOne", [2, 4]),
+        more("TheInnerOne", [2, 4]),
         ("Replicated", [0, 4]),
-        ("OtherOrder", [0, 2]),
+        more("OtherOrder", [0, 2]),
         more("TwoInAModule", [0, 4]),
         more("MadeLater", [1, 2]),
         more("OtherOrder", [0, 5]),

@@ -69,6 +69,7 @@ def test_new_ranks_that_share_a_replica_s_work_share_a_stream(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_ranks_that_share_more_work_than_before_share_a_stream_too(rig: Rig, ranks: int) -> None:
     """Two replicas of two ranks become one of all: what was drawn twice in different ways is drawn once."""
     launch = ended(rig, elastic("tp", 4, dropout=True))
@@ -79,6 +80,7 @@ def test_ranks_that_share_more_work_than_before_share_a_stream_too(rig: Rig, ran
     assert len({str(streams) for streams in streams_of(moved)}) == 1
 
 
+@pytest.mark.thorough
 def test_a_rank_whose_own_streams_were_lost_still_draws_what_its_partner_draws(rig: Rig) -> None:
     layout = elastic("tp", 4, dropout=True)
     faults = ShardedKill("gate", STEP + 1, (1,), "behind").faults(layout)

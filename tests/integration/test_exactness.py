@@ -49,7 +49,6 @@ LAYOUTS = {
 # run each time; a kill in the all-reduce of several buckets is the one in the skipped step. Kills at an epoch's end are
 # in the zoo, and a static graph is in test_ddp_buckets.py.
 USUAL = (
-    "as simple as can be",
     "buffers that differ by rank",
     "a kill in the skipped step",
 )

@@ -40,6 +40,7 @@ def last_incident(launch: Launch) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("rank", [more(0), 2])
+@pytest.mark.thorough
 def test_an_exception_in_a_forward_costs_nothing(rig: Rig, rank: int) -> None:
     kill = Kill("forward", 6, (rank,))
     faults = [fault for fault in kill.faults(LAYOUT) if fault.rank != rank]
@@ -105,6 +106,7 @@ def test_a_torn_rank_does_not_save_even_where_it_alone_had_begun_the_step(rig: R
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_an_error_that_looks_like_a_peers_death_in_a_split_backward_is_secondary(rig: Rig) -> None:
     """One survivor's collective has raised, another's has not and the update is done: the step is kept."""
     faults = [
@@ -193,6 +195,7 @@ def test_a_stop_of_a_second_is_a_false_alarm_at_most_and_training_goes_on(rig: R
     rig.check_untouched(launch)
 
 
+@pytest.mark.thorough
 def test_a_stop_far_longer_than_a_lost_host_is_given_is_a_false_alarm_where_the_process_is_seen_to_live(
     rig: Rig,
 ) -> None:
@@ -214,6 +217,7 @@ def test_a_rank_that_sleeps_through_the_end_of_its_job_learns_what_was_saved(rig
     assert f"step_{step}" in line
 
 
+@pytest.mark.thorough
 def test_a_terminated_job_saves_the_step_it_is_in(rig: Rig) -> None:
     faults = [Fault(rank, 6, "body", (f"mark:here-{rank}", "hang")) for rank in range(4)]
     launch = rig.launch(LAYOUT, faults=faults)
@@ -224,6 +228,7 @@ def test_a_terminated_job_saves_the_step_it_is_in(rig: Rig) -> None:
     rig.check_resume(launch, step)
 
 
+@pytest.mark.thorough
 def test_one_terminated_rank_ends_the_job_and_costs_nothing(rig: Rig) -> None:
     launch = rig.launch(LAYOUT, faults=[Fault(2, 6, "before_step", ("term",))])
     step = died(rig, launch, OTHERS, {*range(5, LAYOUT.steps)})  # training goes on until the order to stop arrives

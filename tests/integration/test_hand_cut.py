@@ -170,6 +170,7 @@ def test_what_is_cut_by_hand_and_has_its_optimizer_dealt_out_is_whole_again(tmp_
     assert resumed_as("one group", 1, tmp_path) == state
 
 
+@pytest.mark.thorough
 def test_models_that_only_compute_and_comparisons_see_the_whole(tmp_path: Path) -> None:
     state = saved_as("2 x 2", tmp_path)
     path = latest(tmp_path / "ckpt")

@@ -45,11 +45,13 @@ def test_a_rank_that_sleeps_in_its_forward_pass_is_named_with_its_line_and_print
     assert toy.manifests() == [], "nothing is done about it"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_stopped_is_named_and_training_goes_on_with_it(toy: Toy) -> None:
     assert set(toy.run("stopped", env=WATCH, parts=1, steps=STEPS, stops=[1, STEP, 7]).values()) == {0}, toy.report()
     golden.says(lines(toy.said(0), "stopped"))
 
 
+@pytest.mark.thorough
 def test_with_a_time_out_a_stuck_rank_ends_with_the_others_and_its_stack_is_on_record(toy: Toy) -> None:
     env = {"LASTWORDS_HANG_TIMEOUT_S": "4"}
     codes = toy.run("stuck", env=env, parts=1, steps=STEPS, sleeps=[1, STEP, 600.0])

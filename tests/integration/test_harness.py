@@ -136,6 +136,7 @@ def test_a_job_leaves_no_process_behind_not_even_in_a_session_of_its_own(rig: Ri
     assert not [pid for pid in descendants(cluster.pid) if pid in launch.job.pids.values()]
 
 
+@pytest.mark.thorough
 def test_a_wait_that_runs_out_shows_the_logs_and_the_stacks(rig: Rig) -> None:
     launch = rig.launch(Layout(), mode="plain", faults=[Fault(2, 3, "forward", ("hang",))])
     launch.job.wait_for(lambda: launch.track_now(2) == 2, 30, "step 2")

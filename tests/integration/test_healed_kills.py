@@ -62,7 +62,7 @@ def check_processes(launch: Launch, kills: Sequence[Kill], spares: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "spares"),
-    [(ROWS, 1), (ROWS, 0), more(OTHERS, 1), more(OTHERS, 0)],
+    [(ROWS, 1), more(ROWS, 0), more(OTHERS, 1), more(OTHERS, 0)],
     ids=["with a spare", "without", "others with a spare", "others without"],
 )
 def test_only_the_killed_are_replaced_and_no_bit_differs(

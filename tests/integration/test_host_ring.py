@@ -240,6 +240,7 @@ def test_a_kill_on_another_host_is_known_by_its_neighbours_before_any_connection
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_without_the_ring_the_same_kill_takes_the_keepalive_and_the_time_to_confirm(job: Job) -> None:
     """Negative control: nothing but the neighbours can know it at once."""
     job.start(silence_timeout_s=1.0, lost_confirm_s=1.0)

@@ -38,7 +38,7 @@ from lastwords.sharding.zero import stateful
 from lastwords.vocabulary import Phase, Stand
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import FEATURES, LAYOUTS, Net, Trial, build
-from tests.selection import usually
+from tests.selection import more, usually
 
 LIKE_OTHERS = {"ddp", "tp", "fsdp", "ddp over tp", "fsdp, two optimizers", "zero1 halves"}
 """Layouts whose parts are in the usual run in another combination."""
@@ -285,7 +285,7 @@ def is_free(directory: Path) -> bool:
         REAL_OS.close(fd)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp x tp", "ddp over tp"])
+@pytest.mark.parametrize("name", [more("fsdp"), "fsdp x tp", more("ddp over tp")])
 def test_the_state_can_be_read_at_any_moment_of_a_step(name: str, tmp_path: Path) -> None:
     """FSDP2 swaps parameters for whole ones while it computes, DDP over DTensors puts other tensors in their place."""
 

@@ -40,6 +40,7 @@ def saved(path: Path, trial: Any, **options: Any) -> None:
     lastwords.save_strategy(trial.model, trial.optimizers, path, units=trial.units, **options)
 
 
+@pytest.mark.thorough
 def test_the_file_says_what_a_checkpoint_of_the_job_says_before_its_first_step_too(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         LAYOUTS.update(MADE)

@@ -15,6 +15,7 @@ from lastwords.liveness import leftovers
 from tests.integration.faults import controller_state, hanging
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Launch, Rig
+from tests.selection import more
 
 pytestmark = pytest.mark.process
 
@@ -70,7 +71,7 @@ def test_ranks_that_wait_for_one_that_hangs_leave_it(rig: Rig, tmp_path: Path) -
     rig.check_untouched(launch)
 
 
-@pytest.mark.parametrize("token", ["another", None], ids=["another token", "the same token"])
+@pytest.mark.parametrize("token", [more("another"), None], ids=["another token", "the same token"])
 def test_another_job_on_the_port_does_not_end_this_one(rig: Rig, tmp_path: Path, token: str | None) -> None:
     launch = rig.launch(LAYOUT, faults=waiting(LAYOUT, 6), env={**AT_ONCE, "LASTWORDS_TOKEN": "ours"})
     strike_controller(launch, signal.SIGKILL)

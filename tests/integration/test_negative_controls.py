@@ -100,6 +100,7 @@ def test_what_cannot_be_exact_is_said(rig: Rig, layout: Layout, settings: dict[s
     assert "batch0" in difference.names, difference
 
 
+@pytest.mark.thorough
 def test_without_the_buffers_of_each_rank_the_resumed_state_differs(rig: Rig) -> None:
     layout = Layout(broadcast_buffers=False)
     killed, step = rig.died(layout, AHEAD)

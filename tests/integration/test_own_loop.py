@@ -17,6 +17,8 @@ pytestmark = pytest.mark.process
 RANKS = 3
 LOOP = {"own_loop": True, "per_epoch": 3, "steps": 6}
 UPDATED = [[0, "end"], [2, "end"]]
+BEGUN = [[0, "forward"], [2, "forward"]]
+"""All others have ended the step before, or it would be saved without this rank's."""
 FROZEN_S = 60.0
 """Beyond all deadlines: the rank is settled where it stands, between its update and the end of its step, and ended."""
 
@@ -71,7 +73,7 @@ def test_a_loop_that_knows_only_global_steps_needs_no_names(toy: Toy) -> None:
 
 def test_a_loop_that_begins_again_after_a_resume_is_refused_on_every_rank_and_nothing_of_it_is_saved(toy: Toy) -> None:
     plan = {**LOOP, "parts": 1}
-    assert toy.run("killed", kill=[1, 5, "forward"], **plan) == {0: 75, 1: -9, 2: 75}, toy.report()
+    assert toy.run("killed", kill=[1, 5, "forward"], kill_after=BEGUN, **plan) == {0: 75, 1: -9, 2: 75}, toy.report()
     saved = toy.manifests()
     # Rank 2 comes to the end of its step when the incident that the others would begin had long been over.
     codes = toy.run("forgetful", recover=True, forgets=True, slow_end=[2, 1, 2.0], **plan)
@@ -85,7 +87,8 @@ def test_a_loop_that_begins_again_after_a_resume_is_refused_on_every_rank_and_no
 
 def test_a_loop_without_names_is_told_once_where_its_steps_have_other_batches(toy: Toy) -> None:
     plan = {**LOOP, "parts": 1, "nameless": True}
-    assert 75 in toy.run("killed", kill=[1, 4, "forward"], accumulate=2, **plan).values(), toy.report()
+    codes = toy.run("killed", kill=[1, 4, "forward"], kill_after=BEGUN, accumulate=2, **plan)
+    assert 75 in codes.values(), toy.report()
     assert set(toy.run("resumed", recover=True, **plan | {"steps": 9}).values()) == {0}, toy.report()
     lines = [line for rank in range(RANKS) for line in toy.said(rank).splitlines() if "backward pass" in line]
     golden.says(lines)
@@ -111,6 +114,7 @@ def test_a_rank_that_writes_on_after_its_loop_is_waited_for(toy: Toy, own_loop: 
     assert toy.manifests() == [], "nothing has happened"
 
 
+@pytest.mark.thorough
 def test_a_death_after_all_steps_lets_nobody_be_ended_while_it_writes_the_users_files(toy: Toy) -> None:
     codes = toy.run("killed", parts=1, kill=[1, 6, "export"], export=[0, EXPORT_S], env=ENV)
     assert codes == {0: 75, 1: -9, 2: 75}, toy.report()
@@ -118,6 +122,7 @@ def test_a_death_after_all_steps_lets_nobody_be_ended_while_it_writes_the_users_
     assert [manifest["global_step"] for manifest in toy.manifests()] == [6]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_when_all_others_are_done_as_well_holds_nobody_up(toy: Toy) -> None:
     """It has left its loop and waits for the others; rank 0 alone is still writing."""
     codes = toy.run("killed", parts=1, own_loop=True, kill_waiting=1, export=[0, EXPORT_S], env=ENV)

@@ -46,7 +46,9 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
     runs.close()
 
 
-@pytest.mark.parametrize(("loop", "at"), [more("steps", 3), ("steps", 6), ("sampled", 6), ("own", 3), more("own", 6)])
+@pytest.mark.parametrize(
+    ("loop", "at"), [more("steps", 3), more("steps", 6), ("sampled", 6), ("own", 3), more("own", 6)]
+)
 def test_generators_wherever_they_are_kept_go_on_with_the_same_bits(runs: Runs, loop: str, at: int) -> None:
     """Of the model, of the data set, global ones, local ones, of an extra, of the loader and of its sampler."""
     assert runs.goes_on(loop, at) == (True, [])

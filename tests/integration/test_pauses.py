@@ -55,6 +55,7 @@ def stopped(job: Job, rank: PuppetProcess) -> int:
     return rank.process.pid
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_of_another_host_is_a_false_alarm_far_beyond_lost_confirm(job: Job) -> None:
     job.start(silence_timeout_s=10.0, lost_confirm_s=0.2, **QUICK)
     ranks = elsewhere(job)
@@ -178,5 +179,6 @@ def test_a_rank_that_was_stopped_does_not_blame_its_controller_for_the_pause() -
     assert a_stop_of_its_own(own_time=True) == 0
 
 
+@pytest.mark.thorough
 def test_the_control_by_the_clock_on_the_wall_it_gives_its_controller_up() -> None:
     assert a_stop_of_its_own(own_time=False) == EXIT_NOT_SAVED

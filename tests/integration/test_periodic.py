@@ -74,6 +74,7 @@ def test_a_job_of_which_nobody_is_left_goes_on_from_the_newest_checkpoint(rig: R
     rig.check_resume(launch, 6)
 
 
+@pytest.mark.thorough
 def test_last_words_are_newer_than_the_newest_periodic_checkpoint(rig: Rig) -> None:
     layout = Layout()
     kill = Kill("forward", STANDS_IN, (2,))
@@ -117,6 +118,7 @@ def test_one_that_is_asked_for_in_the_last_step_or_after_it_is_of_that_step(rig:
     assert first_difference(rig.reference(layout), launch.track, range(1, layout.steps + 1)) is None
 
 
+@pytest.mark.thorough
 def test_only_so_many_are_kept(rig: Rig) -> None:
     launch = rig.launch(Layout(epochs=6), every=EVERY, keep=2)
     launch.finish()

@@ -16,8 +16,7 @@ from tests.selection import more, usually
 
 pytestmark = pytest.mark.process
 
-USUALLY = usually(LAYOUTS, lambda name: name not in ("fsdp-tp", "pp-tp"))
-"""Those of two axes have eight ranks."""
+USUALLY = usually(LAYOUTS, ("hsdp", "pp", "zero1"))
 
 
 def states(layout: Layout, track: Track) -> Iterator[tuple[int, list[dict[str, str]]]]:

@@ -91,6 +91,7 @@ def test_a_killed_run_of_eight_ranks_on_three_axes_resumes_with_the_same_bits(ri
     rig.survive(parallel_layout("fsdp-tp"), kill)
 
 
+@pytest.mark.thorough
 def test_both_holders_of_a_part_on_three_axes_are_missed(rig: Rig) -> None:
     fail_clearly(rig, parallel_layout("fsdp-tp"), ShardedKill("forward", 4, (1, 5)))
 

@@ -32,7 +32,7 @@ LAYOUTS: Mapping[str, Layout] = {
         for name in ("hsdp", "tp", "zero1", "pp", "moe", "fsdp-tp")
     },
 }
-USUAL = ("ddp", "hsdp")
+USUAL = ("hsdp",)
 ALONE = {"pp"}
 """Layouts in which no unit has two holders left."""
 

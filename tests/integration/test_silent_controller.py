@@ -50,6 +50,7 @@ def test_a_death_behind_a_controller_that_hangs_is_saved(rig: Rig, tmp_path: Pat
     survive(rig, rig.launch(LAYOUT, faults=faults(fault), env={**SOON, **hanging(tmp_path / "site")}))
 
 
+@pytest.mark.thorough
 def test_without_a_successor_that_death_costs_everything(rig: Rig) -> None:
     """The negative control."""
     fault = Fault(1, 6, "body", ("stop_controller",))
@@ -105,6 +106,7 @@ def test_one_that_goes_on_in_time_saves_a_death_as_ever(rig: Rig) -> None:
     assert len(served(launch)) == len(controllers_logs(launch)) == 2
 
 
+@pytest.mark.thorough
 def test_one_that_goes_on_in_time_is_not_replaced(rig: Rig) -> None:
     """It answers the process that was about to follow it, after 1.5 s and for 2 s."""
     fault = Fault(1, 4, "forward", ("pause:controller,0,3", "sleep:5"))

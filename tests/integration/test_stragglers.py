@@ -116,6 +116,7 @@ def test_a_rank_that_takes_twice_as_long_is_named(cases: Any, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("others", [{}, pytest.param({"validates": [2, 20, 0.5]}, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_the_control_without_them_nobody_is_named(
     cases: Any, others: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

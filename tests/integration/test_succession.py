@@ -45,12 +45,13 @@ def survive(rig: Rig, launch: Launch) -> None:
     rig.check_resume(launch, step)
 
 
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", more("torchrun")])
 def test_a_job_whose_controller_was_killed_is_saved_all_the_same(rig: Rig, launcher: str) -> None:
     fault = Fault(1, 4, "forward", ("kill_controller", "await_controller"))
     survive(rig, rig.launch(LAYOUT, faults=faults(fault), launcher=launcher))
 
 
+@pytest.mark.thorough
 def test_without_another_one_nothing_is_saved(rig: Rig) -> None:
     """The negative control: what the killed one has kept is gone."""
     fault = Fault(1, 4, "forward", ("lose_controller",))
@@ -116,6 +117,7 @@ def test_a_controller_that_is_killed_while_ranks_wait_at_the_end_releases_them(
     assert (site / "died").read_text() == "releasing"
 
 
+@pytest.mark.thorough
 def test_a_controller_that_is_killed_again_and_again_is_started_by_hand(rig: Rig) -> None:
     again = ("kill_controller", "await_controller")
     fault = Fault(1, 4, "forward", (*again, *again, "kill_controller", "mark:dead", "await:go"))
@@ -133,6 +135,7 @@ def test_a_controller_that_is_killed_again_and_again_is_started_by_hand(rig: Rig
     survive(rig, launch)
 
 
+@pytest.mark.thorough
 def test_one_that_is_stopped_is_ended_before_another_one_serves(rig: Rig) -> None:
     """It wakes up nevermore: whatever it was about to publish is not published behind the other one's back."""
     fault = Fault(1, 4, "forward", ("mark:here", "await:go"))

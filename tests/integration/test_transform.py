@@ -41,6 +41,7 @@ def first_ranks(strategy: Strategy, count: int) -> Strategy:
     return Strategy(count, tensors)
 
 
+@pytest.mark.thorough
 def test_a_resume_from_what_was_moved_is_a_resume_from_the_original(rig: Rig, tmp_path: Path) -> None:
     layout = parallel_layout("tp")
     launch, step = rig.die(layout, KILL)

@@ -45,7 +45,7 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
     [
         more(0, "window", 1),
         (1, "window", 1),
-        (0, "between", 1),
+        more(0, "between", 1),
         more(1, "between", 1),
         more(1, "window", 4),
         (0, "between", 4),

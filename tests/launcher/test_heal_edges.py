@@ -21,6 +21,7 @@ from tests.integration.harness import Cluster
 from tests.integration.zygote import command_line, processes
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, check_equal, environment, pids, run, trace
 from tests.launcher.test_launcher_ends import until
+from tests.selection import more
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -252,7 +253,7 @@ lastwords.run(main)
 """A script that closes none of its files, as many do: a plain Python writes what they hold when it ends."""
 
 
-@pytest.mark.parametrize("fails", [[], ["fails"]], ids=["returns", "raises"])
+@pytest.mark.parametrize("fails", [[], more(["fails"])], ids=["returns", "raises"])
 def test_files_that_a_script_leaves_open_are_whole_when_its_process_ends(tmp_path: Path, fails: list[str]) -> None:
     script, *files = (tmp_path / name for name in ("train.py", "results", "cycle"))
     script.write_text(OPENED)

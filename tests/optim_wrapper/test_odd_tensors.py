@@ -17,6 +17,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.verify import digest_units
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+from tests.selection import usually
 
 
 class Wrapped(torch.Tensor):
@@ -68,6 +69,7 @@ ODD: dict[str, Callable[[], torch.Tensor]] = {
     "small integers": lambda: torch.empty(4, dtype=torch.uint4) if hasattr(torch, "uint4") else torch.empty(0),
     "inference": lambda: torch.inference_mode()(lambda: torch.ones(3))(),
 }
+USUAL = ("coo", "nested", "own class", "lazy", "freed", "expanded", "quantized")
 
 
 class Counting(torch.optim.SGD):
@@ -171,7 +173,7 @@ def test_what_comes_while_training_is_saved_or_named_and_everything_else_is_save
 
 
 @pytest.mark.parametrize("place", ["group", "extras", "state_dict", "extra_state"])
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", usually(ODD, USUAL))
 def test_what_takes_the_place_of_a_plain_tensor_stops_no_step(tmp_path: Path, kind: str, place: str) -> None:
     job = Job(tmp_path, place, torch.ones(3))
     job.step()
@@ -183,7 +185,7 @@ def test_what_takes_the_place_of_a_plain_tensor_stops_no_step(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize("place", sorted({*PLACES, "parameter"} - {"state"}))
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", usually(ODD, USUAL))
 def test_what_is_there_at_the_start_is_refused_or_trains(tmp_path: Path, kind: str, place: str) -> None:
     try:
         job = Job(tmp_path, place, ODD[kind]())

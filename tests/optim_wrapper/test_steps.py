@@ -27,6 +27,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from tests import golden
+from tests.selection import more
 
 SAMPLES = 22
 BATCH = 4
@@ -317,8 +318,8 @@ def test_resume_without_workers_is_exact_wherever_it_was_cut(kind: str, draw: st
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "draw"),
-    [("shuffle", "all"), ("shuffle with generator", "all"), ("with replacement, generator", "torch"),
-     ("distributed", "python"), ("own batch sampler", "numpy"), ("iterable", "all"), ("no batching", "torch")],
+    [more("shuffle", "all"), ("shuffle with generator", "all"), more("with replacement, generator", "torch"),
+     more("distributed", "python"), ("own batch sampler", "numpy"), ("iterable", "all"), more("no batching", "torch")],
 )  # fmt: skip
 def test_resume_with_workers_is_exact_wherever_it_was_cut(kind: str, draw: str) -> None:
     def make() -> Any:
