@@ -300,7 +300,8 @@ def the_newest_is_there(made: SimulatedOs, ended: list[Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("can_exchange", [True, more(False)])
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.thorough
 def test_what_a_later_start_publishes_under_a_name_that_goes_is_not_lost(can_exchange: bool) -> None:
     assert list(judged([pruner(KEEP), later_start], the_newest_is_there, can_exchange=can_exchange)) == []
 

@@ -115,6 +115,7 @@ def _plain(value: Any) -> Any:
 
 @settings(max_examples=12, deadline=None)
 @given(SEEDS, WORLDS, WORLDS, WORLDS)
+@pytest.mark.thorough
 def test_there_and_back_by_two_others_gives_the_first_again(seed: int, a: int, b: int, c: int) -> None:
     job = random_whole(seed)
     worlds = {"A": a, "B": b, "C": c}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from demo.launch import free_port
-from tests.selection import more
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--hidden", "64", "--epochs", "2")
@@ -19,7 +18,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("ranks", [2, more(3)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_demo_kills_a_rank_and_ends_with_the_same_bits(tmp_path: Path, ranks: int) -> None:
     command = [sys.executable, "-m", "demo.run", *SMALL, "--ranks", str(ranks), "--out", str(tmp_path / "out")]
     demo = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=ENVIRONMENT, cwd=ROOT)

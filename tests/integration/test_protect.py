@@ -37,6 +37,7 @@ def lines(log: Path, rank: int) -> dict[int, str]:
     return {int(line.split()[0]): line for line in (log / str(rank)).read_text(encoding="utf-8").splitlines()}
 
 
+@pytest.mark.thorough
 def test_a_job_of_two_under_torchrun_is_killed_and_resumed_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     arguments = [str(tmp_path / "undisturbed"), str(tmp_path / "whole"), "0"]
