@@ -538,6 +538,15 @@ def test_the_end_of_an_earlier_loop_of_another_rank_does_not_end_the_job() -> No
     assert core.handle(Over(0), 0.0) == [], "of the first loop, while the second one has begun"
 
 
+def test_loops_of_an_earlier_entry_are_not_those_of_this_one() -> None:
+    core = training(2)
+    core.handle(Ended(1, KILLED), 0.0)
+    assert wait(core, 1, 0, step=5)[-1] == Enter(1, step=5)
+    core.handle(Begun(0), 1.0)
+    assert core.handle(Ended(1, KILLED), 1.0)[-1] == Start(1), "before its loop has begun here"
+    assert core.handle(Over(0), 1.0) == [], "of the loop that rank 1 has not begun"
+
+
 def test_a_save_takes_its_time_however_soon_a_spare_is_ready() -> None:
     core = training()
     core.handle(Ended(1, KILLED), 0.0)
