@@ -1,6 +1,7 @@
 """A process that has imported torch and forks rank processes from there: a job of 4 ranks starts in 0.3 s, not 8 s.
 
-    pytest --(socket pair)--> zygote --(fork)--> job parent --(fork or exec)--> ranks -> controllers, loader workers
+    pytest --(socket pair)--> zygote --(fork)--> job parent --(fork or exec)--> ranks -> loader workers
+                                                        --(fork)--> nursery -> controllers (see controllers.py)
                                                         --(fork or exec)--> launcher -> ranks (see programs.py)
 
 The job parent is a child subreaper, so that whatever a job leaves behind (a controller in a session of its own,
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration import programs
+from tests.integration.controllers import Nursery
 from tests.integration.programs import MESSAGE_BYTES_MAX, PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, Program, prctl
 
 AGENTS = {
@@ -162,6 +164,7 @@ class JobParent:
         self.spec = spec
         self.pids: dict[int, int] = {}
         self.running: set[int] = set()
+        self.nursery: Nursery | None = None
 
     def environment(self, rank: int | None) -> dict[str, str]:
         """Environment of a rank (None: of the launcher)."""
@@ -212,6 +215,8 @@ class JobParent:
 
     def forked_rank(self) -> None:
         """What a forked rank does: the module's `main`."""
+        if self.nursery is not None:
+            self.nursery.use()
         sys.argv = [self.spec["module"], *self.spec["arguments"]]
         importlib.import_module(self.spec["module"]).main(self.spec["arguments"])
 
@@ -252,11 +257,15 @@ class JobParent:
             elif self.fork(-1, spec["launcher"]):
                 return RankTask((programs.use_nursery() or Program(agent[0], agent[1:])).run)
             return None
+        if spec["launcher"] == "fork" and "PYTHONPATH" not in spec["env"]:  # which faults begin with an interpreter
+            self.nursery = Nursery()
         for rank in range(spec["world_size"]):
             if spec["launcher"] == "hand":
                 self.spawn(rank, f"rank_{rank}", [sys.executable, *program])
             elif self.fork(rank, f"rank_{rank}"):
                 return RankTask(self.forked_rank)
+        if self.nursery is not None:
+            self.nursery.close()
         return None
 
     def run(self) -> RankTask | None:
@@ -287,10 +296,14 @@ class JobParent:
                 with contextlib.suppress(ProcessLookupError):
                     (os.killpg if command["group"] else os.kill)(pid, command["signal"])
         elif command["do"] == "list":
-            found = [{"pid": pid, "command": command_line(pid)} for pid in descendants(os.getpid())]
+            found = [{"pid": pid, "command": command_line(pid)} for pid in self.processes()]
             send(self.sock, {"event": "list", "processes": found})
         elif command["do"] == "close":
             send(self.sock, {"event": "closed", "killed": self.end_everything()})
+
+    def processes(self) -> list[int]:
+        """Those of the job that live: all but the nursery, which ends with the last rank."""
+        return [pid for pid in descendants(os.getpid()) if self.nursery is None or pid != self.nursery.pid]
 
     def reap(self) -> None:
         """Collect every child that has ended, adopted ones included."""
@@ -312,7 +325,7 @@ class JobParent:
         """Kill whatever lives below this process until nothing does; returns what had to be killed."""
         killed: dict[int, str] = {}
         for _ in range(500):
-            living = descendants(os.getpid())
+            living = self.processes()
             if not living:
                 break
             for pid in living:
