@@ -21,14 +21,14 @@ def usually(cases: Iterable[Any], usual: Collection[Any] | Callable[[Any], bool]
     return [case if is_usual(case) else more(case) for case in listed]
 
 
-def each_value_once(rows: Sequence[Mapping[str, Hashable]]) -> list[Any]:
-    """Parameters for all `rows`; the usual run takes a few in which each value of each setting occurs.
+def each_value_once(rows: Sequence[Mapping[str, Hashable]], *, but: Collection[str] = ()) -> list[Any]:
+    """Parameters for all `rows`; the usual run takes a few in which each value of each setting occurs, `but` of these.
 
     >>> rows = [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 2}]
     >>> [row if isinstance(row, dict) else "thorough" for row in each_value_once(rows)]
     [{'a': 1, 'b': 1}, 'thorough', {'a': 2, 'b': 2}]
     """
-    missing = {setting for row in rows for setting in row.items()}
+    missing = {setting for row in rows for setting in row.items() if setting[0] not in but}
     chosen: list[int] = []
     while missing:
         best = max(range(len(rows)), key=lambda place: len(missing & set(rows[place].items())))

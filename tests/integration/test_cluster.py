@@ -163,6 +163,7 @@ def test_a_worker_that_is_asked_to_stop_saves_and_ends_and_the_others_wait_for_i
     check_equal(job.directory, undisturbed, {1: 1})
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_is_asked_to_stop_whole_ends_and_goes_on_when_it_is_started_again(
     job: Cluster, undisturbed: Path
 ) -> None:

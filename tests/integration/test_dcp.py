@@ -74,6 +74,7 @@ def test_a_tensor_parallel_job_is_read_by_one_and_by_two_ranks(tmp_path: Path) -
         assert differing(whole, read_by(path, name, ranks, tmp_path, width=8)) == [], (name, ranks)
 
 
+@pytest.mark.thorough
 def test_a_ddp_job_is_read_by_a_fully_sharded_one(tmp_path: Path) -> None:
     path, whole = write("ddp", tmp_path, ranks=2)
     assert differing(whole, read_by(path, "fsdp", 3, tmp_path)) == []
@@ -86,6 +87,7 @@ def test_a_sharded_job_converted_is_read_by_torch_alone_and_comes_back_the_same(
     assert diff(path, from_dcp(out, tmp_path / "back")).differences == ()
 
 
+@pytest.mark.thorough
 def test_param_groups_of_a_sharded_job_are_put_together_again_with_their_numbers(tmp_path: Path) -> None:
     path, whole = write("tp", tmp_path)
     groups = catalogue(open_checkpoint(path)).groups

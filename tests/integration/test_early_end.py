@@ -58,6 +58,7 @@ def test_without_the_early_end_the_dead_ranks_copy_is_that_of_before_its_update(
     assert killed_in_the_log(toy) == "tentative"
 
 
+@pytest.mark.thorough
 def test_a_log_that_draws_random_numbers_is_told(toy: Toy) -> None:
     killed_in_the_log(toy, early=True, log_draws=True)
     assert set(toy.run("resumed", recover=True, early=True, log_draws=True, **PLAN).values()) == {0}, toy.report()

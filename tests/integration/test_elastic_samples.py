@@ -77,6 +77,7 @@ def test_fewer_ranks_with_the_batch_of_a_rank_kept_see_every_sample_once(rig: Ri
     assert sorted(second.track.steps(0)) == [*range(3, 11), *range(13, 25)]
 
 
+@pytest.mark.thorough
 def test_going_on_by_the_number_of_steps_would_see_samples_twice(rig: Rig) -> None:
     seen, _ = smaller_steps(rig, sabotage=("no_carrying",))
     assert set(seen) == set(range(72))
@@ -89,6 +90,7 @@ def test_what_does_not_divide_is_seen_again_by_the_last_ranks_only(rig: Rig) -> 
     assert seen.total() == 68, "an odd number of samples is left for two ranks"
 
 
+@pytest.mark.thorough
 def test_what_does_not_divide_is_left_out_with_drop_last(rig: Rig) -> None:
     seen, _ = smaller_steps(rig, even=True, left_over=5)
     assert set(seen.values()) == {1}

@@ -195,6 +195,7 @@ def test_models_that_only_compute_and_comparisons_see_the_whole(tmp_path: Path) 
     assert not report.differences
 
 
+@pytest.mark.thorough
 def test_without_cuts_another_layout_is_refused_and_the_same_one_is_not(tmp_path: Path) -> None:
     """The control, and the way of a job that declares its cuts only later: its older checkpoints stay good."""
 

@@ -87,7 +87,8 @@ def test_the_kills_of_every_run_cover_every_pair() -> None:
     assert all(kill.step < LAYOUT.steps for rows in (ROWS, OTHERS) for kill in kills_of(rows, 0) + kills_of(rows, 1))
 
 
-@pytest.mark.parametrize("how", ["stop_spare", more("kill_spare")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["stop_spare", "kill_spare"])
 def test_a_spare_that_is_stopped_or_dies_as_it_is_needed_is_not_waited_for(rig: Rig, how: str) -> None:
     fault = Fault(1, 3, "backward", ("await_spare:spare", how, "kill"))
     launch, difference = rig.healed(Layout(world_size=2), [fault], spares=1, by_exec=how == "stop_spare")

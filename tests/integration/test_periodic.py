@@ -233,6 +233,7 @@ def test_what_nobody_holds_any_more_comes_from_the_newest_checkpoint(
     assert any(incident["reason"] in log.read_text() for log in logs_of(launch)), launch.job.report()
 
 
+@pytest.mark.thorough
 def test_a_healed_job_goes_on_with_its_checkpoints(rig: Rig) -> None:
     layout = Layout(epochs=3)
     kill = Fault(1, 5, "backward", ("await_saved:3", "kill"))

@@ -98,6 +98,7 @@ def test_shared_memory_is_left_clean(seen: list[dict[str, Any]]) -> None:
     assert not list(Path("/dev/shm").glob(f"lastwords-{os.getuid()}-{JOB}-*"))
 
 
+@pytest.mark.thorough
 def test_switched_off_nothing_runs_and_nothing_is_written(tmp_path: Path) -> None:
     for one in run(tmp_path, MS_ENABLE_TFT="{TTP:0}"):
         before, inside = one["before"], one["inside"]

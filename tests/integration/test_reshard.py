@@ -237,6 +237,7 @@ def test_a_model_with_more_tensors_or_other_groups_is_refused(tmp_path: Path) ->
     assert "missing in the checkpoint: extra" in refusal("fsdp", lambda: other(more=True), tmp_path)
 
 
+@pytest.mark.thorough
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     def sgd(model: Net) -> Any:
         return torch.optim.SGD(trainable(model), lr=0.1)

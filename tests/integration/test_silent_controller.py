@@ -44,6 +44,7 @@ def test_a_death_behind_a_stopped_controller_is_saved(rig: Rig, launcher: str) -
     survive(rig, launch)
 
 
+@pytest.mark.thorough
 def test_a_death_behind_a_controller_that_hangs_is_saved(rig: Rig, tmp_path: Path) -> None:
     """Its sessions stay open: gRPC's own threads answer."""
     fault = Fault(1, 6, "body", ("hang_controller",))

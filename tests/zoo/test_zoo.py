@@ -26,10 +26,10 @@ def keeper(cluster: Cluster, references: Path, tmp_path: Path) -> Iterator[Keepe
 
 
 def usual_cases() -> set[tuple[str, str]]:
-    """Of each kind of recipe (a module of this folder) one, in a phase that is another one from kind to kind."""
+    """Of every second kind of recipe (a module of this folder) one, in a phase that is another one each time."""
     found = by_kind_and_phase()
     chosen: dict[str, str] = {}
-    for kind in dict.fromkeys(kind for kind, _ in found):
+    for kind in [*dict.fromkeys(kind for kind, _ in found)][::2]:
         phases = [phase for of, phase in found if of == kind]
         chosen[kind] = min(phases, key=[*chosen.values()].count)
     return {(found[case][0], case[1]) for case in chosen.items()}
