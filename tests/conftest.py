@@ -30,6 +30,7 @@ settings.load_profile("no-clock")
 
 
 def pytest_sessionstart() -> None:
+    gc.set_threshold(50_000, 20, 100)  # a look at all that torch and thousands of tests hold takes 0.1 s
     _hide_the_worker()
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
     for number, handler in usual.items():
