@@ -5,7 +5,7 @@
 #   make demo-heal      kill -9 two workers in turn; only they are replaced, and training goes on in seconds
 #   make demo-recover   kill -9 a worker, the scheduler, both and all of a dynamic cluster, and start them again
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
-#   make test      the usual tests, some cases of each long table: 25 minutes beside other work, less on idle cores
+#   make test      the usual tests, some cases of each long table: nine minutes on two idle cores
 #   make test-rest the other cases of their long tables: 40 minutes, an hour on busy cores
 #   make test-all  both
 #   make test-readme   does what README.md says, in new environments: minutes

@@ -69,8 +69,11 @@ class LockFile:
             try:
                 return self._os.open_lock(self._path)
             except FileNotFoundError:
-                with contextlib.suppress(FileExistsError):
+                try:
                     close(self._os.create(self._path, direct=False), self._path, self._os)
+                except FileExistsError:  # another process has been faster
+                    if self._os.is_link(self._path):  # or it leads to nothing
+                        raise
 
     def _lock(self, fd: int, *, shared: bool) -> bool:
         try:

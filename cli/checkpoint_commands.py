@@ -403,7 +403,7 @@ def say(text: str) -> None:
 def progress(name: str, total: int) -> Iterator[Any]:
     """A bar on stderr while bytes are read; nothing where stderr is no terminal or there is little to read."""
     console = Console(stderr=True)
-    if not console.is_terminal or total < (64 << 20):
+    if not console.file.isatty() or total < (64 << 20):
         yield None
         return
     columns = (

@@ -66,7 +66,7 @@ class _Rows:
         self._right, self._cut, self._wrap = right, cut, wrap
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        lines = self._lines(options.max_width if console.is_terminal else None)
+        lines = self._lines(options.max_width if console.file.isatty() else None)
         for line in [plain(self._title, "italic"), *lines, Text()]:
             line.rstrip()
             line.no_wrap, line.overflow = True, "ignore"
@@ -216,7 +216,7 @@ class _Facts:
         begin = GAP + max(len(name) for name, _ in self._rows)
         width = max(LEAST, options.max_width - begin)
         for name, value in self._rows:
-            for number, line in enumerate(wrapped(value, width if console.is_terminal else None)):
+            for number, line in enumerate(wrapped(value, width if console.file.isatty() else None)):
                 shown = Text.assemble(("" if number else name).ljust(begin), line)
                 shown.rstrip()
                 shown.no_wrap, shown.overflow = True, "ignore"

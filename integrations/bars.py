@@ -23,7 +23,7 @@ def rank_bars(called: str = "rank {}") -> Iterator[Callable[[int, int, int | Non
     Without a number for all bytes the bar only shows that something moves, and how much there is already.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.file.isatty():
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

@@ -51,6 +51,7 @@ class Stay:
         self._unblocker: Unblocker | None = None
         self._runs: list[reentry.Running] = []
         self._before = frozenset(inode for _, inode in open_sockets())
+        self._frozen = gc.get_freeze_count()
 
     def leave(self, step: int, ports: tuple[int, ...], record: Path | None) -> None:
         """The training thread comes out of `main`, wherever it is; after `OWN_LEAVE_S` this process ends instead, after
@@ -61,7 +62,7 @@ class Stay:
                 return
             self.leaving, self.saves = True, step > 0
             self.saved_step, self.record = step, str(record or "")
-            self._unblocker = Unblocker(self._before, ports)
+            self._unblocker = Unblocker(self._before, ports, self._frozen)
             self._unblocker.begin()
         threads.run(self._end_if_here, name="lastwords-leave")
 

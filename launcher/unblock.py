@@ -8,6 +8,7 @@ follows torch's documentation and has never run on a GPU.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -32,11 +33,12 @@ class Unblocker:
     """Shuts the sockets between ranks, and those to the store, from a thread of its own, from `begin` to `end`.
 
     before: inodes of sockets that stay, since they were there before `main`. spare_ports: of the controller, whose
-    connections stay. So do sockets of Python's: torch's are opened from C++.
+    connections stay. So do sockets of Python's: torch's are opened from C++. frozen: `gc.get_freeze_count()` before.
     """
 
-    def __init__(self, before: Collection[str], spare_ports: Collection[int]) -> None:
+    def __init__(self, before: Collection[str], spare_ports: Collection[int], frozen: int = 0) -> None:
         self._before = frozenset(before)
+        self._frozen = frozen
         self._spare_ports = frozenset(spare_ports)
         self._over = threading.Event()
         self._ended = threading.Event()
@@ -78,6 +80,8 @@ class Unblocker:
             if inode in connected and inode not in self._before and not self._spare_ports & {*connected[inode]}
         }
         if candidates:
+            if gc.get_freeze_count() > self._frozen:  # by the script: its sockets may be among them
+                gc.unfreeze()
             # After the candidates, or one that Python opens in between would be taken for torch's.
             candidates -= {one.fileno() for one in live_instances(socket.socket)}
         for fd in candidates:

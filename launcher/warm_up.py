@@ -23,7 +23,9 @@ def warm_up() -> None:
     import torch.utils.data  # noqa: F401
 
     import lastwords.optim_wrapper.trainer.protect  # noqa: F401
+    from lastwords.optim_wrapper.ddp.ddp_found import known_ddps
 
+    known_ddps()  # those of the script, which are set aside as well; it is told of the later ones
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)

@@ -8,6 +8,7 @@ registration hook, which tells of the moment in which a DDP takes its module.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -154,6 +155,7 @@ def _has_more(module: torch.nn.Module, model: torch.nn.Module, parameters: froze
 
 def _made(kind: type[_M]) -> list[_M]:
     """Living modules whose constructors have come so far; no `__getattr__` of theirs is asked."""
+    gc.unfreeze()
     return [one for one in live_instances(kind) if "_modules" in object.__getattribute__(one, "__dict__")]
 
 

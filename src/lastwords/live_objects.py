@@ -13,15 +13,12 @@ _T = TypeVar("_T")
 def live_instances(kind: type[_T]) -> list[_T]:
     """Every living instance of a class that Python code has defined, and of classes that inherit from it. Any thread.
 
-    Objects that `gc.freeze()` has set aside are among them, and whatever lives now is frozen with them. Others are
-    not written to if the class has FEW heirs: to count references to all of them copies each page that a fork shares.
+    Not those that `gc.freeze()` has set aside: `gc.unfreeze()` first, and do not freeze again, since that would be
+    whatever lives by then, and none of it would be freed. Other objects are not written to if the class has FEW heirs:
+    to count references to all of them copies each page that a fork shares.
     """
-    kinds, frozen = _with_subclasses(kind), gc.get_freeze_count() > 0
-    if frozen:
-        gc.unfreeze()
+    kinds = _with_subclasses(kind)
     found = gc.get_referrers(*kinds) if len(kinds) <= FEW else gc.get_objects()  # each object refers to its class
-    if frozen:
-        gc.freeze()
     # By type(): isinstance() would ask objects of all libraries for their __class__, and proxies answer with effects.
     return [one for one in found if issubclass(type(one), kind)]
 

@@ -27,6 +27,14 @@ COMMANDS = [["ls"], ["inspect"], ["verify"], ["prune", "--job", JOB, "--keep", "
 Shown = Callable[..., list[str]]
 
 
+class Output(io.StringIO):
+    """A terminal, or a pipe."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Checkpoints of a job with a long name and of another one: whole, without a manifest, and without a file."""
@@ -47,9 +55,8 @@ def shown(monkeypatch: pytest.MonkeyPatch, root: Path) -> Shown:
     """Lines that a terminal of so many columns gets, or a pipe."""
 
     def lines(command: list[str], columns: int | None) -> list[str]:
-        file = io.StringIO()
-        terminal = columns is not None
-        made = Console(file=file, width=columns or 80, force_terminal=terminal, color_system=None, soft_wrap=True)
+        file = Output(terminal=columns is not None)
+        made = Console(file=file, width=columns or 80, color_system=None, soft_wrap=True)
         monkeypatch.setattr(tables, "console", lambda: made)
         main([command[0], str(root), *command[1:]])
         return file.getvalue().splitlines()
@@ -71,8 +78,12 @@ def test_names_of_checkpoints_are_whole_in_every_width(
     assert not [line for line in too_wide if not line.startswith("2 kept; ")]
 
 
+@pytest.mark.parametrize("forced", ["", "1"], ids=["", "colours"])
 @pytest.mark.parametrize("command", COMMANDS[:2], ids=lambda command: command[0])
-def test_in_a_pipe_each_checkpoint_is_one_line_in_which_nothing_is_cut(shown: Shown, command: list[str]) -> None:
+def test_in_a_pipe_each_checkpoint_is_one_line_in_which_nothing_is_cut(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch, command: list[str], forced: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", forced)
     lines = shown(command, None)
     assert len(lines) == 2 + len(NAMES) + 1
     by_name = {line.split()[0]: line for line in lines if line}
@@ -87,8 +98,8 @@ def test_what_gives_way_is_the_jobs_name(shown: Shown, root: Path, columns: int)
 
 
 def test_facts_are_wrapped_between_words_only() -> None:
-    file = io.StringIO()
-    made = Console(file=file, width=30, force_terminal=True, color_system=None, soft_wrap=True)
+    file = Output(terminal=True)
+    made = Console(file=file, width=30, color_system=None, soft_wrap=True)
     made.print(tables.facts([("path", "/a/path/that/is/longer/than/the/line"), ("because", "of a long reason " * 2)]))
     golden.says("\n".join(line.rstrip() for line in file.getvalue().splitlines()))
 

@@ -12,7 +12,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.system import Os, close
 from lastwords.cli.main import ExitCode, main
-from lastwords.errors import BusyError
+from lastwords.errors import BusyError, StorageError
 from lastwords.integrations.dcp_in import from_dcp
 from lastwords.integrations.dcp_out import to_dcp
 from lastwords.integrations.diff import diff
@@ -60,3 +60,10 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
     with LockFile(lock).held() as mine:
         assert mine
     assert not lock.exists()
+
+
+def test_the_name_of_a_lock_that_leads_to_nothing_is_an_error(tmp_path: Path) -> None:
+    lock = tmp_path / "x.lock"
+    lock.symlink_to(tmp_path / "nowhere" / "y")
+    with golden.raises(StorageError), LockFile(lock).held():
+        pass

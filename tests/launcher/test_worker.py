@@ -37,6 +37,7 @@ from lastwords.launcher.stay import Stay
 from lastwords.launcher.streams import Streams
 from lastwords.launcher.versions import Ask
 from lastwords.launcher.worker import keep
+from lastwords.optim_wrapper.ddp import ddp_found
 from lastwords.optim_wrapper.launch import world
 from lastwords.optim_wrapper.launch.config import LAUNCHER
 from lastwords.optim_wrapper.trainer import reentry
@@ -565,6 +566,19 @@ def test_what_is_done_beforehand_uses_no_device_no_hook_and_no_random_number(mon
         for hook in hooks:
             hook.remove()
     assert drawn == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_what_is_set_aside_beforehand_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else: what `main` has made is freed once it is over."""
+    monkeypatch.setattr(ddp_found, "_looked", False)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    worker.warm_up()
+
+    def refuse() -> None:
+        raise AssertionError("unfrozen")
+
+    monkeypatch.setattr(gc, "unfreeze", refuse)
+    ddp_found.known_ddps()
 
 
 def test_every_main_begins_with_the_random_streams_of_a_new_process() -> None:

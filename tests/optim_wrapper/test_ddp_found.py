@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -142,3 +143,14 @@ def test_a_damaged_record_of_several_ddps_is_named() -> None:
     for wrong in ({**good, "passes": [["0"]]}, {**good, "synced": {"forward": 1}}, 3):
         assert "buckets.ddps[1]" in str(facts_problem({"buckets": {"version": 2, "ddps": [good, wrong]}}))
     assert "ddps" in str(facts_problem({"buckets": {"version": 2}}))
+
+
+def test_what_lives_while_it_is_looked_for_can_be_freed(put_aside: Callable[[], None]) -> None:
+    put_aside()
+    model = nn.Linear(2, 2)
+    model.me = [model]
+    seen = weakref.ref(model)
+    ddp_found.with_those_beside(nn.Linear(1, 1), (), [*model.parameters()])
+    del model
+    gc.collect()
+    assert seen() is None
