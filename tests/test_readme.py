@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,15 @@ def test_a_diff_without_the_resume_is_noticed(tmp_path: Path, undisturbed: Ended
     assert readme.resumed(TORCHRUN, lacking, tmp_path, os.environ) != undisturbed.after_the_kill()
 
 
+@contextlib.contextmanager
+def on_its_port() -> Iterator[None]:
+    """One at a time on this host, since README names a port."""
+    path = Path(f"/tmp/lastwords-test-readme-{os.getuid()}")
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def played(block: str, folder: Path) -> list[str]:
     """What each line of a shell block prints, typed in a folder with the environment and the demo of the clone.
 
@@ -60,7 +72,8 @@ def played(block: str, folder: Path) -> list[str]:
     for line in block.splitlines():
         waits = UNTIL_IT_TRAINS if line.partition("#")[0].rstrip().endswith("&") else "wait" * line.startswith("kill")
         typed += f"{line}\n{waits}\necho -- $?\n"
-    said = readme.run([*ALONE, "bash"], folder, os.environ, stdin=typed, timeout_s=1500).stdout
+    with on_its_port():
+        said = readme.run([*ALONE, "bash"], folder, os.environ, stdin=typed, timeout_s=1500).stdout
     return re.split(r"^-- \d+$", said, flags=re.MULTILINE)
 
 

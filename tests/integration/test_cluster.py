@@ -211,6 +211,8 @@ def test_a_scheduler_that_knows_nothing_takes_a_job_that_trains_for_what_it_is(j
     job.kill(job.scheduler)
     (job.directory / "recovery" / "cluster" / "state.json").unlink()
     job.start_scheduler()
+    # Whoever is late finds that a new worker has its rank by now.
+    job.wait_until(lambda: job.said().count("is there again") == RANKS)
     job.wait_for_step(job.step() + 20)
     job.kill(job.workers[1])
     job.start(1, MS_NODE_ID=f"worker {RANKS - 1}")

@@ -26,6 +26,9 @@ FILE = Path(__file__).with_name("verdicts.json")
 BY_CHANCE = frozenset({"bwd", "end"})
 """Phases that a death meets at any instant, or while others go on: what it costs there is chance."""
 
+UNNAMED = "was saved before the training loop had reported its epoch and step"
+"""Why a step that no survivor has ended is told, whatever the recipe: in a loop without names, and by chance."""
+
 PERIODIC = "periodic"
 """The phase of a resume from a periodic checkpoint."""
 
@@ -56,8 +59,10 @@ def mismatch(card: Card, phase: str, verdict: Verdict, known: Outcomes | None) -
         return f"{card.name} killed in {phase} has no frozen verdict; today's is {outcome}: {verdict.text}"
     if outcome in known:
         same = set(said) == set(known[outcome]) or (phase in BY_CHANCE and _alike(card, phase, verdict, known[outcome]))
-    else:  # a hole that is closed is frozen anew
-        same = phase in BY_CHANCE and "silent" not in known and not verdict.problem(card, phase)
+    elif "silent" in known:  # a hole that is closed is frozen anew
+        same = phase in BY_CHANCE and outcome == "told" and all(UNNAMED in reason for reason in said)
+    else:
+        same = phase in BY_CHANCE and not verdict.problem(card, phase)
     if same:
         return ""
     return f"{card.name} killed in {phase} was {json.dumps(known)} and is {outcome} {said}: {verdict.text}"

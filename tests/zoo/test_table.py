@@ -6,7 +6,7 @@ import pytest
 
 from tests import golden
 from tests.zoo import recipes, recipes_strangers
-from tests.zoo.frozen import frozen, mismatch, of_results, text_of
+from tests.zoo.frozen import UNNAMED, frozen, mismatch, of_results, text_of
 from tests.zoo.loop import CARDS
 from tests.zoo.table import PAGE, page_with, row_text
 from tests.zoo.verdict import Verdict
@@ -65,6 +65,7 @@ def test_a_broken_run_is_not_frozen() -> None:
 EXACT = Verdict("exact", "")
 TOLD, NONSENSE = (Verdict("told", "", (reason,)) for reason in ("extras['ema'] moved", "nonsense"))
 LATER, WRONG = (Verdict("silent", "", where=where) for where in ("from step 6 on", "restored on rank 0: ['0.weight']"))
+NAMELESS = Verdict("told", "", (f"global step 6 {UNNAMED}; continue by global step",))
 OF_EMA = {"told": ["extras['ema'] moved"]}
 
 
@@ -79,6 +80,8 @@ OF_EMA = {"told": ["extras['ema'] moved"]}
         ("moco", "bwd", TOLD, {"exact": []}),
         ("moco", "fwd", EXACT, {"silent": ["from step 6 on"]}),
         ("moco", "bwd", EXACT, {"silent": ["from step 6 on"]}),
+        ("moco", "bwd", TOLD, {"silent": ["from step 6 on"]}),
+        ("moco", "fwd", NAMELESS, {"silent": ["from step 6 on"]}),
         ("counter", "bwd", WRONG, {"unreachable": ["from step 6 on"]}),
         ("actnorm", "epoch", WRONG, {"silent": ["from step 5 on"]}),
         ("error_feedback", "bwd", NONSENSE, {"told": ["a hook's state is not saved"]}),
@@ -97,6 +100,7 @@ def test_a_verdict_that_is_not_the_frozen_one_is_noticed(
         ("ema", "bwd", TOLD, {"exact": []}),
         ("ema", "bwd", TOLD, {"told": ["extras['ema'] was away"]}),
         ("ema", "bwd", EXACT, OF_EMA),
+        ("moco", "bwd", NAMELESS, {"silent": ["from step 6 on"]}),
         ("counter", "bwd", LATER, {"unreachable": ["from step 5 on"]}),
         ("actnorm", "epoch", LATER, {"silent": ["from step 6 on"]}),
     ],
