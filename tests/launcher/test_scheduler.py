@@ -241,15 +241,21 @@ def test_a_scheduler_that_knows_nothing_takes_the_name_of_the_job_that_runs(rig:
     assert rig.apply("0")[0]["job"] == "cluster-of-before"
 
 
+def meet(rig: Rig, rank: int) -> tuple[socket.socket, Lines]:
+    """A worker that is admitted as this rank, in a process of its own."""
+    link, lines, nonce = rig.connect()
+    rig.send(link, nonce, rig.application(str(rank), pid=os.getpid() + rank))
+    rig.answers(link, lines)
+    return link, lines
+
+
 def test_the_next_scheduler_knows_what_one_that_knew_nothing_has_learnt_from_the_workers(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_id, "runs", lambda *_: True)
     links = []
     for rank in range(2):
-        link, lines, nonce = rig.connect()
-        rig.send(link, nonce, rig.application(str(rank), pid=os.getpid() + rank))
-        rig.answers(link, lines)
+        link, lines = meet(rig, rank)
         send(link, to_launcher(Inside(OWN, 5, True, 1)))
         assert rig.answers(link, lines) == []
         links.append((link, lines))
@@ -630,10 +636,7 @@ def train(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
     monkeypatch.setattr(process_id, "runs", lambda *_: True)
     links = []
     for rank in range(2):
-        link, lines, nonce = rig.connect()
-        rig.send(link, nonce, rig.application(str(rank), pid=os.getpid() + rank))
-        rig.answers(link, lines)
-        links.append(link)
+        links.append(meet(rig, rank)[0])
     rig.scheduler._head.take_over(3, 7)
     monkeypatch.setattr(process_id, "runs", lambda *_: False)
     return links
@@ -773,10 +776,7 @@ def test_nobody_enters_main_before_that_is_kept(
     monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
     workers = []
     for rank in range(2):
-        link, lines, nonce = rig.connect()
-        rig.send(link, nonce, rig.application(str(rank), pid=os.getpid() + rank))
-        rig.answers(link, lines)
-        workers.append((link, lines))
+        workers.append(meet(rig, rank))
     monkeypatch.setattr(rig.scheduler, "_runs", lambda _: True)
     caplog.clear()
     with monkeypatch.context() as patched:
