@@ -64,7 +64,7 @@ class Slot(NamedTuple):
 
     def is_direct(self, name: StateName) -> bool:
         """Whether it stands in the state of a parameter itself, in no list or dict there."""
-        return self.table is not None and str(self.key) == name.key
+        return str(self.key) == name.key
 
 
 class _Form(NamedTuple):

@@ -57,6 +57,7 @@ def test_so_many_of_the_newest_are_kept() -> None:
     assert kept(found, Rules(1)) == [7]
     assert kept(found, Rules(99)) == [1, 2, 3, 4, 5, 6, 7]
     assert kept(found, Rules(0, 0)) == [1, 2, 3, 4, 5, 6, 7]
+    assert kept(made([0, 0.1, 0.2]), Rules(0).check()) == [1, 2, 3]
 
 
 def test_one_in_so_many_minutes_is_kept_and_the_newest() -> None:
@@ -522,6 +523,31 @@ def test_what_is_damaged_does_not_count_among_those_that_are_kept(tmp_path: Path
     assert len(made_plan.damaged) == 2
     carry_out(made_plan)
     assert (steps_in(tmp_path), sound_in(tmp_path)) == ([33, 34, 35, 36], [33, 34])
+
+
+def test_what_was_found_to_be_damaged_once_is_left_alone_and_told_as_such_later(tmp_path: Path) -> None:
+    filled(tmp_path, range(34, 37))
+    flipped(tmp_path, 36)
+    verified = VerifiedOnce()
+    first, second = (plan([tmp_path], "job", Rules(1), verified=verified) for _ in range(2))
+    assert first.damaged == first.others == second.others != ()
+    assert second.damaged == ()
+    assert [one.said.global_step for one in second.remove] == [34]
+
+
+def test_what_is_spared_stays_and_that_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    filled(tmp_path, range(33, 37))
+    spared = {layout.checkpoint_dir(tmp_path, 33)}
+    gone = prune([tmp_path], "job", Rules(1), spared=lambda path: path in spared)
+    assert [path.name[-2:] for path in gone] == ["34", "35"]
+    assert steps_in(tmp_path) == [33, 36]
+    assert "1 checkpoints stay until they are uploaded" in caplog.messages
+    caplog.clear()
+    spared.clear()
+    prune([tmp_path], "job", Rules(1), spared=lambda path: path in spared)
+    assert steps_in(tmp_path) == [36]
+    assert not [text for text in caplog.messages if "uploaded" in text]
 
 
 def test_a_truncated_one_does_not_count_either_and_is_not_read(tmp_path: Path) -> None:

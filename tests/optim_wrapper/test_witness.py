@@ -306,6 +306,26 @@ def test_one_that_is_replaced_in_every_step_is_looked_at_where_it_stands() -> No
     assert (witness.replaced(), moved(witness, since)) == ([], [])
     table["m"] = table["m"] * 2
     assert moved(witness, since) == ["a"]
+    with torch.inference_mode():
+        table["m"] = torch.ones(2)
+    since = witness.mark()
+    assert moved(witness, since) == []
+    del table["m"]
+    assert moved(witness, since) == ["a"]
+
+
+def test_what_stands_in_a_place_now_is_given_if_it_has_memory() -> None:
+    table: dict[str, Any] = {"m": torch.ones(2)}
+    name, loose = StateName("optim", "a", "m"), StateName("model", "w")
+    witness = Witness(lambda: {name: Slot(table["m"], table, "m"), loose: Slot(torch.ones(3))})
+    witness.look()
+    lives = witness.live(loose)
+    assert lives is not None and lives.shape == (3,)
+    assert witness.live(StateName("model", "nobody")) is None
+    for other in (torch.ones(2), 1.0, torch.ones(2, device="meta"), None):
+        table["m"] = other
+        lives = witness.live(name)
+        assert lives is (other if isinstance(other, torch.Tensor) and not other.is_meta else None)
 
 
 def test_places_are_read_as_the_tensors_say_of_themselves() -> None:
