@@ -320,7 +320,8 @@ def test_what_stands_in_a_place_now_is_given_if_it_has_memory() -> None:
     witness = Witness(lambda: {name: Slot(table["m"], table, "m"), loose: Slot(torch.ones(3))})
     witness.look()
     lives = witness.live(loose)
-    assert lives is not None and lives.shape == (3,)
+    assert lives is not None
+    assert lives.shape == (3,)
     assert witness.live(StateName("model", "nobody")) is None
     for other in (torch.ones(2), 1.0, torch.ones(2, device="meta"), None):
         table["m"] = other
