@@ -68,7 +68,12 @@ class LazyMask(nn.Module):
         return x @ self.mask / WIDTH
 
 
-@recipe("lazy_buffer", "non-persistent buffer registered in the first forward pass (causal mask)", "bwd win fwd end")
+@recipe(
+    "lazy_buffer",
+    "non-persistent buffer registered in the first forward pass (causal mask)",
+    "bwd win fwd end",
+    {"bwd": "mask"},  # a death while DDP hands it round for the first time
+)
 class LazyBuffer(Block):
     def block(self) -> nn.Module:
         return LazyMask()
