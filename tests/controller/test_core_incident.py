@@ -152,6 +152,25 @@ def test_a_silent_rank_with_a_living_session_is_cleared_by_any_word() -> None:
     assert sorted(job.sent(Resume)) == [0, 1, 2]
 
 
+def test_nobody_is_left_out_before_anything_is_certain() -> None:
+    job = JobDriver(3, options=ControllerOptions(settle_timeout_s=1.0))
+    job.close(1)
+    job.wait(1.5)
+    job.hello(1)
+    assert sorted(job.sent(Resume)) == [0, 1, 2]
+
+
+def test_a_suspect_is_not_left_out_while_others_write() -> None:
+    job = JobDriver(3, options=ControllerOptions(settle_timeout_s=1.0))
+    job.kill(2)
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    assert job.core.state is State.SAVING
+    job.close(1)
+    job.wait(1.5)
+    assert "rank 1" not in job.logs()
+
+
 def test_all_suspects_must_be_back() -> None:
     job = JobDriver(3)
     job.close(1)
@@ -451,6 +470,7 @@ def test_its_old_answer_repeated_does_not_count_as_a_new_one() -> None:
     job = gated_split()
     job.settle(1, Stand(Phase.READY, 8), sequence=3)
     assert job.core.state is State.PROCEEDING
+    assert not job.effects, "nor does it need to be told again"
 
 
 def test_a_lost_proceed_goes_out_again() -> None:
@@ -728,6 +748,18 @@ def test_a_search_without_an_answer_is_not_waited_for_for_ever() -> None:
     assert not job.sent(Exit)
     job.wait(0.2)
     assert "checkpoint" not in not_saved(job)
+
+
+def test_where_there_was_nothing_to_save_it_is_not_waited_for_for_ever_either() -> None:
+    job = JobDriver(2, options=ControllerOptions(newest_timeout_s=5.0))
+    job.newest = None
+    job.kill(1)
+    job.settle(0, computing(0))
+    assert not job.sent(Exit)
+    job.wait(5.0)
+    order = job.sent(Exit)[0]
+    assert order.kind is ExitKind.NOTHING_TO_SAVE
+    assert "checkpoint" not in order.reason
 
 
 def test_an_answer_about_an_earlier_incident_says_nothing_of_this_one() -> None:
