@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from lastwords.controller.events import ControllerOptions, FromRank, NewestKnown, OutcomeKind, StartPublish, State
+from lastwords.controller.events import (
+    ControllerOptions,
+    FromRank,
+    NewestKnown,
+    OutcomeKind,
+    StartPublish,
+    State,
+    Watched,
+)
 from lastwords.controller.words import newest_text
 from lastwords.vocabulary import (
     DeathSource,
@@ -155,8 +163,10 @@ def test_a_silent_rank_with_a_living_session_is_cleared_by_any_word() -> None:
 def test_nobody_is_left_out_before_anything_is_certain() -> None:
     job = JobDriver(3, options=ControllerOptions(settle_timeout_s=1.0))
     job.close(1)
+    job.close(2)
     job.wait(1.5)
     job.hello(1)
+    job.hello(2)
     assert sorted(job.sent(Resume)) == [0, 1, 2]
 
 
@@ -479,6 +489,24 @@ def test_a_lost_proceed_goes_out_again() -> None:
     assert sorted(job.sent(Proceed)) == [1]
     job.hello(1)
     assert sorted(job.sent(Proceed)) == [1]
+
+
+def test_a_rank_that_falls_silent_while_another_proceeds_is_waited_for_as_long_as_one_that_is_to_settle() -> None:
+    job = JobDriver(4, units=("A", "B", "A", "B"))
+    job.tell(Watched(2))
+    job.kill(3)
+    job.wait(10.0)
+    job.settle(0, computing(8))
+    job.settle(1, Stand(Phase.READY, 8))
+    job.settle(2, computing(8))
+    job.wait(6.0)
+    assert job.core.state is State.PROCEEDING
+    job.close(2)
+    job.settle(1, computing(8))
+    job.wait(14.9)
+    assert not job.sent(Save)
+    job.wait(0.2)
+    assert sorted(job.sent(Save)) == [0, 1]
 
 
 def test_a_rank_that_never_proceeds_is_left_out() -> None:

@@ -602,6 +602,7 @@ def test_however_short_the_time_is_a_refused_writer_may_try_again_whatever_is_he
     job = JobDriver(2, options=ControllerOptions(storage_retry_s=0.5))
     job.kill(1)
     job.settle(0, computing(5))
+    job.wait(10.0)
     job.save_failed(0, 5, storage=True)
     job.settle(0, computing(5))
     assert not job.sent(Exit)

@@ -188,7 +188,7 @@ def test_of_a_step_that_cannot_be_had_the_units_are_named_that_no_rank_and_no_fi
 
 def test_of_several_steps_that_cannot_be_had_the_highest_is_told_of() -> None:
     stands = [Stand(Phase.UPDATED, 8), computing(7), None]
-    answer = select(views(stands, ["A", "B", "C"]), list("ABC"))
+    answer = select(views(stands, ["A", "B", "C"]), list("ABC"), [part(2, step=7, units=("C",))])
     assert isinstance(answer, NoDecision)
     assert answer.step == 8
     golden.says(answer.reason)
