@@ -62,8 +62,9 @@ def split(unit: str, specs: Sequence[TensorSpec], count: int) -> list[list[Cut]]
     """
     shares: list[list[Cut]] = [[] for _ in range(count)]
     moving = sorted((index for index, spec in enumerate(specs) if _may_move(unit, spec)), key=lambda i: specs[i].name)
-    for index in sorted(set(range(len(specs))).difference(moving)):
-        shares[0].append(_cut(unit, specs, index, (0, specs[index].nbytes), Share(unit, 0, count)))
+    for index, spec in enumerate(specs):
+        if not _may_move(unit, spec):
+            shares[0].append(_cut(unit, specs, index, (0, spec.nbytes), Share(unit, 0, count)))
     kept = sum(cut.spec.nbytes for cut in shares[0])
     starts = list(itertools.accumulate((specs[index].nbytes for index in moving), initial=0))
     ends = _ends([specs[index] for index in moving], starts, kept, count)
@@ -94,7 +95,7 @@ def _ends(specs: Sequence[TensorSpec], starts: Sequence[int], kept: int, count: 
 def _possible(specs: Sequence[TensorSpec], starts: Sequence[int], end: int, share_bytes: int) -> int:
     """The place next to `end` where a share can end."""
     index = bisect.bisect_right(starts, end) - 1
-    if index >= len(specs) or starts[index] == end:
+    if starts[index] == end:
         return end
     at, spec = starts[index], specs[index]
     axis = cut_axis(spec.shape)

@@ -128,16 +128,16 @@ def _one_in(newest_first: Sequence[Whole], pause_ns: int) -> set[Whole]:
     """
     kept: set[Whole] = set()
     before: Whole | None = None
-    last_ns, unknown = 0, True
+    last_ns: int | None = None
     for one in reversed(newest_first):
         at_ns = one.said.published_unix_ns
         jumped = before is not None and at_ns - before.said.published_unix_ns < _SAME_MOMENT_NS
         if jumped and before is not None:
             kept.add(before)
-        if jumped or unknown or at_ns - last_ns >= pause_ns:
+        if jumped or last_ns is None or at_ns - last_ns >= pause_ns:
             kept.add(one)
-            last_ns = at_ns
-        before, unknown = one, jumped
+            last_ns = None if jumped else at_ns
+        before = one
     return kept
 
 

@@ -78,8 +78,7 @@ class Saving:
 
     def parts(self) -> list[Part]:
         """Parts that a new decision may keep."""
-        ordered = sorted(self.finished.values(), key=lambda part: (part.attempt, part.rank))
-        return ordered + [writing.part for _, writing in sorted(self.writing.items())]
+        return [*self.finished.values(), *(writing.part for writing in self.writing.values())]
 
     def begin(self, decision: Decision, reason: str) -> None:
         """Carry out a decision: order new parts, keep what it keeps, throw away what it does not need."""

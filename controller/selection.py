@@ -171,9 +171,9 @@ def _select_among(
 
 def _lost_units(survey: _Survey, step: int) -> list[str]:
     """Units that nobody can bring to `step` and no finished part has."""
-    place = _place(survey, step, PRIMARY_TARGET, may_retry=False)
     covered = whole_units(name for part in survey.parts if part.step == step for name in part.units)
-    reaching = place.holding | place.proceeding
+    holding, proceeding = _reaching(survey, step)
+    reaching = holding | proceeding
     had = {unit for unit in survey.units if any(view.rank in reaching for view in survey.holders.get(unit, ()))}
     return [unit for unit in survey.units if unit not in covered | had]
 
@@ -193,10 +193,14 @@ def _candidate_steps(survey: _Survey) -> list[int]:
 
 def _place(survey: _Survey, step: int, target: int, may_retry: bool) -> _Place:
     refused = frozenset(view.host_id for view in survey.views.values() if target in view.refused_targets)
+    return _Place(step, target, refused, may_retry, *_reaching(survey, step))
+
+
+def _reaching(survey: _Survey, step: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Ranks that hold `step`, and those that are ready to apply it."""
     ready = Stand(Phase.READY, step)
     holding = frozenset(view.rank for view in survey.usable if view.stand is not None and view.stand.holds(step))
-    proceeding = frozenset(view.rank for view in survey.usable if view.stand == ready)
-    return _Place(step, target, refused, may_retry, holding, proceeding)
+    return holding, frozenset(view.rank for view in survey.usable if view.stand == ready)
 
 
 def _draft(survey: _Survey, place: _Place) -> _Draft | _Obstacle:

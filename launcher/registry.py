@@ -105,7 +105,7 @@ class Registry:
         """Ranks whose processes have ended, or count as dead from now on; each once."""
         found = []
         for member in self.members.values():
-            if not (member.over or member.done) and self._is_taken(member, now_s, runs) is None:
+            if not member.over and self._is_taken(member, now_s, runs) is None:
                 member.over = True
                 found.append(member.rank)
         return found

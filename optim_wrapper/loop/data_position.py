@@ -238,7 +238,7 @@ class Draws:
         drawn = self._asked.moved()
         if drawn & self._trained if self._shared else drawn:
             self.seen = Drawn(self._text)
-        self.looks = False
+        self.looks, self._given = False, None
 
 
 def _fetch(iterator: Iterator[Any], batches: int, *, show_progress: bool) -> _Streams:

@@ -251,8 +251,7 @@ class Steps:
                 if self._facts.persistent_workers and (epoch > 1 or (step == last and epoch < self._epochs)):
                     self._not_exact(PERSISTENT)
                 events.under_way(epoch, step)
-            if draws.looks:
-                draws.asked()
+            draws.asked()
             try:
                 batch = next(iterator)
             except StopIteration:

@@ -66,6 +66,7 @@ def test_one_in_so_many_minutes_is_kept_and_the_newest() -> None:
     assert kept(found, Rules(0, 25)) == [1, 4, 7]
     assert kept(found, Rules(0, 40)) == [1, 5, 7]
     assert kept(found, Rules(2, 30)) == [6, 7]  # the maximum counts
+    assert kept(made([0, 30 - 1 / MINUTE_NS, 31, 40]), Rules(0, 30)) == [1, 3, 4]
 
 
 def test_last_words_stay_and_do_not_count_unless_asked() -> None:

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from lastwords.controller.events import ControllerOptions, FromRank, NewestKnown, OutcomeKind, StartPublish, State
+from lastwords.controller.events import (
+    ControllerOptions,
+    FromRank,
+    NewestKnown,
+    OutcomeKind,
+    StartPublish,
+    State,
+    Watched,
+)
 from lastwords.controller.words import newest_text
 from lastwords.vocabulary import (
     DeathSource,
@@ -150,6 +158,27 @@ def test_a_silent_rank_with_a_living_session_is_cleared_by_any_word() -> None:
     job.kill(1, DeathSource.STREAM)
     job.hear(Status(1, GENERATION, computing(5)))
     assert sorted(job.sent(Resume)) == [0, 1, 2]
+
+
+def test_nobody_is_left_out_before_anything_is_certain() -> None:
+    job = JobDriver(3, options=ControllerOptions(settle_timeout_s=1.0))
+    job.close(1)
+    job.close(2)
+    job.wait(1.5)
+    job.hello(1)
+    job.hello(2)
+    assert sorted(job.sent(Resume)) == [0, 1, 2]
+
+
+def test_a_suspect_is_not_left_out_while_others_write() -> None:
+    job = JobDriver(3, options=ControllerOptions(settle_timeout_s=1.0))
+    job.kill(2)
+    for rank in (0, 1):
+        job.settle(rank, computing(5))
+    assert job.core.state is State.SAVING
+    job.close(1)
+    job.wait(1.5)
+    assert "rank 1" not in job.logs()
 
 
 def test_all_suspects_must_be_back() -> None:
@@ -451,6 +480,7 @@ def test_its_old_answer_repeated_does_not_count_as_a_new_one() -> None:
     job = gated_split()
     job.settle(1, Stand(Phase.READY, 8), sequence=3)
     assert job.core.state is State.PROCEEDING
+    assert not job.effects, "nor does it need to be told again"
 
 
 def test_a_lost_proceed_goes_out_again() -> None:
@@ -459,6 +489,24 @@ def test_a_lost_proceed_goes_out_again() -> None:
     assert sorted(job.sent(Proceed)) == [1]
     job.hello(1)
     assert sorted(job.sent(Proceed)) == [1]
+
+
+def test_a_rank_that_falls_silent_while_another_proceeds_is_waited_for_as_long_as_one_that_is_to_settle() -> None:
+    job = JobDriver(4, units=("A", "B", "A", "B"))
+    job.tell(Watched(2))
+    job.kill(3)
+    job.wait(10.0)
+    job.settle(0, computing(8))
+    job.settle(1, Stand(Phase.READY, 8))
+    job.settle(2, computing(8))
+    job.wait(6.0)
+    assert job.core.state is State.PROCEEDING
+    job.close(2)
+    job.settle(1, computing(8))
+    job.wait(14.9)
+    assert not job.sent(Save)
+    job.wait(0.2)
+    assert sorted(job.sent(Save)) == [0, 1]
 
 
 def test_a_rank_that_never_proceeds_is_left_out() -> None:
@@ -728,6 +776,18 @@ def test_a_search_without_an_answer_is_not_waited_for_for_ever() -> None:
     assert not job.sent(Exit)
     job.wait(0.2)
     assert "checkpoint" not in not_saved(job)
+
+
+def test_where_there_was_nothing_to_save_it_is_not_waited_for_for_ever_either() -> None:
+    job = JobDriver(2, options=ControllerOptions(newest_timeout_s=5.0))
+    job.newest = None
+    job.kill(1)
+    job.settle(0, computing(0))
+    assert not job.sent(Exit)
+    job.wait(5.0)
+    order = job.sent(Exit)[0]
+    assert order.kind is ExitKind.NOTHING_TO_SAVE
+    assert "checkpoint" not in order.reason
 
 
 def test_an_answer_about_an_earlier_incident_says_nothing_of_this_one() -> None:

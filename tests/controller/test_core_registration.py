@@ -334,9 +334,11 @@ def test_the_death_of_the_rank_that_is_not_done_is_a_death() -> None:
     assert sorted(job.sent(Freeze)) == [1, 2]
 
 
-def test_a_rank_that_died_when_all_seemed_done_is_missed_when_another_goes_on() -> None:
-    job = finishing((0, 0), (1, 2), 20)
+@pytest.mark.parametrize("done", [(1, 2), (1,)], ids=["alone", "one of two"])
+def test_a_rank_that_died_when_all_seemed_done_is_missed_when_another_goes_on(done: tuple[int, ...]) -> None:
+    job = finishing((0, 0), done, 20)
     job.kill(1)
+    assert job.core.state is State.WATCHING
     job.hear(Status(0, GENERATION, Stand(Phase.READY, 21)))
     assert sorted(job.sent(Freeze)) == [0, 2]
     assert "rank 1 died" in job.sent(Freeze)[0].reason

@@ -485,6 +485,15 @@ def test_a_writer_that_never_leaves_fsync_is_given_up_after_sync_timeout_s() -> 
     golden.says(job.logs())
 
 
+def test_a_writer_that_is_silent_inside_fsync_has_made_no_progress() -> None:
+    job = saving()
+    job.progress(0, 1000)
+    job.progress(0, 1000, syncing=True)
+    job.wait(30.0)
+    assert sorted(job.sent(Save)) == [1]
+    golden.says(job.logs())
+
+
 def test_a_byte_between_two_fsyncs_starts_their_time_anew() -> None:
     job = saving()
     for written in range(10):
@@ -589,6 +598,18 @@ def test_a_writer_that_was_refused_may_try_again_when_nobody_else_is_left() -> N
     assert job.sent(Exit)[0].kind is ExitKind.SAVED
 
 
+def test_however_short_the_time_is_a_refused_writer_may_try_again_whatever_is_heard_meanwhile() -> None:
+    job = JobDriver(2, options=ControllerOptions(storage_retry_s=0.5))
+    job.kill(1)
+    job.settle(0, computing(5))
+    job.wait(10.0)
+    job.save_failed(0, 5, storage=True)
+    job.settle(0, computing(5))
+    assert not job.sent(Exit)
+    job.wait(0.25)
+    assert sorted(job.sent(Save)) == [0]
+
+
 def test_a_finished_part_of_a_dead_writer_waits_for_the_refused_one() -> None:
     job = JobDriver(3, units=("A", "B", "B"))
     job.kill(2)
@@ -650,6 +671,19 @@ def test_what_a_dead_writer_has_finished_is_kept_where_nothing_can_be_published(
     assert job.keeps() == [(1, 5)]
     assert not job.discards()
     golden.says(order.reason)
+
+
+def test_of_each_directory_that_is_kept_it_is_said_whose_files_are_there() -> None:
+    job = JobDriver(5, units=("A", "B", "C", "B", "C"))
+    job.kill(4)
+    for rank in range(4):
+        job.settle(rank, computing(5))
+    job.saved(0, 5)
+    job.kill(1)
+    job.saved(3, 5, attempt=job.sent(Save)[3].attempt)
+    job.kill(2)
+    assert job.keeps() == [(1, 5), (2, 5)]
+    golden.says(job.sent(Exit)[0].reason)
 
 
 # --------------------------------------------------------------------------- farewell

@@ -186,6 +186,14 @@ def test_of_a_step_that_cannot_be_had_the_units_are_named_that_no_rank_and_no_fi
     golden.says(answer.reason)
 
 
+def test_of_several_steps_that_cannot_be_had_the_highest_is_told_of() -> None:
+    stands = [Stand(Phase.UPDATED, 8), computing(7), None]
+    answer = select(views(stands, ["A", "B", "C"]), list("ABC"), [part(2, step=7, units=("C",))])
+    assert isinstance(answer, NoDecision)
+    assert answer.step == 8
+    golden.says(answer.reason)
+
+
 def test_a_begun_step_is_given_up_if_a_unit_cannot_get_there() -> None:
     """Rank 1 raised at its gate and can no longer update; rank 2 still holds step 7 of A. Nobody has ended step 8."""
     answer = choose([Stand(Phase.UPDATED, 8), computing(7), Stand(Phase.READY, 8)], ["A", "B", "A"])

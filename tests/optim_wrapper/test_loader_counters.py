@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.optim_wrapper.loop import loader_counters
 from lastwords.optim_wrapper.loop.loader_counters import Counters, known_at_resume
+from lastwords.optim_wrapper.loop.steps import Steps
 from tests.optim_wrapper.test_loader_changes import data_of, going_on
 from tests.optim_wrapper.test_steps import BATCH, BATCHES, SAMPLES, Run, after, resumed, seeded, whole_run
 
@@ -100,6 +101,19 @@ def test_a_step_that_was_cut_off_before_the_loop_may_have_moved_a_number_is_name
     assert "step 4" in reason
     assert "(loader.dataset.level)" in reason
     assert known_at_resume(data, 1, 3) == []
+
+
+def test_a_loop_that_is_cut_off_in_its_body_has_said_that_the_step_was_begun() -> None:
+    run, batches = Run(), DataLoader(Counting(), BATCH)
+    steps = run.steps = Steps(batches, epochs=1, events=run)
+    for _, step, _ in steps:
+        batches.dataset.level += step == 2  # type: ignore[attr-defined]
+        if step == 4:
+            break
+    [reason] = known_at_resume(data_of(steps), 1, 4)
+    assert "step 4" in reason
+    assert "loader.dataset.level" in reason
+    assert known_at_resume(data_of(steps), 1, 3) == []
 
 
 def test_nothing_is_kept_of_a_loader_whose_numbers_stay() -> None:

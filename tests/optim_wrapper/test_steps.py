@@ -315,6 +315,67 @@ def test_resume_without_workers_is_exact_wherever_it_was_cut(kind: str, draw: st
         assert bool(again.steps.reasons) is told, again.steps.reasons
 
 
+@pytest.mark.parametrize("data", ["refetch", "skip"])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_what_a_sampler_draws_after_an_epochs_last_batch_is_drawn_in_a_resumed_run_too(epoch: int, data: str) -> None:
+    """A RandomSampler draws once more when it is asked for what does not fill a batch."""
+
+    def make() -> Any:
+        return loader("shuffle, drop_last", generator=seeded(5))
+
+    whole = whole_run(make, epochs=2, data=data)
+    again = resumed(whole, make, epoch, BATCHES - 1, epochs=2, data=data)
+    assert again.record == after(whole.record, epoch, BATCHES - 1)
+
+
+class DrawsAtItsEnd(Stream):
+    """Its next epoch is another one if its last one has come to its end."""
+
+    def __init__(self, opened: list[str]) -> None:
+        super().__init__()
+        self.generator = seeded(6)
+        self.opened = opened
+
+    def __iter__(self) -> Iterator[Any]:
+        self.opened.append("opened")
+        for _ in range(len(self)):
+            yield torch.rand((), generator=self.generator)
+        torch.rand((), generator=self.generator)
+
+
+class Opened(list[Any]):
+    opened = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.opened += 1
+        return super().__iter__()
+
+
+def test_a_list_that_is_done_is_not_opened_once_more() -> None:
+    batches = Opened(range(BATCHES))
+    Run().train(loader=batches, epochs=2, resume=ResumeAt(1, BATCHES, None, None))
+    assert batches.opened == 1
+
+
+@pytest.mark.parametrize(
+    ("epoch", "data", "epochs_opened"), [(1, "refetch", 2), (1, "skip", 1), (2, "refetch", 0), (2, "skip", 0)]
+)
+def test_a_stream_that_is_done_is_fetched_again_only_for_the_epoch_after_it(
+    epoch: int, data: str, epochs_opened: int
+) -> None:
+    opened: list[str] = []
+
+    def make() -> Any:
+        return DataLoader(DrawsAtItsEnd(opened), BATCH)
+
+    whole = whole_run(make, epochs=2, data=data)
+    opened.clear()
+    again = resumed(whole, make, epoch, BATCHES, epochs=2, data=data)
+    assert len(opened) == epochs_opened
+    if data == "refetch" and epoch == 1:
+        assert again.record == after(whole.record, epoch, BATCHES)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "draw"),

@@ -189,6 +189,11 @@ def test_what_has_no_plain_memory_is_left_alone(tensor: torch.Tensor) -> None:
     assert [name.name for name, _ in witness.items()] == [*["odd"] * (not tensor.numel()), "plain"]
 
 
+def test_a_parameter_that_has_no_shape_yet_is_left_alone() -> None:
+    witness = of({"lazy": torch.nn.UninitializedParameter(), "plain": torch.ones(2)})
+    assert [name.name for name, _ in witness.items()] == ["plain"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), order=st.randoms(use_true_random=False))
 def test_only_the_tensor_s_own_bytes_are_looked_at(shape: list[int], order: random.Random) -> None:
