@@ -208,6 +208,7 @@ def test_a_stop_far_longer_than_a_lost_host_is_given_is_a_false_alarm_where_the_
     assert {incident["outcome"] for incident in launch.incidents()} == {"FALSE_ALARM"}
 
 
+@pytest.mark.thorough
 def test_a_rank_that_sleeps_through_the_end_of_its_job_learns_what_was_saved(rig: Rig) -> None:
     quick = {"LASTWORDS_KEEPALIVE_TIME_S": "0.2", "LASTWORDS_KEEPALIVE_TIMEOUT_S": "0.3"}
     waits = {"LASTWORDS_STALL_TIMEOUT_S": "0.5", "LASTWORDS_CONTROLLER_LOST_S": "1"}

@@ -61,6 +61,7 @@ def test_the_loss_is_said_and_sigterm_ends_a_rank_as_without_us(rig: Rig) -> Non
     assert launch.codes == dict.fromkeys(range(LAYOUT.world_size), -signal.SIGTERM), launch.job.report()
 
 
+@pytest.mark.thorough
 def test_ranks_that_wait_for_one_that_hangs_leave_it(rig: Rig, tmp_path: Path) -> None:
     """Its gRPC goes on answering pings, and nobody can follow: no session breaks by itself."""
     env = {**AT_ONCE, "LASTWORDS_UNANSWERED_S": "1", **hanging(tmp_path / "site")}

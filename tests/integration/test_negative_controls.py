@@ -77,11 +77,12 @@ def test_a_black_box_that_is_lost_is_said_and_the_other_ranks_are_exact(rig: Rig
     assert all(name.startswith("buffer/") for name in restored.names), restored
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "settings", "reason"),
     [
         (Layout(augment=True, workers=2, persistent_workers=True), {}, "persistent"),
-        more(Layout(augment=True, workers=2), {"data": "skip"}, "skipped by index"),
+        (Layout(augment=True, workers=2), {"data": "skip"}, "skipped by index"),
     ],
     ids=["persistent workers", "skipped by index"],
 )

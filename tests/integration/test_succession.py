@@ -98,6 +98,7 @@ def test_a_controller_that_is_killed_in_an_incident_is_followed(
     assert (site / "died").read_text() == state
 
 
+@pytest.mark.thorough
 def test_a_controller_that_is_killed_when_all_have_been_told_leaves_nothing_behind(rig: Rig) -> None:
     """Nobody needs another one then, but to clear up."""
     fault = Fault(1, 6, "forward", ("await_told", "kill_controller", "hang"))

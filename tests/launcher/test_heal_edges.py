@@ -74,6 +74,7 @@ def test_whoever_dies_while_a_death_is_healed_is_replaced_as_well(
     check_equal(tmp_path, undisturbed, {1: 1} | ({0: 1} if second.startswith("0") else {}), ranks=RANKS)
 
 
+@pytest.mark.thorough
 def test_a_spare_that_is_stopped_as_it_takes_a_place_is_replaced_soon(
     cluster: Cluster, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_numb
     assert len((tmp_path / "resources-0").read_text().splitlines()) == len(started)
 
 
+@pytest.mark.thorough
 def test_what_lastwords_refuses_is_tried_once_and_is_the_last_line(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path), **{**CAPTURED, "env": {**environment(), "REFUSED": "1"}})
     assert done.returncode == 1
@@ -165,6 +167,7 @@ def processes_of(directory: Path) -> set[int]:
     return {pid for pid in processes() if str(directory) in command_line(pid)}
 
 
+@pytest.mark.thorough
 def test_a_death_between_the_end_of_the_loops_and_its_news_makes_nobody_train_again(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "1:0:release"), **CAPTURED)
     assert done.returncode != 0

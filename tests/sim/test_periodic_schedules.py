@@ -12,7 +12,7 @@ from tests.sim.periodic_schedule import draw_periodic
 from tests.sim.periodic_world import Record
 
 SCHEDULES = 900
-QUIET = 500
+QUIET = 300
 
 STAGES = {
     "periodic: ordered": 200,

@@ -18,7 +18,7 @@ from tests.sim.shells.plan import draw
 from tests.sim.shells.run import command, sweep
 from tests.sim.shells.stack import Stack
 
-SCHEDULES = 150
+SCHEDULES = 60
 SAVES = 6
 GUESSED = (289, 516)
 """Schedules in which a guessed name is a wrong one."""
