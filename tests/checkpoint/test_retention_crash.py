@@ -103,6 +103,7 @@ def test_power_lost_at_any_system_call_leaves_whole_checkpoints_and_nothing_that
     assert list(broken(found)) == []
 
 
+@pytest.mark.thorough
 def test_a_process_killed_at_any_system_call_leaves_the_real_directory_sound(tmp_path: Path) -> None:
     before = tmp_path / "before"
     before.mkdir()

@@ -45,6 +45,7 @@ def refused(launch: Launch, pattern: str) -> None:
 # ---------------------------------------------------------------------- at the start
 
 
+@pytest.mark.thorough
 def test_a_ctrl_rank_id_outside_the_world_is_refused(rig: Rig) -> None:
     refused(rig.launch(LAYOUT, ctrl_rank=4), r"ConfigError: ctrl_rank_id is 4.*ranks 0 to 3")
 

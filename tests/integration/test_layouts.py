@@ -350,6 +350,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 def test_every_kind_of_sharded_optimizer_state_comes_back(tmp_path: Path) -> None:
     def body(rank: int) -> dict[str, Any]:
         answer = {}

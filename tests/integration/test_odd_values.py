@@ -59,6 +59,7 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
 
 
 @pytest.mark.parametrize("local_copy", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_values_of_every_kind_come_back_after_a_kill(runs: Runs, local_copy: bool) -> None:
     manifest = runs.die("values", [1, 4, "forward"], local_copy=local_copy)
     assert manifest["global_step"] == 3
