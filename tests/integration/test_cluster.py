@@ -74,7 +74,11 @@ class Cluster:
 
     def wait(self, *ranks: int, codes: tuple[int, ...] = (0,)) -> None:
         for rank in ranks:
-            assert self.workers[rank].wait(WAIT_S) in codes, self.said()
+            try:
+                code = self.workers[rank].wait(WAIT_S)
+            except harness.HarnessTimeoutError as error:
+                raise AssertionError(f"{error}\n{self.said()}") from None
+            assert code in codes, self.said()
 
     def wait_until(self, there: Callable[[], bool]) -> None:
         until_s = time.monotonic() + WAIT_S
