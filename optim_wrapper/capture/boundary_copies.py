@@ -47,7 +47,6 @@ class BoundaryCopies:
         self._targets: dict[int, dict[StateName, torch.Tensor]] = {}
         self._box: BlackBox | None = None
         self._untold: list[StateName] = []
-        self._on_reason: Callable[[str], None] = _ignore
 
     def __contains__(self, name: StateName) -> bool:
         return name in self._tensors
@@ -170,11 +169,6 @@ class BoundaryCopies:
         """What each copy needs room for."""
         return tuple(self._boxed.values())
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """None: what is in no box is in the unit."""
-        return ()
-
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each step slot of `box`; what finds no room there is kept in host memory alone."""
         self._box = box
@@ -190,10 +184,6 @@ class BoundaryCopies:
             for slot, targets in self._targets.items():
                 view = torch.frombuffer(box.region(slot, region.name), dtype=self._tensors[name].dtype)
                 targets[name] = view.reshape(region.shape)
-
-    def listen(self, on_reason: Callable[[str], None]) -> None:
-        """Tell reasons that arise later to `on_reason`."""
-        self._on_reason = on_reason
 
     def refresh(self) -> None:
         """Nothing has to be looked at before a copy."""
@@ -246,7 +236,3 @@ def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:
     return region_dtype(tensor.dtype), tuple(tensor.shape)
-
-
-def _ignore(reason: str) -> None:
-    """Nobody listens."""

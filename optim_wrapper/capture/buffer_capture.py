@@ -20,6 +20,7 @@ from lastwords.optim_wrapper.capture.captured_buffer import (
     unstorable,
 )
 from lastwords.optim_wrapper.capture.gathered_buffers import FEWEST, GatheredBuffers, can_be_gathered
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.buffer_forms import put
 from lastwords.optim_wrapper.tensors.tensor_bytes import writing
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
@@ -49,11 +50,11 @@ class BufferCapture:
         *,
         small_bytes_max: int = SMALL_BUFFER_BYTES_MAX,
         called: Callable[[str], str] = str,
+        ledger: Ledger | None = None,
     ) -> None:
         self._model = model
         self._eager: dict[str, CapturedBuffer] = {}
         self._lazy: dict[str, CapturedBuffer] = {}
-        self._reasons: list[str] = []
         self._box: BlackBox | None = None
         self._active: list[CapturedBuffer] = []
         self._known: list[torch.Tensor] = []
@@ -69,7 +70,7 @@ class BufferCapture:
         self._seen: set[str] = set()
         self._reshaped: set[str] = set()
         self._activated_early: set[str] = set()
-        self._on_reason: Callable[[str], None] = _ignore
+        self.ledger = ledger or Ledger()
         self._small_bytes_max = small_bytes_max
         self._admit(late=False)
 
@@ -86,7 +87,7 @@ class BufferCapture:
             if id(tensor) in seen:
                 continue
             if problem:
-                self._reasons.append(f"the buffer {name!r} {problem}")
+                self.ledger.tell(f"the buffer {name!r} {problem}")
                 continue
             seen.add(id(tensor))
             always = isinstance(module, NormBase) or local_of(tensor).nbytes <= self._small_bytes_max
@@ -106,11 +107,6 @@ class BufferCapture:
     def regions(self) -> tuple[RegionSpec, ...]:
         """What each copy needs room for; larger buffers take memory only once they change."""
         return tuple(buffer.region for buffer in (*self._eager.values(), *self._lazy.values()))
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why not every buffer is captured."""
-        return tuple(self._reasons)
 
     @property
     def captured(self) -> frozenset[str]:
@@ -197,10 +193,6 @@ class BufferCapture:
         for name in sorted(wanted):
             self._activate_lazy(name)
         self._note_forms()
-
-    def listen(self, on_reason: Callable[[str], None]) -> None:
-        """Tell reasons that arise later to `on_reason`."""
-        self._on_reason = on_reason
 
     def refresh(self) -> None:
         """See which larger buffers have changed, and whether any buffer was replaced; before a copy is begun."""
@@ -372,10 +364,5 @@ class BufferCapture:
             self._gathered = GatheredBuffers([self._sources[place] for place in together], into)
 
     def _say(self, reason: str) -> None:
-        self._reasons.append(reason)
-        _log.warning("%s: a resume will not be exact", reason)
-        self._on_reason(reason)
-
-
-def _ignore(reason: str) -> None:
-    """Nobody listens."""
+        if self.ledger.tell(reason):
+            _log.warning("%s: a resume will not be exact", reason)

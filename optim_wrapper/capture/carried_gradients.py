@@ -21,6 +21,7 @@ from lastwords.errors import MismatchError, StorageError
 from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
 from lastwords.optim_wrapper.capture.zeroed_gradients import ZeroedGradients
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.value_copies import put_gradient
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
@@ -65,6 +66,7 @@ class CarriedGradients:
         model: torch.nn.Module | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         extras: Sequence[Extras] = (),
+        ledger: Ledger | None = None,
     ) -> None:
         self._parameters_of_model = parameters
         self._extras = extras
@@ -87,8 +89,8 @@ class CarriedGradients:
         self._targets: dict[int, dict[str, torch.Tensor]] = {}
         self._box: BlackBox | None = None
         self._bound: set[str] = set()
-        self._given_up = ""
-        self._on_reason: Callable[[str], None] = _ignore
+        self._given_up = False
+        self.ledger = ledger or Ledger()
         self._updated = True
         self._idle: set[int] = set()
         self._idle_parameters: dict[int, GradientHabit] = {}
@@ -242,9 +244,8 @@ class CarriedGradients:
         return new
 
     def _give_up(self, what: str) -> bool:
-        self._given_up = f"{what}; steps(accumulate=...) ends a step with its update instead"
-        self._regions, self._carried = {}, []
-        self._on_reason(self._given_up)
+        self.ledger.tell(f"{what}; steps(accumulate=...) ends a step with its update instead")
+        self._given_up, self._regions, self._carried = True, {}, []
         return False
 
     # ------------------------------------------------------------------ Capture
@@ -254,20 +255,11 @@ class CarriedGradients:
         """What each copy needs room for."""
         return tuple(self._regions.values())
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why they cannot be kept."""
-        return (self._given_up,) if self._given_up else ()
-
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each step slot of `box`."""
         self._box = box
         self._bound = {region.name for region in box.layout.regions}
         self._targets = {slot: {} for slot in box.step_slots}
-
-    def listen(self, on_reason: Callable[[str], None]) -> None:
-        """Tell reasons that arise later to `on_reason`."""
-        self._on_reason = on_reason
 
     def refresh(self) -> None:
         """Only those that are carried are in the next copy."""
@@ -329,7 +321,3 @@ class CarriedGradients:
 
 
 _DTYPES = [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
-
-
-def _ignore(reason: str) -> None:
-    """Nobody listens."""

@@ -7,7 +7,7 @@ otherwise, all ranks get.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lastwords.optim_wrapper.capture.rank_local import SMALL_BUFFER_BYTES_MAX
 from lastwords.optim_wrapper.capture.source import EXTRA_BUFFER_PREFIX
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.tensor_bytes import spec_of
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec
@@ -34,11 +35,10 @@ class _Buffer(NamedTuple):
 class ExtraBuffers:
     """A `Capture` of them. A large buffer that is no statistic of a normalisation is left to the extras."""
 
-    def __init__(self, extras: Extras) -> None:
+    def __init__(self, extras: Extras, ledger: Ledger | None = None) -> None:
         self._buffers = [one for name, module in extras.modules() for one in _buffers_of(name, module)]
         self._targets: dict[int, list[torch.Tensor]] = {}
-        self._on_reason: Callable[[str], None] = lambda reason: None
-        self._gone: set[str] = set()
+        self.ledger = ledger or Ledger()
 
     def of(self, extra: str) -> frozenset[str]:
         """Keys of the buffers of one extra, as its state_dict() calls them."""
@@ -48,11 +48,6 @@ class ExtraBuffers:
     def regions(self) -> tuple[RegionSpec, ...]:
         """What each copy needs room for."""
         return tuple(one.region for one in self._buffers)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """None so far: what is not captured is an extra."""
-        return ()
 
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each step slot of `box`."""
@@ -64,10 +59,6 @@ class ExtraBuffers:
             for slot in box.step_slots
         }
 
-    def listen(self, on_reason: Callable[[str], None]) -> None:
-        """Tell reasons that arise later to `on_reason`."""
-        self._on_reason = on_reason
-
     def refresh(self) -> None:
         """Buffers are looked at when they are copied."""
 
@@ -77,7 +68,9 @@ class ExtraBuffers:
             if (tensor.dtype, tensor.shape) == (target.dtype, target.shape):
                 target.copy_(tensor.detach())
             else:
-                self._say(one)
+                self.ledger.tell(
+                    f"extras[{one.extra!r}][{one.key!r}] has changed shape or dtype since the start and is not saved"
+                )
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Put this rank's own over those that came with the extras. Returns why the outcome is not exact."""
@@ -101,13 +94,6 @@ class ExtraBuffers:
         """The buffers as they are now; one that is None has gone and stands as nothing of its form."""
         empty = torch.empty(0)
         return [(one, empty if (tensor := one.table.get(one.place)) is None else tensor) for one in self._buffers]
-
-    def _say(self, one: _Buffer) -> None:
-        if one.key not in self._gone:
-            self._gone.add(one.key)
-            self._on_reason(
-                f"extras[{one.extra!r}][{one.key!r}] has changed shape or dtype since the start and is not saved"
-            )
 
 
 def _buffers_of(extra: str, module: torch.nn.Module) -> list[_Buffer]:

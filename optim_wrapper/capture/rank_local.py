@@ -14,6 +14,7 @@ import torch
 from lastwords.checkpoint.meta import Habits
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.capture.buffer_capture import SMALL_BUFFER_BYTES_MAX, BufferCapture
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.own_streams import PREFIX as OWN
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, TorchStream, default_streams
@@ -24,20 +25,12 @@ __all__ = ["SMALL_BUFFER_BYTES_MAX", "BoxRecorder", "BufferCapture", "Capture", 
 
 
 class Capture(Protocol):
-    """A part of the rank-local state. `refresh` comes before each copy is begun, `capture` while it is open.
-
-    listen: `on_reason` is called, during `refresh`, with each reason that arises later.
-    """
+    """A part of the rank-local state. `refresh` comes before each copy is begun, `capture` while it is open."""
 
     @property
     def regions(self) -> tuple[RegionSpec, ...]: ...
 
-    @property
-    def reasons(self) -> tuple[str, ...]: ...
-
     def bind(self, box: BlackBox) -> None: ...
-
-    def listen(self, on_reason: Callable[[str], None]) -> None: ...
 
     def refresh(self) -> None: ...
 
@@ -61,6 +54,7 @@ class RngCapture:
         own: OwnStreams | None = None,
         devices: Sequence[torch.device] | None = None,
         fast: bool = True,
+        ledger: Ledger | None = None,
     ) -> None:
         self._streams: list[Stream] = default_streams(devices, fast=fast)
         for name, generator in sorted((generators or {}).items()):
@@ -68,35 +62,24 @@ class RngCapture:
         self._takes: dict[int, list[Callable[[], None]]] = {}
         self._numpy = next(stream for stream in self._streams if isinstance(stream, NumpyStream))
         self.own = OwnStreams.none() if own is None else own
-        self._told = ""
-        self._on_reason: Callable[[str], None] = _ignore
+        self.ledger = ledger or Ledger()
 
     @property
     def regions(self) -> tuple[RegionSpec, ...]:
         """What each copy needs room for."""
         return (*(stream.region for stream in self._streams), *self.own.regions)
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why some stream cannot be captured."""
-        return (*(stream.problem for stream in self._streams if stream.problem), *self.own.reasons)
-
     def bind(self, box: BlackBox) -> None:
-        """Prepare the captures into each slot of `box`, whose layout has `regions`."""
+        """Prepare the captures into each slot of `box`, whose layout has `regions`; tell which streams have none."""
+        self.ledger.tell(*(stream.problem for stream in self._streams if stream.problem))
         for slot in box.step_slots + box.epoch_slots:
             self._takes[slot] = [stream.into(box.region(slot, stream.region.name)) for stream in self._streams]
         self.own.bind(box)
 
-    def listen(self, on_reason: Callable[[str], None]) -> None:
-        """Tell reasons that arise later to `on_reason`."""
-        self._on_reason = on_reason
-        self.own.listen(on_reason)
-
     def refresh(self) -> None:
-        """Say what went wrong in the copy before this one."""
-        if self._numpy.problem and self._numpy.problem != self._told:
-            self._told = self._numpy.problem
-            self._on_reason(self._told)
+        """Tell what went wrong in the copy before this one."""
+        if self._numpy.problem:
+            self.ledger.tell(self._numpy.problem)
 
     def capture(self, slot: int) -> None:
         """Take all streams into an open slot."""
@@ -145,18 +128,11 @@ class RngCapture:
 class BoxRecorder:
     """Writes rank-local state into the black box, in step with training. Belongs to the training thread.
 
-    None of its methods raises because of what is captured: what cannot be kept becomes a line in `reasons`.
+    None of its methods raises because of what is captured: what cannot be kept is told to the captures' ledger.
     """
 
-    def __init__(
-        self,
-        box: BlackBox,
-        captures: Sequence[Capture],
-        *,
-        on_reason: Callable[[str], None] | None = None,
-        habits: Habits | None = None,
-    ) -> None:
-        """`box` was made with `regions(captures)` in its layout; `on_reason` hears of each reason that arises later.
+    def __init__(self, box: BlackBox, captures: Sequence[Capture], *, habits: Habits | None = None) -> None:
+        """`box` was made with `regions(captures)` in its layout.
 
         habits: what the box before this one, or the run that is resumed, has learned.
         """
@@ -170,12 +146,6 @@ class BoxRecorder:
         self.learn(habits or Habits())
         for capture in self._captures:
             capture.bind(box)
-            capture.listen(on_reason or _ignore)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why the copies are not exact, as far as is known now."""
-        return tuple(reason for capture in self._captures for reason in capture.reasons)
 
     def tentative(self, step: int, json_bytes: bytes = b"{}") -> None:
         """Take the state for `step`, which is under way: after its forward, before its last collective."""
@@ -263,7 +233,3 @@ def regions(captures: Sequence[Capture]) -> tuple[RegionSpec, ...]:
     if len({region.name for region in found}) != len(found):
         raise ConfigError("two captures take a region of the same name")
     return found
-
-
-def _ignore(reason: str) -> None:
-    """Nobody listens."""

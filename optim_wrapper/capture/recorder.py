@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.meta import Habits
-from lastwords.checkpoint.reason import Reason, as_reason
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper.capture import step_document
 from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
@@ -27,6 +26,7 @@ from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.ddp.ddp_found import holding
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state import extra_digests, rank_units
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
@@ -63,22 +63,24 @@ class StepRecorder:
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
+        self.ledger = Ledger()
+        self.ledger.heard_by(lambda _: self._say_reasons())
         self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner), names=names)
-        self.extras = Extras(extras)
-        self.local_extras = Extras(local_extras, "local_extras")
+        self.extras = Extras(extras, ledger=self.ledger)
+        self.local_extras = Extras(local_extras, "local_extras", self.ledger)
         whole = lambda: self._units is None or self._units.pure  # noqa: E731
         leaves = LeafGradients(extras, local_extras)
         self.own = OwnStates(self.view.model, self.view.called, optimizers, whole, [leaves])
         self.extras.add(self.own.of_optimizers)
         self.local_extras.add(self.own.of_modules)
         self.local_extras.add_later(leaves)
-        self.buffers = BufferCapture(self.view.model, called=self.view.called)
+        self.buffers = BufferCapture(self.view.model, called=self.view.called, ledger=self.ledger)
         plain = [one for part in (extras, local_extras) for one in (part or {}).values() if isinstance(one, dict)]
         hooks = [(one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks) for one in optimizers]
         roots = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}
         self._search_in = {**roots, "hooks of the wrapped optimizer": hooks}, plain
-        self.rng = RngCapture(own=OwnStreams(*self._search_in))
-        self.extra_buffers = ExtraBuffers(self.extras)
+        self.rng = RngCapture(own=OwnStreams(*self._search_in, self.ledger), ledger=self.ledger)
+        self.extra_buffers = ExtraBuffers(self.extras, self.ledger)
         self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
@@ -88,14 +90,18 @@ class StepRecorder:
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
         self.gradients = CarriedGradients(
-            lambda: self.view.all_names().parameters, scalers, model, inner, [self.extras, self.local_extras]
+            lambda: self.view.all_names().parameters,
+            scalers,
+            model,
+            inner,
+            [self.extras, self.local_extras],
+            self.ledger,
         )
         self.gradients.backward.follows_update = lambda: self.watch.update_is_over
         for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
             wrapper.watch_zero_grad(habit.zeroed)
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
-        self.reasons: list[Reason] = []
         self.work = StepWork()
         self._box: BoxRecorder | None = None
         self._extras_now: ExtrasSnapshot = self.extras.first()
@@ -147,8 +153,8 @@ class StepRecorder:
     def know(self, loader: Any, generators: Mapping[str, torch.Generator]) -> None:
         """The loop draws its batches from this loader, whose torch generators are these; before the box is opened."""
         roots, plain = self._search_in
-        own = OwnStreams({"loader": loader, **roots}, [*plain, *generators.values()])
-        self.rng = RngCapture(generators=generators, own=own)
+        own = OwnStreams({"loader": loader, **roots}, [*plain, *generators.values()], self.ledger)
+        self.rng = RngCapture(generators=generators, own=own, ledger=self.ledger)
 
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
@@ -178,8 +184,7 @@ class StepRecorder:
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
         habits = self._habits if carried is None else carried.habits
-        self._box = BoxRecorder(box, captures, on_reason=lambda reason: self.not_exact((reason,)), habits=habits)
-        self.not_exact(self._box.reasons)
+        self._box = BoxRecorder(box, captures, habits=habits)
         self._say_reasons()
         if self._hook is None and not at_gate:
             self._hook = BeforeCollective(self.model, self.tentative, holding(self.view.trained))
@@ -219,8 +224,7 @@ class StepRecorder:
 
     def put_back(self, streams: Mapping[str, RegionCopy], *, last: bool) -> None:
         """Restore the random streams; last: the loop goes on from there, so what is missing now stays so."""
-        self.not_exact(self.rng.restore(streams))
-        self.not_exact(self.rng.own.left_over() if last else ())
+        self.ledger.tell(*self.rng.restore(streams), *(self.rng.own.left_over() if last else ()))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -240,7 +244,7 @@ class StepRecorder:
         try:
             use(lambda path: self.open(path, at_gate=self._at_gate, carried=carried))
         except StorageError as error:
-            self.not_exact((f"state that changes outside of optimizer.step() could not be copied: {error}",))
+            self.ledger.tell(f"state that changes outside of optimizer.step() could not be copied: {error}")
 
     def close(self) -> None:
         """Take the hook off the model again, and keep nothing of the loop's alive."""
@@ -271,13 +275,6 @@ class StepRecorder:
         self.watch.learn(habits)
         if self._box is not None:
             self._box.learn(habits)
-            self._say_reasons()
-
-    def not_exact(self, reasons: Iterable[str | Reason]) -> None:
-        """Why a resume of this run cannot be exact, as it becomes known."""
-        new = [reason for reason in map(as_reason, reasons) if reason not in self.reasons]
-        if new:
-            self.reasons += new
             self._say_reasons()
 
     # ------------------------------------------------------------------ each step
@@ -311,8 +308,6 @@ class StepRecorder:
         self.loop.end_step()
         ends_epoch = self.ends_epoch(position)
         self._extras_now = self.extras.ended(self._extras_now, updated, ends_epoch)
-        if self.extras.reasons:
-            self.not_exact(self.extras.reasons)
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
         if self.local_extras:
@@ -325,7 +320,7 @@ class StepRecorder:
         if look:
             self.local_extras.admit()
             self.watch.announce_left_out()
-            self.not_exact(self.own.look())
+            self.ledger.tell(*self.own.look())
         if self._units is not None and not self._units.pure:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step
@@ -422,7 +417,7 @@ class StepRecorder:
         if self._box is None:
             return
         habits = self.loop.added_to(self._box.habits)
-        facts = {"reasons": [one.to_json() for one in self.reasons], **habits.to_json()}
+        facts = {"reasons": [one.to_json() for one in self.ledger.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:

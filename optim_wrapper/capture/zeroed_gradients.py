@@ -47,17 +47,9 @@ class ZeroedGradients:
         """Nothing, until gradients are known to be set to zero."""
         return (RegionSpec(NAME, "U8", (len(self._flags),)),) if self._flags else ()
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """There is nothing that could not be kept."""
-        return ()
-
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each step slot of `box`."""
         self._targets = {slot: box.region(slot, NAME) for slot in box.step_slots}
-
-    def listen(self, on_reason: Callable[[str], None]) -> None:
-        """No reason arises later."""
 
     def refresh(self) -> None:
         """They are looked at in `look`."""

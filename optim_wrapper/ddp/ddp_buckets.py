@@ -41,6 +41,7 @@ from lastwords.optim_wrapper.ddp.ddp_private import (
     replicate_states,
 )
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.torch_private import Store
 
 _observers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[GradientOrder]] = weakref.WeakKeyDictionary()
@@ -52,47 +53,45 @@ class BucketOrder:
     `end_step` and `close` belong to the training thread; `record` may be called from any thread at any time.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor], ledger: Ledger) -> None:
         self._model = model
         self._places = places_of(parameters)
         self._kept = list(parameters)  # or their ids could become those of others
         self._orders: list[GradientOrder] = []
         self._boards: list[Board] = []
         self._store: tuple[Store, str] | None = None
-        self._told: set[str] = set()
+        self.ledger = ledger
         self._listener = Listener(self._found)
 
     @classmethod
-    def observe(cls, model: torch.nn.Module, trained: Iterable[torch.Tensor] | None = ()) -> BucketOrder:
+    def observe(
+        cls, model: torch.nn.Module, trained: Iterable[torch.Tensor] | None = (), ledger: Ledger | None = None
+    ) -> BucketOrder:
         """Begin to watch each DDP that holds a parameter of `model` or one that is `trained`, also those to come.
 
         Call it before the first backward pass. Harmless where there is no DDP. None for `trained` watches nothing.
         """
         if trained is None:
-            return cls(model, [])
-        order = cls(model, [*model.parameters(), *trained])
+            return cls(model, [], ledger or Ledger())
+        order = cls(model, [*model.parameters(), *trained], ledger or Ledger())
         for ddp in holding(order._kept):
             order._found(ddp, ddp.module)
         return order
 
     # ------------------------------------------------------------------ training thread
 
-    def share(self, store: Store | None, key: str) -> list[str]:
-        """Rank 0 of each DDP tells its order to the others, below `key`, the same on all ranks; returns `reasons`."""
+    def share(self, store: Store | None, key: str) -> None:
+        """Rank 0 of each DDP tells its order to the others, below `key`, the same on all ranks."""
         if store is not None:
             self._store = store, key
-        return self.reasons
 
-    def end_step(self, step: int) -> list[str]:
-        """Global step `step` has ended; returns reasons that are new. Costs a few microseconds for each DDP."""
+    def end_step(self, step: int) -> None:
+        """Global step `step` has ended. Costs a few microseconds for each DDP."""
         look = step & (step - 1) == 0
         for order in self._orders:
             order.end_step(step, look=look)
-        if not look:
-            return []
-        new = [reason for reason in self.reasons if reason not in self._told]
-        self._told.update(new)
-        return new
+        if look:
+            self.ledger.tell(*self.reasons)
 
     def close(self) -> None:
         """Training is over: no hook of ours stays."""

@@ -29,6 +29,7 @@ from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
 from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
     Draws,
@@ -63,9 +64,6 @@ class StepEvents(Protocol):
 
     def round_over(self, epoch: int, step: int) -> None:
         """The body, which had ended `step` itself, is done with what came after it."""
-
-    def not_exact(self, reason: str) -> None:
-        """It has just turned out that a resume from here on would not be exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +100,7 @@ class Steps:
         *,
         accumulate: int = 1,
         events: StepEvents,
+        ledger: Ledger | None = None,
         resume: ResumeAt | None = None,
         data: DataMode = "refetch",
         show_progress: bool = False,
@@ -150,8 +149,8 @@ class Steps:
         self.under_way = False
         self.ends_step = False
         said = [*onward.reasons, *counted_out]
-        self.reasons: list[str] = [*static_reasons(loader, self._facts, "skip" if placed else data), *said]
-        """Why a resume of this run cannot be promised to be exact; grows while a resumed run finds its place."""
+        self.ledger = ledger or Ledger()
+        self.ledger.tell(*static_reasons(loader, self._facts, "skip" if placed else data), *said)
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
         for reason in said if show_progress else ():
             _log.warning("lastwords: not exact, because %s", reason)
@@ -305,8 +304,7 @@ class Steps:
     def _set_counters_back(self, here: ResumeAt, *, replayed: bool) -> None:
         if not self._placed:
             saved = self._onward.saved.counters.in_epoch(here.epoch)
-            for reason in self._counters.set_back(saved, here.epoch, replayed=replayed):
-                self._not_exact(reason)
+            self._not_exact(*self._counters.set_back(saved, here.epoch, replayed=replayed))
 
     def _set_counters_on(self, here: ResumeAt, *, opened: bool) -> None:
         """To where they stood at the step's end. opened: its epoch has been, and its batches been passed over."""
@@ -314,8 +312,7 @@ class Steps:
         if self._placed:
             self._counters.look()
         elif saved is not None:
-            for reason in self._counters.set_on(saved, here.epoch, here.step):
-                self._not_exact(reason)
+            self._not_exact(*self._counters.set_on(saved, here.epoch, here.step))
         elif not opened:
             self._set_counters_back(here, replayed=False)
 
@@ -345,8 +342,7 @@ class Steps:
         if iterator is None:
             iterator = open_epoch(loader, facts, late=late)
             put_back = partial(self._restore_step, here)
-            for reason in pass_over(loader, facts, iterator, batches, put_back, show_progress=self._show_progress):
-                self._not_exact(reason)
+            self._not_exact(*pass_over(loader, facts, iterator, batches, put_back, show_progress=self._show_progress))
         else:
             self._restore_step(here)
         return iterator, batches
@@ -364,8 +360,6 @@ class Steps:
         epoch, step = epoch_and_step(here.step, per_epoch)
         return replace(here, epoch=epoch, step=step)
 
-    def _not_exact(self, reason: str) -> None:
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-            self._events.not_exact(reason)
+    def _not_exact(self, *reasons: str) -> None:
+        for reason in self.ledger.tell(*reasons):
             _log.warning("lastwords: not exact, because %s", reason)

@@ -28,6 +28,7 @@ from lastwords.checkpoint.part import TensorSource
 from lastwords.checkpoint.reshard.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.extra_moves import (
     CutOff,
     LeftOut,
@@ -83,7 +84,7 @@ class Extras:
     Raises ConfigError with the path of the first thing that cannot be stored.
     """
 
-    def __init__(self, objects: Mapping[str, Any] | None, label: str = "extras") -> None:
+    def __init__(self, objects: Mapping[str, Any] | None, label: str = "extras", ledger: Ledger | None = None) -> None:
         if objects is not None and not isinstance(objects, Mapping):
             raise ConfigError(
                 f"{label} must be a dict from names to objects, such as {label}={{'scheduler': scheduler}}, not "
@@ -105,8 +106,7 @@ class Extras:
         self._later: dict[str, OwnState] = {}
         self._told: set[str] = set()
         self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
-        self.reasons: list[str] = []
-        """Why a resume was not exact, as it becomes known."""
+        self.ledger = ledger or Ledger()
 
     def add(self, own: Mapping[str, OwnState]) -> None:
         """Take these too. What of them cannot be stored is left out with a reason, from the start on."""
@@ -318,12 +318,14 @@ class Extras:
         ]
 
     def _judge_stepped(self, taken: list[Taken]) -> None:
-        self.reasons += [
-            f"{self._label}[{one.name!r}] was stepped on resume, as in every earlier step, but the loop now "
-            f"steps it differently"
-            for one in taken
-            if one.name in self._stepped and not one.differs
-        ]
+        self.ledger.tell(
+            *(
+                f"{self._label}[{one.name!r}] was stepped on resume, as in every earlier step, but the loop now "
+                f"steps it differently"
+                for one in taken
+                if one.name in self._stepped and not one.differs
+            )
+        )
         self._stepped = frozenset()
 
     def _state(self, name: str) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 import xxhash
 
 from lastwords.errors import MismatchError, StorageError
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.generator_search import GENERATORS, Unreached, search
 from lastwords.optim_wrapper.streams.generator_states import kind_of, stream_of
 from lastwords.optim_wrapper.streams.places import Place, user_frames
@@ -88,7 +89,7 @@ class OwnStreams:
     elsewhere, and values that are saved as a whole and need not be looked into.
     """
 
-    def __init__(self, roots: Mapping[str, Any], taken: Collection[Any] = ()) -> None:
+    def __init__(self, roots: Mapping[str, Any], taken: Collection[Any] = (), ledger: Ledger | None = None) -> None:
         self._roots = dict(roots)
         self._taken = tuple(taken)
         self._searches = True
@@ -98,8 +99,7 @@ class OwnStreams:
         self._spare = [f"{PREFIX}#{number}" for number in range(_SPARE_REGIONS)]
         self._box: BlackBox | None = None
         self._takes: dict[int, list[Callable[[], None]]] = {}
-        self._on_reason: Callable[[str], None] = lambda reason: None
-        self.reasons: list[str] = []
+        self.ledger = ledger or Ledger()
         self._missing: list[str] = []
         self._unsaved: list[str] = []
         self._at_limit = False
@@ -144,10 +144,6 @@ class OwnStreams:
             self._prepare(own)
         self._arrange()
 
-    def listen(self, on_reason: Callable[[str], None]) -> None:
-        """Tell reasons that arise later to `on_reason`."""
-        self._on_reason = on_reason
-
     def capture(self, slot: int) -> None:
         """Take all states into an open slot."""
         for take in self._takes.get(slot, ()):
@@ -180,8 +176,7 @@ class OwnStreams:
             return
         unreached = Unreached()
         found = search(self._roots, self._taken, unreached=unreached)
-        for reason in unreached.reasons:
-            self._say(reason)
+        self.ledger.tell(*unreached.reasons)
         if unreached.limits and not self._at_limit:
             self._at_limit = True
             _log.info(
@@ -200,7 +195,7 @@ class OwnStreams:
     def _meet(self, place: Place, generator: Any) -> None:
         stream = stream_of(generator)
         if stream is None:
-            self._say(f"the state of the random generator {place.name} ({kind_of(generator)}) cannot be taken")
+            self.ledger.tell(f"the state of the random generator {place.name} ({kind_of(generator)}) cannot be taken")
             return
         own = _Own(place, generator, stream, kind_of(generator), ends=int(self._box is None))
         if own.name in self._own:
@@ -215,7 +210,7 @@ class OwnStreams:
         if self._box is not None:
             size = len(own.head) + own.stream.region.nbytes
             if not self._spare or size > _SPARE_BYTES:
-                self._say(
+                self.ledger.tell(
                     f"there is no room in the black box for the random generator {own.name}, which was "
                     f"created after the start"
                 )
@@ -223,7 +218,7 @@ class OwnStreams:
             try:
                 self._box.activate(self._spare[0])
             except StorageError as error:
-                self._say(f"there is no room for the random generator {own.name}: {error}")
+                self.ledger.tell(f"there is no room for the random generator {own.name}: {error}")
                 return
             own.region = self._spare.pop(0)
             own.found_as = own.state()
@@ -246,7 +241,7 @@ class OwnStreams:
         stream = stream_of(generator)
         if stream is None or kind_of(generator) != own.kind or stream.region.nbytes != own.stream.region.nbytes:
             self._let_go(own)
-            self._say(
+            self.ledger.tell(
                 f"the random generator {own.name} was replaced by a different generator "
                 f"({kind_of(generator)}), and is not saved"
             )
@@ -285,11 +280,6 @@ class OwnStreams:
         if self._box is not None:
             for slot in self._box.step_slots + self._box.epoch_slots:
                 self._takes[slot] = [own.takes[slot] for own in self._own.values()]
-
-    def _say(self, reason: str) -> None:
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-            self._on_reason(reason)
 
     # ------------------------------------------------------------------ resume
 

@@ -90,7 +90,7 @@ class AgreedLayout:
     def _compare(self, when: str, bar: Callable[[], None], own: frozenset[str]) -> None:
         """A collective. Raises MismatchError on every rank if a replica has diverged, which then saves nothing."""
         error, suspect, reasons = self._check.run(when, own | self._recorder.buffers.captured)
-        self._recorder.not_exact(reasons)
+        self._recorder.ledger.tell(*reasons)
         if error is not None:
             if suspect:
                 bar()

@@ -118,8 +118,7 @@ class ProtectedStep:
 
         def commit(step: int) -> None:
             self._recorder.end_step(step, position, updated=updated)
-            if reasons := self._buckets.end_step(step):
-                self._recorder.not_exact(reasons)
+            self._buckets.end_step(step)
 
         return self._agent.end_step(commit)
 
@@ -157,6 +156,6 @@ class ProtectedStep:
         if isinstance(error, ConfigError):
             # The loop is wrong and ends here. What is saved of it lacks an update, or mixes steps, and says so.
             cut_off = self._agent.phase is Phase.UPDATED
-            self._recorder.not_exact((CUT_OFF if cut_off else f"the training loop failed: {error}",))
+            self._recorder.ledger.tell(CUT_OFF if cut_off else f"the training loop failed: {error}")
             # Not only when it leaves the loop, which may swallow it: the others would train on, this rank would not.
             self._hold(error)

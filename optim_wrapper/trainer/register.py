@@ -103,7 +103,7 @@ class TFTRegister:
         copies = local_copy is not False
         self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names, copies=copies)
         watched = self._recorder.view.trained if self._enabled else None
-        self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched)
+        self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched, self._recorder.ledger)
         self._entered = False
         self._run: Run | None = None
         self._resumes = 0
@@ -237,7 +237,7 @@ class TFTRegister:
             raise ConfigError("restore_streams() is for custom loops; call it between resume() and the first step")
         if run.resumed is not None and run.resumed.regions:
             regions = own_loop.without_the_loaders(run.resumed.regions)
-            self._recorder.not_exact(self._recorder.rng.restore(regions))
+            self._recorder.ledger.tell(*self._recorder.rng.restore(regions))
 
     # ------------------------------------------------------------------ periodic checkpoints
 
@@ -299,6 +299,7 @@ class TFTRegister:
             epochs,
             accumulate=accumulate,
             events=run,
+            ledger=self._recorder.ledger,
             resume=run.resume_at,
             data=self._config.data,
             show_progress=run.world.rank == 0,

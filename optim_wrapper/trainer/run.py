@@ -91,12 +91,12 @@ class Run:
         self.resumed = self._unnamed_since = resumed
         self.recorder.named = resumed.last_named
         self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
-        self.recorder.not_exact(resumed.reasons)
+        self.recorder.ledger.tell(*resumed.reasons)
 
     def begin(self, steps: Steps, loader: object, *, known_length: bool) -> None:
         """The first batch of `steps` is asked for: what is drawn until then belongs to no step."""
         self.begun, resumed = True, self.resumed
-        self.recorder.not_exact([*steps.reasons, *self.buckets.reasons])
+        self.recorder.ledger.tell(*self.buckets.reasons)
         self.recorder.know(loader, steps.generators)
         self._open_box()
         self.recorder.begin(
@@ -115,7 +115,7 @@ class Run:
             if self.world.rank == 0:
                 self.recorder.loop.passes.when_other = own_loop.passes_differ
             regions = {} if self.resumed is None else self.resumed.regions
-            self.recorder.not_exact(own_loop.left_to_the_loop(regions, self.recorder.rng.own))
+            self.recorder.ledger.tell(*own_loop.left_to_the_loop(regions, self.recorder.rng.own))
             self._open_loop(0, 0)
 
     def look_at_name(self, position: Position) -> None:
@@ -162,10 +162,6 @@ class Run:
     def epoch_start(self, epoch: int) -> None:
         """Before the first batch of `epoch` is asked for."""
         self.recorder.epoch_start(epoch)
-
-    def not_exact(self, reason: str) -> None:
-        """Why a resume cannot be exact."""
-        self.recorder.not_exact((reason,))
 
     def under_way(self, epoch: int, step: int) -> None:
         """This step has begun."""
@@ -223,7 +219,8 @@ class ProtectedRun(Run):
         self.protection.start(settings_of(config, options, len(optimizers), world.size), self._layout.checkpoint_bytes)
         try:
             self._open_box()
-            recorder.not_exact(buckets.share(world.store, next_prefix()))
+            buckets.share(world.store, next_prefix())
+            recorder.ledger.tell(*buckets.reasons)
             recorder.begin(0, None)
             gate = self._layout.gate
             self._step = ProtectedStep(

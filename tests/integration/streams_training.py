@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> None:
 
 def said(plan: dict[str, Any], rank: int, tft: Any) -> None:
     """What is known against exactness by now, resume() included."""
-    (Path(plan["out"]) / f"rank_{rank}.reasons").write_text(json.dumps([*map(str, tft._recorder.reasons)]))
+    (Path(plan["out"]) / f"rank_{rank}.reasons").write_text(json.dumps([*map(str, tft._recorder.ledger.reasons)]))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from lastwords.sharding.zero import stateful
 from lastwords.vocabulary import Phase, Stand
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import FEATURES, LAYOUTS, Net, Trial, build
+from tests.ledgers import told
 from tests.selection import more, usually
 
 LIKE_OTHERS = {"ddp", "tp", "fsdp", "ddp over tp", "fsdp, two optimizers", "zero1 halves"}
@@ -477,9 +478,9 @@ def test_a_buffer_that_is_a_dtensor_is_captured_and_put_back_like_any_other(tmp_
         }
         net.seen.zero_()
         same["put back"] = capture.restore(copies) is not None and raw(net.seen) == kept["seen"]
-        return capture.reasons, same, sorted(capture.captured)
+        return told(capture), same, sorted(capture.captured)
 
     for reasons, same, captured in on_ranks(body, tmp_path, ranks=2):
-        assert reasons == ()
+        assert reasons == []
         assert same == {"seen": True, "moved": True, "put back": True}
         assert captured == ["moved", "seen"]

@@ -15,6 +15,7 @@ from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.optim_wrapper.loop import loader_counters
 from lastwords.optim_wrapper.loop.loader_counters import Counters, known_at_resume
 from lastwords.optim_wrapper.loop.steps import Steps
+from tests.ledgers import told
 from tests.optim_wrapper.test_loader_changes import data_of, going_on
 from tests.optim_wrapper.test_steps import BATCH, BATCHES, SAMPLES, Run, after, resumed, seeded, whole_run
 
@@ -61,7 +62,7 @@ def test_a_data_set_that_counts_what_it_gives_goes_on_counting(epoch: int, step:
     again = resumed(whole, counting, epoch, step, epochs=3, onward=going_on(run, counting(), epoch, step))
     assert again.record == after(whole.record, epoch, step)
     assert again.steps is not None
-    assert again.steps.reasons == []
+    assert told(again) == []
     control = resumed(whole, counting, epoch, step, epochs=3)
     assert control.record != after(whole.record, epoch, step)
 
@@ -168,13 +169,13 @@ def test_an_order_that_is_drawn_between_the_trainings_own_draws_is_named(draw: C
         again = resumed(whole, make, epoch, step, epochs=2)
         assert again.record != after(whole.record, epoch, step), "it is no false alarm"
         assert again.steps is not None
-        [reason] = again.steps.reasons
+        [reason] = told(again)
         assert known_at_resume(data, epoch, step) == [reason], "resume() says it already"
     for epoch, step in ((1, 1), (1, BATCHES)):
         again = resumed(whole, make, epoch, step, epochs=2)
         assert again.record == after(whole.record, epoch, step)
         assert again.steps is not None
-        assert again.steps.reasons == known_at_resume(data, epoch, step) == []
+        assert told(again) == known_at_resume(data, epoch, step) == []
 
 
 def test_an_order_that_is_drawn_from_a_stream_of_its_own_is_exact() -> None:
@@ -185,7 +186,7 @@ def test_an_order_that_is_drawn_from_a_stream_of_its_own_is_exact() -> None:
     again = resumed(whole, make, 2, 3, epochs=2)
     assert again.record == after(whole.record, 2, 3)
     assert again.steps is not None
-    assert again.steps.reasons == known_at_resume(data_of(whole.steps), 2, 3) == []
+    assert told(again) == known_at_resume(data_of(whole.steps), 2, 3) == []
 
 
 def test_the_examples_in_the_docstrings_are_right() -> None:

@@ -17,6 +17,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.verify import digest_units
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+from tests.ledgers import told
 from tests.selection import usually
 
 
@@ -167,7 +168,7 @@ def test_what_comes_while_training_is_saved_or_named_and_everything_else_is_save
     for _ in range(3):
         job.step()
         job.save()
-    reasons = [*job.save(), *map(str, job.recorder.reasons)]
+    reasons = [*job.save(), *told(job.recorder)]
     if kind in ("meta", "own class", "nested", "quantized", "freed", "lazy") and place != "attribute":
         assert any("odd" in reason or "extra" in reason for reason in reasons), reasons
 

@@ -19,6 +19,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture import loop_habits
 from lastwords.optim_wrapper.capture.loop_habits import BackwardPasses, LoopHabits
 from lastwords.optim_wrapper.capture.rank_local import RngCapture
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.own_loop import look_at_first_forward
 from lastwords.optim_wrapper.resume.resume import Resumed
@@ -111,7 +112,7 @@ class Loop:
         self.habits = LoopHabits(lambda: None)
         self.habits.names_go_back = went_back
         recorder: Any = SimpleNamespace(
-            named=None, loop=self.habits, begin=lambda *_, **__: None, not_exact=lambda _: None
+            named=None, loop=self.habits, begin=lambda *_, **__: None, ledger=Ledger()
         )  # fmt: skip
         run = Run(cast(Any, None), recorder, cast(Any, None), cast(Any, None))
         run.resume_after(Resumed(Path("/c"), "j", 4, 0, 0, LoopFacts(), {}, {}, last_named=last, moved=moved))

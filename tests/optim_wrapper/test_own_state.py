@@ -26,6 +26,7 @@ from lastwords.optim_wrapper.tensors.tensor_tree import put_together
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.box_reader import BoxReader
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
+from tests.ledgers import told
 
 
 class Counting(torch.optim.SGD):
@@ -279,7 +280,7 @@ def test_the_resumed_run_has_the_bits_of_the_one_that_went_on(
         job.train(1)
         other.train(1)
         assert equal(job.bits(), other.bits())
-    assert job.recorder.reasons == other.recorder.reasons == []
+    assert told(job.recorder) == told(other.recorder) == []
 
 
 @pytest.mark.parametrize("kind", ["counter", "slow weights", "nested, groups apart"])
@@ -343,9 +344,9 @@ def test_torchs_own_optimizers_cost_nothing_and_are_not_suspected(tmp_path: Path
 def test_attributes_that_move_and_are_nowhere_saved_are_named(tmp_path: Path) -> None:
     job = Job(tmp_path, lambda params: Hidden(params, lr=0.1))
     job.train(1)
-    assert [reason.partition(" changes")[0] for reason in map(str, job.recorder.reasons)] == ["optimizer.seen"]
+    assert [reason.partition(" changes")[0] for reason in told(job.recorder)] == ["optimizer.seen"]
     job.train(3)
-    names = sorted(reason.partition(" changes")[0] for reason in map(str, job.recorder.reasons))
+    names = sorted(reason.partition(" changes")[0] for reason in told(job.recorder))
     assert names == ["optimizer.mean['of'][0]", "optimizer.seen"]
 
 

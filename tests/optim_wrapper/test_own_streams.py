@@ -26,6 +26,7 @@ from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.box_reader import BoxReader
 from tests import golden
+from tests.ledgers import told
 
 GLOBAL = np.random.default_rng(11)
 HERE = __name__
@@ -247,7 +248,7 @@ def test_a_state_that_cannot_be_had_is_said() -> None:
     streams = OwnStreams({"it": Own()})
     streams.look()
     assert "it" not in streams.names
-    golden.says(streams.reasons)
+    golden.says(told(streams))
 
 
 def test_a_seed_sequence_that_is_further_on_than_the_saved_one_is_refused() -> None:
@@ -274,12 +275,11 @@ class Job:
 
     def __init__(self, tmp_path: Path, program: Program) -> None:
         self.program = program
-        self.told: list[str] = []
         self.own = OwnStreams({"program": program}, [GLOBAL, Noisy.of_class])
         self.capture = RngCapture(own=self.own)
         self.own.look()
         box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions((self.capture,))))
-        self.box = BoxRecorder(box, (self.capture,), on_reason=self.told.append)
+        self.box = BoxRecorder(box, (self.capture,))
         self.step = 0
         self.box.committed(0, b"{}")
 
@@ -411,7 +411,7 @@ def test_another_kind_at_the_same_place_is_named(job: Job) -> None:
     golden.says(reason)
     job.program.rng = random.Random(1)
     job.end()
-    golden.says(reason for reason in job.told if "program.rng" in reason)
+    golden.says(reason for reason in told(job.own) if "program.rng" in reason)
     assert "program.rng" not in job.own.names
 
 
@@ -419,7 +419,7 @@ def test_more_late_ones_than_there_is_room_for_are_named(job: Job, monkeypatch: 
     monkeypatch.setattr(generator_search, "_ITEMS_MAX", 64)
     job.program.many = [random.Random(n) for n in range(own_streams._SPARE_REGIONS + 1)]  # type: ignore[attr-defined]
     job.end(look=True)
-    [reason] = job.told
+    [reason] = told(job.own)
     assert reason.endswith(f"program.many[{own_streams._SPARE_REGIONS}], which was created after the start")
 
 

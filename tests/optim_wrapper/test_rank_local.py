@@ -18,6 +18,7 @@ from torch import nn
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.capture import captured_buffer
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.resume.resume import _changed_elsewhere_only
 from lastwords.optim_wrapper.streams import rng_streams
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
@@ -25,6 +26,7 @@ from lastwords.processor import black_box
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotCopy, SlotKind
 from lastwords.processor.box_reader import BoxReader
 from tests import golden
+from tests.ledgers import told
 
 LARGE = 1 << 18  # elements; 1 MiB of float32
 
@@ -53,9 +55,9 @@ def draw(count: int = 3) -> list[Any]:
     ]
 
 
-def recorder(tmp_path: Path, *captures: Capture, on_reason: Callable[[str], None] | None = None) -> BoxRecorder:
+def recorder(tmp_path: Path, *captures: Capture) -> BoxRecorder:
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions(captures)))
-    return BoxRecorder(box, captures, on_reason=on_reason)
+    return BoxRecorder(box, captures)
 
 
 def held(made: BoxRecorder, step: int) -> SlotCopy:
@@ -201,7 +203,8 @@ def test_another_numpy_bit_generator_is_said_and_never_read_as_a_twister() -> No
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
         taken = capture.snapshot()
-        assert capture.reasons == ("numpy's global stream is a PCG64; only MT19937 can be captured",)
+        capture.refresh()
+        assert told(capture) == ["numpy's global stream is a PCG64; only MT19937 can be captured"]
         assert not NumpyStream().fast
     finally:
         np.random.set_bit_generator(before)
@@ -383,7 +386,8 @@ def too_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("replacement", [torch.zeros(5), torch.zeros(4, dtype=torch.int64), None])
 def test_a_buffer_of_another_form_is_given_up_and_it_is_said(tmp_path: Path, replacement: torch.Tensor | None) -> None:
     net = Net()
-    made = recorder(tmp_path, BufferCapture(net))
+    capture = BufferCapture(net)
+    made = recorder(tmp_path, capture)
     made.committed(1, b"{}")
     net.small = replacement
     made.committed(2, b"{}")
@@ -391,7 +395,7 @@ def test_a_buffer_of_another_form_is_given_up_and_it_is_said(tmp_path: Path, rep
     assert "buffer/small" in held(made, 1).regions
     assert all("buffer/small" not in held(made, step).regions for step in (2, 3))
     assert "buffer/bn.running_mean" in held(made, 3).regions
-    (reason,) = made.reasons
+    (reason,) = told(capture)
     assert reason.startswith("the buffer 'small' was re")
 
 
@@ -442,7 +446,7 @@ def test_a_buffer_of_any_other_form_neither_ends_the_run_nor_is_cast(
     made.tentative(3)
     made.committed(3, b"{}")
     assert held(made, 3).regions.keys() == {"buffer/kept"}
-    (reason,) = made.reasons
+    (reason,) = told(capture)
     assert reason.startswith("the buffer 'b' ")
     apart, moved = capture.at(made.slot_of(3))
     assert apart == ({"kept", "b"} if form == "sparse" else {"kept"})
@@ -545,7 +549,8 @@ def test_no_room_for_a_large_buffer_is_said_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net()
-    made = recorder(tmp_path, BufferCapture(net))
+    capture = BufferCapture(net)
+    made = recorder(tmp_path, capture)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -555,7 +560,7 @@ def test_no_room_for_a_large_buffer_is_said_and_training_goes_on(
     made.committed(1, b"{}")
     made.committed(2, b"{}")
     assert "buffer/large" not in held(made, 2).regions
-    (reason,) = made.reasons
+    (reason,) = told(capture)
     golden.says(reason)
 
 
@@ -568,7 +573,7 @@ def test_a_buffer_that_cannot_be_stored_is_named(buffer: torch.Tensor) -> None:
     net.register_buffer("odd", buffer)
     capture = BufferCapture(net)
     assert capture.regions == ()
-    assert capture.reasons[0].startswith("the buffer 'odd' cannot be captured")
+    assert told(capture)[0].startswith("the buffer 'odd' cannot be captured")
 
 
 @pytest.mark.parametrize("dtype", sorted(captured_buffer._DTYPE_CODES, key=str))
@@ -724,10 +729,11 @@ def test_the_start_of_an_epoch_is_recorded_without_buffers(tmp_path: Path) -> No
 @pytest.mark.usefixtures("too_often")
 def test_reasons_that_arise_during_the_run_are_told_once(tmp_path: Path) -> None:
     net = Net()
-    told: list[str] = []
-    made = recorder(tmp_path, RngCapture(), BufferCapture(net), on_reason=told.append)
+    ledger, heard = Ledger(), []
+    ledger.heard_by(heard.extend)
+    made = recorder(tmp_path, RngCapture(ledger=ledger), BufferCapture(net, ledger=ledger))
     made.committed(1, b"{}")
-    assert told == []
+    assert heard == []
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
@@ -736,8 +742,8 @@ def test_reasons_that_arise_during_the_run_are_told_once(tmp_path: Path) -> None
             made.committed(step, b"{}")
     finally:
         np.random.set_bit_generator(before)
-    assert sorted(told) == sorted(made.reasons)
-    assert len(told) == 2
+    assert tuple(heard) == ledger.reasons
+    assert len(heard) == 2
 
 
 def test_two_captures_of_the_same_thing_are_refused() -> None:

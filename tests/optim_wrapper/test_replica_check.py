@@ -19,6 +19,7 @@ from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.job_shape import Options
 from lastwords.sharding.verify import Digests
 from tests import golden
+from tests.ledgers import told
 
 ROWS = 4096
 """A buffer of this many rows of 16 is a large one: it is kept once it has changed."""
@@ -76,7 +77,7 @@ class Job:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lastwords.optim_wrapper.trainer.replica_check.exchange_digests", exchange)
             compare()
-        return [*map(str, self.recorder.reasons)]
+        return told(self.recorder)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, RegionCopy
 from lastwords.processor.box_reader import BoxReader
 from tests import golden
+from tests.ledgers import told
 
 NAMES = ["0.low", "0.scale"]
 
@@ -89,7 +90,7 @@ def test_each_copy_has_them_in_their_form_and_a_new_model_gets_them_as_the_same_
     rank = trained(tmp_path)
     saved = rank.regions(4)
     assert saved["buffer/0.scale"].shape == (3,)
-    assert rank.recorder.reasons == []
+    assert told(rank.recorder) == []
     other = Rank(tmp_path / "resumed")
     known = dict(other.model.named_buffers())
     assert other.recorder.restore_own(saved, SavedForms(reshaped=NAMES)) == []
@@ -106,7 +107,7 @@ def test_a_buffer_that_is_given_up_is_not_in_the_copy(tmp_path: Path, monkeypatc
     monkeypatch.setattr(captured_buffer, "REFORMS_MAX", 0)
     rank = trained(tmp_path)
     assert "buffer/0.scale" not in rank.regions(4)
-    assert [*map(str, rank.recorder.reasons)] == ["the buffer '0.scale' was replaced by a buffer of torch.float32 (3,)"]
+    assert told(rank.recorder) == ["the buffer '0.scale' was replaced by a buffer of torch.float32 (3,)"]
 
 
 def test_one_that_grows_in_each_step_ends_no_run(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_one_that_grows_in_each_step_ends_no_run(tmp_path: Path) -> None:
         rank.recorder.end_step(step, None)
         if step < 10:
             assert rank.regions(step)["buffer/0.scale"].shape == (step,)
-    assert any("0.scale" in reason for reason in map(str, rank.recorder.reasons))
+    assert any("0.scale" in reason for reason in told(rank.recorder))
 
 
 def test_another_form_of_a_buffer_that_was_not_resized_is_refused(tmp_path: Path) -> None:
@@ -134,5 +135,5 @@ def test_a_buffer_whose_storage_is_freed_ends_no_run_and_is_named(tmp_path: Path
     rank.train(1)
     cache.untyped_storage().resize_(0)
     rank.train(2)
-    golden.says(one.detail for one in rank.recorder.reasons)
+    golden.says(told(rank.recorder))
     assert "buffer/cache" not in rank.regions(2)

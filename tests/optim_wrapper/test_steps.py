@@ -24,9 +24,11 @@ from torch.utils.data import (
 )
 
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from tests import golden
+from tests.ledgers import told
 from tests.selection import more
 
 SAMPLES = 22
@@ -161,7 +163,7 @@ def test_a_loader_that_counts_its_epochs_itself_is_found_out(resumed_in: int, di
     at = ResumeAt(resumed_in, 2, lambda: None, lambda: None)
     steps = Steps(CountsItsEpochs(), 2, events=Nothing(), resume=at)
     next(iter(steps))
-    golden.says(steps.reasons)
+    golden.says(told(steps))
 
 
 # ------------------------------------------------------------------ a run in miniature
@@ -204,7 +206,7 @@ class Run:
     events: list[str] = field(default_factory=list)
     starts: dict[int, Any] = field(default_factory=dict)
     ends: dict[tuple[int, int], Any] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
     steps: Steps | None = None
     with_own: bool = False
     """Whether the generators of the user's own are captured, too."""
@@ -214,9 +216,6 @@ class Run:
         self.events.append(f"epoch {epoch}")
         assert self.steps is not None
         self.starts[epoch] = {**all_streams(self.steps.generators), "own": self.own.snapshot()}
-
-    def not_exact(self, reason: str) -> None:
-        self.reasons.append(reason)
 
     def under_way(self, epoch: int, step: int) -> None:
         self.events.append(f"begin {epoch}.{step}")
@@ -231,7 +230,7 @@ class Run:
         self.events.append(f"over {epoch}.{step}")
 
     def train(self, **kwargs: Any) -> Run:
-        steps = self.steps = Steps(events=self, **kwargs)
+        steps = self.steps = Steps(events=self, ledger=self.ledger, **kwargs)
         if self.with_own:
             self.own = OwnStreams({"loader": kwargs["loader"]}, list(steps.generators.values()))
             self.own.look()
@@ -265,7 +264,7 @@ def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, **kwargs
             assert run.steps is not None
             put_back(state, run.steps.generators)
             run.own.restore(state["own"])
-            run.reasons += run.own.left_over()
+            run.ledger.tell(*run.own.left_over())
 
         return put
 
@@ -295,7 +294,7 @@ def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact() -> None
     loader = DataLoader(Items(), BATCH)
     steps = Steps(loader, epochs=3, events=Run(), resume=ResumeAt(0, BATCHES + 2, None, None))
     assert (steps.epoch, steps.step) == (2, 2)
-    golden.says(steps.reasons)
+    golden.says(told(steps))
 
 
 @pytest.mark.parametrize("draw", ["none", "python", "numpy", "torch", "all"])
@@ -311,8 +310,8 @@ def test_resume_without_workers_is_exact_wherever_it_was_cut(kind: str, draw: st
         assert again.record == after(whole.record, epoch, step), (epoch, step)
         assert again.steps is not None
         in_the_middle = 1 < step < whole.steps.steps_per_epoch
-        told = kind == "iterable" and draw != "none" and in_the_middle  # whether its order depends on it is not seen
-        assert bool(again.steps.reasons) is told, again.steps.reasons
+        said = kind == "iterable" and draw != "none" and in_the_middle  # whether its order depends on it is not seen
+        assert bool(told(again)) is said, told(again)
 
 
 @pytest.mark.parametrize("data", ["refetch", "skip"])
@@ -402,9 +401,9 @@ def test_persistent_workers_are_exact_in_the_first_epoch_and_keep_their_order_la
 
     whole = whole_run(make, epochs=3)
     assert whole.steps is not None
-    assert any("persistent" in reason for reason in whole.reasons)
+    assert any("persistent" in reason for reason in told(whole))
     assert resumed(whole, make, 1, 2, epochs=3).record == after(whole.record, 1, 2)
-    assert whole_run(make, epochs=1).reasons == []
+    assert told(whole_run(make, epochs=1)) == []
     quiet = whole_run(lambda: make("none"), epochs=3)
     for epoch, step in [(2, 2), (1, 6), (2, 6)]:
         again = resumed(quiet, lambda: make("none"), epoch, step, epochs=3)
@@ -554,7 +553,7 @@ def test_control_skipping_by_index_with_workers_differs_where_the_dataset_draws(
         again = resumed(whole, lambda draw=draw: make(draw), 2, 3, epochs=2, data="skip")
         assert (again.record == after(whole.record, 2, 3)) is equal
         assert again.steps is not None
-        golden.says(again.steps.reasons)
+        golden.says(told(again))
 
 
 def test_control_without_the_streams_of_the_step_the_batches_differ() -> None:
@@ -567,7 +566,7 @@ def test_control_without_the_streams_of_the_step_the_batches_differ() -> None:
     run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, lambda: put_back(whole.starts[1], {}), None))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
-    golden.says(run.steps.reasons)
+    golden.says(told(run.steps))
 
 
 def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> None:
@@ -580,7 +579,7 @@ def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> 
     run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, None, lambda: put_back(whole.ends[1, 3], {})))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
-    golden.says(run.steps.reasons)
+    golden.says(told(run.steps))
 
 
 # ------------------------------------------------------------------ what is not exact says so
@@ -603,7 +602,7 @@ def test_a_sampler_that_draws_from_the_trainings_streams_between_batches_is_repo
     again = resumed(whole, make, 1, 3, epochs=1)
     assert again.record != after(whole.record, 1, 3)
     assert again.steps is not None
-    golden.says(again.steps.reasons)
+    golden.says(told(again))
 
 
 def test_a_foreign_loader_that_draws_ahead_is_reported_and_one_that_does_not_draw_is_exact() -> None:
@@ -628,7 +627,7 @@ def test_a_foreign_loader_that_draws_ahead_is_reported_and_one_that_does_not_dra
         again = resumed(whole, lambda draws=draws: Ahead(draws), 1, 3, epochs=2)
         assert (again.record == after(whole.record, 1, 3)) is not draws
         assert again.steps is not None
-        golden.says(again.steps.reasons)
+        golden.says(told(again))
 
 
 @pytest.mark.parametrize(
@@ -659,7 +658,7 @@ def test_a_generator_of_the_datasets_own_goes_on_where_it_was(make_rng: Any) -> 
             again = resumed(whole, make, epoch, step, epochs=3)
             goes_on = again.record == after(whole.record, epoch, step)
             assert goes_on is (with_own or (epoch, step) == (3, BATCHES))
-            assert again.reasons == whole.reasons == []
+            assert told(again) == told(whole) == []
 
 
 def test_torch_generators_of_the_datasets_and_samplers_own_are_captured() -> None:
@@ -704,7 +703,7 @@ def test_without_torchs_private_sampler_iterator_batches_are_fetched_again(monke
 def test_the_order_of_workers_without_in_order_is_not_promised() -> None:
     run = Run()
     steps = Steps(loader("shuffle", workers=2, in_order=False), 1, events=run)
-    assert any("in_order=False" in reason for reason in steps.reasons)
+    assert any("in_order=False" in reason for reason in told(steps))
 
 
 # ------------------------------------------------------------------ refusals
