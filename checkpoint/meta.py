@@ -26,6 +26,10 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Holders = Annotated[Sequence[Rank], Meta(min_length=1)]
 
 
+StoredValue = tuple[Tree, Mapping[str, tuple[Sequence[Number], bytes]]]
+"""A value of one rank: its tree, and of each tensor in it the shape and the bytes."""
+
+
 class Marks(NamedTuple):
     """What shows whether ranks have something alike: what it is; its checksum at a step's end, and the one before."""
 
@@ -202,7 +206,8 @@ class StepDocument:
     loop gives no names, None if it was not recorded. ends_epoch: None if not known. reasons: why the copy is not exact,
     `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
     alike: kind -> its marks. state: those of the optimizer's state and what it trains, with what it may be compared.
-    numbers: the optimizer's own, and local_extras, both packed.
+    numbers: the optimizer's own, and local_extras, both packed. attributes: path of an object and name of an attribute
+    -> what was in it, packed.
     """
 
     epoch: Number | None = None
@@ -217,10 +222,15 @@ class StepDocument:
     state: Marks = NO_MARKS
     numbers: Mapping[str, Any] = field(default_factory=dict)
     local_extras: Any = None
+    attributes: Any = None
 
     def extras_inline(self, path: str) -> InlineExtras | None:
         """This rank's own extras; FormatError if they are damaged."""
         return None if self.local_extras is None else InlineExtras.read(self.local_extras, path)
+
+    def attributes_inline(self, path: str) -> Mapping[str, Mapping[str, StoredValue]]:
+        """This rank's own attributes; FormatError if they are damaged."""
+        return typed(unpack(self.attributes or {}, path), dict[str, dict[str, StoredValue]], path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +291,11 @@ class LocalMeta:
     def document(self) -> StepDocument:
         """The slot. FormatError for what is not as it should be."""
         return typed(self.slot, StepDocument, "meta.slot")
+
+    @property
+    def epoch_document(self) -> StepDocument:
+        """The same of the epoch's start. FormatError for what is not as it should be."""
+        return typed(self.epoch_start or {}, StepDocument, "meta.epoch_start")
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""

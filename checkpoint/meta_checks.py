@@ -42,7 +42,13 @@ def unit_problem(said: Mapping[str, Any], tensors: Iterable[TensorSpec], unit: s
 def local_problem(said: Mapping[str, Any]) -> str | None:
     """As `unit_problem`, of a local state's meta."""
     try:
-        inline = LocalMeta.read(said).document.extras_inline("meta.slot.local_extras")
+        meta = LocalMeta.read(said)
+        document = meta.document
+        for said_by, path in ((document, "meta.slot.attributes"), (meta.epoch_document, "meta.epoch_start.attributes")):
+            for holder, values in said_by.attributes_inline(path).items():
+                for key, (tree, tensors) in values.items():
+                    _check_value(tree, tensors, f"{path}[{holder!r}][{key!r}]")
+        inline = document.extras_inline("meta.slot.local_extras")
         if inline is not None:
             _check_inline(inline, "meta.slot.local_extras")
     except FormatError as error:
@@ -230,12 +236,17 @@ def _stored_as(names: Names, name: str, dtype: str, shape: Sequence[int] | None,
 
 def _check_inline(inline: InlineExtras, path: str) -> None:
     for name, state in inline.tree.states.items():
-        check_tree(state, None, f"{path}[{name!r}]")
-        for leaf in _leaves(state, path):
-            stored = inline.tensors.get(leaf["tensor"])
-            size = _DTYPE_BYTES.get(leaf["dtype"])
-            if stored is None or (size is not None and len(stored[1]) != size * math.prod(leaf["shape"])):
-                raise _wrong(f"{path}[{name!r}]", f"names the tensor {leaf['tensor']!r}, whose bytes are missing")
+        _check_value(state, inline.tensors, f"{path}[{name!r}]")
+
+
+def _check_value(tree: Any, tensors: Mapping[str, tuple[Sequence[int], bytes]], path: str) -> None:
+    """A tree, and the bytes of the tensors that it names."""
+    check_tree(tree, None, path)
+    for leaf in _leaves(tree, path):
+        stored = tensors.get(leaf["tensor"])
+        size = _DTYPE_BYTES.get(leaf["dtype"])
+        if stored is None or (size is not None and len(stored[1]) != size * math.prod(leaf["shape"])):
+            raise _wrong(path, f"names the tensor {leaf['tensor']!r}, whose bytes are missing")
 
 
 def _leaves(tree: Any, path: str) -> Iterator[dict[str, Any]]:

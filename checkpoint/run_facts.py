@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from lastwords.checkpoint.codec import Number, T, typed
-from lastwords.checkpoint.meta import StoredRecurrence, json_of
-
-EPOCHS_KEPT = 2
-STEPS_KEPT = 3
-"""The one that is saved, the one after it that this rank may be in, and one more."""
+from lastwords.checkpoint.meta import json_of
 
 
 def _labelled(label: str) -> Any:
@@ -98,68 +94,6 @@ class Inputs:
     batches: int | None = _labelled("batches in an epoch")
 
 
-class EpochCount(NamedTuple):
-    """A counter at the epoch's start; moved by the epoch's first batch, since the start of the epoch before.
-
-    by_first: None where the next batch has moved it again. since: None where the epoch before is not known.
-    """
-
-    start: int
-    by_first: int | None
-    since: int | None
-
-    @property
-    def after(self) -> int | None:
-        """Where it stands after the epoch; None where more than the first batch moves it."""
-        if self.by_first is None or self.since not in (None, self.by_first):
-            return None
-        return self.start + self.by_first
-
-
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """Counters as they were last seen in a step. cut: it has yet to end; in_body: in which steps the loop moved any."""
-
-    values: Mapping[str, int]
-    cut: bool
-    in_body: StoredRecurrence
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counters of a loader (`loader_counters`) in the newest epochs and steps, by the counter's name.
-
-    of: by epoch. at: by "epoch/step"; empty as long as nothing has moved.
-    """
-
-    of: Mapping[str, Mapping[str, EpochCount]] = field(default_factory=dict)
-    at: Mapping[str, StepCounts] = field(default_factory=dict)
-
-    def in_epoch(self, epoch: int) -> Mapping[str, EpochCount]:
-        """Empty if the epoch is not known."""
-        return self.of.get(str(epoch), {})
-
-    def in_step(self, epoch: int, step: int) -> StepCounts | None:
-        """None if the step is not known."""
-        return self.at.get(f"{epoch}/{step}")
-
-    def with_epoch(self, epoch: int, counts: Mapping[str, EpochCount]) -> Counts:
-        """With this epoch's as they are now, and without those of old ones."""
-        kept = sorted(self.of.keys() - {str(epoch)}, key=int)[1 - EPOCHS_KEPT :]
-        return Counts({**{key: self.of[key] for key in kept}, str(epoch): counts}, self.at)
-
-    def with_step(self, epoch: int, step: int, counts: StepCounts) -> Counts:
-        """With this step's as they are now, and without those of old ones."""
-        key = f"{epoch}/{step}"
-        kept = [other for other in self.at if other != key][1 - STEPS_KEPT :]
-        return Counts(self.of, {**{other: self.at[other] for other in kept}, key: counts})
-
-    def to_json(self) -> dict[str, Any]:
-        """What stands in the file."""
-        of = {epoch: {name: [*one] for name, one in counts.items()} for epoch, counts in self.of.items()}
-        return {"of": of, "at": {step: json_of(one) for step, one in self.at.items()}}
-
-
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """reason: why a resume in the middle of an epoch is not exact, as the loader draws random numbers; or empty."""
@@ -193,7 +127,6 @@ class LoopFacts:
     mode: str = ""
     dealing: Dealing | None = None
     inputs: Inputs | None = None
-    counters: Counts = field(default_factory=Counts)
     draws: Drawn = field(default_factory=Drawn)
     carried: Begun | None = None
     world_size: Number | None = None

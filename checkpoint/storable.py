@@ -58,6 +58,13 @@ FACTORIES: dict[str, Any] = {
 _PATHS: dict[str, type[Any]] = {"Path": type(Path()), "PurePosix": PurePosixPath, "PureWindows": PureWindowsPath}
 
 
+class Place(NamedTuple):
+    """Stands for what is stored elsewhere, at `path`, or is no data (then there is none). kind: what it is."""
+
+    path: str
+    kind: str
+
+
 def _must_be(kind: type[Any], content: Any) -> Any:
     if type(content) is not kind:
         raise TypeError(content)
@@ -112,6 +119,7 @@ _FORMS: dict[type[Any], _Form] = {
         lambda value: [value.default_factory and value.default_factory.__name__, dict(value)],
         lambda parts: defaultdict(parts[0] and FACTORIES[parts[0]], parts[1]),
     ),
+    Place: _Form("~place", list, lambda parts: Place(*(_must_be(str, part) for part in parts))),
     np.generic: _Form("~numpy", lambda value: [value.dtype.str, value.tobytes()], _numpy_scalar),
     np.str_: _Form("~numpy", lambda value: ["str", str.__str__(value)], _numpy_scalar),
     np.bytes_: _Form("~numpy", lambda value: ["bytes", bytes(value)], _numpy_scalar),

@@ -27,7 +27,8 @@ from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.ddp.ddp_found import holding
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state import extra_digests, rank_units
+from lastwords.optim_wrapper.state import attributes, extra_digests, rank_units
+from lastwords.optim_wrapper.state.attributes import SavedAttributes
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.state.leaf_gradients import LeafGradients
@@ -81,6 +82,7 @@ class StepRecorder:
         self._search_in = {**roots, "hooks of the wrapped optimizer": hooks}, plain
         self.rng = RngCapture(own=OwnStreams(*self._search_in, self.ledger), ledger=self.ledger)
         self.extra_buffers = ExtraBuffers(self.extras, self.ledger)
+        self.attributes = attributes.of_job(self.view, optimizers, self.ledger, self.own.of_optimizers)
         self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
@@ -90,13 +92,9 @@ class StepRecorder:
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
         self.gradients = CarriedGradients(
-            lambda: self.view.all_names().parameters,
-            scalers,
-            model,
-            inner,
-            [self.extras, self.local_extras],
+            lambda: self.view.all_names().parameters, scalers, model, inner, [self.extras, self.local_extras],
             self.ledger,
-        )
+        )  # fmt: skip
         self.gradients.backward.follows_update = lambda: self.watch.update_is_over
         for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
             wrapper.watch_zero_grad(habit.zeroed)
@@ -110,17 +108,15 @@ class StepRecorder:
         self._document = b""  # of the step under way
         self._of_all = b"}"  # a document's end: what has to be alike on all ranks, as of the last step's end
         self.named: Position | None = None
-        self.names_steps = True
         self.loop = LoopHabits(self._say_reasons)
         self._step = self._ended_here = 0
         self._hook: BeforeCollective | None = None
         self._paused = self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
+        self._attributes_then = self._attributes_ended = b""  # in the tentative copy, and in the committed one
         self._steps_per_epoch = 0  # not known
-        self.ends_early = False
+        self.ends_early, self.names_steps = False, True
         self._habits = Habits()  # of the run that is resumed
-
-    # ------------------------------------------------------------------ life
 
     def agree_units(self, world: World, prefix: str, declared: Sequence[Unit]) -> RankUnits:
         """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
@@ -146,6 +142,7 @@ class StepRecorder:
         self.source = TrainerSource(
             self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch,
             ends_epoch=self.ends_epoch, gradients_missing=self.gradients.doubts,
+            attributes=self.attributes,
             drawn_since=lambda step: "" if self._box is None else self._box.drawn_since(step),
         )  # fmt: skip
         return self.source
@@ -155,6 +152,7 @@ class StepRecorder:
         roots, plain = self._search_in
         own = OwnStreams({"loader": loader, **roots}, [*plain, *generators.values()], self.ledger)
         self.rng = RngCapture(generators=generators, own=own, ledger=self.ledger)
+        self.attributes.know(loader)
 
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
@@ -197,6 +195,8 @@ class StepRecorder:
         *,
         epoch_start: Mapping[str, RegionCopy] | None = None,
         step_regions: Mapping[str, RegionCopy] | None = None,
+        loader_at_start: SavedAttributes | None = None,
+        loader: SavedAttributes | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
         """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
@@ -204,27 +204,32 @@ class StepRecorder:
         position: what the loop calls `step`, None if it has no name; with `epoch_start`, the epoch that those are of.
         steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
         """
-        self._needs_epoch_start = steps_per_epoch is not None
-        self._steps_per_epoch = steps_per_epoch or 0
+        self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
         self._extras_now = self.extras.first(self._extras_now)
         self.local_extras.admit()
         self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
         self.buffers.look()
+        self.attributes.begin()
         self.watch.look()
         if self.watch.needs_room:
             self._make_room()
         if step_regions:
             self.local_extras.reopen_loaders()
+        constructed = self.attributes.now(loader or {})
         if epoch_start and position is not None and self._box is not None:
+            self.attributes.restore(loader_at_start or {})
             self.rng.restore(epoch_start)
-            self._box.epoch_start(position.epoch)
+            self._box.epoch_start(position.epoch, b"{%s}" % self.attributes.document()[1:])
+        self.attributes.restore(loader or {})
         if step_regions:
             self.rng.restore(step_regions)
         self._keep(step, position, self.ends_epoch(position))
+        self.attributes.restore(constructed)  # what had not moved by the epoch's start is as the constructors left it
 
-    def put_back(self, streams: Mapping[str, RegionCopy], *, last: bool) -> None:
-        """Restore the random streams; last: the loop goes on from there, so what is missing now stays so."""
-        self.ledger.tell(*self.rng.restore(streams), *(self.rng.own.left_over() if last else ()))
+    def put_back(self, streams: Mapping[str, RegionCopy], loader: SavedAttributes, *, last: bool) -> None:
+        """Restore streams and loader attributes; last: the loop goes on from there, so what is missing stays so."""
+        self.ledger.tell(*self.attributes.restore(loader), *self.rng.restore(streams))
+        self.ledger.tell(*(self.rng.own.left_over() if last else ()))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -249,6 +254,7 @@ class StepRecorder:
     def close(self) -> None:
         """Take the hook off the model again, and keep nothing of the loop's alive."""
         self.rng.own.let_go()
+        self.attributes.let_go()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -276,8 +282,6 @@ class StepRecorder:
         if self._box is not None:
             self._box.learn(habits)
             self._say_reasons()
-
-    # ------------------------------------------------------------------ each step
 
     @property
     def position_under_way(self) -> Position | None:
@@ -315,12 +319,14 @@ class StepRecorder:
         self._see_what_moves(look=look, ends_epoch=ends_epoch)
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
+        if look or self._ended_here <= attributes.LOOKS or ends_epoch:
+            self.attributes.look()
         same_streams = not self.rng.own.end_step(look=look)
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies() and same_streams)
         if look:
             self.local_extras.admit()
             self.watch.announce_left_out()
-            self.ledger.tell(*self.own.look())
+            self.ledger.tell(*self.own.reasons)
         if self._units is not None and not self._units.pure:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step
@@ -343,7 +349,9 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             self._of_all = self._said_of_all()
-            region = self._box.committed_again(self._step, self._document_of(self.named) + local + self._of_all)
+            own = self.attributes.document()
+            moved += filter(None, [attributes.differing(self._attributes_ended, own)])
+            region = self._box.committed_again(self._step, self._document_of(self.named) + local + own + self._of_all)
             moved += [] if region is None else [region]
         if moved and not self.loop.early_reasons:
             self.loop.moves_after_the_end(step_document.changed_after_the_end(moved, self._step))
@@ -365,16 +373,10 @@ class StepRecorder:
         if self.watch.needs_room:
             self._make_room()
 
-    def _announce_late_change(self, tentative: ExtrasSnapshot) -> None:
-        """From here on, a rank that is killed between its update and the end of its step is not exact."""
-        which = step_document.what_differs(self.local_extras, tentative, self._local_now)
-        self.loop.moves_late(step_document.changed_before_the_end(which, self._step))
-
     def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
         named_before = position is not None and position == self._position
         ended = self._document if named_before else self._document_of(position)
-        self._step = step
-        self._position = None
+        self._step, self._position = step, None
         self.named = position or self.named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
         self._document = b"" if self._needs_epoch_start else self._document_of(None)
@@ -382,36 +384,41 @@ class StepRecorder:
         self._of_all = self._said_of_all()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
+            own = self._attributes_ended = self.attributes.document()
             early = b',"early":%s' % json.dumps(self.loop.early_reasons).encode() if self.ends_early else b""
-            said = ended + local + early + self._of_all
+            said = ended + local + own + early + self._of_all
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()
             tentative, self._tentative_local = self._tentative_local, None
-            if tentative is not None and tentative[1] != local and not self.loop.tentative_reasons:
-                self._announce_late_change(tentative[0])
+            late = "" if tentative is None else attributes.differing(self._attributes_then, own)
+            if tentative is not None and tentative[1] != local:
+                late = step_document.what_differs(self.local_extras, tentative[0], self._local_now)
+            if late and not self.loop.tentative_reasons:  # a rank killed between update and step end is not exact then
+                self.loop.moves_late(step_document.changed_before_the_end(late, self._step))
+            self._attributes_then = b""
         if self.source is not None:
             self.source.committed(Snapshot(step, position, self.watch.groups_ended, self._extras_now))
 
     def epoch_start(self, epoch: int) -> None:
-        """The random number streams before the first batch of `epoch` is asked for."""
+        """The random number streams, and what moves, before the first batch of `epoch` is asked for."""
         if self._box is not None:
-            self._box.epoch_start(epoch)
+            self.attributes.look()
+            self._box.epoch_start(epoch, b"{%s}" % self.attributes.document()[1:])
 
     def tentative(self) -> None:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
             self.work.arrive()
             self.loop.passes.count += self._hook is not None
-            local = b""
-            if self.local_extras:
-                extras = self.local_extras.again(self._local_now)[0]
-                local = self._local(extras)
-                self._tentative_local = extras, local
+            extras = self.local_extras.again(self._local_now)[0]
+            local = self._local(extras) if self.local_extras else b""
+            self._tentative_local = extras, local
+            self._attributes_then = self.attributes.document(look=self._ended_here < attributes.LOOKS)
             self.gradients.backward.under_way = True
             if self.gradients.looks_in_backward:
                 self.gradients.in_backward()
             said = self._document or self._document_of(self._position)
-            self._box.tentative(self._step + 1, said + local + self._of_all)
+            self._box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
 
     def _say_reasons(self) -> None:
         if self._box is None:

@@ -26,6 +26,7 @@ from lastwords.optim_wrapper.capture.state_watch import StateWatch, some
 from lastwords.optim_wrapper.capture.taken_out import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
 from lastwords.optim_wrapper.state import hyperparameters
+from lastwords.optim_wrapper.state.attributes import Attributes, names_in
 from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
 from lastwords.optim_wrapper.state.rank_units import RankUnits
@@ -82,6 +83,7 @@ class TrainerSource:
         *,
         ends_epoch: Callable[[Position | None], bool | None],
         drawn_since: Callable[[int], str],
+        attributes: Attributes,
         gradients_missing: Callable[..., list[str]],
     ) -> None:
         self._units = units
@@ -98,6 +100,7 @@ class TrainerSource:
         self._watch = watch
         self._ends_epoch = ends_epoch
         self._drawn_since = drawn_since
+        self._attributes = attributes
         self._gradients_missing = gradients_missing
 
     # ------------------------------------------------------------------ training thread
@@ -214,6 +217,12 @@ class TrainerSource:
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
         states = {rank: self._local_state(rank, step) for rank in ranks}
+        new = self._attributes.unseen()
+        for rank, state in states.items():
+            missing = new or sorted(self._attributes.moved - names_in(state.meta.slot.get("attributes")))
+            if missing and state.meta.kind in ((TENTATIVE, COMMITTED) if new else (TENTATIVE,)):
+                why = f"{', '.join(missing[:3])} changed for the first time in step {step}, or after it: not saved"
+                states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
         if why := self._moved_late(states, step):
             for rank, state in states.items():
                 if state.exact and state.meta.kind == TENTATIVE:

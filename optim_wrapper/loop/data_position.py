@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lastwords.checkpoint.run_facts import Drawn
+from lastwords.checkpoint.run_facts import Drawn, LoopFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.launch.progress import Progress
@@ -337,3 +337,13 @@ class _Streams:
         torch.set_rng_state(self._torch)
         for name, generator in self._own.items():
             generator.set_state(self._states[name])
+
+
+def known_at_resume(saved: LoopFacts, step: int) -> list[str]:
+    """Why a loop that goes on after this step of an epoch is not exact, as far as the saved run knew.
+
+    >>> known_at_resume(LoopFacts(draws=Drawn("it draws"), steps_per_epoch=4), 4)
+    []
+    """
+    draws = saved.draws.reason and step * saved.accumulate > 1 and step < saved.steps_per_epoch
+    return [saved.draws.reason] if draws else []

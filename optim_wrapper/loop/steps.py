@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -45,7 +46,6 @@ from lastwords.optim_wrapper.loop.data_position import (
 )
 from lastwords.optim_wrapper.loop.global_samples import dealing
 from lastwords.optim_wrapper.loop.loader_changes import Onward, about
-from lastwords.optim_wrapper.loop.loader_counters import Counters
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ class Steps:
     """Iterate to get (epoch, step, batch) for every batch, all epochs; once only.
 
     `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
-    body whether the batch in hand is its step's last. onward: where the resumed loop goes on in its data,
-    where that is not what comes after so many steps, and what of the loader differs. placed: its own state is back:
-    its next iterator goes on where the saved one stood.
+    body whether the batch in hand is its step's last. aside: a context in which the sampler is told its epoch. onward:
+    where the resumed loop goes on in its data, where that is not what comes after so many steps, and what of the loader
+    differs. placed: its own state is back: its next iterator goes on where the saved one stood.
     Raises ConfigError for a loader without a usable length.
     """
 
@@ -101,6 +101,7 @@ class Steps:
         accumulate: int = 1,
         events: StepEvents,
         ledger: Ledger | None = None,
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
         resume: ResumeAt | None = None,
         data: DataMode = "refetch",
         show_progress: bool = False,
@@ -117,11 +118,11 @@ class Steps:
         self._epochs = epochs
         self._accumulate = accumulate
         self._events = events
+        self._aside = aside
         self._resume = resume
         self._onward = onward = onward or Onward()
         carried = onward.carried
         self._carried = None if placed else carried
-        self._counters = Counters(loader, self.steps_per_epoch)
         self._draws = Draws(loader, self._facts, onward.saved.draws)
         self._at_start = LoopFacts(
             steps_per_epoch=self.steps_per_epoch,
@@ -163,7 +164,7 @@ class Steps:
 
     def facts(self, world_size: int) -> LoopFacts:
         """What a resume has to know of the loop as it stands. Any thread."""
-        return replace(self._at_start, counters=self._counters.counts, draws=self._draws.seen, world_size=world_size)
+        return replace(self._at_start, draws=self._draws.seen, world_size=world_size)
 
     @property
     def epochs(self) -> int:
@@ -187,7 +188,6 @@ class Steps:
         if named not in (None, (self.epoch, self.step)):
             raise ConfigError(f"step_end{named} was called in step {(self.epoch, self.step)}; here it needs no name")
         self.under_way = False
-        self._counters.ended(self.epoch, self.step)
         self._events.step_end(self.epoch, self.step)
 
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:
@@ -202,7 +202,6 @@ class Steps:
         finally:
             # Left to the garbage collector in a cycle, persistent workers take five seconds each to end.
             self._loader = None
-            self._counters.let_go()
 
     def _all(self) -> Generator[tuple[int, int, Any], None, None]:
         resume = self._resume
@@ -210,23 +209,18 @@ class Steps:
         for epoch in range(1 if resume is None else resume.epoch, self._epochs + 1):
             here = resume if resume is not None and epoch == resume.epoch else None
             if here is not None and not self._has_to_replay(here):
-                self._set_counters_on(here, opened=False)
                 if here.restore_step is not None:
                     here.restore_step()
                 continue
-            self._counters.tell(partial(set_epoch, self._loader, epoch))
+            with self._aside():
+                set_epoch(self._loader, epoch)
             told = told_epochs(self._loader)
-            if here is None:
-                self._counters.epoch_starts(epoch)
-            else:
-                self._set_counters_back(here, replayed=True)
+            if here is not None:
                 self._restore_epoch_start(here)
             self.epoch, self.step = epoch, 0 if here is None else here.step
             self._events.epoch_start(epoch)
             iterator, batches_done = self._open(epoch, here, late=not opened and epoch > 1)
             opened = True
-            if here is not None:
-                self._set_counters_on(here, opened=True)
             self._draws.epoch_starts()
             total = self._facts.batches
             if here is not None and self._carried is not None:
@@ -238,7 +232,7 @@ class Steps:
     def _one(
         self, epoch: int, iterator: Iterator[Any], batches_done: int, total: int, told: list[Any]
     ) -> Generator[tuple[int, int, Any]]:
-        accumulate, events, draws, counters = self._accumulate, self._events, self._draws, self._counters
+        accumulate, events, draws = self._accumulate, self._events, self._draws
         last = -(-total // accumulate)
         count, step = batches_done, self.step
         while True:
@@ -264,8 +258,6 @@ class Steps:
                     f"inside it to steps()"
                 )
             count += 1
-            counters.has_batches(epoch, count)
-            counters.fetched(epoch, step)
             if count > total:
                 raise ConfigError(
                     f"the loader yields more batches than its length, {total}, so all later step numbers "
@@ -275,7 +267,6 @@ class Steps:
             yield epoch, step, batch
             del batch  # not kept alive while the next one is fetched
             if self.ends_step:
-                counters.ended(epoch, step)
                 if self.under_way:
                     self.under_way = False
                     events.step_end(epoch, step)
@@ -300,21 +291,6 @@ class Steps:
         if self._facts.workers or self._facts.kind is Kind.SEQUENCE:
             return False
         return self._facts.kind is Kind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
-
-    def _set_counters_back(self, here: ResumeAt, *, replayed: bool) -> None:
-        if not self._placed:
-            saved = self._onward.saved.counters.in_epoch(here.epoch)
-            self._not_exact(*self._counters.set_back(saved, here.epoch, replayed=replayed))
-
-    def _set_counters_on(self, here: ResumeAt, *, opened: bool) -> None:
-        """To where they stood at the step's end. opened: its epoch has been, and its batches been passed over."""
-        saved = self._onward.saved.counters.in_step(here.epoch, here.step)
-        if self._placed:
-            self._counters.look()
-        elif saved is not None:
-            self._not_exact(*self._counters.set_on(saved, here.epoch, here.step))
-        elif not opened:
-            self._set_counters_back(here, replayed=False)
 
     def _restore_epoch_start(self, here: ResumeAt) -> None:
         if self._carried is not None and not self._carried.drawn:

@@ -27,7 +27,7 @@ from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.ddp import ddp_buckets
 from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
-from lastwords.optim_wrapper.loop.loader_counters import known_at_resume
+from lastwords.optim_wrapper.loop.data_position import known_at_resume
 from lastwords.optim_wrapper.loop.own_loop import without_the_loaders
 from lastwords.optim_wrapper.resume.facts import changed
 from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
@@ -44,6 +44,7 @@ from lastwords.optim_wrapper.resume.saved_habits import habits_for, last_named
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
 from lastwords.optim_wrapper.state import extra_digests, hyperparameters
+from lastwords.optim_wrapper.state.attributes import NOTHING, SavedAttributes, attributes_of
 from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
@@ -67,6 +68,7 @@ EARLIER_MOVE = Reason(
 class Resumed:
     """What a resume has put back, and what the loop still needs: the streams of the epoch's start and of the step.
 
+    loader, loader_at_start: what its attributes were at the step's end, and at the epoch's start.
     epoch and step are as in the manifest: see `position`. last_named: the last step that the loop had given a name;
     None if it gives none. moved: the saved run had other ranks, or another layout.
     """
@@ -79,6 +81,8 @@ class Resumed:
     data: LoopFacts
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
+    loader: SavedAttributes = field(default_factory=dict)
+    loader_at_start: SavedAttributes = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
     last_named: Position | None = None
     moved: bool = False
@@ -168,7 +172,7 @@ def _restore(
     reasons += _reasons_of(manifest)
     run = manifest.run
     data = run.data or LoopFacts()
-    reasons += known_at_resume(data, manifest.epoch, manifest.step)
+    reasons += known_at_resume(data, manifest.step)
     reasons += extra_digests.differing({rank: one.document for rank, one in manifest.locals.items()})
     reasons += changed(run, facts_here, moved=moved)
 
@@ -203,6 +207,9 @@ def _restore(
     if with_same is not None:
         reasons += recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
     if owner == world.rank or (moved and owner >= 0):
+        of = manifest.locals[extras_of]
+        at_step, at_start = (attributes_of(one, str(path)) for one in (of.document, of.meta.epoch_document))
+        reasons += recorder.attributes.restore(at_step.objects)
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if run.data is None:  # else the loader is not known before steps() begins
             reasons += recorder.rng.own.unsaved()
@@ -212,7 +219,7 @@ def _restore(
         if inline is not None:
             local_history = restore_inline(recorder.local_extras, inline)
     else:
-        step_regions, epoch_start, local_history = {}, {}, None
+        step_regions, epoch_start, local_history, at_step, at_start = {}, {}, None, NOTHING, NOTHING
     recorder.history(history, local_history, habits_for(None if moved else world.rank, manifest))
     reasons += recorder.own.reasons
     return Resumed(
@@ -224,6 +231,8 @@ def _restore(
         data=data,
         regions=step_regions,
         epoch_start=epoch_start,
+        loader=at_step.loader,
+        loader_at_start=at_start.loader,
         reasons=list(merged(map(as_reason, reasons))),
         last_named=last_named(manifest),
         moved=moved,

@@ -14,7 +14,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.hidden_state import HiddenState, tensors_in
 from lastwords.optim_wrapper.nested_optimizers import nested_in, stateful
 from lastwords.optim_wrapper.state.group_copies import copied
 from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
@@ -36,6 +35,10 @@ class OwnState:
     def __init__(self, name: str) -> None:
         self.name = name
         self.reasons: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved."""
+        raise NotImplementedError
 
     def not_saved(self) -> None:
         """The checkpoint has none: an older lastwords wrote it, or the saved run had no such thing."""
@@ -164,20 +167,13 @@ class OwnStates:
     ) -> None:
         self._others = others
         self.of_optimizers: dict[str, OwnState] = {}
-        self._hidden: list[HiddenState] = []
         for number, wrapper in enumerate(wrappers):
             name = "optimizer" if len(wrappers) == 1 else f"optimizer[{number}]"
-            own = OwnOptimizerState(wrapper, name, whole) if _speaks_for_itself(wrapper) else None
-            if own is not None:
+            if _speaks_for_itself(wrapper):
+                own = OwnOptimizerState(wrapper, name, whole)
                 self.of_optimizers[own.name] = own
-            if zero.stateful(wrapper.inner) is wrapper.inner:
-                self._hidden.append(HiddenState(wrapper.inner, name, own, model))
         modules = ModuleStates(model, called)
         self.of_modules: dict[str, OwnState] = {modules.name: modules} if any(True for _ in modules.modules()) else {}
-
-    def look(self) -> list[str]:
-        """Why a resume cannot be exact, as far as it is known now. For a step's end, now and then."""
-        return [*self.reasons, *(reason for hidden in self._hidden for reason in hidden.look())]
 
     @property
     def reasons(self) -> list[str]:
@@ -249,6 +245,18 @@ def _tensors_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
         for group in optimizer.param_groups:
             yield from tensors_in(list(group.values()))
         yield from tensors_in(list(stateful(optimizer).state.values()))
+
+
+def tensors_in(value: Any, depth: int = 32) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
 
 
 def _alike(one: Any, other: Any) -> bool:

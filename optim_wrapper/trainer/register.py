@@ -300,6 +300,7 @@ class TFTRegister:
             accumulate=accumulate,
             events=run,
             ledger=self._recorder.ledger,
+            aside=self._recorder.attributes.aside,
             resume=run.resume_at,
             data=self._config.data,
             show_progress=run.world.rank == 0,

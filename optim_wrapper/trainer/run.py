@@ -23,6 +23,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_cou
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
+from lastwords.optim_wrapper.state.attributes import SavedAttributes
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, is_loader_error, one_line
@@ -104,6 +105,8 @@ class Run:
             None if resumed is None else resumed.position,
             epoch_start=None if resumed is None else resumed.epoch_start,
             step_regions=None if resumed is None else resumed.regions,
+            loader_at_start=None if resumed is None else resumed.loader_at_start,
+            loader=None if resumed is None else resumed.loader,
             steps_per_epoch=steps.steps_per_epoch if known_length else 0,
         )
         self._open_loop(*((steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)))
@@ -145,10 +148,13 @@ class Run:
         if resumed is None:
             return None
 
-        def back_to(regions: Mapping[str, RegionCopy], *, last: bool) -> Callable[[], None] | None:
-            return (lambda: self.recorder.put_back(regions, last=last)) if regions else None
+        def back_to(
+            regions: Mapping[str, RegionCopy], loader: SavedAttributes, *, last: bool
+        ) -> Callable[[], None] | None:
+            return (lambda: self.recorder.put_back(regions, loader, last=last)) if regions else None
 
-        at_start, at_step = back_to(resumed.epoch_start, last=False), back_to(resumed.regions, last=True)
+        at_start = back_to(resumed.epoch_start, resumed.loader_at_start, last=False)
+        at_step = back_to(resumed.regions, resumed.loader, last=True)
         return ResumeAt(resumed.epoch, resumed.step, at_start, at_step)
 
     def _open_box(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint.run_facts import Counts, Dealing, EpochCount, LoopFacts, RunFacts, StepCounts
+from lastwords.checkpoint.run_facts import Dealing, LoopFacts, RunFacts
 from lastwords.errors import FormatError
 
 IN_FILE: dict[str, Any] = {
@@ -30,10 +30,6 @@ IN_FILE: dict[str, Any] = {
             "even": True,
         },
         "inputs": {"loader": "a.Loader", "batch_size": 4, "shuffle": True, "seed": -3, "batches": 12},
-        "counters": {
-            "of": {"1": {"loader.n": [0, 1, None]}, "2": {"loader.n": [1, None, 1]}},
-            "at": {"2/3": {"values": {"loader.n": 7}, "cut": True, "in_body": [2, 3, 6, 3, 1, 0]}},
-        },
         "draws": {"reason": "it draws"},
         "carried": {"epoch": 2, "first": 8, "first_step": 1},
         "world_size": 2,
@@ -45,8 +41,6 @@ IN_FILE: dict[str, Any] = {
 def test_the_form_in_the_file_is_as_it_has_been() -> None:
     facts = RunFacts.read(IN_FILE)
     assert facts.data is not None
-    assert facts.data.counters.in_step(2, 3) == StepCounts({"loader.n": 7}, True, (2, 3, 6, 3, 1, 0))
-    assert facts.data.counters.in_epoch(2) == {"loader.n": EpochCount(1, None, 1)}
     assert json.loads(json.dumps(facts.to_json())) == IN_FILE
 
 
@@ -66,8 +60,6 @@ def test_what_older_code_did_not_say_is_not_known() -> None:
         ("data.accumulate", "2"),
         ("data.dealing.replicas", -1),
         ("data.inputs.batches", "12"),
-        ("data.counters.of", {"1": {"loader.n": [1]}}),
-        ("data.counters.at", {"2/3": {"values": {}, "cut": True}}),
         ("data.draws.reason", None),
         ("data.carried.epoch", None),
     ],
@@ -82,12 +74,3 @@ def test_a_value_that_nobody_could_use_is_named_by_its_path(path: str, value: An
     with pytest.raises(FormatError) as error:
         RunFacts.read(facts)
     assert str(error.value).startswith(f"facts.{path}")
-
-
-def test_only_the_newest_epochs_and_steps_are_kept() -> None:
-    counts = Counts()
-    for number in (9, 10, 11, 11):
-        counts = counts.with_epoch(number, {"n": EpochCount(number, 1, None)})
-        counts = counts.with_step(1, number, StepCounts({"n": number}, False, (0, 0, 0, 0, 0, 0)))
-    assert [*counts.of] == ["10", "11"]
-    assert [*counts.with_step(1, 12, counts.at["1/11"]).at] == ["1/10", "1/11", "1/12"]

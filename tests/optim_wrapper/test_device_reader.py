@@ -16,6 +16,7 @@ import torch
 
 from lastwords.optim_wrapper.capture import device_reader, source
 from lastwords.optim_wrapper.capture.device_reader import BUFFER_BYTES, DeviceReader
+from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.tensors.tensor_bytes import staged_bytes
 from lastwords.sharding.pieces import UnitTable
 
@@ -192,7 +193,12 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(monkeypatch
     model.weight = torch.nn.Parameter(torch.randn(3, 5).t())  # not in C order, so it has to be copied, as on a device
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     table = UnitTable({UNIT_REPLICATED: (0,)}, {UNIT_REPLICATED: None}, {})
-    doubts: Any = {"ends_epoch": None, "drawn_since": lambda step: "", "gradients_missing": lambda *, ended: []}
+    doubts: Any = {
+        "attributes": Attributes({}, dict),
+        "ends_epoch": None,
+        "drawn_since": lambda step: "",
+        "gradients_missing": lambda *, ended: [],
+    }
     for copy, expected in ((None, [torch.Size([5, 3])]), (HostCopy(), [])):
         read.clear()
         units = RankUnits(UnitView(model, optimizer), table, [], (), 0)

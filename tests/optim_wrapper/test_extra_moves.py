@@ -19,6 +19,7 @@ from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.value_copies import advance
 from lastwords.processor.recurrence import Forecast
 from tests import golden
+from tests.ledgers import told
 from tests.optim_wrapper.test_extras import sgd, through_storage
 
 PER_EPOCH, STEPS = 4, 16
@@ -227,7 +228,7 @@ def cut(make: Callable[[], Recipe], at: int, *, known: bool = True) -> tuple[boo
         again.early(at + 1)
         again.late(at + 1)
         resumed.ended(first, True, ends(at + 1))
-    return equal, reasons, resumed.reasons
+    return equal, reasons, told(resumed)
 
 
 RECIPES: dict[type[Recipe], tuple[int, ...]] = {

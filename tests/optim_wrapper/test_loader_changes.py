@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
-from lastwords.checkpoint.run_facts import Counts, LoopFacts, RunFacts
-from lastwords.optim_wrapper.loop import loader_changes, loader_counters
+from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
+from lastwords.optim_wrapper.loop import loader_changes
 from lastwords.optim_wrapper.loop.loader_changes import Onward, onward
 from lastwords.optim_wrapper.loop.steps import Steps
 from tests import golden
+from tests.ledgers import told
 from tests.optim_wrapper.test_steps import (
     BATCH,
     BATCHES,
@@ -25,6 +26,7 @@ from tests.optim_wrapper.test_steps import (
     Items,
     Run,
     after,
+    forget,
     loader,
     points,
     resumed,
@@ -170,9 +172,9 @@ def test_a_loader_that_counts_its_epochs_itself_is_set_back(drops: bool) -> None
     whole = whole_run(make, epochs=3)
     assert whole.steps is not None
     for epoch, step in points(whole.steps.steps_per_epoch):
-        run = whole_run(make, epochs=epoch)  # what a checkpoint of that epoch knows
-        again = resumed(whole, make, epoch, step, epochs=3, onward=going_on(run, make(), epoch, step))
+        again = resumed(whole, make, epoch, step, epochs=3)
         assert again.record == after(whole.record, epoch, step)
+    forget(whole)
     differs = resumed(whole, make, 2, 2, epochs=3)
     assert differs.record != after(whole.record, 2, 2)
 
@@ -191,45 +193,19 @@ class Counted(Sampler[int]):
         yield from ((at + self.begun) % SAMPLES for at in range(SAMPLES))
 
 
-def test_a_sampler_that_counts_is_set_back_also_where_its_epoch_is_not_opened_again() -> None:
-    """With workers, the last batches of an epoch had been drawn long before its end."""
-    steps = Steps([torch.ones(1)] * 3, 2, events=Run())
-    assert steps.facts(1).counters == Counts()
-    sampler = Counted()
-    counters = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=sampler))
-    for epoch in (1, 2):
-        counters.epoch_starts(epoch)
-        list(sampler)
-        counters.has_batches(epoch, 1)
-        counters.has_batches(epoch, 2)
-    fresh = Counted()
-    again = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=fresh))
-    assert again.set_back(counters.counts.in_epoch(2), 2, replayed=False) == []
-    assert fresh.begun == sampler.begun == 2
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("epoch", "step"), [(1, 2), (2, 1), (2, BATCHES)])
+def test_a_sampler_that_counts_its_epochs_goes_on_where_it_was(epoch: int, step: int, workers: int) -> None:
+    def make() -> Any:
+        return DataLoader(Items(), BATCH, sampler=Counted(), num_workers=workers)
 
-
-def test_a_counter_of_batches_cannot_be_set_back_by_its_epoch_and_one_that_is_gone_is_named() -> None:
-    sampler = Counted()
-    counters = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=sampler))
-    counters.epoch_starts(1)
-    for count in (1, 2):
-        sampler.begun += 1
-        counters.has_batches(1, count)
-    again = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=Counted()))
-    saved = counters.counts.in_epoch(1)
-    golden.says(again.set_back(saved, 1, replayed=False))
-    gone = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=SequentialSampler(Items())))
-    golden.says(gone.set_back(saved, 1, replayed=True))
-
-
-def test_what_set_epoch_sets_is_nobodys_counter() -> None:
-    sampler = DistributedSampler(Items(), 1, 0)
-    counters = loader_counters.Counters(DataLoader(Items(), BATCH, sampler=sampler))
-    for epoch in (1, 2, 3):
-        counters.tell(lambda epoch=epoch: sampler.set_epoch(epoch - 1))  # type: ignore[misc]
-        counters.epoch_starts(epoch)
-        counters.has_batches(epoch, 1)
-    assert counters.counts.of["3"] == {}
+    whole = whole_run(make, epochs=3)
+    again = resumed(whole, make, epoch, step, epochs=3)
+    assert again.record == after(whole.record, epoch, step)
+    assert told(again) == []
+    forget(whole)
+    if epoch > 1:
+        assert resumed(whole, make, epoch, step, epochs=3).record != after(whole.record, epoch, step)
 
 
 @pytest.mark.parametrize(("step", "told"), [(BATCHES, False), (BATCHES + 1, True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,13 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.meta import Habits, InlineExtras
 from lastwords.checkpoint.part import UnitState
-from lastwords.optim_wrapper import hidden_state, nested_optimizers
+from lastwords.optim_wrapper import nested_optimizers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume.resume import _ExtraTensors
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state import own_state
+from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.state.own_state import OwnOptimizerState
 from lastwords.optim_wrapper.tensors.tensor_tree import put_together
@@ -293,7 +295,7 @@ def test_without_the_extra_the_runs_differ(tmp_path: Path, kind: str, monkeypatc
 
 def test_without_the_nested_state_the_runs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    for module in (nested_optimizers, own_state, hidden_state):
+    for module in (nested_optimizers, own_state):
         monkeypatch.setattr(module, "nested_in", lambda optimizer: {})
     with pytest.raises(AssertionError):
         test_the_resumed_run_has_the_bits_of_the_one_that_went_on(tmp_path, "nested", False, False)
@@ -335,19 +337,20 @@ def test_torchs_own_optimizers_cost_nothing_and_are_not_suspected(tmp_path: Path
             torch.optim.lr_scheduler.StepLR(inner, 1)
             own = own_state.OwnStates(weights, str, [OptTFTWrapper(inner)], lambda: True)
             assert own.of_optimizers == {}
+            attributes = Attributes({"model": weights, "optimizer": inner}, dict(weights.named_parameters()).copy)
+            attributes.begin()
             for _ in range(3):
                 weights(torch.randn(2, 4)).sum().backward()
                 inner.step()
-                assert own.look() == []
+                attributes.look()
+                assert attributes.document() == b""
 
 
-def test_attributes_that_move_and_are_nowhere_saved_are_named(tmp_path: Path) -> None:
+def test_attributes_that_move_and_are_in_no_state_dict_are_kept(tmp_path: Path) -> None:
     job = Job(tmp_path, lambda params: Hidden(params, lr=0.1))
-    job.train(1)
-    assert [reason.partition(" changes")[0] for reason in told(job.recorder)] == ["optimizer.seen"]
-    job.train(3)
-    names = sorted(reason.partition(" changes")[0] for reason in told(job.recorder))
-    assert names == ["optimizer.mean['of'][0]", "optimizer.seen"]
+    job.train(4)
+    said = json.loads(b"{%s}" % job.recorder.attributes.document()[1:])["attributes"]
+    assert said["optimizer"].keys() == {"seen", "mean"}
 
 
 def test_an_optimizer_that_takes_back_something_else_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.trainer.protected_step import ProtectedStep
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.step_work import StepWork
@@ -36,7 +37,7 @@ class Around(Recorded):
         self.calls: list[str] = []
         super().__init__("recorder", self.calls)
         self.agent, self.watch, self.signals = [Recorded(name, self.calls) for name in ("agent", "watch", "signals")]
-        self.agent.work = StepWork()
+        self.agent.work, self.ledger = StepWork(), Ledger()
         self._at_gate = at_gate
 
     def enter(self, step: int, position: object) -> None:

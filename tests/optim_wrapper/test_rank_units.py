@@ -15,6 +15,7 @@ from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.state.group_copies import copy_groups
 from lastwords.optim_wrapper.state.rank_units import RankUnits
@@ -43,6 +44,7 @@ class Net(nn.Module):
 
 
 NO_DOUBTS: dict[str, Any] = {
+    "attributes": Attributes({}, dict),
     "ends_epoch": lambda position: None, "drawn_since": lambda step: "", "gradients_missing": lambda *, ended: [],
 }  # fmt: skip
 """What a recorder knows and these tests are not about."""

@@ -26,9 +26,11 @@ from torch.utils.data import (
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from tests import golden
 from tests.ledgers import told
+from tests.optim_wrapper import test_attributes
 from tests.selection import more
 
 SAMPLES = 22
@@ -211,11 +213,21 @@ class Run:
     with_own: bool = False
     """Whether the generators of the user's own are captured, too."""
     own: OwnStreams = field(default_factory=OwnStreams.none)
+    attributes: Attributes = field(default_factory=lambda: Attributes({}, dict))
+
+    def state(self) -> dict[str, Any]:
+        """Of all that is put back while the loop finds its place."""
+        assert self.steps is not None
+        self.attributes.look()
+        return {
+            **all_streams(self.steps.generators),
+            "own": self.own.snapshot(),
+            "attributes": test_attributes.saved(self.attributes),
+        }
 
     def epoch_start(self, epoch: int) -> None:
         self.events.append(f"epoch {epoch}")
-        assert self.steps is not None
-        self.starts[epoch] = {**all_streams(self.steps.generators), "own": self.own.snapshot()}
+        self.starts[epoch] = self.state()
 
     def under_way(self, epoch: int, step: int) -> None:
         self.events.append(f"begin {epoch}.{step}")
@@ -224,13 +236,15 @@ class Run:
         self.events.append(f"end {epoch}.{step}")
         assert self.steps is not None
         self.record.append((epoch, step, plain(all_streams(self.steps.generators))))
-        self.ends[epoch, step] = {**all_streams(self.steps.generators), "own": self.own.snapshot()}
+        self.ends[epoch, step] = self.state()
 
     def round_over(self, epoch: int, step: int) -> None:
         self.events.append(f"over {epoch}.{step}")
 
     def train(self, **kwargs: Any) -> Run:
-        steps = self.steps = Steps(events=self, ledger=self.ledger, **kwargs)
+        steps = self.steps = Steps(events=self, ledger=self.ledger, aside=self.attributes.aside, **kwargs)
+        self.attributes.know(kwargs["loader"])
+        self.attributes.begin()
         if self.with_own:
             self.own = OwnStreams({"loader": kwargs["loader"]}, list(steps.generators.values()))
             self.own.look()
@@ -253,10 +267,10 @@ def after(record: list[Any], epoch: int, step: int) -> list[Any]:
     return record[at:]
 
 
-def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, **kwargs: Any) -> Run:
+def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, run: Run | None = None, **kwargs: Any) -> Run:
     """The run in a "new process": other seeds, a new loader."""
     seed_all(999)
-    run = Run(with_own=whole.with_own)
+    run = Run(with_own=whole.with_own) if run is None else run
     new = make()
 
     def restore(state: Any) -> Callable[[], None]:
@@ -264,12 +278,19 @@ def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, **kwargs
             assert run.steps is not None
             put_back(state, run.steps.generators)
             run.own.restore(state["own"])
+            run.ledger.tell(*run.attributes.restore(state["attributes"]))
             run.ledger.tell(*run.own.left_over())
 
         return put
 
     at = ResumeAt(epoch, step, restore(whole.starts[epoch]), restore(whole.ends[epoch, step]))
     return run.train(loader=new, resume=at, **kwargs)
+
+
+def forget(whole: Run) -> None:
+    """For a control: nothing is saved of what moves in the loader."""
+    for state in (*whole.starts.values(), *whole.ends.values()):
+        state["attributes"] = {}
 
 
 def whole_run(make: Callable[[], Any], run: Run | None = None, **kwargs: Any) -> Run:
@@ -368,6 +389,7 @@ def test_a_stream_that_is_done_is_fetched_again_only_for_the_epoch_after_it(
         return DataLoader(DrawsAtItsEnd(opened), BATCH)
 
     whole = whole_run(make, epochs=2, data=data)
+    forget(whole)  # the list is an attribute of the data set
     opened.clear()
     again = resumed(whole, make, epoch, BATCHES, epochs=2, data=data)
     assert len(opened) == epochs_opened

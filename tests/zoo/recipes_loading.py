@@ -94,7 +94,12 @@ class Levels(Dataset[Any]):
         return self.x[index] * self.level, self.y[index]
 
 
-@recipe("curriculum", "the loop raises the dataset's level at an epoch's end", "end@4 epoch@4 fwd@6 bwd@7")
+@recipe(
+    "curriculum",
+    "the loop raises the dataset's level at an epoch's end",
+    "end@4 epoch@4 fwd@6 bwd@7",
+    {"end epoch bwd": "level"},
+)
 class Curriculum(Loop):
     epochs = 3
 
@@ -107,7 +112,7 @@ class Curriculum(Loop):
 
 
 @recipe("curriculum_mid", "the loop raises it after the log of each epoch's third step", "end@3 fwd@4 win@7",
-        {"win": "within a step the loop changes counters of the loader"})  # fmt: skip
+        {"win end": "loader.dataset.level"})  # fmt: skip
 class CurriculumMid(Curriculum):
     def epoch_end(self) -> None:
         """Not here."""

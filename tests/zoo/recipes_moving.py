@@ -284,7 +284,7 @@ class Remembering(nn.Module):
         return x + self.seen
 
 
-@recipe("stateful_attr", "a tensor attribute that is no buffer: out of reach", "bwd", silent=True, mixes=False)
+@recipe("stateful_attr", "a tensor attribute that is no buffer", "bwd")
 class StatefulAttribute(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Remembering()]

@@ -43,6 +43,8 @@ SILENT = [
     more("what has to be alike", "own_tensor", "fwd"),
     more("what has to be alike", "own_groups", "fwd"),
     more("lists in the state", "list_reordered", "fwd"),
+    ("attributes", "warm_up_calls", "fwd"),
+    more("attributes", "sampler_passes", "end"),
 ]
 
 

@@ -138,7 +138,13 @@ def own_streams_unseen() -> None:
 def optimizers_own_state_lost() -> None:
     """Only `state` and `param_groups` of an optimizer are saved, and its attributes are not looked at."""
     importlib.import_module("lastwords.optim_wrapper.state.own_state")._speaks_for_itself = lambda wrapper: False
-    importlib.import_module("lastwords.optim_wrapper.hidden_state").HiddenState.look = nothing
+    attributes_lost()
+
+
+def attributes_lost() -> None:
+    """Nobody looks at attributes of the model and the optimizers."""
+    kind = importlib.import_module("lastwords.optim_wrapper.state.attributes").Attributes
+    kind.look, kind.unseen = nothing, nothing
 
 
 def state_out_unseen() -> None:
@@ -186,6 +192,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "what has to be alike": ranks_uncompared,
     "lists in the state": lists_unseen,
     "habits": habits_forgotten,
+    "attributes": attributes_lost,
 }
 
 

@@ -1,0 +1,392 @@
+"""Plain values that hang on the model and the optimizers: counters, flags, queues, tables in their attributes.
+
+What an attribute holds when the loop begins, a new process has, too: its constructors have set it. So only what has
+moved since is state. From then on it is in the rank's black box, in the document of each step, and a resume puts it
+back into the very objects: attributes that are there no more are deleted, containers keep their identity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.meta import StepDocument, StoredValue
+from lastwords.checkpoint.storable import Place, pack, unpack
+from lastwords.errors import FormatError, UnstorableError
+from lastwords.optim_wrapper.ledger import Ledger
+from lastwords.optim_wrapper.state.object_walk import DATA_PTR, GONE, ID, Walk
+from lastwords.optim_wrapper.state.own_state import OwnState
+from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, staged_bytes, tensor_over, writing
+from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.sharding import zero
+from lastwords.sharding.dtensor import local_of
+
+EACH_BYTES_MAX, BYTES_MAX = 64 << 10, 256 << 10
+"""Of one attribute, and of all: what goes into the document of a step."""
+
+LOOKS = 16
+"""So many first steps are looked at, each of them; later ones now and then."""
+
+LOADER = "loader"
+"""The root that only `steps()` knows, which puts its attributes back while it finds its place in the data."""
+
+_Name = tuple[str, str]
+SavedAttributes = Mapping[str, Mapping[str, StoredValue]]
+"""Path of an object and name of an attribute -> what was in it."""
+
+
+class _Both(NamedTuple):
+    """What is put back at once, and by the loop."""
+
+    objects: SavedAttributes
+    loader: SavedAttributes
+
+
+NOTHING = _Both({}, {})
+
+
+def attributes_of(document: StepDocument, where: str) -> _Both:
+    """Those in a step's document. FormatError if they are damaged."""
+    every = document.attributes_inline(f"{where}: attributes")
+    of_loader = {path: keys for path, keys in every.items() if path.partition(".")[0] == LOADER}
+    return _Both({path: keys for path, keys in every.items() if path not in of_loader}, of_loader)
+
+
+class Attributes:
+    """Looks at the attributes of `roots`. Training thread.
+
+    saved: tensors that a checkpoint has anyway, by name. spoken: what else it has, of optimizers with a state_dict() of
+    their own: an attribute that is part of that is not looked at.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        saved: Callable[[], Mapping[str, torch.Tensor]],
+        ledger: Ledger | None = None,
+        spoken: Mapping[str, OwnState] | None = None,
+    ) -> None:
+        self._roots = dict(roots)
+        self._saved = saved
+        self.ledger = ledger or Ledger()
+        self._spoken = spoken or {}
+        self._walk = Walk({}, {})
+        self._first: dict[_Name, Any] = {}
+        self._moved: dict[_Name, None] = {}
+        self._aside: set[_Name] = set()
+
+    def know(self, loader: Any) -> None:
+        """The loop draws its batches from this one."""
+        self._roots[LOADER] = loader
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What changes inside is no state: the loop sets it anyway, such as the epoch that a sampler is told."""
+        before = self._marks(self._new_walk())
+        yield
+        after = self._marks(self._new_walk())
+        self._aside |= {name for name, mark in after.items() if before.get(name) != mark}
+        for name in self._aside & self._moved.keys():
+            del self._moved[name]
+
+    def begin(self) -> None:
+        """The loop begins: what there is now has not moved."""
+        self._walk = self._new_walk()
+        self._first = self._marks(self._walk)
+
+    def let_go(self) -> None:
+        """The run is over: keep nothing of the user's alive."""
+        self._roots, self._walk = {}, Walk({}, {})
+
+    def look(self) -> None:
+        """See what has moved."""
+        self._walk = self._new_walk()
+        moved = self._moved_in(self._walk)
+        if self._spoken and moved:
+            said = {mark for own in self._spoken.values() for mark in _leaf_marks(_said(own))}
+            moved = [name for name in moved if not self._is_spoken(name, said)]
+        self._moved |= dict.fromkeys(moved)
+
+    def unseen(self) -> list[str]:
+        """What has moved for the first time since the newest look. Any thread, while no step is computed."""
+        if not self._first:
+            return []
+        new = [name for name in self._moved_in(self._new_walk()) if name not in self._moved]
+        return [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
+
+    @property
+    def moved(self) -> set[str]:
+        """Names of what is state."""
+        return {".".join(name) for name in self._moved}
+
+    def document(self, *, look: bool = False) -> bytes:
+        """The member of a step's document that has what moves, with a comma first; empty if nothing does."""
+        if look:
+            self.look()
+        if not self._moved:
+            return b""
+        told = self._walk.again([name for name in self._moved if name[0] in self._walk.objects])
+        self._moved |= dict.fromkeys(told)
+        said: dict[str, dict[str, Any]] = {}
+        room = BYTES_MAX
+        for (path, key), value in told.items():
+            try:
+                packed, nbytes = _packed(value, f"{path}.{key}")
+            except UnstorableError as error:
+                self.ledger.tell(f"{error.reason} changes, and cannot be stored")
+                continue
+            if nbytes > min(EACH_BYTES_MAX, room):
+                self.ledger.tell(
+                    f"{path}.{key} ({nbytes / 1e6:.1f} MB) changes, and is too large to be copied in each step; "
+                    "register it as a buffer"
+                )
+                continue
+            room -= nbytes
+            said.setdefault(path, {})[key] = packed
+        return b',"attributes":%s' % json.dumps(said).encode() if said else b""
+
+    def now(self, names: SavedAttributes) -> SavedAttributes:
+        """What is in these attributes now, as far as there are such objects."""
+        walk = self._new_walk()
+        found: dict[str, dict[str, StoredValue]] = {}
+        for path, key in ((path, key) for path, keys in names.items() for key in keys if path in walk.objects):
+            cell = walk.cells.get((path, key))
+            packed, _ = _packed(GONE if cell is None else cell.told, f"{path}.{key}")
+            found.setdefault(path, {})[key] = typed({key: unpack(packed)}, dict[str, StoredValue], path)[key]
+        return found
+
+    def restore(self, saved: SavedAttributes) -> list[str]:
+        """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage."""
+        walk = self._new_walk()
+        values = {
+            (path, key): _value(stored, f"{path}.{key}") for path, keys in saved.items() for key, stored in keys.items()
+        }
+        putting = _Putting(walk, self._saved())
+        for (path, key), value in values.items():
+            putting.put(path, key, value)
+        self._moved |= dict.fromkeys(values)
+        return putting.reasons
+
+    # ------------------------------------------------------------------ inside
+
+    def _is_spoken(self, name: _Name, said: Container[Any]) -> bool:
+        cell = self._walk.cells.get(name)
+        return (
+            cell is not None
+            and name[0].startswith("optimizer")
+            and all(mark in said for mark in _leaf_marks(cell.told))
+        )
+
+    def _new_walk(self) -> Walk:
+        return Walk(self._roots, self._saved())
+
+    def _marks(self, walk: Walk) -> dict[_Name, Any]:
+        return {name: _mark(cell.told) for name, cell in walk.cells.items() if name not in self._aside}
+
+    def _moved_in(self, walk: Walk) -> list[_Name]:
+        now = self._marks(walk)
+        moved = [name for name, mark in now.items() if self._first.get(name) != mark]
+        # An object that is gone is missed by whatever held it.
+        gone = [name for name in self._first if name not in now and name[0] in walk.objects]
+        return moved + [name for name in gone if name not in self._aside]
+
+
+def of_job(
+    view: UnitView, optimizers: Sequence[OptTFTWrapper], ledger: Ledger, spoken: Mapping[str, OwnState]
+) -> Attributes:
+    """Those of the model and of all optimizers."""
+    roots: dict[str, Any] = {"model": view.model}
+    for number, wrapper in enumerate(optimizers):
+        name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
+        roots[f"OptTFTWrapper of {name}"] = wrapper
+        if zero.stateful(wrapper.inner) is wrapper.inner:
+            roots[name] = wrapper.inner
+
+    def saved() -> dict[str, torch.Tensor]:
+        every: dict[str, torch.Tensor] = {}
+        every |= {f"parameter {name}": one for name, one in view.model.named_parameters(remove_duplicate=False)}
+        every |= {f"buffer {name}": one for name, one in view.model.named_buffers(remove_duplicate=False)}
+        return every | {f"trained {number}": one for number, one in enumerate(view.trained)}
+
+    return Attributes(roots, saved, ledger, spoken)
+
+
+def differing(one: bytes, other: bytes) -> str:
+    """Names of the attributes in the second document that the first one has otherwise, or lacks; empty if none."""
+    if one == other or not other:
+        return ""
+    was, now = (json.loads(b"{%s}" % member[1:]).get("attributes", {}) for member in (one, other))
+    every = [(path, key) for path, keys in now.items() for key in keys]
+    return ", ".join(f"{path}.{key}" for path, key in every if was.get(path, {}).get(key) != now[path][key])
+
+
+def names_in(attributes: Any) -> set[str]:
+    """Names of those in a document."""
+    return {f"{path}.{key}" for path, keys in (attributes or {}).items() for key in keys}
+
+
+def _mark(told: Any) -> Any:
+    """What differs where this differs."""
+    kind = type(told)
+    if kind in (int, str, bytes, bool, type(None)):
+        return kind, told
+    try:
+        packed, _ = _packed(told, "")
+    except UnstorableError as error:
+        return error.reason
+    return xxhash.xxh3_128_digest(json.dumps(packed).encode())
+
+
+def _said(own: OwnState) -> Any:
+    try:
+        return own.state_dict()
+    except Exception:  # of the user's own code: handed to the log by whoever saves it
+        return {}
+
+
+def _leaf_marks(told: Any, depth: int = 8) -> Iterator[Any]:
+    """Marks of the atoms and tensors in nested containers."""
+    if depth and isinstance(told, Mapping):
+        for item in told.values():
+            yield from _leaf_marks(item, depth - 1)
+    elif depth and type(told) in (list, tuple, deque):
+        for item in told:
+            yield from _leaf_marks(item, depth - 1)
+    else:
+        yield _mark(told)
+
+
+def _packed(told: Any, path: str) -> tuple[Any, int]:
+    """A `StoredValue` in JSON, and about how large it is. UnstorableError; of large tensors only marks are taken."""
+    tree, tensors = take_apart(told, "x", path)
+    nbytes = sum(one.tensor.nbytes for one in tensors)
+    if nbytes > EACH_BYTES_MAX:
+        marks = [(str(one.tensor.shape), one.tensor.data_ptr(), _version(one.tensor)) for one in tensors]
+        return [repr(marks), {}], nbytes
+    packed = [
+        pack(tree),
+        {one.name: [list(one.tensor.shape), pack(bytes(staged_bytes(one.tensor)))] for one in tensors},
+    ]
+    return packed, nbytes
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _value(stored: StoredValue, where: str) -> Any:
+    """What was told. FormatError for what `_packed` has not made."""
+    tree, tensors = stored
+    nodes = tensor_nodes(tree, where)
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            shape, data = tensors[name]
+            return tensor_over(bytearray(data), dtype_named(nodes[name]["dtype"]), tuple(shape))
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(f"{where} holds a tensor that is damaged: {error!r}") from error
+
+    return put_together(tree, read, where)
+
+
+class _Putting:
+    """Puts values into the attributes that `walk` has found."""
+
+    def __init__(self, walk: Walk, saved: Mapping[str, torch.Tensor]) -> None:
+        self._walk = walk
+        self._saved = saved
+        self.reasons: list[str] = []
+        self._missing = ""
+
+    def put(self, path: str, key: str, value: Any) -> None:
+        """Make this attribute what it was."""
+        holder = self._walk.objects.get(path)
+        if holder is None:
+            self.reasons.append(f"the checkpoint has {path}.{key}, and there is no such object here")
+            return
+        own = vars(holder)
+        if type(value) is Place and value == GONE:
+            own.pop(key, None)
+            return
+        self._missing = ""
+        live = own.get(key)
+        whole = self._filled(live, value)
+        if self._missing:
+            self.reasons.append(f"{path}.{key} held {self._missing}, which cannot be made again")
+        else:
+            own[key] = _into(live, whole)
+
+    def _filled(self, live: Any, value: Any) -> Any:
+        """`value` with what stands here for each `Place` in it; live: what lies here at the same place."""
+        kind = type(value)
+        if kind is Place:
+            return self._there(live, value)
+        if kind in (list, tuple, deque):
+            old = [*live] if type(live) is kind and len(live) == len(value) else [None] * len(value)
+            items = [self._filled(one, item) for one, item in zip(old, value, strict=True)]
+            return deque(items, value.maxlen) if kind is deque else kind(items)
+        if isinstance(value, dict):
+            known = live if type(live) is kind else {}
+            pairs = {self._filled(None, at): self._filled(known.get(at), item) for at, item in value.items()}
+            value.clear()
+            value.update(pairs)
+        return value
+
+    def _there(self, live: Any, place: Place) -> Any:
+        """What stands for this in this process."""
+        if place.path in self._saved and place.kind in ("", ID, DATA_PTR):
+            tensor = self._saved[place.path]
+            return tensor if not place.kind else id(tensor) if place.kind == ID else local_of(tensor).data_ptr()
+        if place.path:
+            found = self._walk.objects.get(place.path, self._walk.containers.get(place.path))
+            if found is not None and place.kind == ID:
+                return id(found)
+            if found is not None and place.kind in (
+                f"{type(found).__module__}.{type(found).__qualname__}",
+                type(found).__name__,
+            ):
+                return found
+        elif live is not None:
+            return live
+        self._missing = f"a {place.kind}"
+        return None
+
+
+def _into(live: Any, value: Any) -> Any:
+    """`value`, as the object `live` if that can take it over."""
+    kind = type(value)
+    if value is live or (isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor)):
+        return value
+    if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
+        if (live.shape, live.dtype, live.layout) == (value.shape, value.dtype, torch.strided):
+            with writing(live):
+                live.copy_(value)
+            return live
+        return value.to(live.device)
+    if type(live) is not kind or (kind is deque and live.maxlen != value.maxlen):
+        return value
+    if kind in (list, deque):
+        old = [*live] if len(live) == len(value) else [None] * len(value)
+        items = [_into(one, item) for one, item in zip(old, value, strict=True)]
+        live.clear()
+        live.extend(items)
+        return live
+    if isinstance(value, dict):
+        pairs = {at: _into(live.get(at), item) for at, item in value.items()}
+        live.clear()
+        live.update(pairs)
+        return live
+    if kind is set:
+        live.clear()
+        live.update(value)
+        return live
+    return value

@@ -1,0 +1,211 @@
+"""Plain values in attributes of the model and the optimizers: what has moved is told, stored, and put back in place."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lastwords.checkpoint.meta import StepDocument
+from lastwords.checkpoint.storable import Place
+from lastwords.optim_wrapper.state import attributes, object_walk
+from lastwords.optim_wrapper.state.attributes import Attributes, differing
+from lastwords.optim_wrapper.state.object_walk import Walk
+from tests.ledgers import told
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.seen = 0.0, [1, 2]
+
+
+class Net(nn.Module):
+    """Of each kind one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+        self.calls = 0
+        self.rate: float | None = None
+        self.queue = torch.zeros(3)
+        self.table: dict[Any, Any] = {}
+        self.recent: deque[float] = deque([0.5], maxlen=3)
+        self.meter = Meter()
+        self.done: set[int] = set()
+        self.array = np.zeros(2)
+        self.view = self.layer[0].weight
+        self.both = [self.meter, self.meter]
+        self.rule = lambda x: x
+        self.gone_soon = 1
+        self.by_id: dict[int, int] = {}
+
+
+def watched(net: nn.Module) -> Attributes:
+    watch = Attributes({"model": net}, lambda: {f"parameter {name}": one for name, one in net.named_parameters()})
+    watch.begin()
+    return watch
+
+
+def move(net: Any) -> None:
+    """Everything, in place where that is usual."""
+    net.calls += 1
+    net.rate = float("nan")
+    net.queue[1] = 2
+    net.table[2, 2] = torch.full((2,), -0.0)
+    net.table["w"] = net.layer[0].weight
+    net.recent.append(0.25)
+    net.meter.total += 0.5
+    net.meter.seen.append(3)
+    net.by_id[id(net.layer[0].weight)] = net.layer[0].bias.data_ptr()
+    net.by_id[id(net.meter)] = 1 << 40
+    net.done.add(4)
+    net.array[0] = 7
+    net.layer[1].p = 0.3
+    net.train(False)
+    del net.gone_soon
+    net.come = OrderedDict(a=(1, True))
+
+
+def saved(watch: Attributes) -> Any:
+    """As it is read back."""
+    member = watch.document()
+    return StepDocument(attributes=json.loads(b"{%s}" % member[1:]).get("attributes")).attributes_inline("x")
+
+
+def test_what_has_moved_is_put_back_into_the_very_objects() -> None:
+    net, again = Net(), Net()
+    watch = watched(net)
+    move(net)
+    watch.look()
+    queue, seen, table = again.queue, again.meter.seen, again.table
+    new = watched(again)
+    assert new.restore(saved(watch)) == []
+    assert (again.calls, str(again.rate), again.queue.tolist()) == (1, "nan", [0, 2, 0])
+    assert list(again.table) == [(2, 2), "w"]
+    assert again.table["w"] is again.layer[0].weight
+    assert again.table[2, 2].signbit().all()
+    assert (again.recent, again.recent.maxlen, again.done, again.array.tolist()) == (deque([0.5, 0.25]), 3, {4}, [7, 0])
+    assert (again.meter.total, again.meter.seen, again.layer[1].p) == (0.5, [1, 2, 3], 0.3)
+    assert not any(module.training for module in again.modules())
+    assert again.by_id == {id(again.layer[0].weight): again.layer[0].bias.data_ptr(), id(again.meter): 1 << 40}
+    assert again.queue is queue
+    assert again.meter.seen is seen
+    assert again.table is table
+    assert not hasattr(again, "gone_soon")
+    assert again.come == OrderedDict(a=(1, True))  # type: ignore[comparison-overlap]
+    assert saved(new).keys() == saved(watch).keys(), "what has moved once is state for good"
+
+
+def test_what_has_not_moved_is_no_state_and_a_value_that_only_looks_alike_has_moved() -> None:
+    net = Net()
+    net.zero, net.flag = 0.0, 1
+    watch = watched(net)
+    watch.look()
+    assert watch.document() == b""
+    with torch.no_grad():
+        net.view += 1  # a parameter, which is saved as such
+    watch.look()
+    assert watch.document() == b""
+    net.zero, net.flag = -0.0, True
+    watch.look()
+    assert saved(watch).keys() == {"model"}
+    assert saved(watch)["model"].keys() == {"zero", "flag"}
+
+
+def test_what_has_moved_is_followed_from_step_to_step_without_a_look() -> None:
+    net = Net()
+    watch = watched(net)
+    net.both.append(Meter())
+    watch.look()
+    before = watch.document()
+    net.both[2].total = 3.0
+    assert differing(before, watch.document()) == "model.both[2].total"
+    net.calls = 5
+    assert watch.unseen() == ["model.calls"]
+    assert "calls" not in saved(watch)["model"]
+
+
+def test_what_is_set_aside_is_no_state() -> None:
+    net = Net()
+    watch = watched(net)
+    net.calls = 1
+    watch.look()
+    with watch.aside():
+        net.calls = net.rate = 2
+    net.done.add(1)
+    watch.look()
+    assert saved(watch)["model"].keys() == {"done"}
+    net.rate = 3
+    assert watch.unseen() == []
+
+
+def test_what_is_there_now_can_be_put_back() -> None:
+    net = Net()
+    watch = watched(net)
+    move(net)
+    watch.look()
+    before, again = saved(watch), Net()
+    new = watched(again)
+    constructed = new.now(before)
+    new.restore(before)
+    assert again.calls == 1
+    assert new.restore(constructed) == []
+    assert (again.calls, again.rate, again.table, again.layer[1].p, hasattr(again, "come")) == (0, None, {}, 0.1, False)
+
+
+def test_an_object_that_was_made_meanwhile_is_told_where_it_is_missing() -> None:
+    net, again = Net(), Net()
+    watch = watched(net)
+    net.both.append(Meter())
+    watch.look()
+    reasons = watched(again).restore(saved(watch))
+    assert len(reasons) == 3
+    assert len(again.both) == 2
+
+
+def test_what_is_too_large_for_a_document_is_told_once_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attributes, "EACH_BYTES_MAX", 8)
+    net = Net()
+    watch = watched(net)
+    watch.look()
+    net.queue += 1
+    net.calls += 1
+    watch.look()
+    for _ in range(2):
+        assert saved(watch)["model"].keys() == {"calls"}
+    (reason,) = told(watch)
+    assert reason.startswith("model.queue")
+
+
+def test_the_walk_ends_somewhere_and_runs_nobodys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loud:
+        def __init__(self) -> None:
+            self.inner = self
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("inner", "hello"):
+                raise AssertionError(name)
+            return super().__getattribute__(name)
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    net = Net()
+    net.loud = Loud()
+    walk = Walk({"model": net}, {})
+    assert walk.cells["model.loud", "inner"].told.path == "model.loud"
+    assert not walk.ended_at
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    net.deep, net.long = deep, list(range(2000))
+    assert type(Walk({"model": net}, {}).cells["model", "long"].told) is Place
+    monkeypatch.setattr(object_walk, "OBJECTS_MAX", 3)
+    assert Walk({"model": net}, {}).ended_at
