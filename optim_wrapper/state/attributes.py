@@ -21,7 +21,7 @@ from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state.object_walk import DATA_PTR, GONE, ID, Walk
+from lastwords.optim_wrapper.state.object_walk import DATA_PTR, GONE, ID, VALUE_BYTES_MAX, Walk
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, staged_bytes, tensor_over, writing
@@ -30,7 +30,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of
 
-EACH_BYTES_MAX, BYTES_MAX = 64 << 10, 256 << 10
+EACH_BYTES_MAX, BYTES_MAX = VALUE_BYTES_MAX, 256 << 10
 """Of one attribute, and of all: what goes into the document of a step."""
 
 LOOKS = 16
@@ -83,6 +83,7 @@ class Attributes:
         self._first: dict[_Name, Any] = {}
         self._moved: dict[_Name, None] = {}
         self._aside: set[_Name] = set()
+        self._left_out: set[str] = set()
 
     def know(self, loader: Any) -> None:
         """The loop draws its batches from this one."""
@@ -100,33 +101,47 @@ class Attributes:
 
     def begin(self) -> None:
         """The loop begins: what there is now has not moved."""
-        self._walk = self._new_walk()
-        self._first = self._marks(self._walk)
+        with self._guarded():
+            self._walk = self._new_walk()
+            self._first = self._marks(self._walk)
 
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
-        self._roots, self._walk = {}, Walk({}, {})
+        self._roots, self._walk, self._first, self._moved = {}, Walk({}, {}), {}, {}
 
     def look(self) -> None:
         """See what has moved."""
-        self._walk = self._new_walk()
-        moved = self._moved_in(self._walk)
-        if self._spoken and moved:
-            said = {mark for own in self._spoken.values() for mark in _leaf_marks(_said(own))}
-            moved = [name for name in moved if not self._is_spoken(name, said)]
-        self._moved |= dict.fromkeys(moved)
+        with self._guarded():
+            self._walk = self._new_walk()
+            moved = self._moved_in(self._walk)
+            if self._spoken and moved:
+                said = {mark for own in self._spoken.values() for mark in _leaf_marks(_said(own))}
+                moved = [name for name in moved if not self._is_spoken(name, said)]
+            self._moved |= dict.fromkeys(moved)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever an object of the user's is like, it costs exactness at most, and never the run."""
+        try:
+            yield
+        except Exception as error:  # of objects that nobody has foreseen: handed to the checkpoint
+            self.ledger.tell(f"the attributes of model, optimizers and loader cannot be looked at: {error!r:.200}")
+            self.let_go()
 
     def unseen(self) -> list[str]:
         """What has moved for the first time since the newest look. Any thread, while no step is computed."""
         if not self._first:
             return []
-        new = [name for name in self._moved_in(self._new_walk()) if name not in self._moved]
+        try:
+            new = [name for name in self._moved_in(self._new_walk()) if name not in self._moved]
+        except Exception as error:  # of the same objects: handed to the checkpoint
+            return [f"what cannot be looked at ({error!r:.200})"]
         return [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
 
     @property
     def moved(self) -> set[str]:
         """Names of what is state."""
-        return {".".join(name) for name in self._moved}
+        return {".".join(name) for name in self._moved if name[0] in self._walk.objects}
 
     def document(self, *, look: bool = False) -> bytes:
         """The member of a step's document that has what moves, with a comma first; empty if nothing does."""
@@ -134,25 +149,35 @@ class Attributes:
             self.look()
         if not self._moved:
             return b""
-        told = self._walk.again([name for name in self._moved if name[0] in self._walk.objects])
-        self._moved |= dict.fromkeys(told)
         said: dict[str, dict[str, Any]] = {}
-        room = BYTES_MAX
-        for (path, key), value in told.items():
-            try:
-                packed, nbytes = _packed(value, f"{path}.{key}")
-            except UnstorableError as error:
-                self.ledger.tell(f"{error.reason} changes, and cannot be stored")
-                continue
-            if nbytes > min(EACH_BYTES_MAX, room):
-                self.ledger.tell(
-                    f"{path}.{key} ({nbytes / 1e6:.1f} MB) changes, and is too large to be copied in each step; "
-                    "register it as a buffer"
-                )
-                continue
-            room -= nbytes
-            said.setdefault(path, {})[key] = packed
+        with self._guarded():
+            told = self._walk.again([name for name in self._moved if name[0] in self._walk.objects])
+            self._moved |= dict.fromkeys(told)
+            room = BYTES_MAX
+            for (path, key), value in told.items():
+                packed, nbytes = self._storable(value, f"{path}.{key}", room)
+                if packed is not None:
+                    room -= nbytes
+                    said.setdefault(path, {})[key] = packed
         return b',"attributes":%s' % json.dumps(said).encode() if said else b""
+
+    def _storable(self, value: Any, name: str, room: int) -> tuple[Any, int]:
+        """What `_packed` gives; None, with a word about each once, for what cannot be stored or is too large."""
+        if type(value) is Place and not value.path and value != GONE:
+            why = f"a checkpoint cannot store it ({value.kind:.80})"
+        else:
+            try:
+                packed, nbytes = _packed(value, name)
+            except UnstorableError as error:
+                why = f"a checkpoint cannot store {error.reason}"
+            else:
+                if nbytes <= min(EACH_BYTES_MAX, room):
+                    return packed, nbytes
+                why = "it is too large to be copied in each step; register it as a buffer"
+        if name not in self._left_out:
+            self._left_out.add(name)
+            self.ledger.tell(f"the attribute {name} changes, and is not saved: {why}")
+        return None, 0
 
     def now(self, names: SavedAttributes) -> SavedAttributes:
         """What is in these attributes now, as far as there are such objects."""
@@ -355,7 +380,7 @@ class _Putting:
                 type(found).__name__,
             ):
                 return found
-        elif live is not None:
+        elif place == self._walk.told(live, "", 0):
             return live
         self._missing = f"a {place.kind}"
         return None

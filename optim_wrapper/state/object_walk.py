@@ -7,7 +7,9 @@ cells of their own), a container that was met before, a tensor that is saved by 
 
 from __future__ import annotations
 
+import enum
 import random
+import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
@@ -18,10 +20,11 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lastwords.checkpoint.storable import Place, refuse_unstorable
 from lastwords.errors import UnstorableError
+from lastwords.optim_wrapper.streams.places import is_of_the_user
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
 from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -32,6 +35,9 @@ OBJECTS_MAX = 20_000
 
 ITEMS_MAX = 1000
 """A container with more items is told by their number and by some of them."""
+
+VALUE_BYTES_MAX = 64 << 10
+"""Of one attribute; what is larger is told by its form."""
 
 _ADDRESSES_FROM = 1 << 32
 ID, DATA_PTR = "id", "data_ptr"
@@ -48,12 +54,8 @@ _NO_DATA = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GeneratorType,
     types.CodeType, type, staticmethod, classmethod, property,
 )  # fmt: skip
-_NOT_THE_USERS = (
-    "builtins", "torch", "numpy", "lastwords", "threading", "_thread", "multiprocessing", "concurrent", "logging", "io",
-    "_io", "socket", "asyncio", "queue", "weakref", "functools", "inspect", "contextlib", "typing", "types", "abc",
-    "grpc",
-)  # fmt: skip
-"""Objects of these packages are not looked into, but for modules and optimizers."""
+_WALKED = (torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset)
+"""Looked into whoever has made the class; of other classes only those of the user's own."""
 
 _OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _OF_ANY_OPTIMIZER = frozenset(
@@ -64,9 +66,6 @@ _OF_ANY_OPTIMIZER = frozenset(
 """Saved with the optimizer, or set by torch's own schedulers and scalers, which nobody else reads, or made again."""
 
 _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
-
-_DATA = "torch.utils.data"
-"""Loaders, samplers and data sets of torch's are looked into, but for a loader's own iterators."""
 
 GONE = Place("", "gone")
 """There is no such attribute any more."""
@@ -94,7 +93,9 @@ class Walk:
         self.ended_at = ""
         """Where it ended, if that was before everything had been met."""
         self._saved = {id(tensor): name for name, tensor in saved.items()}
-        self._pointers = {_data_ptr(tensor): name for name, tensor in saved.items()}
+        plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
+        self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
         self._paths: dict[int, str] = {}
         self._containers: dict[int, str] = {}
         self._queue: deque[tuple[str, Any]] = deque()
@@ -123,11 +124,13 @@ class Walk:
                 self._cell(path, key, one)
             if isinstance(one, torch.nn.Module):
                 for key in ("_parameters", "_buffers"):  # of a module that nobody has registered
-                    if any(id(tensor) not in self._saved for tensor in vars(one)[key].values() if tensor is not None):
+                    if any(
+                        id(tensor) not in self._saved for tensor in [*_own(one)[key].values()] if tensor is not None
+                    ):
                         self._cell(path, key, one)
 
     def _cell(self, path: str, key: str, one: Any) -> Cell:
-        value = vars(one).get(key, GONE)
+        value = _own(one).get(key, GONE)
         cell = Cell(one, key, GONE if value is GONE else self.told(value, f"{path}.{key}", 0))
         self.cells[path, key] = cell
         return cell
@@ -149,13 +152,20 @@ class Walk:
         """What is told of a value that lies at `path`."""
         kind = type(value)
         if kind in _ATOMS:
-            return value if kind is not int or value < _ADDRESSES_FROM else self._address(value)
+            if kind is int:
+                return value if value < _ADDRESSES_FROM else self._address(value)
+            large = kind in (str, bytes) and len(value) > VALUE_BYTES_MAX
+            return Place("", f"{kind.__name__} of {len(value)} characters") if large else value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if kind in _SEQUENCES or kind in _DICTS or kind is set or kind is frozenset:
             return self._container(value, kind, path, depth)
         if isinstance(value, _GENERATORS):
             return Place("", "a random generator")
+        if isinstance(value, enum.Enum):
+            return Place("", f"{_kind(value)}.{value._name_}")
+        if isinstance(value, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
+            return Place("", f"numpy.ndarray of {value.shape} at {value.__array_interface__['data'][0]}")
         if is_walked(value):
             return Place(self._meet(path, value), _kind(value))
         return value if _is_storable(value) else Place("", _kind(value))
@@ -175,6 +185,8 @@ class Walk:
             return Place(name, "")
         if problem_of(tensor):
             return Place("", _kind(tensor))
+        if tensor.nbytes and tensor.untyped_storage().data_ptr() in self._storages:
+            return Place("", "a view of a tensor that is saved")
         return tensor
 
     def _container(self, value: Any, kind: type[Any], path: str, depth: int) -> Any:
@@ -219,11 +231,6 @@ class Walk:
         return f" {[one if type(one) in _ATOMS else type(one).__name__ for one in found]!r}"
 
 
-def _data_ptr(tensor: torch.Tensor) -> int:
-    plain = local_of(tensor)
-    return 0 if problem_of(plain) else plain.data_ptr()
-
-
 def _is(one: Any, other: Any) -> bool:
     return one is other
 
@@ -245,17 +252,29 @@ def _kind(value: Any) -> str:
 def is_walked(value: Any) -> bool:
     """Whether the attributes of this object are looked at."""
     kind = type(value)
-    if isinstance(value, torch.nn.Module | Optimizer):
-        return True
-    if isinstance(value, _NO_DATA) or hasattr(kind, "__next__") or hasattr(kind, "fileno"):
+    if isinstance(value, _NO_DATA) or type(_own(value)) is not dict:
         return False
-    users = kind.__module__.partition(".")[0] not in _NOT_THE_USERS or kind.__module__.startswith(_DATA)
-    return users and type(getattr(value, "__dict__", None)) is dict
+    if isinstance(value, _WALKED):
+        return True
+    return not (hasattr(kind, "__next__") or hasattr(kind, "fileno")) and _is_of_the_user(kind)
+
+
+def _own(value: Any) -> Any:
+    """Its `__dict__`, whatever its class does when it is asked; None if it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _is_of_the_user(kind: type[Any]) -> bool:
+    home = sys.modules.get(str(kind.__module__))
+    return home is None or is_of_the_user(vars(home))
 
 
 def attributes_of(one: Any) -> list[str]:
     """Names of the attributes that are looked at."""
-    own = vars(one)
+    own = _own(one)
     if isinstance(one, torch.nn.Module):
         machinery = isinstance(one, DistributedDataParallel) or type(one).__module__.startswith(_MACHINERY)
         return [] if machinery else [key for key in own if key not in _OF_ANY_MODULE]
