@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class StepRecorder:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
         self.ledger = Ledger()
-        self.ledger.heard_by(lambda _: self._say_reasons())
+        me = weakref.ref(self)  # a cycle would keep a refused one alive
+        self.ledger.heard_by(lambda _: None if (one := me()) is None else one._say_reasons())
         self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner), names=names)
         self.extras = Extras(extras, ledger=self.ledger)
         self.local_extras = Extras(local_extras, "local_extras", self.ledger)
@@ -402,8 +404,7 @@ class StepRecorder:
     def epoch_start(self, epoch: int) -> None:
         """The random number streams, and what moves, before the first batch of `epoch` is asked for."""
         if self._box is not None:
-            self.attributes.look()
-            self._box.epoch_start(epoch, b"{%s}" % self.attributes.document()[1:])
+            self._box.epoch_start(epoch, b"{%s}" % self.attributes.document(look=True)[1:])
 
     def tentative(self) -> None:
         """The copy of the step under way, before anything that lets a peer update."""

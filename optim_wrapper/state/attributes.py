@@ -21,7 +21,7 @@ from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state.object_walk import DATA_PTR, GONE, ID, VALUE_BYTES_MAX, Walk
+from lastwords.optim_wrapper.state.object_walk import CODE, DATA_PTR, GONE, ID, VALUE_BYTES_MAX, Shadow, Walk
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, staged_bytes, tensor_over, writing
@@ -152,6 +152,7 @@ class Attributes:
         said: dict[str, dict[str, Any]] = {}
         with self._guarded():
             told = self._walk.again([name for name in self._moved if name[0] in self._walk.objects])
+            told = {name: value for name, value in told.items() if value is not CODE}
             self._moved |= dict.fromkeys(told)
             room = BYTES_MAX
             for (path, key), value in told.items():
@@ -215,7 +216,8 @@ class Attributes:
         return Walk(self._roots, self._saved())
 
     def _marks(self, walk: Walk) -> dict[_Name, Any]:
-        return {name: _mark(cell.told) for name, cell in walk.cells.items() if name not in self._aside}
+        cells = walk.cells.items()
+        return {name: _mark(cell.told) for name, cell in cells if name not in self._aside and cell.told is not CODE}
 
     def _moved_in(self, walk: Walk) -> list[_Name]:
         now = self._marks(walk)
@@ -232,7 +234,7 @@ def of_job(
     roots: dict[str, Any] = {"model": view.model}
     for number, wrapper in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
-        roots[f"OptTFTWrapper of {name}"] = wrapper
+        roots[f"OptTFTWrapper of {name}"] = Shadow(wrapper)
         if zero.stateful(wrapper.inner) is wrapper.inner:
             roots[name] = wrapper.inner
 

@@ -27,7 +27,6 @@ from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.streams.places import is_of_the_user
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
 from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
-from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.dtensor import local_of
 
 OBJECTS_MAX = 20_000
@@ -39,7 +38,7 @@ ITEMS_MAX = 1000
 VALUE_BYTES_MAX = 64 << 10
 """Of one attribute; what is larger is told by its form."""
 
-_ADDRESSES_FROM = 1 << 32
+_ADDRESSES_FROM = 1 << 16
 ID, DATA_PTR = "id", "data_ptr"
 """Kinds of a `Place` that stands for an integer."""
 
@@ -54,7 +53,16 @@ _NO_DATA = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.GeneratorType,
     types.CodeType, type, staticmethod, classmethod, property,
 )  # fmt: skip
-_WALKED = (torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset)
+
+
+class Shadow:
+    """Has the attributes of an object, and does not keep it alive."""
+
+    def __init__(self, of: Any) -> None:
+        self.__dict__ = vars(of)
+
+
+_WALKED = (Shadow, torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset)
 """Looked into whoever has made the class; of other classes only those of the user's own."""
 
 _OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -69,6 +77,9 @@ _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
 
 GONE = Place("", "gone")
 """There is no such attribute any more."""
+
+CODE = Place("", "code")
+"""A function, a method, a class: no state, whatever is assigned."""
 
 
 class Cell(NamedTuple):
@@ -160,10 +171,12 @@ class Walk:
             return self._tensor(value)
         if kind in _SEQUENCES or kind in _DICTS or kind is set or kind is frozenset:
             return self._container(value, kind, path, depth)
+        if isinstance(value, _NO_DATA):
+            return CODE
         if isinstance(value, _GENERATORS):
             return Place("", "a random generator")
         if isinstance(value, enum.Enum):
-            return Place("", f"{_kind(value)}.{value._name_}")
+            return Place("", f"{_kind(value)}.{_own(value)['_name_']}")
         if isinstance(value, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
             return Place("", f"numpy.ndarray of {value.shape} at {value.__array_interface__['data'][0]}")
         if is_walked(value):
@@ -279,7 +292,6 @@ def attributes_of(one: Any) -> list[str]:
         machinery = isinstance(one, DistributedDataParallel) or type(one).__module__.startswith(_MACHINERY)
         return [] if machinery else [key for key in own if key not in _OF_ANY_MODULE]
     if isinstance(one, Optimizer):
-        private = "_" if isinstance(one, OptTFTWrapper) else "_optimizer_"
-        return [key for key in own if key not in _OF_ANY_OPTIMIZER and not key.startswith(private)]
-    private = "_" if isinstance(one, DataLoader) else "__"
+        return [key for key in own if key not in _OF_ANY_OPTIMIZER and not key.startswith("_optimizer_")]
+    private = "_" if isinstance(one, DataLoader | Shadow) else "__"
     return [key for key in own if type(key) is str and not key.startswith(private)]
