@@ -44,7 +44,7 @@ from lastwords.optim_wrapper.resume.saved_habits import habits_for, last_named
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
 from lastwords.optim_wrapper.state import extra_digests, hyperparameters
-from lastwords.optim_wrapper.state.attributes import NOTHING, SavedAttributes, attributes_of
+from lastwords.optim_wrapper.state.attributes import NOTHING, SavedAttributes, saved_in
 from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
@@ -208,7 +208,7 @@ def _restore(
         reasons += recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
     if owner == world.rank or (moved and owner >= 0):
         of = manifest.locals[extras_of]
-        at_step, at_start = (attributes_of(one, str(path)) for one in (of.document, of.meta.epoch_document))
+        at_step, at_start = (saved_in(one, str(path)) for one in (of.document, of.meta.epoch_document))
         reasons += recorder.attributes.restore(at_step.objects)
         reasons += recorder.rng.restore(without_the_loaders(step_regions))
         if run.data is None:  # else the loader is not known before steps() begins

@@ -8,6 +8,7 @@ back into the very objects: attributes that are there no more are deleted, conta
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,14 +22,17 @@ from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state.object_walk import CODE, DATA_PTR, GONE, ID, VALUE_BYTES_MAX, Shadow, Walk
+from lastwords.optim_wrapper.state.object_walk import CODE, DATA_PTR, GONE, ID, VALUE_BYTES_MAX, Shadow, Walk, own_of
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, staged_bytes, tensor_over, writing
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, staged_bytes, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.tensors.value_copies import into
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of
+
+_log = logging.getLogger(__name__)
 
 EACH_BYTES_MAX, BYTES_MAX = VALUE_BYTES_MAX, 256 << 10
 """Of one attribute, and of all: what goes into the document of a step."""
@@ -54,7 +58,7 @@ class _Both(NamedTuple):
 NOTHING = _Both({}, {})
 
 
-def attributes_of(document: StepDocument, where: str) -> _Both:
+def saved_in(document: StepDocument, where: str) -> _Both:
     """Those in a step's document. FormatError if they are damaged."""
     every = document.attributes_inline(f"{where}: attributes")
     of_loader = {path: keys for path, keys in every.items() if path.partition(".")[0] == LOADER}
@@ -92,18 +96,26 @@ class Attributes:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What changes inside is no state: the loop sets it anyway, such as the epoch that a sampler is told."""
-        before = self._marks(self._new_walk())
+        before = self._marks_of_loader()
         yield
-        after = self._marks(self._new_walk())
-        self._aside |= {name for name, mark in after.items() if before.get(name) != mark}
-        for name in self._aside & self._moved.keys():
-            del self._moved[name]
+        self._aside |= {name for name, mark in self._marks_of_loader().items() if before.get(name) != mark}
+        for name in self._aside:
+            self._moved.pop(name, None)
+            self._first.pop(name, None)
+
+    def _marks_of_loader(self) -> dict[_Name, Any]:
+        found: dict[_Name, Any] = {}
+        with self._guarded():
+            found = self._marks(Walk({LOADER: self._roots.get(LOADER)}, {}))
+        return found
 
     def begin(self) -> None:
         """The loop begins: what there is now has not moved."""
         with self._guarded():
             self._walk = self._new_walk()
             self._first = self._marks(self._walk)
+            if self._walk.ended_at:
+                _log.info("attributes behind %s are not looked at: there are too many objects", self._walk.ended_at)
 
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
@@ -223,8 +235,7 @@ class Attributes:
         now = self._marks(walk)
         moved = [name for name, mark in now.items() if self._first.get(name) != mark]
         # An object that is gone is missed by whatever held it.
-        gone = [name for name in self._first if name not in now and name[0] in walk.objects]
-        return moved + [name for name in gone if name not in self._aside]
+        return moved + [name for name in self._first if name not in walk.cells and name[0] in walk.objects]
 
 
 def of_job(
@@ -340,7 +351,7 @@ class _Putting:
         if holder is None:
             self.reasons.append(f"the checkpoint has {path}.{key}, and there is no such object here")
             return
-        own = vars(holder)
+        own = own_of(holder)
         if type(value) is Place and value == GONE:
             own.pop(key, None)
             return
@@ -350,7 +361,7 @@ class _Putting:
         if self._missing:
             self.reasons.append(f"{path}.{key} held {self._missing}, which cannot be made again")
         else:
-            own[key] = _into(live, whole)
+            own[key] = into(live, whole)
 
     def _filled(self, live: Any, value: Any) -> Any:
         """`value` with what stands here for each `Place` in it; live: what lies here at the same place."""
@@ -386,34 +397,3 @@ class _Putting:
             return live
         self._missing = f"a {place.kind}"
         return None
-
-
-def _into(live: Any, value: Any) -> Any:
-    """`value`, as the object `live` if that can take it over."""
-    kind = type(value)
-    if value is live or (isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor)):
-        return value
-    if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
-        if (live.shape, live.dtype, live.layout) == (value.shape, value.dtype, torch.strided):
-            with writing(live):
-                live.copy_(value)
-            return live
-        return value.to(live.device)
-    if type(live) is not kind or (kind is deque and live.maxlen != value.maxlen):
-        return value
-    if kind in (list, deque):
-        old = [*live] if len(live) == len(value) else [None] * len(value)
-        items = [_into(one, item) for one, item in zip(old, value, strict=True)]
-        live.clear()
-        live.extend(items)
-        return live
-    if isinstance(value, dict):
-        pairs = {at: _into(live.get(at), item) for at, item in value.items()}
-        live.clear()
-        live.update(pairs)
-        return live
-    if kind is set:
-        live.clear()
-        live.update(value)
-        return live
-    return value

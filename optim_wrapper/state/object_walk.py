@@ -136,12 +136,12 @@ class Walk:
             if isinstance(one, torch.nn.Module):
                 for key in ("_parameters", "_buffers"):  # of a module that nobody has registered
                     if any(
-                        id(tensor) not in self._saved for tensor in [*_own(one)[key].values()] if tensor is not None
+                        id(tensor) not in self._saved for tensor in [*own_of(one)[key].values()] if tensor is not None
                     ):
                         self._cell(path, key, one)
 
     def _cell(self, path: str, key: str, one: Any) -> Cell:
-        value = _own(one).get(key, GONE)
+        value = own_of(one).get(key, GONE)
         cell = Cell(one, key, GONE if value is GONE else self.told(value, f"{path}.{key}", 0))
         self.cells[path, key] = cell
         return cell
@@ -176,7 +176,7 @@ class Walk:
         if isinstance(value, _GENERATORS):
             return Place("", "a random generator")
         if isinstance(value, enum.Enum):
-            return Place("", f"{_kind(value)}.{_own(value)['_name_']}")
+            return Place("", f"{_kind(value)}.{own_of(value)['_name_']}")
         if isinstance(value, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
             return Place("", f"numpy.ndarray of {value.shape} at {value.__array_interface__['data'][0]}")
         if is_walked(value):
@@ -215,12 +215,13 @@ class Walk:
         if len(value) > ITEMS_MAX:
             return Place("", f"{kind.__name__} of {len(value)}{self._samples(value, kind)}")
         if kind in _DICTS:
+            if not all(map(self._is_key, [*value])):
+                return Place("", f"{kind.__name__} of {len(value)} with objects for keys")
             items = {
                 self.told(key, f"{path} key", depth + 1): self.told(item, f"{path}[{key!r}]", depth + 1)
                 for key, item in [*value.items()]
-                if self._is_key(key)
             }
-            if all(item is value.get(key, self) for key, item in items.items()) and len(items) == len(value):
+            if all(item is value.get(key, self) for key, item in items.items()):
                 return value
             return items if kind is not defaultdict else defaultdict(value.default_factory, items)
         if kind is set or kind is frozenset:
@@ -265,14 +266,14 @@ def _kind(value: Any) -> str:
 def is_walked(value: Any) -> bool:
     """Whether the attributes of this object are looked at."""
     kind = type(value)
-    if isinstance(value, _NO_DATA) or type(_own(value)) is not dict:
+    if isinstance(value, _NO_DATA) or type(own_of(value)) is not dict:
         return False
     if isinstance(value, _WALKED):
         return True
     return not (hasattr(kind, "__next__") or hasattr(kind, "fileno")) and _is_of_the_user(kind)
 
 
-def _own(value: Any) -> Any:
+def own_of(value: Any) -> Any:
     """Its `__dict__`, whatever its class does when it is asked; None if it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
@@ -287,7 +288,7 @@ def _is_of_the_user(kind: type[Any]) -> bool:
 
 def attributes_of(one: Any) -> list[str]:
     """Names of the attributes that are looked at."""
-    own = _own(one)
+    own = own_of(one)
     if isinstance(one, torch.nn.Module):
         machinery = isinstance(one, DistributedDataParallel) or type(one).__module__.startswith(_MACHINERY)
         return [] if machinery else [key for key in own if key not in _OF_ANY_MODULE]

@@ -12,7 +12,7 @@ import torch
 
 from lastwords.checkpoint.storable import is_factory, pack, refuse_unstorable, unstorable
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, writing
 from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
 from lastwords.sharding.dtensor import local_of
 
@@ -124,26 +124,40 @@ def overwrite_values(target: dict[Any, Any], value: dict[Any, Any], *, keep: boo
 
     keep: what is not in `value` was left out of it, and stays.
     """
-    made = {key: _into(target.get(key), item) for key, item in value.items()}
+    made = {key: into(target.get(key), item) for key, item in value.items()}
     kept = {key: item for key, item in target.items() if keep and key not in made}
     target.clear()
     target.update(made | kept)
 
 
-def _into(here: Any, item: Any) -> Any:
+def into(here: Any, item: Any) -> Any:
     """`item`, as the object `here` if that can take it over."""
+    kind = type(item)
     if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
         alike = (here.shape, here.dtype, here.layout) == (item.shape, item.dtype, item.layout)
-        if alike and here.layout is torch.strided:
-            with torch.no_grad():
+        if alike and here.layout is torch.strided and here is not item:
+            with writing(here):
                 here.copy_(item)
             return here
     elif isinstance(here, torch.Generator) and isinstance(item, torch.Generator):
         if here.device == item.device:
             here.set_state(item.get_state())
             return here
-    elif type(here) is dict and type(item) is dict:
-        overwrite_values(here, item)
+    elif type(here) is not kind or here is item:
+        return item
+    elif kind in DICTS:
+        if kind is not defaultdict or here.default_factory is item.default_factory:
+            overwrite_values(here, item)
+            return here
+    elif kind is list or (kind is deque and here.maxlen == item.maxlen):
+        olds = [*here] if len(here) == len(item) else [None] * len(item)
+        items = [*map(into, olds, item)]
+        here.clear()
+        here.extend(items)
+        return here
+    elif kind is set:
+        here.clear()
+        here.update(item)
         return here
     return item
 

@@ -134,17 +134,33 @@ def test_what_has_moved_is_followed_from_step_to_step_without_a_look() -> None:
 
 
 def test_what_is_set_aside_is_no_state() -> None:
-    net = Net()
-    watch = watched(net)
-    net.calls = 1
+    """What telling a sampler its epoch sets, in whatever attributes."""
+    meter = Meter()
+    watch = Attributes({}, dict)
+    watch.know(meter)
+    watch.begin()
+    meter.total = 1.0
     watch.look()
     with watch.aside():
-        net.calls = net.rate = 2
-    net.done.add(1)
+        meter.total = 2.0
+    meter.seen.append(1)
     watch.look()
-    assert saved(watch)["model"].keys() == {"done"}
-    net.rate = 3
+    assert saved(watch)["loader"].keys() == {"seen"}
+    meter.total = 3.0
     assert watch.unseen() == []
+
+
+def test_a_function_that_is_assigned_is_no_state_and_objects_for_keys_are_left_where_they_are() -> None:
+    net = Net()
+    net.lazy, net.by_meter = None, {net.meter: 1}
+    watch = watched(net)
+    net.lazy = move
+    watch.look()
+    assert (watch.moved, watch.document(), watch.unseen()) == (set(), b"", [])
+    net.by_meter[Meter()] = 2
+    watch.look()
+    assert watch.document() == b""
+    assert "model.by_meter" in told(watch)[0]
 
 
 def test_what_is_there_now_can_be_put_back() -> None:

@@ -252,6 +252,7 @@ class Run:
             self.record.append((epoch, step, plain(batch), steps.ends_step))
             torch.rand(3), random.random(), np.random.rand()  # dropout and the like, between the draws of the dataset
         self.record.append(("after", plain(all_streams(steps.generators))))
+        self.attributes.let_go()  # workers that the collector ends take five seconds each
         return self
 
 
