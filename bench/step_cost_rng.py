@@ -17,12 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
-from lastwords.optim_wrapper.streams.own_streams import OwnStreams
+from lastwords.optim_wrapper.state.attributes import Attributes
+from lastwords.optim_wrapper.state.object_walk import Walk
 from lastwords.processor.black_box import BlackBox, BoxLayout
 from lastwords.processor.signals import SignalGuard
 from lastwords.vocabulary import Phase
@@ -45,19 +47,48 @@ def recorder(directory: Path, captures: Sequence[Capture]) -> BoxRecorder:
     return BoxRecorder(BlackBox.create(path, BoxLayout(regions(captures))), captures)
 
 
-def stepping(made: BoxRecorder, own: OwnStreams | None = None) -> Callable[[], None]:
-    """One step's copies, with the step counted up; own: the user's generators, followed to where they lie."""
+def stepping(made: BoxRecorder, own: Attributes | None = None, draw: Callable[[], object] = int) -> Callable[[], None]:
+    """One step's copies, with the step counted up; own: the user's generators; draw: from all of them."""
     step = 0
+
+    def document() -> bytes:
+        return b"{}" if own is None else b"{%s}" % own.document()[1:]
 
     def once() -> None:
         nonlocal step
         step += 1
-        made.tentative(step)
+        draw()
+        made.tentative(step, document())
         if own is not None:
-            own.end_step(look=False)
-        made.committed(step, b"{}")
+            own.generators.end_step()
+        made.committed(step, document())
 
     return once
+
+
+def seeded(seed: int) -> torch.Generator:
+    """One of torch's."""
+    return torch.Generator().manual_seed(seed)
+
+
+class Noise(torch.nn.Module):
+    """Has generators of its own."""
+
+    def __init__(self, *kinds: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.streams = [kinds[seed % len(kinds)](seed) for seed in range(OWN_GENERATORS)]
+
+    def draw(self) -> None:
+        """From each of them."""
+        for one in self.streams:
+            torch.rand((), generator=one) if isinstance(one, torch.Generator) else one.random()
+
+
+def taken(noise: Noise) -> Attributes:
+    """What takes its generators, and no others."""
+    found = Attributes({"noise": noise}, dict)
+    found.generators.look(Walk({"noise": noise}, {}), beyond=False)
+    return found
 
 
 def stands(made: BoxRecorder, count: int = 100) -> Callable[[], None]:
@@ -116,9 +147,8 @@ def measure(directory: Path, steps: int, cold_mb: int, layers: int) -> list[Row]
 
     guard = SignalGuard(lambda number: None)
     rng = recorder(directory, [RngCapture()])
-    many = OwnStreams({"mine": [np.random.default_rng(seed) for seed in range(OWN_GENERATORS)]})
-    many.look()
-    with_own = recorder(directory, [RngCapture(own=many)])
+    idle, drawing = Noise(np.random.default_rng), Noise(np.random.default_rng, random.Random, seeded)
+    with_idle, with_drawing = (recorder(directory, [RngCapture()]) for _ in range(2))
     nothing = recorder(directory, [])
     normalised = recorder(directory, [BufferCapture(network)])
     both = recorder(directory, [RngCapture(), BufferCapture(network)])
@@ -127,7 +157,8 @@ def measure(directory: Path, steps: int, cold_mb: int, layers: int) -> list[Row]
         ("100 guarded updates", guarded_updates(guard), 100 * GUARD_BUDGET_US),
         ("black box bookkeeping", stepping(nothing), BOOKKEEPING_BUDGET_US),
         ("random streams", stepping(rng), RNG_BUDGET_US),
-        (f"  and {OWN_GENERATORS} of the user's own", stepping(with_own, many), 0.0),
+        (f"  and {OWN_GENERATORS} of the user's own", stepping(with_idle, taken(idle)), 0.0),
+        ("  of three kinds, which draw", stepping(with_drawing, taken(drawing), drawing.draw), 0.0),
         ("  through public functions", public_streams, 0.0),
         (f"{len(buffers)} buffers of {layers} BatchNorm", stepping(normalised), -1.0),
         ("  plain copy", plain_copy, 0.0),

@@ -8,6 +8,7 @@ written: whoever wrote the file did not say. Keys of a later version are left ou
 from __future__ import annotations
 
 import dataclasses
+from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -207,7 +208,7 @@ class StepDocument:
     `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
     alike: kind -> its marks. state: those of the optimizer's state and what it trains, with what it may be compared.
     numbers: the optimizer's own, and local_extras, both packed. attributes: path of an object and name of an attribute
-    -> what was in it, packed.
+    -> what was in it, packed. generators: path of a random generator -> its kind, and its state in base64.
     """
 
     epoch: Number | None = None
@@ -223,6 +224,7 @@ class StepDocument:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     local_extras: Any = None
     attributes: Any = None
+    generators: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def extras_inline(self, path: str) -> InlineExtras | None:
         """This rank's own extras; FormatError if they are damaged."""
@@ -231,6 +233,13 @@ class StepDocument:
     def attributes_inline(self, path: str) -> Mapping[str, Mapping[str, StoredValue]]:
         """This rank's own attributes; FormatError if they are damaged."""
         return typed(unpack(self.attributes or {}, path), dict[str, dict[str, StoredValue]], path)
+
+    def generators_inline(self, path: str) -> dict[str, tuple[str, bytes]]:
+        """Path of each random generator -> its kind, and its state; FormatError if they are damaged."""
+        try:
+            return {name: (kind, b64decode(state, validate=True)) for name, (kind, state) in self.generators.items()}
+        except ValueError as error:
+            raise FormatError(f"{path} are damaged: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,10 +44,11 @@ def local_problem(said: Mapping[str, Any]) -> str | None:
     try:
         meta = LocalMeta.read(said)
         document = meta.document
-        for said_by, path in ((document, "meta.slot.attributes"), (meta.epoch_document, "meta.epoch_start.attributes")):
-            for holder, values in said_by.attributes_inline(path).items():
+        for said_by, path in ((document, "meta.slot"), (meta.epoch_document, "meta.epoch_start")):
+            said_by.generators_inline(f"{path}.generators")
+            for holder, values in said_by.attributes_inline(f"{path}.attributes").items():
                 for key, (tree, tensors) in values.items():
-                    _check_value(tree, tensors, f"{path}[{holder!r}][{key!r}]")
+                    _check_value(tree, tensors, f"{path}.attributes[{holder!r}][{key!r}]")
         inline = document.extras_inline("meta.slot.local_extras")
         if inline is not None:
             _check_inline(inline, "meta.slot.local_extras")

@@ -21,7 +21,7 @@ SHIPPED_FOLDERS = (
     "launcher", "cli",
 )  # fmt: skip
 TEST_FOLDERS = ("tests",)
-LINES_MAX = 400
+LINES_MAX = 800
 
 LONGER_THAN_ALLOWED: dict[str, str] = {}
 """Shipped module -> why it may be longer than LINES_MAX. Splitting it is the better answer."""

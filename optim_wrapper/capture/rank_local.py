@@ -15,9 +15,7 @@ from lastwords.checkpoint.meta import Habits
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.capture.buffer_capture import SMALL_BUFFER_BYTES_MAX, BufferCapture
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.streams.own_streams import PREFIX as OWN
-from lastwords.optim_wrapper.streams.own_streams import OwnStreams
-from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, TorchStream, default_streams
+from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, default_streams
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.processor.recurrence import Recurrence
 
@@ -40,9 +38,8 @@ class Capture(Protocol):
 
 
 class RngCapture:
-    """All random number streams of this process: python, numpy, torch, the accelerator, and the user's generators.
+    """The random number streams that every process has: python, numpy, torch, the accelerator.
 
-    generators: torch generators of the loader, of a sampler and the like, by name. own: all others of the user's.
     devices: accelerator devices to include; None: the current one, if an accelerator is in use.
     fast=False takes python's and numpy's streams the public way; only for tests.
     """
@@ -50,31 +47,25 @@ class RngCapture:
     def __init__(
         self,
         *,
-        generators: Mapping[str, torch.Generator] | None = None,
-        own: OwnStreams | None = None,
         devices: Sequence[torch.device] | None = None,
         fast: bool = True,
         ledger: Ledger | None = None,
     ) -> None:
         self._streams: list[Stream] = default_streams(devices, fast=fast)
-        for name, generator in sorted((generators or {}).items()):
-            self._streams.append(TorchStream(f"generator/{name}", generator, fast=fast))
         self._takes: dict[int, list[Callable[[], None]]] = {}
         self._numpy = next(stream for stream in self._streams if isinstance(stream, NumpyStream))
-        self.own = OwnStreams.none() if own is None else own
         self.ledger = ledger or Ledger()
 
     @property
     def regions(self) -> tuple[RegionSpec, ...]:
         """What each copy needs room for."""
-        return (*(stream.region for stream in self._streams), *self.own.regions)
+        return tuple(stream.region for stream in self._streams)
 
     def bind(self, box: BlackBox) -> None:
         """Prepare the captures into each slot of `box`, whose layout has `regions`; tell which streams have none."""
         self.ledger.tell(*(stream.problem for stream in self._streams if stream.problem))
         for slot in box.step_slots + box.epoch_slots:
             self._takes[slot] = [stream.into(box.region(slot, stream.region.name)) for stream in self._streams]
-        self.own.bind(box)
 
     def refresh(self) -> None:
         """Tell what went wrong in the copy before this one."""
@@ -85,7 +76,6 @@ class RngCapture:
         """Take all streams into an open slot."""
         for take in self._takes[slot]:
             take()
-        self.own.capture(slot)
 
     def snapshot(self) -> dict[str, RegionCopy]:
         """All streams as they are now, beside the box: for putting them back after something that must not count."""
@@ -94,7 +84,7 @@ class RngCapture:
             data = bytearray(stream.region.nbytes)
             stream.into(memoryview(data))()
             copies[stream.region.name] = RegionCopy(stream.region.dtype, stream.region.shape, data)
-        return copies | self.own.snapshot()
+        return copies
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Put the streams back; other regions are ignored. Returns why the outcome is not exact, if it is not.
@@ -103,7 +93,7 @@ class RngCapture:
         """
         reasons = []
         known = {stream.region.name: stream for stream in self._streams}
-        saved = {name: copy for name, copy in regions.items() if name.startswith("rng/") and not name.startswith(OWN)}
+        saved = {name: copy for name, copy in regions.items() if name.startswith("rng/")}
         for name in sorted(known.keys() & saved.keys()):
             if len(memoryview(saved[name].data)) != known[name].region.nbytes:
                 text = f"saved {len(saved[name].data)} bytes, here {known[name].region.nbytes}"
@@ -122,7 +112,7 @@ class RngCapture:
                     known[name].restore(saved[name].data)
                 except MismatchError as error:
                     reasons.append(str(error))
-        return (*reasons, *self.own.restore(regions))
+        return tuple(reasons)
 
 
 class BoxRecorder:
@@ -190,8 +180,11 @@ class BoxRecorder:
         found = {kind: slot for slot, (kind, of) in self._slots.items() if of == step}
         return found.get(SlotKind.COMMITTED, found.get(SlotKind.TENTATIVE))
 
-    def drawn_since(self, step: int) -> str:
-        """In a step that was cut off: a stream that has moved since its tentative copy. Writer's thread, settled."""
+    def drawn_since(self, step: int, others: Callable[[], str] = str) -> str:
+        """In a step that was cut off: a stream that has moved since its tentative copy. Writer's thread, settled.
+
+        others: says so of the random generators that are in the document.
+        """
         slot = self.slot_of(step)
         if slot is None or self._slots[slot][0] is not SlotKind.TENTATIVE:
             return ""
@@ -199,7 +192,7 @@ class BoxRecorder:
             for name, now in capture.snapshot().items() if isinstance(capture, RngCapture) else ():
                 if self.box.region(slot, name)[: len(now.data)] != now.data:
                     return name
-        return ""
+        return others()
 
     def epoch_start(self, epoch: int, json_bytes: bytes = b"{}") -> None:
         """Take the random number streams before the first batch of `epoch` is asked for."""

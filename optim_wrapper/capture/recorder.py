@@ -29,14 +29,13 @@ from lastwords.optim_wrapper.ddp.ddp_found import holding
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state import attributes, extra_digests, rank_units
-from lastwords.optim_wrapper.state.attributes import SavedAttributes
+from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.state.leaf_gradients import LeafGradients
 from lastwords.optim_wrapper.state.own_state import OwnStates
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.streams.own_streams import OwnStreams
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.saver import Position
@@ -65,6 +64,7 @@ class StepRecorder:
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
+        self._box: BoxRecorder | None = None
         self.ledger = Ledger()
         me = weakref.ref(self)  # a cycle would keep a refused one alive
         self.ledger.heard_by(lambda _: None if (one := me()) is None else one._say_reasons())
@@ -78,13 +78,10 @@ class StepRecorder:
         self.local_extras.add(self.own.of_modules)
         self.local_extras.add_later(leaves)
         self.buffers = BufferCapture(self.view.model, called=self.view.called, ledger=self.ledger)
-        plain = [one for part in (extras, local_extras) for one in (part or {}).values() if isinstance(one, dict)]
-        hooks = [(one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks) for one in optimizers]
-        roots = {"model": model, "optimizer": inner, "extras": extras, "local_extras": local_extras}
-        self._search_in = {**roots, "hooks of the wrapped optimizer": hooks}, plain
-        self.rng = RngCapture(own=OwnStreams(*self._search_in, self.ledger), ledger=self.ledger)
+        self.rng = RngCapture(ledger=self.ledger)
         self.extra_buffers = ExtraBuffers(self.extras, self.ledger)
-        self.attributes = attributes.of_job(self.view, optimizers, self.ledger, self.own.of_optimizers)
+        beside = {"model": model, **self.extras.objects(), **self.local_extras.objects()}
+        self.attributes = attributes.of_job(self.view, optimizers, self.ledger, self.own.of_optimizers, beside)
         self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
@@ -103,7 +100,6 @@ class StepRecorder:
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
         self.work = StepWork()
-        self._box: BoxRecorder | None = None
         self._extras_now: ExtrasSnapshot = self.extras.first()
         self._local_now: ExtrasSnapshot = self.local_extras.first()
         self._position: Position | None = None
@@ -145,16 +141,12 @@ class StepRecorder:
             self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch,
             ends_epoch=self.ends_epoch, gradients_missing=self.gradients.doubts,
             attributes=self.attributes,
-            drawn_since=lambda step: "" if self._box is None else self._box.drawn_since(step),
+            drawn_since=self._drawn_since,
         )  # fmt: skip
         return self.source
 
-    def know(self, loader: Any, generators: Mapping[str, torch.Generator]) -> None:
-        """The loop draws its batches from this loader, whose torch generators are these; before the box is opened."""
-        roots, plain = self._search_in
-        own = OwnStreams({"loader": loader, **roots}, [*plain, *generators.values()], self.ledger)
-        self.rng = RngCapture(generators=generators, own=own, ledger=self.ledger)
-        self.attributes.know(loader)
+    def _drawn_since(self, step: int) -> str:
+        return "" if self._box is None else self._box.drawn_since(step, self.attributes.generators.drawn)
 
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
@@ -172,7 +164,6 @@ class StepRecorder:
 
     def open(self, path: Path, *, at_gate: bool = False, carried: BoxRecorder | None = None) -> BlackBox:
         """Make the black box, which begins with the copies of `carried`. at_gate: the gate alone calls `tentative`."""
-        self.rng.own.look()
         captures = (
             self.rng,
             self.buffers,
@@ -197,13 +188,14 @@ class StepRecorder:
         *,
         epoch_start: Mapping[str, RegionCopy] | None = None,
         step_regions: Mapping[str, RegionCopy] | None = None,
-        loader_at_start: SavedAttributes | None = None,
-        loader: SavedAttributes | None = None,
+        at_start: Saved = NOTHING,
+        at_step: Saved = NOTHING,
         steps_per_epoch: int | None = None,
     ) -> None:
         """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
 
         position: what the loop calls `step`, None if it has no name; with `epoch_start`, the epoch that those are of.
+        at_start, at_step: what the loader had at the epoch's start, and at the step's end.
         steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
         """
         self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
@@ -217,21 +209,26 @@ class StepRecorder:
             self._make_room()
         if step_regions:
             self.local_extras.reopen_loaders()
-        constructed = self.attributes.now(loader or {})
+        constructed = self.attributes.now(at_step.values)
         if epoch_start and position is not None and self._box is not None:
-            self.attributes.restore(loader_at_start or {})
+            self.attributes.restore(at_start)
             self.rng.restore(epoch_start)
             self._box.epoch_start(position.epoch, b"{%s}" % self.attributes.document()[1:])
-        self.attributes.restore(loader or {})
         if step_regions:
+            self.attributes.restore(at_step)
             self.rng.restore(step_regions)
         self._keep(step, position, self.ends_epoch(position))
-        self.attributes.restore(constructed)  # what had not moved by the epoch's start is as the constructors left it
+        self.attributes.put(constructed)  # what had not moved by the epoch's start is as the constructors left it
 
-    def put_back(self, streams: Mapping[str, RegionCopy], loader: SavedAttributes, *, last: bool) -> None:
-        """Restore streams and loader attributes; last: the loop goes on from there, so what is missing stays so."""
-        self.ledger.tell(*self.attributes.restore(loader), *self.rng.restore(streams))
-        self.ledger.tell(*(self.rng.own.left_over() if last else ()))
+    def put_back(self, streams: Mapping[str, RegionCopy], saved: Saved, *, last: bool) -> None:
+        """Restore streams and what the loader has; last: the loop goes on from there, so what is missing stays so."""
+        self.ledger.tell(*self.attributes.restore(saved), *self.rng.restore(streams))
+        self.ledger.tell(*(self.attributes.generators.left_over() if last else ()))
+
+    def streams(self) -> dict[str, bytes]:
+        """All random number streams as they are now."""
+        every = {name: bytes(copy.data) for name, copy in self.rng.snapshot().items()}
+        return every | self.attributes.generators.states()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -255,7 +252,6 @@ class StepRecorder:
 
     def close(self) -> None:
         """Take the hook off the model again, and keep nothing of the loop's alive."""
-        self.rng.own.let_go()
         self.attributes.let_go()
         if self._hook is not None:
             self._hook.remove()
@@ -321,10 +317,10 @@ class StepRecorder:
         self._see_what_moves(look=look, ends_epoch=ends_epoch)
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
+        self.attributes.generators.end_step()
         if look or self._ended_here <= attributes.LOOKS or ends_epoch:
-            self.attributes.look()
-        same_streams = not self.rng.own.end_step(look=look)
-        self._keep(step, position, ends_epoch, comparable=self.watch.same_copies() and same_streams)
+            self.attributes.look(beyond=look)
+        self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
         if look:
             self.local_extras.admit()
             self.watch.announce_left_out()
@@ -347,7 +343,7 @@ class StepRecorder:
         moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
         if self.source is not None:
             moved += self.source.look_again(self.watch.groups.take(), self._extras_now)
-        self.rng.own.follow()
+        self.attributes.generators.follow()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             self._of_all = self._said_of_all()
@@ -392,11 +388,12 @@ class StepRecorder:
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()
             tentative, self._tentative_local = self._tentative_local, None
-            late = "" if tentative is None else attributes.differing(self._attributes_then, own)
-            if tentative is not None and tentative[1] != local:
-                late = step_document.what_differs(self.local_extras, tentative[0], self._local_now)
-            if late and not self.loop.tentative_reasons:  # a rank killed between update and step end is not exact then
-                self.loop.moves_late(step_document.changed_before_the_end(late, self._step))
+            if tentative is not None and not self.loop.tentative_reasons:
+                late = attributes.differing(self._attributes_then, own)
+                if tentative[1] != local:
+                    late = step_document.what_differs(self.local_extras, tentative[0], self._local_now)
+                if late:  # a rank that is killed between update and step end is not exact then
+                    self.loop.moves_late(step_document.changed_before_the_end(late, self._step))
             self._attributes_then = b""
         if self.source is not None:
             self.source.committed(Snapshot(step, position, self.watch.groups_ended, self._extras_now))

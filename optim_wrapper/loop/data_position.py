@@ -24,7 +24,7 @@ from lastwords.checkpoint.run_facts import Drawn, LoopFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.launch.progress import Progress
-from lastwords.optim_wrapper.streams.generator_search import search
+from lastwords.optim_wrapper.state.object_walk import Walk
 
 _NO_LENGTH = (
     "; give it a __len__ (batches per epoch, the same on every rank), or write a custom loop that calls "
@@ -95,23 +95,8 @@ def loader_facts(loader: Any) -> LoaderFacts:
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
     """The torch generators that a loader draws from, each once, by where they are."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    places = {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": batch_sampler,
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-        "dataset": getattr(loader, "dataset", None),
-    }
-    named = [(name, getattr(owner, "generator", None)) for name, owner in places.items()]
-    found: dict[str, torch.Generator] = {}
-    parts = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn", "sampler", "batch_sampler")}
-    roots = parts if hasattr(loader, "dataset") else {"loader": loader}
-    below = [(name, generator) for name, (_, generator) in search(roots, frames=False).items()]
-    for name, generator in (*named, *below):
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
-            found[name] = generator
-    return found
+    found = Walk({"loader": loader}, {}).generators
+    return {name: one.generator for name, one in found.items() if isinstance(one.generator, torch.Generator)}
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -9,17 +9,14 @@ against exactness and no warning, which would be wrong in every such loop; it is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.capture.rank_local import RngCapture
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
-from lastwords.optim_wrapper.streams.own_streams import OwnStreams
-from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import Phase, Stand
 
@@ -28,42 +25,28 @@ _log = logging.getLogger(__name__)
 _position: Callable[[tuple[int, int]], Position] = partial(tuple.__new__, Position)  # quicker, and called in every step
 
 
-_OF_LOADER = "rng/generator/"
-
-
-def without_the_loaders(regions: Mapping[str, RegionCopy]) -> dict[str, RegionCopy]:
-    """The streams that are here before a loader is: `steps()`, which gets to know it, puts back its own generators.
-
-    >>> list(without_the_loaders({"rng/torch": None, "rng/generator/sampler": None}))
-    ['rng/torch']
-    """
-    return {name: copy for name, copy in regions.items() if not name.startswith(_OF_LOADER)}
-
-
-def left_to_the_loop(regions: Mapping[str, RegionCopy], own: OwnStreams) -> list[str]:
-    """Why a loop of one's own that begins may not be exact: generators that only `steps()` knows, or not there yet.
-
-    regions: what was resumed from; empty if nothing was.
-    """
-    names = sorted(name.removeprefix(_OF_LOADER) for name in regions if name.startswith(_OF_LOADER))
-    where = ", ".join(names)
+def left_to_the_loop(generators: Collection[str]) -> list[str]:
+    """Why a loop of one's own that begins may not be exact: these generators, which only `steps()` knows."""
+    where = ", ".join(sorted(generators))
     of_steps = f"the loader's random generators ({where}) were saved by steps(), and only steps() restores them"
-    return [*([of_steps] if names else []), *(own.left_over() if regions else [])]
+    return [of_steps] if generators else []
 
 
-def look_at_first_forward(model: torch.nn.Module, rng: RngCapture, step: int, is_own: Callable[[], bool]) -> None:
+def look_at_first_forward(
+    model: torch.nn.Module, streams: Callable[[], Mapping[str, bytes]], step: int, is_own: Callable[[], bool]
+) -> None:
     """Log, once, if the streams are elsewhere at the model's next forward pass than now, right after resume().
 
     step: the one that was resumed after. is_own: asked then; `steps()` puts the streams where they belong.
     """
-    restored = rng.snapshot()
+    restored = streams()
 
     def look(module: torch.nn.Module, args: Any) -> None:
         hook.remove()
         if not is_own():
             return
-        now = rng.snapshot()
-        moved = [name for name, was in restored.items() if bytes(now[name].data) != bytes(was.data)]
+        now = streams()
+        moved = [name for name, was in restored.items() if now.get(name) != was]
         if moved:
             _log.info("%s", moved_text(step, sorted(name.removeprefix("rng/") for name in moved)))
 

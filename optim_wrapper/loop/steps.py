@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
 from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.errors import ConfigError
@@ -35,7 +33,6 @@ from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
     Draws,
     Kind,
-    generators,
     loader_facts,
     open_epoch,
     pass_over,
@@ -113,8 +110,6 @@ class Steps:
                 raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
         self._loader: Any = loader
         self._facts = loader_facts(loader)
-        self.generators: dict[str, torch.Generator] = generators(loader)
-        """The torch generators that the loader draws from; their states belong to the random streams."""
         self._epochs = epochs
         self._accumulate = accumulate
         self._events = events

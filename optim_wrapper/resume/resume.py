@@ -28,7 +28,6 @@ from lastwords.optim_wrapper.ddp import ddp_buckets
 from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.loop.data_position import known_at_resume
-from lastwords.optim_wrapper.loop.own_loop import without_the_loaders
 from lastwords.optim_wrapper.resume.facts import changed
 from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.resume.reshard import fits_as_it_is
@@ -44,7 +43,7 @@ from lastwords.optim_wrapper.resume.saved_habits import habits_for, last_named
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
 from lastwords.optim_wrapper.state import extra_digests, hyperparameters
-from lastwords.optim_wrapper.state.attributes import NOTHING, SavedAttributes, saved_in
+from lastwords.optim_wrapper.state.attributes import NOTHING, Saved, saved_in
 from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
@@ -68,7 +67,7 @@ EARLIER_MOVE = Reason(
 class Resumed:
     """What a resume has put back, and what the loop still needs: the streams of the epoch's start and of the step.
 
-    loader, loader_at_start: what its attributes were at the step's end, and at the epoch's start.
+    at_step, at_start: attributes and random generators at the step's end, and at the epoch's start.
     epoch and step are as in the manifest: see `position`. last_named: the last step that the loop had given a name;
     None if it gives none. moved: the saved run had other ranks, or another layout.
     """
@@ -81,8 +80,8 @@ class Resumed:
     data: LoopFacts
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
-    loader: SavedAttributes = field(default_factory=dict)
-    loader_at_start: SavedAttributes = field(default_factory=dict)
+    at_step: Saved = NOTHING
+    at_start: Saved = NOTHING
     reasons: list[Reason] = field(default_factory=list)
     last_named: Position | None = None
     moved: bool = False
@@ -209,10 +208,10 @@ def _restore(
     if owner == world.rank or (moved and owner >= 0):
         of = manifest.locals[extras_of]
         at_step, at_start = (saved_in(one, str(path)) for one in (of.document, of.meta.epoch_document))
-        reasons += recorder.attributes.restore(at_step.objects)
-        reasons += recorder.rng.restore(without_the_loaders(step_regions))
+        reasons += recorder.attributes.restore(at_step.before_the_loop)
+        reasons += recorder.rng.restore(step_regions)
         if run.data is None:  # else the loader is not known before steps() begins
-            reasons += recorder.rng.own.unsaved()
+            reasons += recorder.attributes.generators.unsaved()
         reasons += recorder.extra_buffers.restore(step_regions)
         local_history = None
         inline = manifest.locals[extras_of].document.extras_inline(f"{path}: local_extras")
@@ -231,8 +230,8 @@ def _restore(
         data=data,
         regions=step_regions,
         epoch_start=epoch_start,
-        loader=at_step.loader,
-        loader_at_start=at_start.loader,
+        at_step=at_step,
+        at_start=at_start,
         reasons=list(merged(map(as_reason, reasons))),
         last_named=last_named(manifest),
         moved=moved,

@@ -34,7 +34,6 @@ from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.resume.reshard import Resharded, VirtualUnit
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey
-from lastwords.optim_wrapper.streams.own_streams import PREFIX as OWN
 from lastwords.processor.box_reader import RegionCopy
 from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.sharding.pieces import Members
@@ -236,8 +235,7 @@ def buffers_by_name(
 def _torch_streams(regions: Mapping[str, RegionCopy], recorder: StepRecorder) -> str:
     """A checksum of the streams that models draw from: torch's own, of the CPU and of this rank's accelerator."""
     digest = xxhash.xxh3_64()
-    of_models = {name for name in recorder.rng.snapshot() if not name.startswith(OWN)}
-    for name in sorted(of_models - {"rng/python", "rng/numpy"}):
+    for name in sorted(recorder.rng.snapshot().keys() - {"rng/python", "rng/numpy"}):
         digest.update(bytes(regions[name].data) if name in regions else b"")
     return digest.hexdigest()
 

@@ -2,7 +2,8 @@
 
 What an attribute holds when the loop begins, a new process has, too: its constructors have set it. So only what has
 moved since is state. From then on it is in the rank's black box, in the document of each step, and a resume puts it
-back into the very objects: attributes that are there no more are deleted, containers keep their identity.
+back into the very objects: attributes that are there no more are deleted, containers keep their identity. The random
+generators that are found on the way are in the same documents: see `Generators`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -22,6 +23,7 @@ from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
+from lastwords.optim_wrapper.state.generators import Generators, SavedGenerators
 from lastwords.optim_wrapper.state.object_walk import CODE, DATA_PTR, GONE, ID, VALUE_BYTES_MAX, Shadow, Walk, own_of
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
@@ -43,33 +45,48 @@ LOOKS = 16
 LOADER = "loader"
 """The root that only `steps()` knows, which puts its attributes back while it finds its place in the data."""
 
+_T = TypeVar("_T")
 _Name = tuple[str, str]
 SavedAttributes = Mapping[str, Mapping[str, StoredValue]]
 """Path of an object and name of an attribute -> what was in it."""
 
 
-class _Both(NamedTuple):
-    """What is put back at once, and by the loop."""
+class Saved(NamedTuple):
+    """What is in a step's document."""
 
-    objects: SavedAttributes
-    loader: SavedAttributes
+    values: SavedAttributes
+    generators: SavedGenerators
+
+    @property
+    def before_the_loop(self) -> Saved:
+        """Without what the loader has."""
+        return Saved(_part(self.values, of_loader=False), _part(self.generators, of_loader=False))
+
+    @property
+    def of_the_loader(self) -> Saved:
+        """What the loader has."""
+        return Saved(_part(self.values, of_loader=True), _part(self.generators, of_loader=True))
+
+    @property
+    def at_its_place(self) -> Saved:
+        """What is put back where the loop begins: what the loader has, and all generators, as the streams are."""
+        return Saved(self.of_the_loader.values, self.generators)
 
 
-NOTHING = _Both({}, {})
+NOTHING = Saved({}, {})
 
 
-def saved_in(document: StepDocument, where: str) -> _Both:
-    """Those in a step's document. FormatError if they are damaged."""
-    every = document.attributes_inline(f"{where}: attributes")
-    of_loader = {path: keys for path, keys in every.items() if path.partition(".")[0] == LOADER}
-    return _Both({path: keys for path, keys in every.items() if path not in of_loader}, of_loader)
+def saved_in(document: StepDocument, where: str) -> Saved:
+    """FormatError if it is damaged."""
+    return Saved(document.attributes_inline(f"{where}: attributes"), document.generators_inline(f"{where}: generators"))
 
 
 class Attributes:
     """Looks at the attributes of `roots`. Training thread.
 
     saved: tensors that a checkpoint has anyway, by name. spoken: what else it has, of optimizers with a state_dict() of
-    their own: an attribute that is part of that is not looked at.
+    their own: an attribute that is part of that is not looked at. beyond: objects of the job of whose attributes only
+    the random generators count.
     """
 
     def __init__(
@@ -78,10 +95,12 @@ class Attributes:
         saved: Callable[[], Mapping[str, torch.Tensor]],
         ledger: Ledger | None = None,
         spoken: Mapping[str, OwnState] | None = None,
+        beyond: Mapping[str, Any] | None = None,
     ) -> None:
         self._roots = dict(roots)
         self._saved = saved
         self.ledger = ledger or Ledger()
+        self.generators = Generators(beyond or {}, self.ledger)
         self._spoken = spoken or {}
         self._walk = Walk({}, {})
         self._first: dict[_Name, Any] = {}
@@ -114,17 +133,20 @@ class Attributes:
         with self._guarded():
             self._walk = self._new_walk()
             self._first = self._marks(self._walk)
+            self.generators.begin(self._walk)
             if self._walk.ended_at:
                 _log.info("attributes behind %s are not looked at: there are too many objects", self._walk.ended_at)
 
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
         self._roots, self._walk, self._first, self._moved = {}, Walk({}, {}), {}, {}
+        self.generators.let_go()
 
-    def look(self) -> None:
-        """See what has moved."""
+    def look(self, *, beyond: bool = False) -> None:
+        """See what has moved. beyond: search for random generators wherever the user's code may have them, too."""
         with self._guarded():
             self._walk = self._new_walk()
+            self.generators.look(self._walk, beyond=beyond)
             moved = self._moved_in(self._walk)
             if self._spoken and moved:
                 said = {mark for own in self._spoken.values() for mark in _leaf_marks(_said(own))}
@@ -142,13 +164,15 @@ class Attributes:
 
     def unseen(self) -> list[str]:
         """What has moved for the first time since the newest look. Any thread, while no step is computed."""
-        if not self._first:
+        if not self._first and not self.generators.names:
             return []
         try:
-            new = [name for name in self._moved_in(self._new_walk()) if name not in self._moved]
+            walk = self._new_walk()
+            new = [name for name in self._moved_in(walk) if name not in self._moved]
         except Exception as error:  # of the same objects: handed to the checkpoint
             return [f"what cannot be looked at ({error!r:.200})"]
-        return [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
+        values = [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
+        return values + self.generators.unseen(walk)
 
     @property
     def moved(self) -> set[str]:
@@ -156,9 +180,12 @@ class Attributes:
         return {".".join(name) for name in self._moved if name[0] in self._walk.objects}
 
     def document(self, *, look: bool = False) -> bytes:
-        """The member of a step's document that has what moves, with a comma first; empty if nothing does."""
+        """Members of a step's document: what moves, and the generators, with a comma first; empty if nothing does."""
         if look:
             self.look()
+        return self._values() + self.generators.document()
+
+    def _values(self) -> bytes:
         if not self._moved:
             return b""
         said: dict[str, dict[str, Any]] = {}
@@ -202,9 +229,15 @@ class Attributes:
             found.setdefault(path, {})[key] = typed({key: unpack(packed)}, dict[str, StoredValue], path)[key]
         return found
 
-    def restore(self, saved: SavedAttributes) -> list[str]:
+    def restore(self, saved: Saved) -> list[str]:
         """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage."""
-        walk = self._new_walk()
+        reasons = self.put(saved.values)
+        self.generators.look(self._walk)
+        return [*reasons, *self.generators.restore(saved.generators)]
+
+    def put(self, saved: SavedAttributes) -> list[str]:
+        """Put these values back; likewise."""
+        walk = self._walk = self._new_walk()
         values = {
             (path, key): _value(stored, f"{path}.{key}") for path, keys in saved.items() for key, stored in keys.items()
         }
@@ -239,7 +272,11 @@ class Attributes:
 
 
 def of_job(
-    view: UnitView, optimizers: Sequence[OptTFTWrapper], ledger: Ledger, spoken: Mapping[str, OwnState]
+    view: UnitView,
+    optimizers: Sequence[OptTFTWrapper],
+    ledger: Ledger,
+    spoken: Mapping[str, OwnState],
+    beyond: Mapping[str, Any],
 ) -> Attributes:
     """Those of the model and of all optimizers."""
     roots: dict[str, Any] = {"model": view.model}
@@ -255,16 +292,23 @@ def of_job(
         every |= {f"buffer {name}": one for name, one in view.model.named_buffers(remove_duplicate=False)}
         return every | {f"trained {number}": one for number, one in enumerate(view.trained)}
 
-    return Attributes(roots, saved, ledger, spoken)
+    return Attributes(roots, saved, ledger, spoken, beyond)
+
+
+def _part(every: Mapping[str, _T], *, of_loader: bool) -> dict[str, _T]:
+    return {path: one for path, one in every.items() if (path.partition(".")[0] == LOADER) is of_loader}
 
 
 def differing(one: bytes, other: bytes) -> str:
-    """Names of the attributes in the second document that the first one has otherwise, or lacks; empty if none."""
+    """Names of what the first of two documents has otherwise than the second, or lacks; empty if there is none."""
     if one == other or not other:
         return ""
-    was, now = (json.loads(b"{%s}" % member[1:]).get("attributes", {}) for member in (one, other))
-    every = [(path, key) for path, keys in now.items() for key in keys]
-    return ", ".join(f"{path}.{key}" for path, key in every if was.get(path, {}).get(key) != now[path][key])
+    was, now = (json.loads(b"{%s}" % members[1:]) for members in (one, other))
+    before, after = was.get("attributes", {}), now.get("attributes", {})
+    every = [(path, key) for path, keys in after.items() for key in keys]
+    names = [f"{path}.{key}" for path, key in every if before.get(path, {}).get(key) != after[path][key]]
+    states = was.get("generators", {})
+    return ", ".join(names + [name for name, one in now.get("generators", {}).items() if states.get(name) != one])
 
 
 def names_in(attributes: Any) -> set[str]:

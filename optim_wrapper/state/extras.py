@@ -142,6 +142,11 @@ class Extras:
         """Those that are modules, such as averaged models."""
         return ((name, one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module))
 
+    def objects(self) -> dict[str, Any]:
+        """The user's, which have a state_dict(), by what they are called."""
+        every = self._objects.items()
+        return {self._called(name): one for name, one in every if self.are_users(name) and not isinstance(one, dict)}
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Those of all modules among them, by what they are called."""
         return {

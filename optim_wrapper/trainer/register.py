@@ -220,7 +220,7 @@ class TFTRegister:
         reasons, (epoch, step) = tuple(map(str, resumed.reasons)), resumed.position or (None, None)
         if run.world.rank == 0:
             own_loop.look_at_first_forward(
-                self._model, self._recorder.rng, resumed.global_step, lambda: run.steps is None
+                self._model, self._recorder.streams, resumed.global_step, lambda: run.steps is None
             )
         return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path), resumed.groups)
 
@@ -236,8 +236,8 @@ class TFTRegister:
         if run is None or run.steps is not None or run.begun:
             raise ConfigError("restore_streams() is for custom loops; call it between resume() and the first step")
         if run.resumed is not None and run.resumed.regions:
-            regions = own_loop.without_the_loaders(run.resumed.regions)
-            self._recorder.ledger.tell(*self._recorder.rng.restore(regions))
+            generators = run.resumed.at_step.before_the_loop._replace(values={})
+            self._recorder.put_back(run.resumed.regions, generators, last=False)
 
     # ------------------------------------------------------------------ periodic checkpoints
 

@@ -23,7 +23,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_cou
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
-from lastwords.optim_wrapper.state.attributes import SavedAttributes
+from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
 from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, is_loader_error, one_line
@@ -98,15 +98,15 @@ class Run:
         """The first batch of `steps` is asked for: what is drawn until then belongs to no step."""
         self.begun, resumed = True, self.resumed
         self.recorder.ledger.tell(*self.buckets.reasons)
-        self.recorder.know(loader, steps.generators)
+        self.recorder.attributes.know(loader)
         self._open_box()
         self.recorder.begin(
             self.start_step,
             None if resumed is None else resumed.position,
             epoch_start=None if resumed is None else resumed.epoch_start,
             step_regions=None if resumed is None else resumed.regions,
-            loader_at_start=None if resumed is None else resumed.loader_at_start,
-            loader=None if resumed is None else resumed.loader,
+            at_start=NOTHING if resumed is None else resumed.at_start.at_its_place,
+            at_step=NOTHING if resumed is None else resumed.at_step.at_its_place,
             steps_per_epoch=steps.steps_per_epoch if known_length else 0,
         )
         self._open_loop(*((steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)))
@@ -117,8 +117,10 @@ class Run:
             self.begun = True
             if self.world.rank == 0:
                 self.recorder.loop.passes.when_other = own_loop.passes_differ
-            regions = {} if self.resumed is None else self.resumed.regions
-            self.recorder.ledger.tell(*own_loop.left_to_the_loop(regions, self.recorder.rng.own))
+            if self.resumed is not None and self.resumed.regions:
+                of_loader = self.resumed.at_step.of_the_loader.generators
+                self.recorder.ledger.tell(*own_loop.left_to_the_loop(of_loader))
+                self.recorder.ledger.tell(*self.recorder.attributes.generators.left_over())
             self._open_loop(0, 0)
 
     def look_at_name(self, position: Position) -> None:
@@ -148,13 +150,11 @@ class Run:
         if resumed is None:
             return None
 
-        def back_to(
-            regions: Mapping[str, RegionCopy], loader: SavedAttributes, *, last: bool
-        ) -> Callable[[], None] | None:
-            return (lambda: self.recorder.put_back(regions, loader, last=last)) if regions else None
+        def back_to(regions: Mapping[str, RegionCopy], saved: Saved, *, last: bool) -> Callable[[], None] | None:
+            return (lambda: self.recorder.put_back(regions, saved.at_its_place, last=last)) if regions else None
 
-        at_start = back_to(resumed.epoch_start, resumed.loader_at_start, last=False)
-        at_step = back_to(resumed.regions, resumed.loader, last=True)
+        at_start = back_to(resumed.epoch_start, resumed.at_start, last=False)
+        at_step = back_to(resumed.regions, resumed.at_step, last=True)
         return ResumeAt(resumed.epoch, resumed.step, at_start, at_step)
 
     def _open_box(self) -> None:

@@ -15,11 +15,17 @@ from torch import nn
 
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.checkpoint.storable import Place
-from lastwords.optim_wrapper.state import attributes, object_walk
-from lastwords.optim_wrapper.state.attributes import Attributes, differing
+from lastwords.optim_wrapper.state import attributes, generators, object_walk
+from lastwords.optim_wrapper.state.attributes import Attributes, Saved, differing, saved_in
 from lastwords.optim_wrapper.state.object_walk import Walk
 from tests import golden
 from tests.ledgers import told
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the random generators that tests have."""
+    monkeypatch.setattr(generators, "Beyond", lambda walk, roots: Walk({}, {}))
 
 
 class Meter:
@@ -74,10 +80,14 @@ def move(net: Any) -> None:
     net.come = OrderedDict(a=(1, True))
 
 
-def saved(watch: Attributes) -> Any:
+def everything(watch: Attributes) -> Saved:
     """As it is read back."""
-    member = watch.document()
-    return StepDocument(attributes=json.loads(b"{%s}" % member[1:]).get("attributes")).attributes_inline("x")
+    return saved_in(StepDocument(**json.loads(b"{%s}" % watch.document()[1:])), "x")
+
+
+def saved(watch: Attributes) -> Any:
+    """The values alone."""
+    return everything(watch).values
 
 
 def test_what_has_moved_is_put_back_into_the_very_objects() -> None:
@@ -87,7 +97,7 @@ def test_what_has_moved_is_put_back_into_the_very_objects() -> None:
     watch.look()
     queue, seen, table = again.queue, again.meter.seen, again.table
     new = watched(again)
-    assert new.restore(saved(watch)) == []
+    assert new.put(saved(watch)) == []
     assert (again.calls, str(again.rate), again.queue.tolist()) == (1, "nan", [0, 2, 0])
     assert list(again.table) == [(2, 2), "w"]
     assert again.table["w"] is again.layer[0].weight
@@ -171,9 +181,9 @@ def test_what_is_there_now_can_be_put_back() -> None:
     before, again = saved(watch), Net()
     new = watched(again)
     constructed = new.now(before)
-    new.restore(before)
+    new.put(before)
     assert again.calls == 1
-    assert new.restore(constructed) == []
+    assert new.put(constructed) == []
     assert (again.calls, again.rate, again.table, again.layer[1].p, hasattr(again, "come")) == (0, None, {}, 0.1, False)
 
 
@@ -182,7 +192,7 @@ def test_an_object_that_was_made_meanwhile_is_told_where_it_is_missing() -> None
     watch = watched(net)
     net.both.append(Meter())
     watch.look()
-    reasons = watched(again).restore(saved(watch))
+    reasons = watched(again).put(saved(watch))
     assert len(reasons) == 3
     assert len(again.both) == 2
 
@@ -218,9 +228,9 @@ def test_what_cannot_be_stored_is_told_once_and_where_it_is_something_else_on_a_
         watch.look()
         assert saved(watch)["model"].keys() == {"pair"}
     golden.says(told(watch))
-    golden.says(watched(again).restore(saved(watch)))
+    golden.says(watched(again).put(saved(watch)))
     again.pair = [Mode.COLD, 0]
-    assert watched(again).restore(saved(watch)) == []
+    assert watched(again).put(saved(watch)) == []
     assert again.pair == [Mode.COLD, 1]
 
 

@@ -26,8 +26,9 @@ from torch.utils.data import (
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
-from lastwords.optim_wrapper.state.attributes import Attributes
-from lastwords.optim_wrapper.streams.own_streams import OwnStreams
+from lastwords.optim_wrapper.state import generators
+from lastwords.optim_wrapper.state.attributes import NOTHING, Attributes
+from lastwords.optim_wrapper.state.object_walk import Walk
 from tests import golden
 from tests.ledgers import told
 from tests.optim_wrapper import test_attributes
@@ -171,21 +172,20 @@ def test_a_loader_that_counts_its_epochs_itself_is_found_out(resumed_in: int, di
 # ------------------------------------------------------------------ a run in miniature
 
 
-def all_streams(generators: dict[str, torch.Generator]) -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        **{name: generator.get_state() for name, generator in generators.items()},
-    }
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the random generators that tests have."""
+    monkeypatch.setattr(generators, "Beyond", lambda walk, roots: Walk({}, {}))
 
 
-def put_back(state: dict[str, Any], generators: dict[str, torch.Generator]) -> None:
+def all_streams() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def put_back(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for name, generator in generators.items():
-        generator.set_state(state[name])
 
 
 def plain(value: Any) -> Any:
@@ -210,20 +210,17 @@ class Run:
     ends: dict[tuple[int, int], Any] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     steps: Steps | None = None
-    with_own: bool = False
-    """Whether the generators of the user's own are captured, too."""
-    own: OwnStreams = field(default_factory=OwnStreams.none)
     attributes: Attributes = field(default_factory=lambda: Attributes({}, dict))
+
+    def streams(self) -> dict[str, Any]:
+        """Whether they are elsewhere."""
+        own = {name: state.hex() for name, state in self.attributes.generators.states().items()}
+        return {**plain(all_streams()), **own}
 
     def state(self) -> dict[str, Any]:
         """Of all that is put back while the loop finds its place."""
-        assert self.steps is not None
         self.attributes.look()
-        return {
-            **all_streams(self.steps.generators),
-            "own": self.own.snapshot(),
-            "attributes": test_attributes.saved(self.attributes),
-        }
+        return {**all_streams(), "saved": test_attributes.everything(self.attributes)}
 
     def epoch_start(self, epoch: int) -> None:
         self.events.append(f"epoch {epoch}")
@@ -234,8 +231,7 @@ class Run:
 
     def step_end(self, epoch: int, step: int) -> None:
         self.events.append(f"end {epoch}.{step}")
-        assert self.steps is not None
-        self.record.append((epoch, step, plain(all_streams(self.steps.generators))))
+        self.record.append((epoch, step, self.streams()))
         self.ends[epoch, step] = self.state()
 
     def round_over(self, epoch: int, step: int) -> None:
@@ -245,13 +241,10 @@ class Run:
         steps = self.steps = Steps(events=self, ledger=self.ledger, aside=self.attributes.aside, **kwargs)
         self.attributes.know(kwargs["loader"])
         self.attributes.begin()
-        if self.with_own:
-            self.own = OwnStreams({"loader": kwargs["loader"]}, list(steps.generators.values()))
-            self.own.look()
         for epoch, step, batch in steps:
             self.record.append((epoch, step, plain(batch), steps.ends_step))
             torch.rand(3), random.random(), np.random.rand()  # dropout and the like, between the draws of the dataset
-        self.record.append(("after", plain(all_streams(steps.generators))))
+        self.record.append(("after", self.streams()))
         self.attributes.let_go()  # workers that the collector ends take five seconds each
         return self
 
@@ -271,16 +264,15 @@ def after(record: list[Any], epoch: int, step: int) -> list[Any]:
 def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, run: Run | None = None, **kwargs: Any) -> Run:
     """The run in a "new process": other seeds, a new loader."""
     seed_all(999)
-    run = Run(with_own=whole.with_own) if run is None else run
+    run = Run() if run is None else run
     new = make()
 
     def restore(state: Any) -> Callable[[], None]:
         def put() -> None:
             assert run.steps is not None
-            put_back(state, run.steps.generators)
-            run.own.restore(state["own"])
-            run.ledger.tell(*run.attributes.restore(state["attributes"]))
-            run.ledger.tell(*run.own.left_over())
+            put_back(state)
+            run.ledger.tell(*run.attributes.restore(state["saved"]))
+            run.ledger.tell(*run.attributes.generators.left_over())
 
         return put
 
@@ -291,7 +283,7 @@ def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, run: Run
 def forget(whole: Run) -> None:
     """For a control: nothing is saved of what moves in the loader."""
     for state in (*whole.starts.values(), *whole.ends.values()):
-        state["attributes"] = {}
+        state["saved"] = NOTHING
 
 
 def whole_run(make: Callable[[], Any], run: Run | None = None, **kwargs: Any) -> Run:
@@ -586,7 +578,7 @@ def test_control_without_the_streams_of_the_step_the_batches_differ() -> None:
     whole = whole_run(make, epochs=2)
     seed_all(999)
     run = Run()
-    run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, lambda: put_back(whole.starts[1], {}), None))
+    run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, lambda: put_back(whole.starts[1]), None))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
     golden.says(told(run.steps))
@@ -599,7 +591,7 @@ def test_control_without_the_streams_of_the_epochs_start_the_order_differs() -> 
     whole = whole_run(make, epochs=2)
     seed_all(999)
     run = Run()
-    run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, None, lambda: put_back(whole.ends[1, 3], {})))
+    run.train(loader=make(), epochs=2, resume=ResumeAt(1, 3, None, lambda: put_back(whole.ends[1, 3])))
     assert run.record != after(whole.record, 1, 3)
     assert run.steps is not None
     golden.says(told(run.steps))
@@ -675,13 +667,14 @@ def test_a_generator_of_the_datasets_own_goes_on_where_it_was(make_rng: Any) -> 
     def make() -> Any:
         return DataLoader(Augmented(), BATCH, shuffle=True)
 
-    for with_own in (True, False):  # the negative control: without them the numbers differ
-        whole = whole_run(make, Run(with_own=with_own), epochs=3)
+    whole = whole_run(make, epochs=3)
+    for control in (False, True):  # the negative control: without them the numbers differ
         for epoch, step in points(BATCHES):
             again = resumed(whole, make, epoch, step, epochs=3)
-            goes_on = again.record == after(whole.record, epoch, step)
-            assert goes_on is (with_own or (epoch, step) == (3, BATCHES))
-            assert told(again) == told(whole) == []
+            assert (again.record == after(whole.record, epoch, step)) is not control
+            assert bool(told(again)) is control
+            assert told(whole) == []
+        forget(whole)
 
 
 def test_torch_generators_of_the_datasets_and_samplers_own_are_captured() -> None:
@@ -708,7 +701,7 @@ def test_torch_generators_of_the_datasets_and_samplers_own_are_captured() -> Non
 
     whole = whole_run(make, epochs=3)
     assert whole.steps is not None
-    assert set(whole.steps.generators) == {"sampler.rng", "dataset.noise"}
+    assert whole.ends[1, 1]["saved"].generators.keys() == {"loader.sampler.rng", "loader.dataset.noise"}
     for epoch, step in points(whole.steps.steps_per_epoch):
         assert resumed(whole, make, epoch, step, epochs=3).record == after(whole.record, epoch, step)
 

@@ -123,16 +123,10 @@ def others_unasked() -> None:
     source._moved_late = lambda self, states, step: ""
 
 
-def own_streams_unseen() -> None:
+def own_generators_unseen() -> None:
     """Nobody looks for random generators of the user's own."""
-    streams = importlib.import_module("lastwords.optim_wrapper.streams.own_streams").OwnStreams
-    whole = streams.__init__
-
-    def without_search(self: Any, *arguments: Any, **options: Any) -> None:
-        whole(self, *arguments, **options)
-        self._searches = False
-
-    streams.__init__ = without_search
+    generators = importlib.import_module("lastwords.optim_wrapper.state.generators").Generators
+    generators.look, generators.unseen = nothing, nothing
 
 
 def optimizers_own_state_lost() -> None:
@@ -186,7 +180,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "bucket replay": buckets_as_they_come,
     "doubts about extras": extras_as_they_are,
     "what others saw move late": others_unasked,
-    "own generators": own_streams_unseen,
+    "own generators": own_generators_unseen,
     "optimizers' own state": optimizers_own_state_lost,
     "state that is taken out": state_out_unseen,
     "what has to be alike": ranks_uncompared,

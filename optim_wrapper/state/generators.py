@@ -1,0 +1,302 @@
+"""Random generators of the user's own: captured with each step, and put back by the place that they lie at.
+
+What lies at a place at the end of a step is what the next step reads, also where the loop puts another generator there
+("for epoch ...: rng = default_rng(epoch)"). One that is made anew in each step, and was not drawn from after the end of
+the step that made it, is no state. In a worker a generator is a copy of the one here, made anew in each epoch, so that
+there is nothing to save.
+
+    torch.Generator, random.Random, numpy's RandomState    as `rng_streams` takes the global ones
+    numpy's other generators                               their public `state`, as JSON, and the number of children
+    numpy's SeedSequence                                   the number of children that it has spawned
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import types
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.ledger import Ledger
+from lastwords.optim_wrapper.state.object_walk import GENERATORS, Beyond, Lying, Walk
+from lastwords.optim_wrapper.state.running import user_frames
+from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, Stream, TorchStream
+
+BYTES_MAX = 1 << 20
+"""Of all states together, in a step's document."""
+
+_SPAWNED = "n_children_spawned"
+
+SavedGenerators = Mapping[str, tuple[str, bytes]]
+"""Path of a generator -> its kind, and its state."""
+
+
+class _State(NamedTuple):
+    """How the state of one generator is taken, and put back."""
+
+    take: Callable[[], bytes]
+    put: Callable[[bytes], None]
+
+
+class _Leaf:
+    """One generator. ends: ends of steps at which it lay at its place. found_as: its state when it was found."""
+
+    def __init__(self, path: str, lying: Lying, state: _State, *, ends: int) -> None:
+        self.path, self.ends = path, ends
+        self.put_there(lying, state)
+        self.found_as = self.taken
+
+    def put_there(self, lying: Lying, state: _State) -> None:
+        """This one lies at its place now."""
+        self.lying, self.state, self.kind = lying, state, kind_of(lying.generator)
+        self.taken, self.text = b"", b""
+        self.take()
+
+    def take(self) -> bytes:
+        """The member of a document: JSON."""
+        now = self.state.take()
+        if now != self.taken:
+            self.taken = now
+            self.text = json.dumps([self.kind, base64.b64encode(now).decode("ascii")]).encode()
+        return self.text
+
+
+class Generators:
+    """Those that a walk has come to, and what lies beyond it. Training thread, but for `drawn` and `unseen`.
+
+    roots: objects of the job that the walk does not look into, by their names.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], ledger: Ledger | None = None) -> None:
+        self._roots = dict(roots)
+        self.ledger = ledger or Ledger()
+        self._leaves: dict[str, _Leaf] = {}
+        self._passing: dict[str, _Leaf | None] = {}
+        """Places at which generators do not stay, with what was there at the newest look."""
+        self._begun = False
+        self._missing: list[str] = []
+        self._unsaved: list[str] = []
+
+    def let_go(self) -> None:
+        """The run is over: keep nothing of the user's alive."""
+        self._roots, self._leaves, self._passing = {}, {}, {}
+
+    @property
+    def names(self) -> list[str]:
+        """Their paths."""
+        return [*self._leaves]
+
+    def begin(self, walk: Walk) -> None:
+        """The loop begins: what there is now has been here at the end of a step, as it were."""
+        self._begun, self._leaves = False, {}
+        self.look(walk)
+        self._begun = True
+
+    def look(self, walk: Walk, *, beyond: bool = True) -> None:
+        """Take what is new, and let go of what is nowhere any more. beyond: not only of what the walk has come to."""
+        found = dict(walk.generators)
+        if beyond:
+            found |= {path: one for path, one in Beyond(walk, self._roots).generators.items() if path not in found}
+            there = {id(one.generator) for one in found.values()}
+            self._leaves = {path: one for path, one in self._leaves.items() if id(one.lying.generator) in there}
+        known = {id(one.lying.generator) for one in self._leaves.values()}
+        for path, lying in found.items():
+            if id(lying.generator) not in known and path not in self._leaves:
+                self._meet(path, lying)
+
+    def _meet(self, path: str, lying: Lying) -> None:
+        state = state_of(lying.generator)
+        if state is None:
+            what = f"the state of the random generator {path} ({kind_of(lying.generator)}) cannot be taken"
+            self.ledger.tell(what)
+            return
+        leaf = _Leaf(path, lying, state, ends=int(not self._begun))
+        if path in self._passing:
+            self._passing[path] = leaf
+        else:
+            self._leaves[path] = leaf
+
+    def end_step(self) -> None:
+        """Follow the places to what lies there now."""
+        if self._leaves or self._passing:
+            frames = self.follow(ends=1)
+            for path, leaf in [*self._passing.items()]:
+                if leaf is not None:  # is what was found there at the newest look used in a later step after all?
+                    now = leaf.lying.now(frames)
+                    used = now is leaf.lying.generator or leaf.state.take() != leaf.found_as
+                    self._passing[path] = None
+                    if used and isinstance(now, GENERATORS):
+                        del self._passing[path]
+                        self._meet(path, leaf.lying._replace(generator=now))
+
+    def follow(self, *, ends: int = 0) -> Collection[types.FrameType]:
+        """See what lies at the places now; ends: 1 at the end of a step, else 0."""
+        at_code = any(type(one.lying.holder) is types.CodeType for one in self._leaves.values())
+        frames = user_frames() if at_code or self._passing else ()
+        for path, leaf in [*self._leaves.items()]:
+            now = leaf.lying.now(frames)
+            if now is leaf.lying.generator:
+                leaf.ends += ends
+            elif isinstance(now, GENERATORS):
+                del self._leaves[path]
+                if leaf.ends == 0 and leaf.state.take() == leaf.found_as:
+                    self._passing[path] = None
+                else:
+                    self._meet(path, leaf.lying._replace(generator=now))
+                    if path in self._leaves:
+                        self._leaves[path].ends = leaf.ends + 1
+        return frames
+
+    def document(self) -> bytes:
+        """The member of a step's document, with a comma first; empty if there are none."""
+        if not self._leaves:
+            return b""
+        texts = [b"%s:%s" % (json.dumps(path).encode(), one.take()) for path, one in self._leaves.items()]
+        if sum(map(len, texts)) > BYTES_MAX:
+            self.ledger.tell(f"the states of {len(texts)} random generators are too large to be saved with each step")
+            return b""
+        return b',"generators":{%s}' % b",".join(texts)
+
+    # ------------------------------------------------------------------ in an incident, any thread
+
+    def states(self) -> dict[str, bytes]:
+        """What they are like now."""
+        return {path: one.state.take() for path, one in self._leaves.items()}
+
+    def drawn(self) -> str:
+        """One that has drawn since the newest document; empty if none has."""
+        return next((path for path, one in self._leaves.items() if one.state.take() != one.taken), "")
+
+    def unseen(self, walk: Walk) -> list[str]:
+        """Those that have come since the newest look."""
+        known = {id(one.lying.generator) for one in self._leaves.values()}
+        new = {path for path, one in walk.generators.items() if id(one.generator) not in known}
+        return [*new - self._leaves.keys() - self._passing.keys()]
+
+    # ------------------------------------------------------------------ resume
+
+    def restore(self, saved: SavedGenerators) -> list[str]:
+        """Put back those that are here, directly after a look; why that failed. See `left_over` for the others."""
+        reasons = []
+        for path, (kind, state) in saved.items():
+            leaf = self._leaves.get(path)
+            if leaf is not None and kind != leaf.kind:
+                reasons.append(f"the random generator {path} was a {kind}, and is a {leaf.kind} here")
+            elif leaf is not None:
+                try:
+                    leaf.state.put(state)
+                except (MismatchError, RuntimeError, TypeError, ValueError) as error:
+                    reasons.append(f"the random generator {path} cannot be restored: {error}")
+        self._missing = sorted(saved.keys() - self._leaves.keys())
+        self._unsaved = sorted(self._leaves.keys() - saved.keys())
+        return reasons
+
+    def unsaved(self) -> list[str]:
+        """Why what the newest `restore` found here alone, and is here still, makes a resume not exact.
+
+        What lay in a function that is not being run any more is out of reach, as it was in the saved run.
+        """
+        frames = user_frames()
+        there = [path for path in self._unsaved if (leaf := self._leaves.get(path)) and leaf.lying.now(frames)]
+        return [
+            f"the random generator {path} is not in the checkpoint, and starts from its initial state" for path in there
+        ]
+
+    def left_over(self) -> list[str]:
+        """The same of all that was here or in the checkpoint alone."""
+        return [
+            f"the random generator {path} was saved but does not exist when the loop begins; create it before the loop"
+            for path in self._missing
+        ] + self.unsaved()
+
+
+def kind_of(generator: Any) -> str:
+    """What a state belongs to: another kind of generator cannot take it.
+
+    >>> kind_of(np.random.default_rng()), kind_of(random.Random()), kind_of(torch.Generator())
+    ('numpy.random.PCG64', 'random.Random', 'torch.Generator on cpu')
+    """
+    if isinstance(generator, torch.Generator):
+        return f"torch.Generator on {generator.device.type}"
+    if isinstance(generator, random.Random):
+        return "random.Random"
+    if isinstance(generator, np.random.Generator):
+        generator = generator.bit_generator
+    home = type(generator).__module__
+    home = "numpy.random" if home.startswith("numpy.random.") else home
+    return f"{home}.{type(generator).__name__}"
+
+
+def state_of(generator: Any) -> _State | None:
+    """How its state is taken and put back; None if it has one that cannot be taken."""
+    try:
+        if isinstance(generator, torch.Generator):
+            return _of_stream(TorchStream("own", generator))
+        if isinstance(generator, random.Random):
+            plain = type(generator).getstate is random.Random.getstate
+            return _of_stream(PythonStream(generator)) if plain else None
+        if isinstance(generator, np.random.RandomState):
+            twister = generator.get_state(legacy=False)["bit_generator"] == "MT19937"  # type: ignore[call-overload]
+            return _of_stream(NumpyStream(generator)) if twister else None
+        if isinstance(generator, np.random.SeedSequence):
+            return _State(lambda: b"%d" % getattr(generator, _SPAWNED), lambda data: _spawn_up_to(generator, int(data)))
+        state = _of_bits(generator.bit_generator if isinstance(generator, np.random.Generator) else generator)
+        state.take()
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return state
+
+
+def _of_stream(stream: Stream) -> _State:
+    memory = bytearray(stream.region.nbytes)
+    copy = stream.into(memoryview(memory))
+
+    def take() -> bytes:
+        copy()
+        return bytes(memory)
+
+    return _State(take, stream.restore)
+
+
+def _of_bits(bits: Any) -> _State:
+    seeds = getattr(bits, "seed_seq", None)
+
+    def take() -> bytes:
+        return json.dumps([bits.state, getattr(seeds, _SPAWNED, 0)], default=_listed).encode()
+
+    def put(data: bytes) -> None:
+        try:
+            state, spawned = json.loads(data)
+            bits.state = _shaped_as(bits.state, state)
+            _spawn_up_to(seeds, spawned)
+        except (KeyError, TypeError, ValueError) as error:
+            raise MismatchError(f"this is not a state of a {type(bits).__name__}: {error}") from error
+
+    return _State(take, put)
+
+
+def _spawn_up_to(seeds: Any, count: int) -> None:
+    missing = count - getattr(seeds, _SPAWNED, count)
+    if missing < 0:
+        raise MismatchError(f"its seed sequence had spawned {count} children, and {count - missing} here")
+    if missing:
+        seeds.spawn(missing)
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} in the state of a bit generator")
+
+
+def _shaped_as(here: Any, saved: Any) -> Any:
+    """The saved values, with arrays where there are arrays here."""
+    if isinstance(here, dict):
+        return {key: _shaped_as(item, saved[key]) for key, item in here.items()}
+    return np.array(saved, dtype=here.dtype).reshape(here.shape) if isinstance(here, np.ndarray) else saved

@@ -1,0 +1,74 @@
+"""What of the program is the user's own: its modules, and the functions that are running on this thread."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_FRAMES_MAX = 32
+_OUTSIDE = frozenset({"torch", "numpy", "lastwords", *sys.stdlib_module_names}) - {"__main__"}
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_SHOW_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
+
+
+def is_of_the_user(names: Mapping[str, Any]) -> bool:
+    """Whether a module with these global names is the user's, and not of the library or an installed package."""
+    return _is_of_the_user(str(names.get("__name__", "")), str(names.get("__file__", "")))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_the_user(module: str, file: str) -> bool:
+    return module.partition(".")[0] not in _OUTSIDE and (module == "__main__" or not file.startswith(_INSTALLED))
+
+
+def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of the user's modules, and their global names."""
+    for name, module in [*sys.modules.items()]:
+        if isinstance(module, types.ModuleType) and is_of_the_user(names := vars(module)):
+            yield name, names
+
+
+def user_frames() -> list[types.FrameType]:
+    """The functions of the user's that are being run on this thread, the outermost first."""
+    found: list[types.FrameType] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name != "<module>" and is_of_the_user(frame.f_globals):
+            found.append(frame)
+        frame = frame.f_back
+    return found[: -_FRAMES_MAX - 1 : -1]
+
+
+def called(frame: types.FrameType) -> str:
+    """The name of a function, the same in every process."""
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+
+
+def locals_of(frame: types.FrameType) -> Mapping[str, Any]:
+    """A function's local variables. Nothing where it may have called `locals()`: reading them writes into that dict."""
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED:  # a class, whose names are a dict anyway
+        return frame.f_locals
+    if _may_show_locals(code):
+        return {}
+    names: Any = frame.f_locals
+    found = dict(names)
+    if type(names) is dict:  # up to Python 3.12: it would keep a batch alive that the loop has let go of
+        names.clear()
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_show_locals(code: types.CodeType) -> bool:
+    """Whether it calls `locals()` or the like: a name of its own, not a method's (`model.eval()`)."""
+    if _SHOW_LOCALS.isdisjoint(code.co_names):
+        return False
+    return any(
+        one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in _SHOW_LOCALS for one in dis.get_instructions(code)
+    )
