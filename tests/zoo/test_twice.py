@@ -56,6 +56,6 @@ def test_what_the_first_run_had_seen_move_late_is_told_of_the_second(
 def test_without_its_habits_a_job_that_dies_twice_differs_and_nobody_says_so(
     keeper: Keeper, name: str, first: str, second: str, words: str
 ) -> None:
-    verdict = keeper.judge(name, second, ["habits"], before=first)
+    verdict = keeper.judge(name, second, ["habits", "attributes"], before=first)
     assert verdict.kind == "silent", verdict.text
     assert not any(words in reason for reason in verdict.reasons)
